@@ -1,0 +1,42 @@
+"""The one place for torch and Lightning internals, each with the versions it was checked on.
+
+A name that starts with an underscore anywhere else in the package is a bug: when an internal moves, this file is the
+only one to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward that is executing now has finished.
+
+    Only valid inside a hook of a running backward. Checked on torch 2.10 to 2.13; DDP and FSDP2 rely on the same call.
+    """
+    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def without_torch_function() -> Any:
+    """Context in which tensor subclasses behave like plain tensors. Checked on torch 2.10 to 2.13."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that ``tensor`` is a differentiable view of, or None. Checked on torch 2.10 to 2.13."""
+    return tensor._base
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` was written in place since it was made. Checked on torch 2.10 to 2.13."""
+    with without_torch_function():
+        return int(tensor._version)
+
+
+def in_running_backward() -> bool:
+    """Whether the calling thread is executing a backward. Checked on torch 2.10 to 2.13."""
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -1,0 +1,96 @@
+"""The validated, frozen configuration. Keys are DeepSpeed's (0.19.8), so existing blocks can be passed as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _whole_number(value: Any) -> Any:
+    """Numbers as real files write them: 5e8, "2e8", "500_000_000"; a fraction stays one and is refused by pydantic."""
+    if isinstance(value, str):
+        try:
+            value = float(value.replace("_", ""))
+        except ValueError:
+            return value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Elements = Annotated[int, BeforeValidator(_whole_number), Field(ge=0, strict=True)]
+PositiveElements = Annotated[int, BeforeValidator(_whole_number), Field(gt=0, strict=True)]
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+
+class LeafModule(_Block):
+    """Which modules are gathered as one although the model does not repeat them."""
+
+    classes: tuple[str, ...] = Field((), description="class names, bare or dotted, whose instances are units")
+
+
+class ZeroOptimization(_Block):
+    """The ``zero_optimization`` block."""
+
+    stage: int = Field(0, ge=0, le=3, description="0: nothing sharded, 1: optimizer, 2: + gradients, 3: + parameters")
+    overlap_comm: bool = Field(True, description="gradients are reduced while backward goes on")
+    contiguous_gradients: bool = Field(
+        True, description="always on: gradients are copied into one flat buffer per bucket as they appear"
+    )
+    reduce_scatter: bool = Field(True, description="false: gradients are all-reduced, each rank keeps its shard")
+    reduce_bucket_size: PositiveElements = Field(500_000_000, description="elements of a gradient bucket at most")
+    allgather_bucket_size: PositiveElements = Field(
+        500_000_000, description="elements per all-gather of updated parameters (stages 1 and 2) at most"
+    )
+    stage3_prefetch_bucket_size: Elements = Field(
+        50_000_000,
+        validation_alias=AliasChoices("stage3_prefetch_bucket_size", "prefetch_bucket_size"),
+        description="elements gathered ahead of their use",
+    )
+    stage3_param_persistence_threshold: Elements = Field(
+        100_000,
+        validation_alias=AliasChoices("stage3_param_persistence_threshold", "param_persistence_threshold"),
+        description="parameters with fewer elements stay whole on every rank",
+    )
+    stage3_max_live_parameters: Elements = Field(
+        1_000_000_000,
+        validation_alias=AliasChoices("stage3_max_live_parameters", "max_live_parameters"),
+        description="gathered elements per rank beyond which nothing is kept or prefetched",
+    )
+    stage3_max_reuse_distance: Elements = Field(
+        1_000_000_000,
+        validation_alias=AliasChoices("stage3_max_reuse_distance", "max_reuse_distance"),
+        description="a parameter stays gathered if it is used again within this many elements; 0 releases at once",
+    )
+    leaf_module: LeafModule = LeafModule()
+
+
+class ZeroConfig(_Block):
+    """Everything that can be configured.
+
+    >>> ZeroConfig.of({"zero_optimization": {"stage": 2, "reduce_bucket_size": "5e7"}}).zero_optimization.stage
+    2
+    """
+
+    zero_optimization: ZeroOptimization = ZeroOptimization()
+
+    @classmethod
+    def of(cls, config: ZeroConfig | Mapping[str, Any] | None = None, stage: int | None = None) -> ZeroConfig:
+        """Validate ``config``; ``stage`` sets ``zero_optimization.stage``.
+
+        Raises:
+            ValueError: a key is unknown or a value is wrong, or ``stage`` contradicts the config.
+        """
+        parsed = config if isinstance(config, cls) else cls.model_validate(dict(config or {}))
+        if stage is None:
+            return parsed
+        block = parsed.zero_optimization
+        if "stage" in block.model_fields_set and block.stage != stage:
+            raise ValueError(
+                f"stage={stage} contradicts zero_optimization.stage={block.stage} of the config. Remove one of them."
+            )
+        values = {name: getattr(block, name) for name in block.model_fields_set} | {"stage": stage}
+        return parsed.model_copy(update={"zero_optimization": ZeroOptimization.model_validate(values)})

@@ -1,0 +1,1 @@
+"""The ZeRO engine: layout, collectives, buckets, hooks, optimizer fragments. Imports no Lightning."""

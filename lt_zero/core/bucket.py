@@ -1,0 +1,336 @@
+"""One bucket: a flat tensor with its parameters as views, this rank's master shard, and the gradient accumulator.
+
+Note [Storages of a bucket]
+    ``flat``    the compute copy, all elements. Parameters are views of it. With sharded parameters its storage has
+                zero bytes unless the bucket is gathered; views survive resizing, so autograd's saved views are valid
+                again after every gather.
+    ``master``  what the optimizer updates: this rank's shard (or everything, if the optimizer is not sharded). Where
+                the compute copy stays in memory and has the master's dtype, ``master`` *is* a slice of ``flat``.
+    ``home``    what a gather reads: the master, or for frozen buckets a shard in the compute dtype.
+    ``grad``    fp32 accumulator over the same elements as ``master``; holds something for the parameters in ``valid``.
+
+Note [Data, not nn.Parameter views]
+    ``p.data = view`` keeps a parameter's identity and gives it a version counter of its own. A view that shared the
+    flat tensor's counter would make autograd report "modified by an inplace operation" after each refill.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lt_zero.compat import version_of
+from lt_zero.core.comm import Comm, Pending
+from lt_zero.core.guard import Owner, guard, own, sentinel, unguard
+from lt_zero.core.layout import BucketLayout, Piece, plan_bucket
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A ZeRO stage (arXiv:1910.02054, section 5) as data: what each rank holds only a shard of."""
+
+    optim: bool
+    grads: bool
+    params: bool
+
+    @classmethod
+    def of_stage(cls, stage: int) -> Sharding:
+        return cls(optim=stage >= 1, grads=stage >= 2, params=stage >= 3)
+
+
+class State(Enum):
+    RELEASED = auto()
+    GATHERING = auto()
+    RESIDENT = auto()
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """16-bit weights are updated in fp32; everything else in its own dtype."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+class Bucket:
+    """Parameters of one dtype that are gathered, reduced and released together."""
+
+    def __init__(
+        self,
+        name: str,
+        parameters: list[tuple[str, Parameter]],
+        dtype: torch.dtype,
+        sharding: Sharding,
+        comm: Comm,
+        owner: Callable[[], Owner | None],
+    ) -> None:
+        self.name, self.sharding, self.comm = name, sharding, comm
+        self.params = [p for _, p in parameters]
+        self.layout: BucketLayout = plan_bucket([(n, p.shape) for n, p in parameters], comm.world)
+        self.shapes = [span.shape for span in self.layout.spans]
+        self.dtype = dtype
+        self.own = self.layout.shard(comm.rank) if sharding.optim or sharding.params else (0, self.layout.numel)
+        self._pieces = self.layout.pieces(*self.own)
+        self.flat = torch.zeros(self.layout.numel, dtype=dtype, device=comm.device)  # 1D
+        self.views = [self.flat[s.lo : s.hi].view(s.shape) for s in self.layout.spans]
+        self.master: Tensor | None = None  # 1D, elements [own)
+        self.grad: Tensor | None = None  # 1D, elements [own)
+        self.valid: set[int] = set()  # parameters that were reduced since their gradient was cleared
+        self.used: set[int] = set()  # those of them that had a gradient on this rank
+        self.local: Tensor | None = None  # 1D, all elements: gradients not reduced yet (stages 0 and 1)
+        self.state = State.RESIDENT
+        self._home: Tensor | None = None
+        self._owner = owner
+        self._pending: Pending | None = None
+        self._versions: list[int] = []
+
+    # ---- construction ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def adopt(self, fetch: Callable[[Parameter], Tensor]) -> None:
+        """Move the parameters' values into the bucket, agree with rank 0, and keep what this rank owns.
+
+        ``fetch`` returns a parameter's full value.
+        """
+        for parameter, view in zip(self.params, self.views, strict=True):
+            view.copy_(fetch(parameter))
+            unguard(parameter)
+            parameter.data = view
+            own(parameter, self._owner)
+        self.comm.broadcast(self.flat, self.name)
+        if any(p.requires_grad for p in self.params):
+            self.enable_training()
+        elif self.sharding.params:
+            self._home = self.flat[self.own[0] : self.own[1]].clone()
+        self.note_versions()
+        self.release()
+
+    @torch.no_grad()
+    def enable_training(self) -> None:
+        """Make the master weights (again a no-op when they exist); called late when frozen parameters are unfrozen."""
+        if self.master is not None:
+            return
+        lo, hi = self.own
+        if self._home is not None:
+            self.master, self._home = self._home.to(master_dtype(self.dtype)), None
+        elif self.aliased:
+            self.master = self.flat[lo:hi]
+        else:
+            self.master = self.flat[lo:hi].to(master_dtype(self.dtype), copy=True)
+
+    @property
+    def aliased(self) -> bool:
+        """Whether the master weights are a slice of the compute copy. See Note [Storages of a bucket]."""
+        return not self.sharding.params and master_dtype(self.dtype) == self.dtype
+
+    @property
+    def home(self) -> Tensor:
+        home = self.master if self.master is not None else self._home
+        assert home is not None
+        return home
+
+    # ---- residency ---------------------------------------------------------------------------------------------
+
+    def launch_gather(self) -> None:
+        """RELEASED -> GATHERING: allocate the flat storage and start filling it."""
+        assert self.state is State.RELEASED, (self.name, self.state)
+        with torch.inference_mode(False), torch.no_grad():
+            self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
+            self.flat[self.own[0] : self.own[1]].copy_(self.home)
+            self._pending = self.comm.all_gather(self.flat, self.name)
+        self.state = State.GATHERING
+
+    def gather(self) -> None:
+        """To RESIDENT from any state: parameters are readable afterwards."""
+        if self.state is State.RELEASED:
+            self.launch_gather()
+        if self.state is State.GATHERING:
+            assert self._pending is not None
+            self._pending.wait()
+            self._pending = None
+            with torch.inference_mode(False):
+                for parameter, view in zip(self.params, self.views, strict=True):
+                    unguard(parameter)
+                    parameter.data = view
+            self.state = State.RESIDENT
+            self.note_versions()
+
+    def release(self) -> None:
+        """To RELEASED, if the parameters are sharded: give the memory back, leave sentinels."""
+        if not self.sharding.params or self.state is State.RELEASED:
+            return
+        if self.state is State.GATHERING:
+            assert self._pending is not None
+            self._pending.wait()  # freeing memory that is being written into corrupts whoever gets it next
+            self._pending = None
+            self.state = State.RELEASED
+        else:
+            self.check_edits()
+            self.state = State.RELEASED
+            with torch.inference_mode(False):
+                for parameter, shape in zip(self.params, self.shapes, strict=True):
+                    unguard(parameter)
+                    parameter.data = sentinel(parameter, shape)
+                    guard(parameter, self._owner)
+        self.flat.untyped_storage().resize_(0)
+
+    def guard(self) -> None:
+        """Keep the values but watch for uses outside of the owning unit's forward. See guard.py."""
+        if self.sharding.params and self.state is State.RESIDENT:
+            for parameter in self.params:
+                guard(parameter, self._owner)
+
+    def unguard(self) -> None:
+        assert self.state is State.RESIDENT
+        if self.sharding.params:
+            for parameter in self.params:
+                unguard(parameter)
+
+    # ---- gradients ---------------------------------------------------------------------------------------------
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Gradients are reduced and accumulated in the precision of the master weights."""
+        return master_dtype(self.dtype)
+
+    @property
+    def wants_grad(self) -> bool:
+        return any(p.requires_grad for p in self.params)
+
+    def grads_complete(self) -> bool:
+        """Whether each trainable parameter has received its gradient in the running backward."""
+        return all(p.grad is not None for p in self.params if p.requires_grad)
+
+    @torch.no_grad()
+    def take_grads(self, out: Tensor, add: bool) -> None:
+        """Move the parameters' gradients into ``out`` (1D, all elements), or add them; absent ones count as zeros."""
+        for index, (parameter, span) in enumerate(zip(self.params, self.layout.spans, strict=True)):
+            grad, target = parameter.grad, out[span.lo : span.hi].view(span.shape)
+            if grad is None:
+                if not add:
+                    target.zero_()
+                continue
+            grad = grad.to_dense() if grad.layout is not torch.strided else grad
+            if add:
+                target.add_(grad)
+            else:
+                target.copy_(grad)
+            self.used.add(index)
+            parameter.grad = None
+        if not add:
+            for lo, hi in self.layout.gaps:
+                out[lo:hi].zero_()
+
+    @torch.no_grad()
+    def accumulate_local(self) -> None:
+        """Add the parameters' gradients into the unreduced local accumulator."""
+        add = self.local is not None
+        if self.local is None:
+            self.local = torch.empty(self.layout.numel, dtype=self.grad_dtype, device=self.flat.device)
+        self.take_grads(self.local, add)
+
+    def launch_reduce(self, send: Tensor, scratch: Tensor) -> Pending:
+        """Start averaging ``send`` (1D, all elements) over the ranks into the accumulator."""
+        if self.grad is None:
+            self.grad = torch.empty(self.own[1] - self.own[0], dtype=send.dtype, device=send.device)
+        add = bool(self.valid)
+        self.valid.update(i for i, p in enumerate(self.params) if p.requires_grad)
+        collective = self.comm.all_reduce if self.own == (0, self.layout.numel) else self.comm.reduce_scatter
+        return collective(self.grad, send, scratch, add, self.name)
+
+    @torch.no_grad()
+    def clear_grads(self, indices: set[int]) -> None:
+        """Forget the accumulated gradients of the given parameters."""
+        self.valid -= indices
+        self.used -= indices
+        if not self.valid and not self.used:
+            self.local = None  # the next reduction starts from zero
+            return
+        for index in indices:
+            span = self.layout.spans[index]
+            if self.local is not None:
+                self.local[span.lo : span.hi].zero_()
+        for piece in self.pieces():
+            if self.grad is not None and piece.index in indices:
+                self.grad[piece.offset : piece.offset + piece.numel].zero_()
+
+    # ---- values ------------------------------------------------------------------------------------------------
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """What this rank's master and accumulator hold of each parameter."""
+        return self._pieces
+
+    def pieces_of(self, index: int) -> list[Piece]:
+        """What this rank holds of parameter ``index``: nothing or one piece."""
+        return [p for p in self._pieces if p.index == index]
+
+    @torch.no_grad()
+    def launch_publish(self) -> Pending | None:
+        """Make the updated master weights visible in the compute copy; sharded parameters are only dropped."""
+        if self.master is None:
+            return None
+        if self.sharding.params:
+            self.release()
+            return None
+        if not self.aliased:
+            self.flat[self.own[0] : self.own[1]].copy_(self.master)
+        if not self.sharding.optim:
+            return None
+        return self.comm.all_gather(self.flat, self.name)
+
+    @torch.no_grad()
+    def write(self, index: int, value: Tensor) -> None:
+        """Set parameter ``index`` to ``value`` (full shape, the same on every rank) in every copy this rank holds."""
+        row = value.detach().reshape(-1)
+        if self.state is State.RESIDENT:
+            self.views[index].copy_(value)
+        for piece in self.pieces():
+            if piece.index == index:
+                self.home_or_flat()[piece.offset : piece.offset + piece.numel].copy_(row[piece.lo : piece.hi])
+
+    def home_or_flat(self) -> Tensor:
+        if self.master is not None or self._home is not None:
+            return self.home
+        return self.flat[self.own[0] : self.own[1]]
+
+    @torch.no_grad()
+    def adopt_edits(self) -> None:
+        """Take rank 0's values of the (resident) compute copy into the master weights of all ranks."""
+        self.comm.broadcast(self.flat, self.name)
+        if not self.aliased and (self.master is not None or self._home is not None):
+            mine = self.flat[self.own[0] : self.own[1]].to(self.home.dtype)
+            # Only what was edited: the master is more precise than the copy that was shown.
+            edited = self.home.to(self.dtype) != self.flat[self.own[0] : self.own[1]]
+            self.home[edited] = mine[edited]
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        if not self.aliased:
+            self._versions = [version_of(p) for p in self.params]
+
+    def check_edits(self) -> None:
+        """Report in-place edits of the compute copy that would be lost.
+
+        Raises:
+            RuntimeError: a parameter was written outside ``lt_zero.gathered(..., write=True)`` although the master
+                weights live elsewhere.
+        """
+        if self.aliased or self.state is not State.RESIDENT:
+            return
+        pairs = zip(self.params, self._versions, self.layout.spans, strict=True)
+        edited = [span.name for p, version, span in pairs if version_of(p) != version]
+        if edited:
+            self.note_versions()
+            raise RuntimeError(
+                f"Parameter {', '.join(repr(name) for name in edited[:5])} was modified in place, but its master "
+                "weights are stored elsewhere and would overwrite the edit. Wrap the edit in "
+                "`with lt_zero.gathered(parameters, write=True): ...`."
+            )
+
+
+def weak_owner(owner: Owner) -> Callable[[], Owner | None]:
+    """A reference that lets the engine be collected while parameters still point to it."""
+    return weakref.ref(owner)

@@ -1,0 +1,204 @@
+"""Every collective of the engine, as launch/wait pairs; what differs between gloo and NCCL is decided here.
+
+Note [Collectives on gloo]
+    gloo's reduce-scatter is an all-reduce that throws most of its result away, and its all-gather slows down above
+    16 MB. An all-to-all followed by a local sum, and one broadcast per rank into views of the result, move half the
+    bytes and run 2-3x faster. The local sum adds the ranks' contributions in rank order in the buffer's own dtype
+    (fp32 by default), so an element's sum does not depend on where in a bucket it lies: on gloo all stages agree
+    bitwise. NCCL has good collectives of its own and gets them as they are.
+
+Note [Order of launches]
+    Ranks must launch the same collectives in the same order. Nothing in this file reorders; the callers launch in an
+    order that depends on the module and the recorded schedule only, never on data (reducer.py, schedule.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lt_zero.core.sequence import SequenceCheck
+
+
+class Pending(Protocol):
+    """A launched collective; ``wait`` returns once its result may be used on the current stream."""
+
+    def wait(self) -> Any: ...
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+class _All:
+    """Several launched works that are waited for together, and what is computed from them afterwards."""
+
+    def __init__(self, works: list[Any], finish: Callable[[], None] | None = None) -> None:
+        self._works, self._finish = works, finish
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = []
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+
+def _collective(new: str, old: str) -> Any:
+    """The single-tensor collective under its current name (torch renamed them in 2.13 and warns on the old ones)."""
+    return getattr(dist, new, None) or getattr(dist, old)
+
+
+class Comm:
+    """The collectives of one data-parallel group.
+
+    Args:
+        group: the process group of the engine's traffic, or None for a single process without one.
+        device: where the buckets live.
+        check: compares the sequence of collectives of all ranks before each launch (debug mode).
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, check: SequenceCheck | None = None
+    ) -> None:
+        self.device = device
+        self._group = group
+        self.world = dist.get_world_size(group) if group is not None else 1
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self._gloo = group is not None and dist.get_backend(group) == "gloo"
+        # Decisions of the host (which parameters were used, in which order) must not make the GPU wait.
+        self._host = group
+        if group is not None and not self._gloo:
+            self._host = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+        self._check = check
+        self._all_gather = _collective("all_gather_single", "all_gather_into_tensor")
+        self._reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+
+    @classmethod
+    def for_world(cls, device: torch.device, check: bool = False) -> Comm:
+        """A communicator over all ranks of the default process group, with a process group of its own.
+
+        Lightning issues collectives on the default group between batches and swallows their errors; traffic of ours
+        on the same group could then be matched with theirs.
+        """
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls(None, device)
+        return cls(dist.new_group(), device, SequenceCheck.create() if check else None)
+
+    def _announce(self, operation: str, name: str, numel: int) -> None:
+        if self._check is not None:
+            self._check.compare(operation, name, numel)
+
+    def _peer(self, rank: int) -> int:
+        assert self._group is not None
+        return dist.get_global_rank(self._group, rank)
+
+    def all_gather(self, flat: Tensor, name: str) -> Pending:
+        """Fill ``flat`` (1D, world equal shards) from the ranks' own shards, which already lie in place."""
+        if self.world == 1:
+            return _Done()
+        self._announce("all-gather", name, flat.numel())
+        shards = flat.chunk(self.world)
+        if self._gloo:
+            return _All([dist.broadcast(s, self._peer(r), self._group, async_op=True) for r, s in enumerate(shards)])
+        return _All([self._all_gather(flat, shards[self.rank], group=self._group, async_op=True)])
+
+    def reduce_scatter(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Pending:
+        """Average ``flat`` (1D, world shards) over the ranks and put this rank's shard into ``out``, or add it there.
+
+        ``flat`` and ``scratch`` (as large as ``flat``) belong to the collective until it was waited for.
+        """
+        if self.world == 1:
+            return _All([], lambda: _store(out, flat, add))
+        self._announce("reduce-scatter", name, flat.numel())
+        if self._gloo:
+            work = dist.all_to_all_single(scratch, flat, group=self._group, async_op=True)
+            return _All([work], lambda: _store(out, _mean_in_rank_order(scratch.chunk(self.world)), add))
+        mine = scratch[: out.numel()]
+        work = self._reduce_scatter(mine, flat, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
+        return _All([work], lambda: _store(out, mine, add))
+
+    def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Pending:
+        """Average ``flat`` (1D, world shards) over the ranks and put all of it into ``out``, or add it there."""
+        if self.world == 1:
+            return _All([], lambda: _store(out, flat, add))
+        self._announce("all-reduce", name, flat.numel())
+        if not self._gloo:
+            work = dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
+            return _All([work], lambda: _store(out, flat, add))
+        work = dist.all_to_all_single(scratch, flat, group=self._group, async_op=True)
+
+        def finish() -> None:
+            mine = flat.chunk(self.world)[self.rank]
+            mine.copy_(_mean_in_rank_order(scratch.chunk(self.world)))
+            shards = enumerate(flat.chunk(self.world))
+            _All([dist.broadcast(s, self._peer(r), self._group, async_op=True) for r, s in shards]).wait()
+            _store(out, flat, add)
+
+        return _All([work], finish)
+
+    def broadcast(self, tensor: Tensor, name: str, src: int = 0) -> None:
+        """Give every rank the values that ``tensor`` has on rank ``src``."""
+        if self.world > 1:
+            self._announce("broadcast", name, tensor.numel())
+            dist.broadcast(tensor, self._peer(src), group=self._group)
+
+    def sum_scalar(self, value: Tensor, name: str) -> Tensor:
+        """The sum over all ranks of a 0D fp64 tensor."""
+        return self._reduce_small(value, dist.ReduceOp.SUM, name)
+
+    def max_scalar(self, value: Tensor, name: str) -> Tensor:
+        """The maximum over all ranks of a tensor."""
+        return self._reduce_small(value, dist.ReduceOp.MAX, name)
+
+    def _reduce_small(self, value: Tensor, op: Any, name: str) -> Tensor:
+        if self.world > 1:
+            self._announce("all-reduce", name, value.numel())
+            dist.all_reduce(value, op=op, group=self._group)
+        return value
+
+    def host_max(self, flags: Tensor, name: str) -> Pending:
+        """Element-wise maximum over the ranks of a CPU tensor, through the CPU side channel, in place."""
+        if self.world == 1:
+            return _Done()
+        self._announce("flags", name, flags.numel())
+        return _All([dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._host, async_op=True)])
+
+    def host_broadcast(self, value: Any, name: str) -> Any:
+        """Rank 0's (small, picklable) Python value on every rank."""
+        if self.world == 1:
+            return value
+        self._announce("object", name, 0)
+        box = [value]
+        dist.broadcast_object_list(box, src=self._peer(0), group=self._host)
+        return box[0]
+
+    def host_gather(self, value: Any, name: str) -> list[Any]:
+        """The (small, picklable) Python values of all ranks, on every rank."""
+        if self.world == 1:
+            return [value]
+        self._announce("objects", name, 0)
+        box: list[Any] = [None] * self.world
+        dist.all_gather_object(box, value, group=self._host)
+        return box
+
+
+def _mean_in_rank_order(shards: tuple[Tensor, ...]) -> Tensor:
+    """The mean of the ranks' contributions, summed in rank order; overwrites the first."""
+    total = shards[0]
+    for shard in shards[1:]:
+        total.add_(shard)
+    return total.mul_(1.0 / len(shards))
+
+
+def _store(out: Tensor, value: Tensor, add: bool) -> None:
+    if add:
+        out.add_(value)
+    else:
+        out.copy_(value)

@@ -1,0 +1,477 @@
+"""The engine: when buckets are gathered, leased and released, and when their gradients are reduced.
+
+Note [Life of a unit in a step]
+    pre-forward   gather; inputs that need a gradient are replaced by aliases whose hook marks the end of the unit's
+                  backward
+    post-forward  release, or keep and guard (schedule.Residency); hook the autograd nodes of the outputs
+    backward      output node: take a lease, gather. Inputs' hook: all gradients are in, hand the bucket to the
+                  reducer, drop the lease; released at zero leases
+    end           reduce what is left in fixed order, release everything (Note [End of backward])
+
+Note [Leases]
+    A unit's weights are needed from the first of its output nodes to the last of its input gradients, once per call
+    of the module. Releasing when the last weight gradient arrives would be wrong for frozen first layers; releasing
+    without counting, for modules that are called twice. A unit whose inputs need no gradient keeps its lease until
+    the end of backward.
+
+Note [Aliases]
+    The hook that ends a unit's backward sits on a view of each input, not on the input: a tensor that feeds every
+    block (a conditioning vector) gets its whole gradient only at the very end, its alias when this block is done.
+
+Note [End of backward]
+    Hooks queue a callback that runs when the running backward is over. A caller that knows the bounds of a backward
+    (the strategy) uses ``backward_pass`` instead, which also covers models without a single unit.
+
+Note [Recomputation]
+    Activation checkpointing runs a unit's forward inside backward, and stops it in the middle by an exception. So
+    inside backward the pre-forward hook gathers and nothing else, the post-forward hook does nothing, and the lease
+    of the original call releases.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.nn import Parameter
+
+from lt_zero.compat import in_running_backward, queue_backward_callback, view_base, without_torch_function
+from lt_zero.core.bucket import Bucket, State
+from lt_zero.core.comm import Comm, Pending
+from lt_zero.core.reducer import Reducer
+from lt_zero.core.schedule import Order, Residency
+from lt_zero.core.walk import iter_tensors, map_tensors
+
+
+class Unit:
+    """A module whose buckets are gathered and released together."""
+
+    def __init__(self, name: str, module: nn.Module, buckets: list[Bucket], needs_weights: bool) -> None:
+        self.name, self.module, self.buckets = name, module, buckets
+        self.sharded = [b for b in buckets if b.sharding.params]
+        self.numel = sum(b.layout.numel for b in self.sharded)
+        self.backward_needs_weights = needs_weights
+        self.keep = False
+        self.leases = 0
+        self.visited = False  # took a lease in this backward
+        self.calls: list[_Call] = []  # forwards that are running, innermost last
+
+    @property
+    def resident(self) -> bool:
+        return all(b.state is not State.RELEASED for b in self.sharded)
+
+
+class _Call:
+    """One forward of a unit, for as long as autograd may come back to it."""
+
+    def __init__(self) -> None:
+        self.held = False
+
+
+class Engine:
+    """Runs one model with sharded optimizer states, gradients and parameters. Built by ``lt_zero.core.build``.
+
+    Args:
+        root: the model.
+        units: all units but the root, in registration order.
+        root_buckets: buckets of parameters that belong to no unit or are shared.
+        comm: the collectives.
+        reducer: gradient reductions; knows all buckets.
+        residency: limits on what stays gathered.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: list[Unit],
+        root_unit: Unit,
+        comm: Comm,
+        reducer: Reducer,
+        residency: Residency,
+    ) -> None:
+        self.root, self.units, self.root_unit = root, units, root_unit
+        self.comm, self.reducer, self.residency = comm, reducer, residency
+        self.buckets = [b for u in [*units, root_unit] for b in u.buckets]
+        self.owner = {id(p): (b, i) for b in self.buckets for i, p in enumerate(b.params)}
+        for unit, keep in zip(units, residency.keep_after_forward([u.numel for u in units]), strict=True):
+            unit.keep = keep
+        root_unit.keep = True
+        self.in_backward = False
+        self._explicit = False  # a backward_pass context is open
+        self._create_graph = False  # the running backward builds a graph that will be walked again
+        self._depth = 0  # nested forward scopes
+        self._pinned: dict[Bucket, None] = {}  # used outside of their unit: stay until the end of backward
+        self._forward_order: Order[Unit] = Order()
+        self._backward_order: Order[Unit] = Order()
+        self._flags: tuple[Pending, Tensor] | None = None  # which parameters had a gradient on any rank
+        self._handles = [h for u in units for h in self._hook(u)] + self._hook_root()
+
+    # ---- hooks -------------------------------------------------------------------------------------------------
+
+    def _hook(self, unit: Unit) -> list[Any]:
+        me = weakref.ref(self)
+
+        @torch.compiler.disable
+        def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            engine = me()
+            return engine._pre_forward(unit, args, kwargs) if engine is not None else None
+
+        @torch.compiler.disable
+        def post_forward(module: nn.Module, args: Any, output: Any) -> None:
+            engine = me()
+            if engine is not None:
+                engine._post_forward(unit, output)
+
+        before = unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
+        return [before, unit.module.register_forward_hook(post_forward)]
+
+    def _hook_root(self) -> list[Any]:
+        me = weakref.ref(self)
+
+        @torch.compiler.disable
+        def pre_forward(module: nn.Module, args: Any) -> None:
+            engine = me()
+            if engine is not None:
+                engine.enter_forward()
+
+        @torch.compiler.disable
+        def post_forward(module: nn.Module, args: Any, output: Any) -> None:
+            engine = me()
+            if engine is not None and engine._depth > 0:
+                engine.leave_forward(output)
+
+        before = self.root.register_forward_pre_hook(pre_forward, prepend=True)
+        return [before, self.root.register_forward_hook(post_forward, always_call=True)]
+
+    def detach(self) -> None:
+        """Remove all hooks; parameters stay as they are."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # ---- forward -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward_scope(self) -> Iterator[None]:
+        """Around code that runs the model (a training step): root parameters are readable inside."""
+        self.enter_forward()
+        try:
+            yield
+        finally:
+            self.leave_forward(None)
+
+    def enter_forward(self) -> None:
+        self._depth += 1
+        if self._depth == 1 and not self.in_backward:
+            self._forward_order.start()
+            self._gather(self.root_unit)
+
+    def leave_forward(self, output: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self.in_backward:
+            return
+        if torch.is_grad_enabled():
+            self._hook_nodes(output, self._arm)
+        if self._depth > 0:
+            return
+        for unit in self.units:
+            unit.calls.clear()
+        if torch.is_grad_enabled():
+            for unit in self.units:  # prefetched but not used in this pass
+                if unit.leases == 0 and not unit.keep:
+                    self._release(unit)
+        else:
+            self._pinned.clear()
+            self.release_all(keep=True)
+
+    def _pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._gather(unit)
+        if self.in_backward or in_running_backward():
+            _refuse_reentrant_checkpoint(unit)
+            return None
+        self._forward_order.visit(unit)
+        self._prefetch(self._forward_order)
+        call = _Call()
+        unit.calls.append(call)
+        if not torch.is_grad_enabled():
+            return None
+        aliases: list[Tensor] = []
+
+        def alias(tensor: Tensor) -> Tensor:
+            if not tensor.requires_grad or tensor.layout is not torch.strided or isinstance(tensor, Parameter):
+                return tensor
+            aliases.append(tensor.view_as(tensor))
+            return aliases[-1]
+
+        args, kwargs = map_tensors(args, alias), map_tensors(kwargs, alias)
+        others = [t for t in iter_tensors((args, kwargs)) if t.requires_grad and not isinstance(t, Parameter)]
+        if others:
+            me = weakref.ref(self)
+
+            def unit_done(grads: Any) -> None:
+                engine = me()
+                if engine is not None:
+                    engine._unit_done(unit, call)
+
+            register_multi_grad_hook(others, unit_done, mode="all")
+        return args, kwargs
+
+    def _post_forward(self, unit: Unit, output: Any) -> None:
+        if self.in_backward or in_running_backward():
+            return
+        call = unit.calls.pop() if unit.calls else _Call()
+        if torch.is_grad_enabled():
+            self._hook_nodes(output, lambda: self._pre_backward(unit, call))
+        if unit.calls or not unit.sharded:
+            return  # an outer call of the same module is still running
+        if unit.keep and (unit.backward_needs_weights if torch.is_grad_enabled() else self._fits_whole):
+            for bucket in unit.sharded:
+                bucket.guard()
+        elif unit.leases == 0:
+            self._release(unit)
+
+    @property
+    def _fits_whole(self) -> bool:
+        """Whether everything may stay gathered from one evaluation batch to the next."""
+        total = sum(u.numel for u in self.units) + self.root_unit.numel
+        return total <= self.residency.max_live and total < self.residency.max_reuse_distance
+
+    def _hook_nodes(self, output: Any, fn: Callable[[], None]) -> None:
+        """Call ``fn`` before autograd runs the nodes that made the tensors in ``output``.
+
+        Node hooks survive what tensor hooks do not: a caller that adds to the output in place. For an output that is
+        a view the in-place history hangs on its base, so the base's node is hooked.
+        """
+
+        @torch.compiler.disable
+        def hook(grads: Any) -> None:
+            fn()
+
+        seen: set[Any] = set()
+        for tensor in iter_tensors(output):
+            base = view_base(tensor)
+            for node in (tensor.grad_fn, base.grad_fn if base is not None else None):
+                if node is not None and node not in seen:
+                    seen.add(node)
+                    node.register_prehook(hook)
+
+    # ---- residency ---------------------------------------------------------------------------------------------
+
+    def _gather(self, unit: Unit) -> None:
+        for bucket in unit.sharded:
+            if bucket.state is State.RELEASED:
+                bucket.launch_gather()
+        for bucket in unit.sharded:
+            bucket.gather()
+            bucket.unguard()
+
+    def _prefetch(self, order: Order[Unit]) -> None:
+        flying, live = 0, sum(u.numel for u in self.units if u.resident)
+        for unit in order.upcoming():
+            if unit.resident:
+                continue
+            flying, live = flying + unit.numel, live + unit.numel
+            if flying > self.residency.prefetch or live > self.residency.max_live:
+                return
+            for bucket in unit.sharded:
+                if bucket.state is State.RELEASED:
+                    bucket.launch_gather()
+
+    def _release(self, unit: Unit) -> None:
+        for bucket in unit.sharded:
+            if bucket not in self._pinned:
+                bucket.release()
+
+    def release_all(self, keep: bool = False) -> None:
+        """Release every sharded bucket; with ``keep``, not those that the residency rules let stay."""
+        for unit in [*self.units, self.root_unit]:
+            if keep and unit.keep and self._fits_whole:
+                for bucket in unit.sharded:
+                    bucket.guard()
+            else:
+                self._release(unit)
+
+    # ---- backward ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """Around one call of backward, on every rank alike. See Note [End of backward]."""
+        self._explicit = True
+        self._arm()
+        try:
+            yield
+        except BaseException:
+            self.in_backward = self._explicit = False
+            raise
+        self.end_backward()
+
+    def _arm(self) -> None:
+        if not self.in_backward:
+            self.in_backward = True
+            self._backward_order.start()
+            if not self._explicit:
+                queue_backward_callback(self.end_backward)
+
+    def _pre_backward(self, unit: Unit, call: _Call) -> None:
+        self._arm()
+        self._create_graph |= torch.is_grad_enabled()
+        unit.visited = True
+        if not call.held:
+            call.held = True
+            unit.leases += 1
+        if unit.sharded and unit.backward_needs_weights:
+            self._gather(unit)
+            self._backward_order.visit(unit)
+            self._prefetch(self._backward_order)
+
+    def _unit_done(self, unit: Unit, call: _Call) -> None:
+        if not self.in_backward:
+            return
+        for bucket in unit.buckets:
+            if bucket.wants_grad and bucket.grads_complete():
+                self.reducer.mark_ready(bucket)
+        if call.held:
+            call.held = False
+            unit.leases -= 1
+        if unit.leases == 0 and not self._keeps_for_next_use(unit):
+            self._release(unit)
+
+    def _keeps_for_next_use(self, unit: Unit) -> bool:
+        """Inside an accumulation window weights do not change; with create_graph the graph will be walked again."""
+        return torch.is_grad_enabled() or (not self.reducer.sync and unit.keep and self._fits_whole)
+
+    def end_backward(self) -> None:
+        """Reduce what is left, wait for it, and give back what backward held."""
+        if not self.in_backward:
+            return
+        arrived = self.reducer.active or any(p.grad is not None for b in self.buckets for p in b.params)
+        explicit, self.in_backward, self._explicit = self._explicit, False, False
+        again, self._create_graph = self._create_graph, False
+        if arrived:
+            self._explain_ungathered()
+        # torch.autograd.grad leaves no gradients behind: nothing to reduce, on any rank.
+        if arrived or explicit:
+            self.reducer.finish()
+            self._flags = None
+            if self.reducer.sync:
+                self._launch_flags()
+        for unit in [*self.units, self.root_unit]:
+            unit.leases, unit.visited = 0, False
+        if not again:
+            self._pinned.clear()
+            self.release_all(keep=not self.reducer.sync)
+
+    def _explain_ungathered(self) -> None:
+        """Refuse gradients of a unit whose backward hooks were lost: it ran on released weights."""
+        for unit in self.units:
+            lost = not unit.visited and unit.backward_needs_weights
+            for bucket in unit.sharded if lost else []:
+                if bucket.state is State.RELEASED and any(p.grad is not None for p in bucket.params):
+                    raise RuntimeError(
+                        f"Module {unit.name!r} ({type(unit.module).__name__}) received gradients, but none of its "
+                        "outputs could be hooked, so its weights were not gathered for backward. Return its tensors "
+                        "from forward (in tuples, lists, dicts, dataclasses or objects with attributes) instead of "
+                        "storing them elsewhere."
+                    )
+
+    # ---- between backward and step -----------------------------------------------------------------------------
+
+    @property
+    def sharded_optim(self) -> bool:
+        return any(b.own != (0, b.layout.numel) for b in self.buckets)
+
+    def _launch_flags(self) -> None:
+        """Start agreeing on which parameters had a gradient on any rank (optimizer.py, Note [Unused parameters])."""
+        flags = torch.tensor([i in b.used for b in self.buckets for i in range(len(b.params))], dtype=torch.uint8)
+        self._flags = (self.comm.host_max(flags, "used parameters"), flags)
+
+    def settle_grads(self) -> Callable[[Bucket, int], bool]:
+        """Finish all reductions; returns whether parameter ``index`` of a bucket has a gradient. Collective."""
+        if any(p.grad is not None for b in self.buckets for p in b.params):
+            self.in_backward = True  # a backward that touched nothing with a hook
+            self.end_backward()
+        self.reducer.flush()
+        if self._flags is None:
+            self._launch_flags()
+        assert self._flags is not None
+        pending, flags = self._flags
+        pending.wait()
+        for bucket in self.buckets:
+            bucket.check_edits()
+        row = flags.tolist()
+        places = ((bucket, index) for bucket in self.buckets for index in range(len(bucket.params)))
+        used = {place for place, flag in zip(places, row, strict=True) if flag}
+        return lambda bucket, index: (bucket, index) in used and index in bucket.valid
+
+    def publish(self, buckets: set[Bucket]) -> None:
+        """After a step of these buckets' master weights: bring the compute copies up to date."""
+        launched = [bucket.launch_publish() for bucket in self.buckets if bucket in buckets]
+        for pending in launched:
+            if pending is not None:
+                pending.wait()
+        for bucket in buckets:
+            bucket.note_versions()
+
+    def pin(self, bucket: Bucket) -> None:
+        """Keep ``bucket`` gathered until ``unpin`` or the end of the next backward."""
+        self._pinned[bucket] = None
+
+    def unpin(self, bucket: Bucket) -> None:
+        self._pinned.pop(bucket, None)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients that are not sharded (stages 0 and 1) are only accumulated locally inside."""
+        before, self.reducer.sync = self.reducer.sync, False
+        try:
+            yield
+        finally:
+            self.reducer.sync = before
+
+    # ---- uses outside of a unit's forward ----------------------------------------------------------------------
+
+    def on_guarded_use(self, parameters: list[Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A function that needs values was called on guarded parameters. See guard.py.
+
+        Raises:
+            RuntimeError: outside of forward and backward the values of a released parameter cannot be read.
+        """
+        buckets = list(dict.fromkeys(self.owner[id(p)][0] for p in parameters))
+        if func is Tensor.copy_ and args[0] is parameters[0] and len(parameters) == 1:
+            bucket, index = self.owner[id(args[0])]
+            with without_torch_function():
+                bucket.write(index, args[1].expand(bucket.shapes[index]))
+            return args[0]
+        if self._depth > 0 or self.in_backward or in_running_backward():
+            for bucket in buckets:
+                bucket.gather()
+                bucket.unguard()
+                self.pin(bucket)  # autograd may have saved views: stays until backward is over
+            return func(*args, **kwargs)
+        if all(bucket.state is State.RESIDENT for bucket in buckets):
+            with without_torch_function():
+                return func(*args, **kwargs)
+        names = [b.layout.spans[i].name for b, i in (self.owner[id(p)] for p in parameters)]
+        raise RuntimeError(
+            f"The values of parameter {names[0]!r} are sharded over {self.comm.world} ranks and not in memory here "
+            f"(`{getattr(func, '__name__', func)}` needs them). Wrap the code in `with lt_zero.gathered(parameter): ...` "
+            "on every rank (`write=True` to change values); to save weights use `trainer.save_checkpoint`, "
+            "`trainer.strategy.export(path)` or `trainer.strategy.lightning_module_state_dict()`."
+        )
+
+
+def _refuse_reentrant_checkpoint(unit: Unit) -> None:
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "backward" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            raise RuntimeError(
+                f"Module {unit.name!r} is recomputed by torch.utils.checkpoint with use_reentrant=True, which runs a "
+                "backward inside backward and hides when gradients are complete. Pass use_reentrant=False."
+            )
+        frame = frame.f_back

@@ -1,0 +1,131 @@
+"""Gradient buckets on their way to the accumulators: launched in one fixed order, at most two in flight.
+
+Note [Reduce order]
+    A bucket becomes ready when the backward of its unit is done, which may happen in another order on another rank
+    (an unused unit never becomes ready before the end). Launches follow ``order``, the same on all ranks: the first
+    backward of a run goes by the reverse of registration, later ones by the order that rank 0 saw. Whatever is left
+    is launched at the end of backward, so each bucket is reduced exactly once per backward on every rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from lt_zero.core.bucket import Bucket
+from lt_zero.core.comm import Comm, Pending
+
+
+class Reducer:
+    """Launches and finishes the gradient reductions of one engine."""
+
+    def __init__(self, comm: Comm, buckets: list[Bucket], overlap: bool, max_buffer: int) -> None:
+        self._comm, self._overlap = comm, overlap
+        self._order = list(buckets)
+        # Elements of a reusable buffer; a larger bucket gets buffers of its own, freed when it has landed.
+        self._largest = max((b.layout.numel for b in buckets if b.layout.numel <= max_buffer), default=0)
+        self._head = 0
+        self._ready: set[Bucket] = set()
+        self._seen: list[Bucket] = []  # order of completion in this backward
+        self._learnt = False
+        self._slots: dict[torch.dtype, deque[tuple[Tensor, Tensor]]] = {}  # free (send, scratch) pairs
+        self._flying: deque[tuple[Pending, tuple[Tensor, Tensor] | None]] = deque()
+        self.sync = True  # False inside no_sync: buckets whose gradients are not sharded stay local
+
+    def mark_ready(self, bucket: Bucket) -> None:
+        """All gradients of ``bucket`` are in; launch it when its turn has come."""
+        if bucket in self._ready:
+            return
+        self._ready.add(bucket)
+        self._seen.append(bucket)
+        while self._head < len(self._order) and self._passes(self._order[self._head]):
+            self._reduce(self._order[self._head])
+            self._head += 1
+
+    @property
+    def active(self) -> bool:
+        """Whether a bucket was handed over since the last backward ended."""
+        return bool(self._seen)
+
+    def _passes(self, bucket: Bucket) -> bool:
+        return bucket in self._ready or not bucket.wants_grad
+
+    def finish(self) -> None:
+        """End of backward: reduce what is left in order, wait for everything."""
+        for bucket in self._order[self._head :]:
+            self._reduce(bucket)
+        self.drain()
+        self._head = 0
+        self._ready.clear()
+        if not self._learnt and self.sync and self._seen:
+            self._adopt_order()
+        self._seen = []
+
+    def _adopt_order(self) -> None:
+        """Later backwards launch in the order in which rank 0 completed the buckets in the first one."""
+        self._learnt = True
+        index = {bucket: i for i, bucket in enumerate(self._order)}
+        seen = self._comm.host_broadcast([index[b] for b in self._seen], "the order of gradient buckets")
+        rest = [i for i in range(len(self._order)) if i not in set(seen)]
+        self._order = [self._order[i] for i in [*seen, *rest]]
+
+    def _reduce(self, bucket: Bucket) -> None:
+        if not bucket.wants_grad:
+            return
+        bucket.enable_training()
+        if not self.sync and not bucket.sharding.grads:
+            bucket.accumulate_local()
+            return
+        self._launch(bucket)
+
+    def flush(self) -> None:
+        """Reduce gradients that were accumulated locally without a final synchronised backward."""
+        for bucket in self._order:
+            if bucket.local is not None:
+                self._launch(bucket)
+        self.drain()
+
+    def _launch(self, bucket: Bucket) -> None:
+        while len(self._flying) >= 2:
+            self._land()
+        numel, slot = bucket.layout.numel, None
+        if bucket.local is not None:
+            bucket.take_grads(bucket.local, add=True)
+            send, bucket.local = bucket.local, None
+            scratch = torch.empty_like(send)
+        else:
+            slot = self._slot(bucket)
+            send, scratch = slot[0][:numel], slot[1][:numel]
+            bucket.take_grads(send, add=False)
+        self._flying.append((bucket.launch_reduce(send, scratch), slot))
+        if not self._overlap:
+            self._land()
+
+    def _slot(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        free = self._slots.setdefault(bucket.grad_dtype, deque())
+        numel = max(self._largest, bucket.layout.numel)
+        if numel == self._largest and free:
+            return free.popleft()
+        send = torch.empty(numel, dtype=bucket.grad_dtype, device=self._comm.device)
+        return send, torch.empty_like(send) if self._comm.world > 1 else send
+
+    def _land(self) -> None:
+        pending, slot = self._flying.popleft()
+        with torch.no_grad():
+            pending.wait()
+        if slot is not None and slot[0].numel() == self._largest:
+            self._slots[slot[0].dtype].append(slot)
+
+    def drain(self) -> None:
+        """Wait for all launched reductions."""
+        while self._flying:
+            self._land()
+
+    def free_buffers(self) -> None:
+        self._slots.clear()
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for free in self._slots.values() for slot in free for t in slot)

@@ -1,0 +1,128 @@
+"""Trains a model sharded and in one process on the same data, and compares every parameter and gradient each step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import lt_zero
+from lt_zero import ZeroConfig
+from lt_zero.core.engine import Engine
+from lt_zero.core.values import full_parameters, gather_own
+
+Loss = Callable[[nn.Module, int, int, int], Tensor]  # model, step, micro-batch, rank -> loss
+
+OPTIMIZERS: dict[str, Callable[[Iterable[Any]], Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
+}
+
+
+@dataclass
+class Case:
+    """One training run; ``zero`` are keys of the zero_optimization block (persistence threshold 0 unless given)."""
+
+    model: Callable[[], nn.Module]
+    loss: Loss
+    stage: int = 3
+    optimizer: str | Callable[[nn.Module], Optimizer] = "sgd"
+    steps: int = 3
+    micro: int = 1
+    zero: dict[str, Any] = field(default_factory=dict)
+    backward: Callable[[Engine | None, Tensor, int], None] | None = None
+    after_step: Callable[[nn.Module, int], None] | None = None
+    sync_every: bool = False  # reduce on each micro-batch instead of the last one only
+    rtol: float = 1e-5
+    atol: float = 1e-6
+
+
+def config_of(stage: int, zero: dict[str, Any] | None = None) -> ZeroConfig:
+    block = {"stage": stage, "stage3_param_persistence_threshold": 0, **(zero or {})}
+    return ZeroConfig.of({"zero_optimization": block})
+
+
+def make_optimizer(case: Case, model: nn.Module) -> Optimizer:
+    if callable(case.optimizer):
+        return case.optimizer(model)
+    return OPTIMIZERS[case.optimizer]([p for p in model.parameters() if p.requires_grad])
+
+
+def full_grads(engine: Engine) -> dict[str, Tensor]:
+    """The averaged gradients of all parameters that have an accumulator. Collective."""
+    engine.settle_grads()
+    grads: dict[str, Tensor] = {}
+    for bucket in engine.buckets:
+        if bucket.grad is None:
+            continue
+        flat = gather_own(bucket, bucket.grad)
+        for index, span in enumerate(bucket.layout.spans):
+            if index in bucket.valid:
+                grads[span.name] = flat[span.lo : span.hi].view(span.shape).clone()
+    return grads
+
+
+def full_values(engine: Engine) -> dict[str, Tensor]:
+    return {name: value.clone() for name, _, value in full_parameters(engine)}
+
+
+def check(case: Case) -> Engine:
+    """Run ``case`` on this rank and compare with a single process; returns the engine for further checks."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    model = case.model()
+    reference = copy.deepcopy(model)
+    engine = lt_zero.shard(model, config_of(case.stage, case.zero))
+    optimizer, expected = make_optimizer(case, model), make_optimizer(case, reference)
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        expected.zero_grad()
+        for micro in range(case.micro):
+            _reference_backward(case, reference, step, micro, world)
+            engine.reducer.sync = case.sync_every or micro == case.micro - 1
+            loss = case.loss(model, step, micro, rank) / case.micro
+            case.backward(engine, loss, step) if case.backward else loss.backward()
+        _compare_grads(case, engine, reference, step)
+        optimizer.step()
+        expected.step()
+        if case.after_step:
+            case.after_step(model, step)
+            case.after_step(reference, step)
+        _compare_values(case, engine, reference, step)
+    return engine
+
+
+def _reference_backward(case: Case, reference: nn.Module, step: int, micro: int, world: int) -> None:
+    for rank in range(world):
+        loss = case.loss(reference, step, micro, rank) / (case.micro * world)
+        case.backward(None, loss, step) if case.backward else loss.backward()
+
+
+def _compare_grads(case: Case, engine: Engine, reference: nn.Module, step: int) -> None:
+    got = full_grads(engine)
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is None:
+            if name in got:
+                assert not got[name].any(), f"step {step}: {name} has a gradient, the reference has none"
+            continue
+        close(got[name], parameter.grad, case, f"step {step}: gradient of {name}")
+
+
+def _compare_values(case: Case, engine: Engine, reference: nn.Module, step: int) -> None:
+    got = full_values(engine)
+    assert got.keys() == dict(reference.named_parameters()).keys()
+    for name, parameter in reference.named_parameters():
+        close(got[name], parameter, case, f"step {step}: {name}")
+
+
+def close(got: Tensor, want: Tensor, case: Case, what: str) -> None:
+    torch.testing.assert_close(
+        got, want.detach(), rtol=case.rtol, atol=case.atol, msg=lambda text: f"stage {case.stage}, {what}\n{text}"
+    )
