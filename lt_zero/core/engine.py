@@ -107,6 +107,7 @@ class Engine:
         self._create_graph = False  # the running backward builds a graph that will be walked again
         self._depth = 0  # nested forward scopes
         self._pinned: dict[Bucket, None] = {}  # used outside of their unit: stay until the end of backward
+        self._outside: dict[Bucket, None] = {}  # pinned by a forward since the last step: each backward needs them
         self._forward_order: Order[Unit] = Order()
         self._backward_order: Order[Unit] = Order()
         self._flags: tuple[Pending, Tensor] | None = None  # which parameters had a gradient on any rank
@@ -315,6 +316,9 @@ class Engine:
         if not self.in_backward:
             self.in_backward = True
             self._backward_order.start()
+            self._gather(self.root_unit)
+            for bucket in self._outside:
+                self._pin_gathered(bucket)
             if not self._explicit:
                 queue_backward_callback(self.end_backward)
 
@@ -411,12 +415,19 @@ class Engine:
 
     def publish(self, buckets: set[Bucket]) -> None:
         """After a step of these buckets' master weights: bring the compute copies up to date."""
+        self._outside.clear()
         launched = [bucket.launch_publish() for bucket in self.buckets if bucket in buckets]
         for pending in launched:
             if pending is not None:
                 pending.wait()
         for bucket in buckets:
             bucket.note_versions()
+
+    def _pin_gathered(self, bucket: Bucket) -> None:
+        """Autograd may have saved views of weights used outside of their unit: they stay until backward is over."""
+        bucket.gather()
+        bucket.unguard()
+        self.pin(bucket)
 
     def pin(self, bucket: Bucket) -> None:
         """Keep ``bucket`` gathered until ``unpin`` or the end of the next backward."""
@@ -450,9 +461,9 @@ class Engine:
             return args[0]
         if self._depth > 0 or self.in_backward or in_running_backward():
             for bucket in buckets:
-                bucket.gather()
-                bucket.unguard()
-                self.pin(bucket)  # autograd may have saved views: stays until backward is over
+                self._pin_gathered(bucket)
+                if torch.is_grad_enabled():
+                    self._outside[bucket] = None
             return func(*args, **kwargs)
         if all(bucket.state is State.RESIDENT for bucket in buckets):
             with without_torch_function():
