@@ -76,13 +76,14 @@ def shard(
     for bucket in factory.buckets("small parameters", persistent, whole):
         bucket.adopt(materializer.fetch)
         root.buckets.append(bucket)
+    materializer.fill_buffers()
     units = [u for u in units if u.buckets]
     buckets = [b for u in reversed(units) for b in u.buckets] + root.buckets
     reducer = Reducer(comm, buckets, zero.overlap_comm, zero.reduce_bucket_size)
     residency = Residency(
         zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size
     )
-    engine = Engine(module, units, root, comm, reducer, residency)
+    engine = Engine(module, units, root, comm, reducer, residency, config)
     engine_ref.append(weak_owner(engine))  # type: ignore[arg-type]
     install_load_hooks(engine)
     return engine

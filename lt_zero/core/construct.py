@@ -127,6 +127,12 @@ class Materializer:
             if any(p in wanted for p in module.parameters(recurse=False)):
                 self._fill_module(module, path)
 
+    def fill_buffers(self) -> None:
+        """Make the values of meta buffers of modules that have no parameters."""
+        for module, path in self._paths.items():
+            if any(b.is_meta for b in module.buffers(recurse=False)):
+                self._fill_module(module, path)
+
     @torch.no_grad()
     def _fill_module(self, module: nn.Module, path: str) -> None:
         made: dict[str, Tensor] = {}

@@ -31,7 +31,6 @@ Note [Recomputation]
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,6 +41,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import Parameter
 
 from lt_zero.compat import in_running_backward, queue_backward_callback, view_base, without_torch_function
+from lt_zero.config import ZeroConfig
 from lt_zero.core.bucket import Bucket, State
 from lt_zero.core.comm import Comm, Pending
 from lt_zero.core.reducer import Reducer
@@ -80,10 +80,11 @@ class Engine:
     Args:
         root: the model.
         units: all units but the root, in registration order.
-        root_buckets: buckets of parameters that belong to no unit or are shared.
+        root_unit: what belongs to no unit, is shared by several, or is too small to shard.
         comm: the collectives.
         reducer: gradient reductions; knows all buckets.
         residency: limits on what stays gathered.
+        config: what the engine was built from.
     """
 
     def __init__(
@@ -94,7 +95,9 @@ class Engine:
         comm: Comm,
         reducer: Reducer,
         residency: Residency,
+        config: ZeroConfig,
     ) -> None:
+        self.config = config
         self.root, self.units, self.root_unit = root, units, root_unit
         self.comm, self.reducer, self.residency = comm, reducer, residency
         self.buckets = [b for u in [*units, root_unit] for b in u.buckets]
@@ -116,36 +119,30 @@ class Engine:
     # ---- hooks -------------------------------------------------------------------------------------------------
 
     def _hook(self, unit: Unit) -> list[Any]:
-        me = weakref.ref(self)
+        """The module's hooks keep the engine alive. A deep copy of the module shares them, and is left alone."""
 
         @torch.compiler.disable
         def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            engine = me()
-            return engine._pre_forward(unit, args, kwargs) if engine is not None else None
+            return self._pre_forward(unit, args, kwargs) if module is unit.module else None
 
         @torch.compiler.disable
         def post_forward(module: nn.Module, args: Any, output: Any) -> None:
-            engine = me()
-            if engine is not None:
-                engine._post_forward(unit, output)
+            if module is unit.module:
+                self._post_forward(unit, output)
 
         before = unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
         return [before, unit.module.register_forward_hook(post_forward)]
 
     def _hook_root(self) -> list[Any]:
-        me = weakref.ref(self)
-
         @torch.compiler.disable
         def pre_forward(module: nn.Module, args: Any) -> None:
-            engine = me()
-            if engine is not None:
-                engine.enter_forward()
+            if module is self.root:
+                self.enter_forward()
 
         @torch.compiler.disable
         def post_forward(module: nn.Module, args: Any, output: Any) -> None:
-            engine = me()
-            if engine is not None and engine._depth > 0:
-                engine.leave_forward(output)
+            if module is self.root and self._depth > 0:
+                self.leave_forward(output)
 
         before = self.root.register_forward_pre_hook(pre_forward, prepend=True)
         return [before, self.root.register_forward_hook(post_forward, always_call=True)]
@@ -155,6 +152,10 @@ class Engine:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    @property
+    def attached(self) -> bool:
+        return bool(self._handles)
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
@@ -213,14 +214,7 @@ class Engine:
         args, kwargs = map_tensors(args, alias), map_tensors(kwargs, alias)
         others = [t for t in iter_tensors((args, kwargs)) if t.requires_grad and not isinstance(t, Parameter)]
         if others:
-            me = weakref.ref(self)
-
-            def unit_done(grads: Any) -> None:
-                engine = me()
-                if engine is not None:
-                    engine._unit_done(unit, call)
-
-            register_multi_grad_hook(others, unit_done, mode="all")
+            register_multi_grad_hook(others, lambda grads: self._unit_done(unit, call), mode="all")
         return args, kwargs
 
     def _post_forward(self, unit: Unit, output: Any) -> None:
@@ -429,12 +423,40 @@ class Engine:
         bucket.unguard()
         self.pin(bucket)
 
+    def sync_buffers(self) -> None:
+        """Give all ranks rank 0's buffers (running statistics), as DDP does. Collective."""
+        for name, buffer in self.root.named_buffers():
+            with torch.no_grad():
+                self.comm.broadcast(buffer, f"buffer {name}")
+
     def pin(self, bucket: Bucket) -> None:
         """Keep ``bucket`` gathered until ``unpin`` or the end of the next backward."""
         self._pinned[bucket] = None
 
     def unpin(self, bucket: Bucket) -> None:
         self._pinned.pop(bucket, None)
+
+    def check_identity(self) -> None:
+        """Make sure that the module still has the engine's parameters.
+
+        Raises:
+            RuntimeError: a parameter was replaced or moved (``load_state_dict(assign=True)``, ``.double()``, ...).
+        """
+        for name, parameter in self.root.named_parameters():
+            place = self.owner.get(id(parameter))
+            if place is None:
+                raise RuntimeError(
+                    f"Parameter {name!r} was replaced or added after the model was sharded (for example by "
+                    "`load_state_dict(assign=True)`). Change the model before training starts, or load by copying."
+                )
+            bucket, index = place
+            moved = bucket.state is State.RESIDENT and parameter.data_ptr() != bucket.views[index].data_ptr()
+            if moved or parameter.dtype != bucket.dtype:
+                raise RuntimeError(
+                    f"Parameter {name!r} no longer lies in its bucket: it was cast, moved or assigned to after the "
+                    "model was sharded. Do this before training starts, or copy values inside "
+                    "`lt_zero.gathered(parameter, write=True)`."
+                )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -104,6 +104,11 @@ def _passing_functions() -> set[Any]:
 _PASSING = _passing_functions()
 
 
+def passes(func: Any) -> bool:
+    """Whether a torch function asks for metadata only."""
+    return func in _PASSING
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value

@@ -1,0 +1,80 @@
+"""What the engine made of a model, and what it costs: a table of units, and bytes of model states."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from lt_zero.core.bucket import Bucket, State
+from lt_zero.core.engine import Engine
+from lt_zero.core.optimizer import ShardedOptimizer
+
+
+def unit_table(engine: Engine, console: Console | None = None) -> Table:
+    """Print, and return, which units were found and how many elements each rank holds of them."""
+    table = Table(title=f"ZeRO units, {engine.comm.world} rank(s)")
+    for column in ("unit", "class", "parameters", "elements", "sharded", "kept after forward"):
+        table.add_column(column, justify="left" if column in ("unit", "class") else "right")
+    for unit in [*engine.units, engine.root_unit]:
+        table.add_row(
+            unit.name or "(root and small parameters)",
+            type(unit.module).__name__,
+            str(sum(len(b.params) for b in unit.buckets)),
+            f"{sum(b.layout.numel for b in unit.buckets):,}",
+            f"{unit.numel:,}",
+            "yes" if unit.keep and unit.sharded else "no" if unit.sharded else "-",
+        )
+    (console or Console()).print(table)
+    return table
+
+
+def _held(bucket: Bucket) -> int:
+    """Bytes of weights: the compute copy if it is in memory, and the master where it is a tensor of its own."""
+    flat = 0 if bucket.state is State.RELEASED else bucket.flat.nbytes
+    own = bucket.master if bucket.master is not None else None
+    separate = own.nbytes if own is not None and not bucket.aliased else 0
+    frozen = bucket.home.nbytes if own is None and bucket.sharding.params else 0
+    return flat + separate + frozen
+
+
+def memory_report(engine: Engine, optimizers: list[ShardedOptimizer]) -> dict[str, tuple[int, int]]:
+    """Bytes per kind: (on this rank now, what a replicated run holds).
+
+    Weights include fp32 master weights; gradients are the accumulators, without the two transient reduce buffers.
+    """
+    numel = {id(p): p.numel() for b in engine.buckets for p in b.params}
+    weights = grads = whole_weights = whole_grads = 0
+    for bucket in engine.buckets:
+        size = sum(numel[id(p)] for p in bucket.params)
+        weights += _held(bucket)
+        whole_weights += size * bucket.dtype.itemsize
+        if bucket.master is not None:
+            whole_weights += 0 if bucket.grad_dtype == bucket.dtype else size * bucket.master.element_size()
+            whole_grads += size * bucket.grad_dtype.itemsize
+        grads += sum(t.nbytes for t in (bucket.grad, bucket.local) if t is not None)
+    states = whole_states = 0
+    for sharded in optimizers:
+        for parameter in sharded.parameters():
+            place = engine.owner.get(id(parameter))
+            for value in sharded.optimizer.state.get(parameter, {}).values():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    states += value.nbytes
+            if place is not None:
+                whole_states += _replicated_state(sharded, place[0]) * parameter.numel()
+    return {
+        "weights": (weights, whole_weights),
+        "gradients": (grads, whole_grads),
+        "optimizer": (states, whole_states),
+    }
+
+
+def _replicated_state(sharded: ShardedOptimizer, bucket: Bucket) -> int:
+    """Bytes of optimizer state per element, read off any parameter of the bucket that has state here."""
+    for index, parameter in enumerate(bucket.params):
+        state = sharded.optimizer.state.get(parameter)
+        if state and bucket.pieces_of(index):
+            (piece,) = bucket.pieces_of(index)
+            tensors = [v for v in state.values() if isinstance(v, Tensor) and v.dim() > 0 and v.numel() == piece.numel]
+            return sum(t.element_size() for t in tensors)
+    return 0

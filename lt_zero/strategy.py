@@ -1,0 +1,360 @@
+"""``ZeroStrategy``: the engine behind Lightning's Trainer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, Optional, Union
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lt_zero.checkpoint.full import export, full_optimizer_state, load_full_optimizer_state
+from lt_zero.config import ZeroConfig
+from lt_zero.core.build import shard
+from lt_zero.core.comm import Comm
+from lt_zero.core.construct import ConstructionSharder
+from lt_zero.core.engine import Engine
+from lt_zero.core.guard import owner_of
+from lt_zero.core.optimizer import ShardedOptimizer, grad_norm
+from lt_zero.core.report import memory_report, unit_table
+from lt_zero.core.sequence import debug_enabled
+from lt_zero.core.values import full_state_dict, restore_whole
+from lt_zero.precision import ZeroPrecision, sharded_of
+
+_FULL_COPY_CALLBACKS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class ZeroStrategy(DDPStrategy):
+    """Trains with optimizer states, gradients and parameters sharded over the ranks (ZeRO, arXiv:1910.02054).
+
+    Args:
+        stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters (default: the config's, or 3).
+        config: keys of a DeepSpeed configuration as a mapping, or a ``ZeroConfig``.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in every strategy.
+        process_group_backend: ``gloo`` on CPU and ``nccl`` on CUDA by default.
+        timeout: of collectives on the default process group.
+        start_method: ``popen``, or ``spawn``, ``fork``, ``forkserver`` for multiprocessing and notebooks.
+
+    Raises:
+        ValueError: a key of ``config`` is unknown, a value is wrong, or ``stage`` contradicts the config.
+    """
+
+    def __init__(
+        self,
+        stage: Optional[int] = None,
+        config: Optional[Union[ZeroConfig, dict[str, Any]]] = None,
+        accelerator: Optional[Accelerator] = None,
+        parallel_devices: Optional[list[torch.device]] = None,
+        cluster_environment: Optional[ClusterEnvironment] = None,
+        checkpoint_io: Optional[CheckpointIO] = None,
+        precision_plugin: Optional[Precision] = None,
+        process_group_backend: Optional[str] = None,
+        timeout: Optional[timedelta] = DEFAULT_TIMEOUT,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        self.config = ZeroConfig.of(config, 3 if stage is None and config is None else stage)
+        self._engine: Optional[Engine] = None
+        self._comm: Optional[Comm] = None
+        self._late_state: Optional[tuple[Mapping[str, Any], bool]] = None
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+
+    # ---- what the user can ask ---------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the module that is being run.
+
+        Raises:
+            RuntimeError: nothing was set up yet.
+        """
+        if self._engine is None:
+            raise RuntimeError("The ZeRO engine exists from `Trainer.fit/validate/test/predict` on.")
+        return self._engine
+
+    @property
+    def stage(self) -> int:
+        return self.config.zero_optimization.stage
+
+    def export(self, path: Union[str, os.PathLike[str]], dtype: torch.dtype = torch.float16) -> None:
+        """Write all weights to one file that plain ``torch.load`` reads. Collective: call it on every rank."""
+        export(self.engine, self.broadcast(path), dtype)
+        self.barrier("export")
+
+    def memory_report(self) -> dict[str, tuple[int, int]]:
+        """Bytes of model states per kind: (on this rank now, what a replicated run holds)."""
+        return memory_report(self.engine, [s for s in map(sharded_of, self.optimizers) if s is not None])
+
+    def grad_norm(self, optimizer: Optional[Optimizer] = None, norm_type: float = 2.0) -> Tensor:
+        """The global norm (0D) of the averaged gradients; after backward and before the step. Collective."""
+        sharded = sharded_of(optimizer if optimizer is not None else self.optimizers[0])
+        if sharded is None:
+            raise ValueError("The optimizer has no parameters of this model.")
+        return grad_norm(sharded, norm_type)
+
+    # ---- precision ---------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        if self._precision_plugin is None:
+            return ZeroPrecision()
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Optional[Precision]) -> None:
+        self._precision_plugin = ZeroPrecision.of(precision_plugin) if precision_plugin is not None else None
+
+    # ---- set-up ------------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self._comm is None:
+            self._comm = Comm.for_world(self.root_device, check=debug_enabled())
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self._check_callbacks(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._layer_sync and self._engine is None:
+            self.model = self._layer_sync.apply(self.lightning_module)
+        self.precision_plugin.convert_module(self.lightning_module)
+        self.model_to_device()
+        self._engine = self._find_or_build()
+        if isinstance(self.precision_plugin, ZeroPrecision):
+            self.precision_plugin.engine = self._engine
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _find_or_build(self) -> Engine:
+        module = self.lightning_module
+        assert module is not None
+        first = next(module.parameters(), None)
+        engine = owner_of(first) if first is not None else None
+        if isinstance(engine, Engine) and engine.root is module and engine.attached:
+            if engine is self._engine or engine.config == self.config:
+                engine.check_identity()
+                return engine
+            restore_whole(engine)
+        engine = shard(module, self.config, self.root_device, comm=self._comm)
+        if self._late_state is not None:
+            state, strict = self._late_state
+            self._late_state = None
+            module.load_state_dict(state, strict=strict)
+        engine.sync_buffers()
+        if self.is_global_zero:
+            unit_table(engine)
+        return engine
+
+    def _check_callbacks(self, trainer: pl.Trainer) -> None:
+        for callback in trainer.callbacks if self.stage == 3 else []:  # type: ignore[attr-defined]
+            if type(callback).__name__ in _FULL_COPY_CALLBACKS:
+                raise TypeError(
+                    f"{type(callback).__name__} keeps a full copy of the parameters, which stage 3 does not have in "
+                    "memory. Use stage=2, or remove the callback."
+                )
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        self._reset_optimizers_and_schedulers()  # those of an earlier run refer to fragments that may be gone
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            known = sharded_of(optimizer)
+            owned = any(id(p) in self.engine.owner for group in optimizer.param_groups for p in group["params"])
+            if owned and (known is None or known.engine is not self.engine):
+                ShardedOptimizer(self.engine, optimizer)
+
+    @override
+    def model_to_device(self) -> None:
+        """Buffers and metrics only; parameters move bucket by bucket when they are sharded."""
+        assert self.lightning_module is not None
+        for module in self.lightning_module.modules():
+            if isinstance(module, Metric):
+                module.to(self.root_device)
+            for name, buffer in module.named_buffers(recurse=False):
+                if not buffer.is_meta and buffer.device != self.root_device:
+                    setattr(module, name, buffer.to(self.root_device))
+
+    @override
+    def configure_ddp(self) -> None:
+        """No wrapper: the engine hooks the module itself."""
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: Optional[bool] = None) -> Generator[None, None, None]:
+        # On the meta device nothing is allocated; set-up fills the parameters unit by unit.
+        # Otherwise construction stays on the CPU, as without a strategy: same random numbers, no full copy on a GPU.
+        device: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
+        with device, self.precision_plugin.tensor_init_context():
+            yield
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        if self.stage < 3 or self._comm is None or self._comm.world == 1:
+            yield
+            return
+        threshold = self.config.zero_optimization.stage3_param_persistence_threshold
+        with ConstructionSharder(self._comm, threshold):
+            yield
+
+    # ---- running -----------------------------------------------------------------------------------------------
+
+    def _scope(self) -> AbstractContextManager[None]:
+        """Parameters of the LightningModule itself are readable inside its steps."""
+        return self._engine.forward_scope() if self._engine is not None else nullcontext()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._scope():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._scope():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._scope():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._scope():
+            return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        with self.engine.no_sync():
+            yield
+
+    @override
+    def on_validation_start(self) -> None:
+        self.engine.sync_buffers()
+
+    @override
+    def on_validation_end(self) -> None:
+        self.engine.release_all()
+
+    @override
+    def on_test_end(self) -> None:
+        self.engine.release_all()
+
+    @override
+    def on_predict_end(self) -> None:
+        self.engine.release_all()
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The full state dict on rank 0, {} on the others. Collective."""
+        if self._engine is None or not self._engine.attached or self._engine.root is not self.lightning_module:
+            return super().lightning_module_state_dict()
+        return full_state_dict(self._engine)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The full optimizer state on rank 0, {} on the others. Collective."""
+        sharded = sharded_of(optimizer)
+        if sharded is None:
+            return super().optimizer_state(optimizer)
+        return full_optimizer_state(sharded)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Union[str, Path], storage_options: Optional[Any] = None
+    ) -> None:
+        path = self.broadcast(filepath)  # ranks may have computed different names
+        if self.is_global_zero and os.path.isdir(path):
+            raise IsADirectoryError(f"The checkpoint path {str(path)!r} is a directory. Name a file, or remove it.")
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        if any(p.is_meta for p in self.lightning_module.parameters()):
+            self._late_state = (checkpoint["state_dict"], strict)  # loading into the meta device would do nothing
+            return
+        super().load_model_state_dict(checkpoint, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            sharded = sharded_of(optimizer)
+            if sharded is None:
+                optimizer.load_state_dict(state)
+            else:
+                load_full_optimizer_state(sharded, state)
+
+    # ---- the end -----------------------------------------------------------------------------------------------
+
+    @override
+    def teardown(self) -> None:
+        """Leaves shards where they are. No collectives after an error: other ranks may be gone."""
+        module = self.lightning_module
+        trainer = module._trainer if module is not None else None
+        clean = trainer is not None and trainer.state.status != TrainerStatus.INTERRUPTED
+        if self._engine is not None:
+            if clean and self._start_method != "popen":
+                # The launcher sends rank 0's state dict to the parent process.
+                restore_whole(self._engine)
+            if trainer is not None and trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
+                self._layer_sync.revert(module)
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Nothing to explain: DDP's advice on unused parameters does not apply."""
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        starts = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+        for stage in (1, 2, 3):
+            for suffix, start_method in starts.items():
+                strategy_registry.register(
+                    f"zero_{stage}{suffix}",
+                    cls,
+                    description=f"ZeRO stage {stage}, processes started with {start_method}",
+                    override=True,
+                    stage=stage,
+                    start_method=start_method,
+                )
+
+
