@@ -113,6 +113,7 @@ class Engine:
         self._outside: dict[Bucket, None] = {}  # pinned by a forward since the last step: each backward needs them
         self._forward_order: Order[Unit] = Order()
         self._backward_order: Order[Unit] = Order()
+        self.grads_shown = False  # p.grad shows reduced gradients (grads.py)
         self._flags: tuple[Pending, Tensor] | None = None  # which parameters had a gradient on any rank
         self._handles = [h for u in units for h in self._hook(u)] + self._hook_root()
 
@@ -391,7 +392,7 @@ class Engine:
 
     def settle_grads(self) -> Callable[[Bucket, int], bool]:
         """Finish all reductions; returns whether parameter ``index`` of a bucket has a gradient. Collective."""
-        if any(p.grad is not None for b in self.buckets for p in b.params):
+        if not self.grads_shown and any(p.grad is not None for b in self.buckets for p in b.params):
             self.in_backward = True  # a backward that touched nothing with a hook
             self.end_backward()
         self.reducer.flush()

@@ -79,9 +79,10 @@ class ShardedGrad(Tensor):
         me = args[0] if args and isinstance(args[0], ShardedGrad) else None
         if me is not None and func in _SAME:
             return me
-        if me is not None and func in _NORMS and not kwargs.keys() - {"p", "ord"} and len(args) <= 2:
-            order = args[1] if len(args) == 2 else kwargs.get("p", kwargs.get("ord", 2))
-            return me._norms.of(me._place, float(2 if order in (None, "fro") else order))
+        given = {key: value for key, value in kwargs.items() if value not in (None, False)}
+        if me is not None and func in _NORMS and not given.keys() - {"p", "ord"} and len(args) <= 2:
+            order = args[1] if len(args) == 2 else given.get("p", given.get("ord", 2))
+            return me._norms.of(me._place, float(2 if order == "fro" else order))
         if me is not None and func in _IN_PLACE:
             for piece in _local(*me._place):
                 func(piece, *args[1:], **kwargs)
@@ -107,8 +108,10 @@ def shown_grads(engine: Engine) -> Iterator[None]:
             parameter.grad = grad if grad.dtype == parameter.dtype else None
         else:
             parameter.grad = ShardedGrad.make((bucket, index), norms)
+    engine.grads_shown = True  # these are not gradients that a backward has left behind
     try:
         yield
     finally:
+        engine.grads_shown = False
         for bucket, index in places:
             bucket.params[index].grad = None
