@@ -10,7 +10,6 @@ Note [Cutting at construction]
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -39,8 +38,8 @@ class ConstructionSharder:
         self._slices: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> this rank's 1D slice
         self._open: list[Parameter] = []  # whole again for initialisation code, cut at the next opportunity
         self._handle: Any = None
-        me = weakref.ref(self)
-        self._owner: Callable[[], ConstructionSharder | None] = lambda: me()
+        # Strong: the cut parameters keep this object, which has their values, until the engine takes them over.
+        self._owner: Callable[[], ConstructionSharder | None] = lambda: self
 
     def __enter__(self) -> ConstructionSharder:
         self._handle = register_module_module_registration_hook(self._registered)

@@ -1,0 +1,38 @@
+# Every target sets up what it needs: a fresh machine needs only make and Python >= 3.10.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint bench clean
+
+help: ## Show the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
+
+demo: $(STAMP) ## Train a small GPT with ZeRO stage 3 on two processes (about 3 minutes)
+	$(BIN)/python examples/train_gpt.py
+
+test: $(STAMP) ## Run the fast tests
+	$(BIN)/python -m pytest
+
+test-slow: $(STAMP) ## Run the slow tests
+	$(BIN)/python -m pytest -m slow --timeout 1200
+
+lint: $(STAMP) ## Check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP) ## Measure step time against Lightning's own strategies
+	$(BIN)/python benchmarks/step_time.py
+
+clean: ## Remove the virtual environment, caches and outputs
+	rm -rf $(VENV) build dist out lightning_logs *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,examples]"
+	@touch $@

@@ -1,0 +1,234 @@
+"""The peers of step_time.py: one GPT, how each library trains it, and the worker process that runs one of them.
+
+Nothing is imported here but torch and the library under measurement, so that workers can run in another virtual
+environment and so that nobody's memory includes somebody else's imports.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+VOCABULARY, CONTEXT, HEADS, MICRO_BATCH = 4096, 128, 8, 4
+PEERS = ["ddp", "fsdp2", "deepspeed-1", "deepspeed-2", "deepspeed-3"]
+PEERS += ["lt_zero-0", "lt_zero-1", "lt_zero-2", "lt_zero-3", "lt_zero-3-release"]
+LIBRARY = {"fsdp2": "torch.distributed.fsdp", "deepspeed": "deepspeed", "lt_zero": "lt_zero"}
+
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+# ---- the model -----------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).flatten(2))
+        mlp: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + mlp
+
+
+class GPT(nn.Module):
+    """A plain GPT with an untied head; returns the loss."""
+
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        # .float(): autocast computes the loss in fp32, so peers without it must too.
+        logits: Tensor = self.head(self.norm(x))
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def batches(rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Four batches over and over: they can be learned by heart, so a peer that trains wrongly shows in its loss."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    ids = torch.randint(0, VOCABULARY, (4, MICRO_BATCH, CONTEXT), generator=generator)
+    return itertools.cycle([(x, x.roll(-1, 1)) for x in ids])
+
+
+# ---- the peers (these run in workers) ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one worker has to set up."""
+
+    peer: str
+    rank: int
+    ranks: int
+    bf16: bool
+    depth: int
+    width: int
+    store: str
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: bool = False) -> Step:
+    def step(ids: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            loss: Tensor = model(ids, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def setup_fsdp2(job: Job, model: GPT) -> Step:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = half if job.bf16 else MixedPrecisionPolicy()
+    mesh = init_device_mesh("cpu", (job.ranks,))
+    for module in [*model.blocks, model]:
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    return plain_step(model, adamw(model))
+
+
+def setup_deepspeed(job: Job, model: GPT) -> Step:
+    import deepspeed  # type: ignore[import-not-found, unused-ignore]
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": int(job.peer.split("-")[1])},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    config |= {"bf16": {"enabled": True}} if job.bf16 else {}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
+
+    def step(ids: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = engine(ids, targets)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+def setup_lt_zero(job: Job, model: GPT) -> Step:
+    import lt_zero
+
+    _, stage, *variant = job.peer.split("-")
+    block = {"stage": int(stage)} | ({"stage3_max_reuse_distance": 0} if variant == ["release"] else {})
+    config = lt_zero.ZeroConfig.of({"zero_optimization": block})
+    engine = lt_zero.shard(model, config, compute_dtype=torch.bfloat16 if job.bf16 else None)
+    optimizer = adamw(model)
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    return plain_step(model, optimizer)
+
+
+def setup(job: Job) -> Step:
+    torch.manual_seed(0)
+    model = GPT(job.depth, job.width)
+    kind = job.peer.split("-")[0]
+    if kind == "single":
+        return plain_step(model, adamw(model), autocast=job.bf16)
+    if kind == "ddp":
+        return plain_step(nn.parallel.DistributedDataParallel(model), adamw(model), autocast=job.bf16)
+    return {"fsdp2": setup_fsdp2, "deepspeed": setup_deepspeed, "lt_zero": setup_lt_zero}[kind](job, model)
+
+
+# ---- a worker ------------------------------------------------------------------------------------------------------
+
+
+def memory(key: str) -> float:
+    """``VmRSS`` (now) or ``VmHWM`` (highest so far) of this process in MB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
+
+
+def run_steps(step: Step, data: Iterator[tuple[Tensor, Tensor]], count: int) -> dict[str, Any]:
+    """Ranks start together and then run freely, as in training; each step is timed."""
+    times: list[float] = []
+    loss = torch.tensor(float("nan"))
+    dist.barrier()
+    for _ in range(count):
+        ids, targets = next(data)
+        start = time.perf_counter()
+        loss = step(ids, targets)
+        times.append(time.perf_counter() - start)
+    return {"times": times, "loss": loss.item()}
+
+
+def profile_steps(step: Step, data: Iterator[tuple[Tensor, Tensor]], count: int, record: bool) -> dict[str, Any]:
+    if not record:
+        return run_steps(step, data, count)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        answer = run_steps(step, data, count)
+    table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60)
+    return answer | {"table": table}
+
+
+def serve(connection: Connection) -> None:
+    """Set up the peer, then do what the coordinator asks until it hangs up."""
+    job = Job(**connection.recv())
+    torch.set_num_threads(1)
+    importlib.import_module("torch._dynamo")  # optimizers import it when first used: that is not the peer's memory
+    importlib.import_module(LIBRARY.get(job.peer.split("-")[0], "torch"))
+    dist.init_process_group("gloo", init_method=f"file://{job.store}", rank=job.rank, world_size=job.ranks)
+    bare = memory("VmRSS")
+    step, data = setup(job), batches(job.rank)
+    connection.send({})
+    while True:
+        command, count = connection.recv()
+        if command == "profile":
+            answer = profile_steps(step, data, count, record=job.rank == 0)
+        else:
+            answer = run_steps(step, data, count)
+        connection.send(answer | {"memory": memory("VmHWM") - bare})
+
+
+def worker(descriptor: int) -> None:
+    """Leaves by ``os._exit``, because tearing down process groups one rank at a time can hang or complain."""
+    connection = Connection(descriptor)
+    try:
+        serve(connection)
+    except EOFError:
+        os._exit(0)
+    except BaseException as error:
+        traceback.print_exc()
+        connection.send({"error": f"{type(error).__name__}: {error}"})
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    worker(int(sys.argv[1]))
