@@ -18,7 +18,7 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 
     Only valid inside a hook of a running backward. Checked on torch 2.10 to 2.13; DDP and FSDP2 rely on the same call.
     """
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    Variable._execution_engine.queue_callback(callback)
 
 
 def without_torch_function() -> Any:

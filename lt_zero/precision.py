@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -18,8 +18,6 @@ from lt_zero.core.grads import shown_grads
 from lt_zero.core.optimizer import ShardedOptimizer, clip_grad_norm, clip_grad_value
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
     from lt_zero.core.engine import Engine
 
 
@@ -110,12 +108,13 @@ def _looks_at_gradients(model: LightningModule) -> bool:
     hooks = ("on_before_optimizer_step", "configure_gradient_clipping")
     if any(is_overridden(hook, model) for hook in hooks):
         return True
-    return any(is_overridden(hooks[0], callback, parent=Callback) for callback in model.trainer.callbacks)
+    return any(is_overridden(hooks[0], callback, parent=Callback) for callback in model.trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def _log(trainer: Trainer, metrics: dict[str, Tensor]) -> None:
     """To the loggers; ``self.log`` is not allowed at this point of Lightning's loop."""
-    if not trainer.loggers or trainer.global_step % trainer.log_every_n_steps:
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    if not trainer.loggers or trainer.global_step % every:
         return
     values = {name: value.item() for name, value in metrics.items()}
     for logger in trainer.loggers:

@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Optional, Union
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -55,21 +55,21 @@ class ZeroStrategy(DDPStrategy):
 
     def __init__(
         self,
-        stage: Optional[int] = None,
-        config: Optional[Union[ZeroConfig, dict[str, Any]]] = None,
-        accelerator: Optional[Accelerator] = None,
-        parallel_devices: Optional[list[torch.device]] = None,
-        cluster_environment: Optional[ClusterEnvironment] = None,
-        checkpoint_io: Optional[CheckpointIO] = None,
-        precision_plugin: Optional[Precision] = None,
-        process_group_backend: Optional[str] = None,
-        timeout: Optional[timedelta] = DEFAULT_TIMEOUT,
+        stage: int | None = None,
+        config: ZeroConfig | dict[str, Any] | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
         self.config = ZeroConfig.of(config, 3 if stage is None and config is None else stage)
-        self._engine: Optional[Engine] = None
-        self._comm: Optional[Comm] = None
-        self._late_state: Optional[tuple[Mapping[str, Any], bool]] = None
+        self._engine: Engine | None = None
+        self._comm: Comm | None = None
+        self._late_state: tuple[Mapping[str, Any], bool] | None = None
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -98,7 +98,7 @@ class ZeroStrategy(DDPStrategy):
     def stage(self) -> int:
         return self.config.zero_optimization.stage
 
-    def export(self, path: Union[str, os.PathLike[str]], dtype: torch.dtype = torch.float16) -> None:
+    def export(self, path: str | os.PathLike[str], dtype: torch.dtype = torch.float16) -> None:
         """Write all weights to one file that plain ``torch.load`` reads. Collective: call it on every rank."""
         export(self.engine, self.broadcast(path), dtype)
         self.barrier("export")
@@ -107,7 +107,7 @@ class ZeroStrategy(DDPStrategy):
         """Bytes of model states per kind: (on this rank now, what a replicated run holds)."""
         return memory_report(self.engine, [s for s in map(sharded_of, self.optimizers) if s is not None])
 
-    def grad_norm(self, optimizer: Optional[Optimizer] = None, norm_type: float = 2.0) -> Tensor:
+    def grad_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
         """The global norm (0D) of the averaged gradients; after backward and before the step. Collective."""
         sharded = sharded_of(optimizer if optimizer is not None else self.optimizers[0])
         if sharded is None:
@@ -125,7 +125,7 @@ class ZeroStrategy(DDPStrategy):
 
     @precision_plugin.setter
     @override
-    def precision_plugin(self, precision_plugin: Optional[Precision]) -> None:
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._precision_plugin = ZeroPrecision.of(precision_plugin) if precision_plugin is not None else None
 
     # ---- set-up ------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class ZeroStrategy(DDPStrategy):
 
     @contextmanager
     @override
-    def tensor_init_context(self, empty_init: Optional[bool] = None) -> Generator[None, None, None]:
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         # On the meta device nothing is allocated; set-up fills the parameters unit by unit.
         # Otherwise construction stays on the CPU, as without a strategy: same random numbers, no full copy on a GPU.
         device: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
@@ -293,7 +293,7 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Union[str, Path], storage_options: Optional[Any] = None
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         path = self.broadcast(filepath)  # ranks may have computed different names
         if self.is_global_zero and os.path.isdir(path):
@@ -325,12 +325,11 @@ class ZeroStrategy(DDPStrategy):
         module = self.lightning_module
         trainer = module._trainer if module is not None else None
         clean = trainer is not None and trainer.state.status != TrainerStatus.INTERRUPTED
-        if self._engine is not None:
-            if clean and self._start_method != "popen":
-                # The launcher sends rank 0's state dict to the parent process.
-                restore_whole(self._engine)
-            if trainer is not None and trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
-                self._layer_sync.revert(module)
+        if self._engine is not None and clean and self._start_method != "popen":
+            restore_whole(self._engine)  # the launcher sends rank 0's state dict to the parent process
+        fitted = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        if self._engine is not None and module is not None and fitted and self._layer_sync:
+            self._layer_sync.revert(module)
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -356,5 +355,3 @@ class ZeroStrategy(DDPStrategy):
                     stage=stage,
                     start_method=start_method,
                 )
-
-

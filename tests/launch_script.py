@@ -37,7 +37,12 @@ def main(strategy: str | lt_zero.ZeroStrategy) -> None:
     trainer.fit(model)
     with torch.no_grad(), lt_zero.gathered(model):
         total = sum(float(p.double().sum()) for p in model.parameters())
-    line = {"rank": trainer.global_rank, "world": trainer.world_size, "sum": round(total, 6), "mpi": "mpi4py" in sys.modules}
+    line = {
+        "rank": trainer.global_rank,
+        "world": trainer.world_size,
+        "sum": round(total, 6),
+        "mpi": "mpi4py" in sys.modules,
+    }
     print("RESULT " + json.dumps(line), flush=True)
 
 

@@ -59,6 +59,12 @@ def test_tiny_buckets(pool: Pool, stage: int) -> None:
     run(pool, 2, _net, stage, {"reduce_bucket_size": 50, "allgather_bucket_size": 50}, {}, 2)
 
 
+@pytest.mark.parametrize("key", ["overlap_comm", "reduce_scatter", "contiguous_gradients"])
+def test_switches_do_not_change_results(pool: Pool, key: str) -> None:
+    for stage in STAGES:
+        run(pool, 3, _net, stage, {key: False}, {}, 2)
+
+
 def _reentrant(stage: int) -> None:
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         check(Case(lambda: Net(checkpointed="outside-reentrant"), next_token_loss, stage))

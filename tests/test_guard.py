@@ -28,7 +28,9 @@ def _engine(stage: int, dtype: torch.dtype | None = None) -> Any:
 def _metadata() -> None:
     engine, whole = _engine(3), Net()
     for (name, p), (_, q) in zip(engine.root.named_parameters(), whole.named_parameters(), strict=True):
-        assert (p.shape, p.numel(), p.dim(), p.dtype, p.device) == (q.shape, q.numel(), q.dim(), q.dtype, q.device), name
+        assert (p.shape, p.numel(), p.dim(), p.dtype, p.device) == (q.shape, q.numel(), q.dim(), q.dtype, q.device), (
+            name
+        )
         assert p.requires_grad
         assert p.is_leaf
         assert p.grad is None

@@ -129,7 +129,9 @@ class Gan(nn.Module):
         return self.score(x).mean()
 
 
-def _gan_step(net: Gan, optimizers: tuple[Optimizer, Optimizer], batches: list[Tensor], scope: Any, toggle: bool) -> None:
+def _gan_step(
+    net: Gan, optimizers: tuple[Optimizer, Optimizer], batches: list[Tensor], scope: Any, toggle: bool
+) -> None:
     """Critic and generator in turn, as in manual optimization; several ``batches`` stand for several ranks."""
     for which, optimizer in enumerate(optimizers):
         if toggle:

@@ -170,7 +170,11 @@ def _callbacks(stage: int, folder: str) -> tuple[list[str], str, float]:
         log_every_n_steps=1,
     )
     trainer.fit(GPT(dist.get_world_size()))
-    return sorted(p.name for p in Path(folder, "best").iterdir()), best.best_model_path, trainer.optimizers[0].param_groups[0]["lr"]
+    return (
+        sorted(p.name for p in Path(folder, "best").iterdir()),
+        best.best_model_path,
+        trainer.optimizers[0].param_groups[0]["lr"],
+    )
 
 
 @pytest.mark.parametrize("stage", [1, 3])

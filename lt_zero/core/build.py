@@ -17,12 +17,13 @@ from lt_zero.config import ZeroConfig
 from lt_zero.core.bucket import Bucket, Sharding, weak_owner
 from lt_zero.core.comm import Comm
 from lt_zero.core.construct import Materializer
-from lt_zero.core.engine import Engine, Unit
+from lt_zero.core.engine import Engine
 from lt_zero.core.guard import Owner
 from lt_zero.core.layout import split_by_size
 from lt_zero.core.reducer import Reducer
 from lt_zero.core.schedule import Residency
 from lt_zero.core.sequence import debug_enabled
+from lt_zero.core.unit import Unit
 from lt_zero.core.units import UnitPlan, UnitRules, find_units
 from lt_zero.core.values import install_load_hooks
 
@@ -50,6 +51,7 @@ def shard(
     device = device or _device_of(module)
     comm = comm or Comm.for_world(device, check=debug_enabled())
     zero = config.zero_optimization
+    comm.use_reduce_scatter = zero.reduce_scatter
     rules = UnitRules(zero.stage3_param_persistence_threshold, zero.reduce_bucket_size, zero.leaf_module.classes)
     plans = find_units(module, rules)
     engine_ref: list[weakref.ref[Owner]] = []
@@ -101,7 +103,11 @@ class _BucketFactory:
     ) -> None:
         zero = config.zero_optimization
         self.sharding = Sharding.of_stage(zero.stage)
-        self._limit, self._threshold = zero.reduce_bucket_size, zero.stage3_param_persistence_threshold
+        # A bucket is reduced as one, and below stage 3 gathered as one after the step.
+        whole_after_step = self.sharding.optim and not self.sharding.params
+        gather_limit = zero.allgather_bucket_size if whole_after_step else zero.reduce_bucket_size
+        self._limit = max(1, min(zero.reduce_bucket_size, gather_limit))
+        self._threshold = zero.stage3_param_persistence_threshold
         self._comm, self._compute_dtype, self._owner = comm, compute_dtype, owner
 
     def divide(self, plan: UnitPlan) -> tuple[list[Named], list[Named]]:

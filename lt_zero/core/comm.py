@@ -68,6 +68,7 @@ class Comm:
         self, group: dist.ProcessGroup | None, device: torch.device, check: SequenceCheck | None = None
     ) -> None:
         self.device = device
+        self.use_reduce_scatter = True  # zero_optimization.reduce_scatter
         self._group = group
         self.world = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -117,6 +118,10 @@ class Comm:
         if self.world == 1:
             return _All([], lambda: _store(out, flat, add))
         self._announce("reduce-scatter", name, flat.numel())
+        if not self.use_reduce_scatter:
+            summed = flat.chunk(self.world)[self.rank]
+            work = dist.all_reduce(flat, group=self._group, async_op=True)
+            return _All([work], lambda: _store(out, summed.div_(self.world), add))
         if self._gloo:
             work = dist.all_to_all_single(scratch, flat, group=self._group, async_op=True)
             return _All([work], lambda: _store(out, _mean_in_rank_order(scratch.chunk(self.world)), add))

@@ -14,6 +14,14 @@ Note [Leases]
     without counting, for modules that are called twice. A unit whose inputs need no gradient keeps its lease until
     the end of backward.
 
+Note [End of backward])
+
+Note [Leases]
+    A unit's weights are needed from the first of its output nodes to the last of its input gradients, once per call
+    of the module. Releasing when the last weight gradient arrives would be wrong for frozen first layers; releasing
+    without counting, for modules that are called twice. A unit whose inputs need no gradient keeps its lease until
+    the end of backward.
+
 Note [Aliases]
     The hook that ends a unit's backward sits on a view of each input, not on the input: a tensor that feeds every
     block (a conditioning vector) gets its whole gradient only at the very end, its alias when this block is done.
@@ -30,48 +38,28 @@ Note [Recomputation]
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
-from torch.nn import Parameter
 
-from lt_zero.compat import in_running_backward, queue_backward_callback, view_base, without_torch_function
+from lt_zero.compat import in_running_backward, queue_backward_callback, without_torch_function
 from lt_zero.config import ZeroConfig
 from lt_zero.core.bucket import Bucket, State
 from lt_zero.core.comm import Comm, Pending
 from lt_zero.core.reducer import Reducer
 from lt_zero.core.schedule import Order, Residency
-from lt_zero.core.walk import iter_tensors, map_tensors
-
-
-class Unit:
-    """A module whose buckets are gathered and released together."""
-
-    def __init__(self, name: str, module: nn.Module, buckets: list[Bucket], needs_weights: bool) -> None:
-        self.name, self.module, self.buckets = name, module, buckets
-        self.sharded = [b for b in buckets if b.sharding.params]
-        self.numel = sum(b.layout.numel for b in self.sharded)
-        self.backward_needs_weights = needs_weights
-        self.keep = False
-        self.leases = 0
-        self.visited = False  # took a lease in this backward
-        self.calls: list[_Call] = []  # forwards that are running, innermost last
-
-    @property
-    def resident(self) -> bool:
-        return all(b.state is not State.RELEASED for b in self.sharded)
-
-
-class _Call:
-    """One forward of a unit, for as long as autograd may come back to it."""
-
-    def __init__(self) -> None:
-        self.held = False
+from lt_zero.core.unit import (
+    Call,
+    Unit,
+    hook_inputs,
+    hook_nodes,
+    install_root_hooks,
+    install_unit_hooks,
+    refuse_reentrant_checkpoint,
+)
 
 
 class Engine:
@@ -115,38 +103,9 @@ class Engine:
         self._backward_order: Order[Unit] = Order()
         self.grads_shown = False  # p.grad shows reduced gradients (grads.py)
         self._flags: tuple[Pending, Tensor] | None = None  # which parameters had a gradient on any rank
-        self._handles = [h for u in units for h in self._hook(u)] + self._hook_root()
+        self._handles = [h for u in units for h in install_unit_hooks(self, u)] + install_root_hooks(self)
 
     # ---- hooks -------------------------------------------------------------------------------------------------
-
-    def _hook(self, unit: Unit) -> list[Any]:
-        """The module's hooks keep the engine alive. A deep copy of the module shares them, and is left alone."""
-
-        @torch.compiler.disable
-        def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return self._pre_forward(unit, args, kwargs) if module is unit.module else None
-
-        @torch.compiler.disable
-        def post_forward(module: nn.Module, args: Any, output: Any) -> None:
-            if module is unit.module:
-                self._post_forward(unit, output)
-
-        before = unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
-        return [before, unit.module.register_forward_hook(post_forward)]
-
-    def _hook_root(self) -> list[Any]:
-        @torch.compiler.disable
-        def pre_forward(module: nn.Module, args: Any) -> None:
-            if module is self.root:
-                self.enter_forward()
-
-        @torch.compiler.disable
-        def post_forward(module: nn.Module, args: Any, output: Any) -> None:
-            if module is self.root and self._depth > 0:
-                self.leave_forward(output)
-
-        before = self.root.register_forward_pre_hook(pre_forward, prepend=True)
-        return [before, self.root.register_forward_hook(post_forward, always_call=True)]
 
     def detach(self) -> None:
         """Remove all hooks; parameters stay as they are."""
@@ -176,11 +135,13 @@ class Engine:
             self._gather(self.root_unit)
 
     def leave_forward(self, output: Any) -> None:
-        self._depth = max(0, self._depth - 1)
+        if self._depth == 0:
+            return  # an always-called hook after an error in front of enter_forward
+        self._depth -= 1
         if self.in_backward:
             return
         if torch.is_grad_enabled():
-            self._hook_nodes(output, self._arm)
+            hook_nodes(output, self._arm)
         if self._depth > 0:
             return
         for unit in self.units:
@@ -193,37 +154,25 @@ class Engine:
             self._pinned.clear()
             self.release_all(keep=True)
 
-    def _pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._gather(unit)
         if self.in_backward or in_running_backward():
-            _refuse_reentrant_checkpoint(unit)
+            refuse_reentrant_checkpoint(unit.name)
             return None
         self._forward_order.visit(unit)
         self._prefetch(self._forward_order)
-        call = _Call()
+        call = Call()
         unit.calls.append(call)
         if not torch.is_grad_enabled():
             return None
-        aliases: list[Tensor] = []
+        return hook_inputs(args, kwargs, lambda: self.unit_done(unit, call))
 
-        def alias(tensor: Tensor) -> Tensor:
-            if not tensor.requires_grad or tensor.layout is not torch.strided or isinstance(tensor, Parameter):
-                return tensor
-            aliases.append(tensor.view_as(tensor))
-            return aliases[-1]
-
-        args, kwargs = map_tensors(args, alias), map_tensors(kwargs, alias)
-        others = [t for t in iter_tensors((args, kwargs)) if t.requires_grad and not isinstance(t, Parameter)]
-        if others:
-            register_multi_grad_hook(others, lambda grads: self._unit_done(unit, call), mode="all")
-        return args, kwargs
-
-    def _post_forward(self, unit: Unit, output: Any) -> None:
+    def post_forward(self, unit: Unit, output: Any) -> None:
         if self.in_backward or in_running_backward():
             return
-        call = unit.calls.pop() if unit.calls else _Call()
+        call = unit.calls.pop() if unit.calls else Call()
         if torch.is_grad_enabled():
-            self._hook_nodes(output, lambda: self._pre_backward(unit, call))
+            hook_nodes(output, lambda: self._pre_backward(unit, call))
         if unit.calls or not unit.sharded:
             return  # an outer call of the same module is still running
         if unit.keep and (unit.backward_needs_weights if torch.is_grad_enabled() else self._fits_whole):
@@ -237,25 +186,6 @@ class Engine:
         """Whether everything may stay gathered from one evaluation batch to the next."""
         total = sum(u.numel for u in self.units) + self.root_unit.numel
         return total <= self.residency.max_live and total < self.residency.max_reuse_distance
-
-    def _hook_nodes(self, output: Any, fn: Callable[[], None]) -> None:
-        """Call ``fn`` before autograd runs the nodes that made the tensors in ``output``.
-
-        Node hooks survive what tensor hooks do not: a caller that adds to the output in place. For an output that is
-        a view the in-place history hangs on its base, so the base's node is hooked.
-        """
-
-        @torch.compiler.disable
-        def hook(grads: Any) -> None:
-            fn()
-
-        seen: set[Any] = set()
-        for tensor in iter_tensors(output):
-            base = view_base(tensor)
-            for node in (tensor.grad_fn, base.grad_fn if base is not None else None):
-                if node is not None and node not in seen:
-                    seen.add(node)
-                    node.register_prehook(hook)
 
     # ---- residency ---------------------------------------------------------------------------------------------
 
@@ -317,7 +247,7 @@ class Engine:
             if not self._explicit:
                 queue_backward_callback(self.end_backward)
 
-    def _pre_backward(self, unit: Unit, call: _Call) -> None:
+    def _pre_backward(self, unit: Unit, call: Call) -> None:
         self._arm()
         self._create_graph |= torch.is_grad_enabled()
         unit.visited = True
@@ -329,7 +259,7 @@ class Engine:
             self._backward_order.visit(unit)
             self._prefetch(self._backward_order)
 
-    def _unit_done(self, unit: Unit, call: _Call) -> None:
+    def unit_done(self, unit: Unit, call: Call) -> None:
         if not self.in_backward:
             return
         for bucket in unit.buckets:
@@ -494,18 +424,7 @@ class Engine:
         names = [b.layout.spans[i].name for b, i in (self.owner[id(p)] for p in parameters)]
         raise RuntimeError(
             f"The values of parameter {names[0]!r} are sharded over {self.comm.world} ranks and not in memory here "
-            f"(`{getattr(func, '__name__', func)}` needs them). Wrap the code in `with lt_zero.gathered(parameter): ...` "
+            f"(`{getattr(func, '__name__', func)}` needs them). Wrap the code in `with lt_zero.gathered(parameter):` "
             "on every rank (`write=True` to change values); to save weights use `trainer.save_checkpoint`, "
             "`trainer.strategy.export(path)` or `trainer.strategy.lightning_module_state_dict()`."
         )
-
-
-def _refuse_reentrant_checkpoint(unit: Unit) -> None:
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "backward" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            raise RuntimeError(
-                f"Module {unit.name!r} is recomputed by torch.utils.checkpoint with use_reentrant=True, which runs a "
-                "backward inside backward and hides when gradients are complete. Pass use_reentrant=False."
-            )
-        frame = frame.f_back

@@ -97,7 +97,7 @@ def _passing_functions() -> set[Any]:
             passing.add(descriptor.__get__)
     passing |= {getattr(Tensor, name) for name in _METADATA_METHODS if hasattr(Tensor, name)}
     # Assigning .grad and .requires_grad (zero_grad, toggle_optimizer, freezing) needs no values.
-    passing |= {Tensor.grad.__set__, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
+    passing |= {getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")}
     return passing
 
 
@@ -139,7 +139,7 @@ def _guarded_function(
 
 def _guard_class(cls: type) -> type:
     if cls not in _guard_classes:
-        body = {"__torch_function__": classmethod(_guarded_function)}
+        body: dict[str, Any] = {"__torch_function__": classmethod(_guarded_function)}
         _guard_classes[cls] = type(f"Released{cls.__name__}", (cls,), body)
         _guards.add(_guard_classes[cls])
     return _guard_classes[cls]

@@ -25,8 +25,33 @@ from torch.optim import Optimizer
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.engine import Engine
 
-_ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Lion"}
-_WHOLE_MATRICES = {"Muon", "Adafactor", "Shampoo", "SOAP", "DistributedShampoo", "Kron", "PSGD", "Lamb", "LAMB", "Lars", "LARS"}
+_ELEMENTWISE = {
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adagrad",
+    "Adadelta",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+    "Lion",
+}
+_WHOLE_MATRICES = {
+    "Muon",
+    "Adafactor",
+    "Shampoo",
+    "SOAP",
+    "DistributedShampoo",
+    "Kron",
+    "PSGD",
+    "Lamb",
+    "LAMB",
+    "Lars",
+    "LARS",
+}
 _CLOSURES = {"LBFGS"}
 _SPARSE = {"SparseAdam"}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from lt_zero.core.bucket import Bucket, State
 from lt_zero.core.engine import Engine
 from lt_zero.core.optimizer import ShardedOptimizer
+from lt_zero.core.unit import Unit
 
 
 def unit_table(engine: Engine, console: Console | None = None) -> Table:
@@ -16,17 +19,22 @@ def unit_table(engine: Engine, console: Console | None = None) -> Table:
     table = Table(title=f"ZeRO units, {engine.comm.world} rank(s)")
     for column in ("unit", "class", "parameters", "elements", "sharded", "kept after forward"):
         table.add_column(column, justify="left" if column in ("unit", "class") else "right")
-    for unit in [*engine.units, engine.root_unit]:
-        table.add_row(
-            unit.name or "(root and small parameters)",
-            type(unit.module).__name__,
-            str(sum(len(b.params) for b in unit.buckets)),
-            f"{sum(b.layout.numel for b in unit.buckets):,}",
-            f"{unit.numel:,}",
-            "yes" if unit.keep and unit.sharded else "no" if unit.sharded else "-",
-        )
+    for cells, group in itertools.groupby([*engine.units, engine.root_unit], key=_cells):
+        alike = [unit.name for unit in group]
+        name = alike[0] if len(alike) == 1 else f"{alike[0]} ... {alike[-1]} ({len(alike)})"
+        table.add_row(name or "(root and small parameters)", *cells)
     (console or Console()).print(table)
     return table
+
+
+def _cells(unit: Unit) -> tuple[str, ...]:
+    return (
+        type(unit.module).__name__,
+        str(sum(len(b.params) for b in unit.buckets)),
+        f"{sum(b.layout.numel for b in unit.buckets):,}",
+        f"{unit.numel:,}",
+        "yes" if unit.keep and unit.sharded else "no" if unit.sharded else "-",
+    )
 
 
 def _held(bucket: Bucket) -> int:

@@ -11,6 +11,7 @@ import os
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 TIMEOUT_S = 20.0
 
@@ -23,7 +24,7 @@ def debug_enabled() -> bool:
 class SequenceCheck:
     """Numbers the collectives of this rank and compares each with the other ranks' collective of the same number."""
 
-    def __init__(self, store: dist.Store, rank: int, world: int, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, store: Store, rank: int, world: int, timeout_s: float) -> None:
         self._store, self._rank, self._world = store, rank, world
         self._timeout = timedelta(seconds=timeout_s)
         self._count = 0
@@ -35,11 +36,13 @@ class SequenceCheck:
         rank, world = dist.get_rank(), dist.get_world_size()
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         timeout = timedelta(seconds=60)
-        server = dist.TCPStore(host, 0, world, is_master=True, timeout=timeout, wait_for_workers=False) if rank == 0 else None
+        server = (
+            TCPStore(host, 0, world, is_master=True, timeout=timeout, wait_for_workers=False) if rank == 0 else None
+        )
         port = [server.port if server is not None else 0]
         dist.broadcast_object_list(port, src=0)
-        store = server or dist.TCPStore(host, port[0], world, is_master=False, timeout=timeout, wait_for_workers=False)
-        return cls(store, rank, world)
+        store = server or TCPStore(host, port[0], world, is_master=False, timeout=timeout, wait_for_workers=False)
+        return cls(store, rank, world, TIMEOUT_S)
 
     def compare(self, operation: str, name: str, numel: int) -> None:
         """Raise on the first collective that is not the same on all ranks.
@@ -50,6 +53,8 @@ class SequenceCheck:
         mine = f"{operation} of {name} ({numel:,} elements)"
         number, self._count = self._count, self._count + 1
         self._store.set(f"{number}/{self._rank}", mine)
+        here = f"Ranks diverge at collective {number}: rank {self._rank} is about to launch the {mine}"
+        before = f"the last one in common was the {self._last}"
         for rank in range(self._world):
             if rank == self._rank:
                 continue
@@ -57,17 +62,15 @@ class SequenceCheck:
                 self._store.wait([f"{number}/{rank}"], self._timeout)
             except Exception as error:
                 raise RuntimeError(
-                    f"Ranks diverge at collective {number}: rank {self._rank} is about to launch the {mine}, rank {rank} "
-                    f"launched nothing for {self._timeout.total_seconds():.0f} s (the last one in common was the "
-                    f"{self._last}). Rank {rank} left this path, or does not run the module named here: under stage 3 "
-                    "every rank has to run the same modules the same number of times."
+                    f"{here}, rank {rank} launched nothing for {self._timeout.total_seconds():.0f} s ({before}). "
+                    f"Rank {rank} left this path, or does not run the module named here: under stage 3 every rank has "
+                    "to run the same modules the same number of times."
                 ) from error
             theirs = self._store.get(f"{number}/{rank}").decode()
             if theirs != mine:
                 raise RuntimeError(
-                    f"Ranks diverge at collective {number}: rank {self._rank} is about to launch the {mine}, rank {rank} "
-                    f"the {theirs} (the last one in common was the {self._last}). Look for a branch that depends on "
-                    "the rank or on its data: under stage 3 every rank has to run the same modules in the same order."
+                    f"{here}, rank {rank} the {theirs} ({before}). Look for a branch that depends on the rank or on "
+                    "its data: under stage 3 every rank has to run the same modules in the same order."
                 )
         self._last = mine
         if number >= 2:  # everybody who could still ask for it has passed it

@@ -45,7 +45,7 @@ def _children(value: Any) -> Iterator[Any]:
 
 
 def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with ``fn`` applied to the tensors in nested tuples, lists and dicts; anything else is kept as it is."""
+    """``value`` with ``fn`` applied to the tensors in nested tuples, lists and dicts; anything else is kept."""
     if isinstance(value, Tensor):
         return fn(value)
     if type(value) is tuple:

@@ -1,0 +1,132 @@
+"""A unit of the model, and its connection to autograd: hooks on modules, output nodes and inputs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.nn import Parameter
+
+from lt_zero.compat import view_base
+from lt_zero.core.bucket import Bucket, State
+from lt_zero.core.walk import iter_tensors, map_tensors
+
+if TYPE_CHECKING:
+    from lt_zero.core.engine import Engine
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _uncompiled(hook: F) -> F:
+    """torch.compile breaks the graph at a hook instead of tracing the engine."""
+    disabled: F = torch.compiler.disable(hook)
+    return disabled
+
+
+class Unit:
+    """A module whose buckets are gathered and released together."""
+
+    def __init__(self, name: str, module: nn.Module, buckets: list[Bucket], needs_weights: bool) -> None:
+        self.name, self.module, self.buckets = name, module, buckets
+        self.sharded = [b for b in buckets if b.sharding.params]
+        self.numel = sum(b.layout.numel for b in self.sharded)
+        self.backward_needs_weights = needs_weights
+        self.keep = False
+        self.leases = 0
+        self.visited = False  # took a lease in this backward
+        self.calls: list[Call] = []  # forwards that are running, innermost last
+
+    @property
+    def resident(self) -> bool:
+        return all(b.state is not State.RELEASED for b in self.sharded)
+
+
+class Call:
+    """One forward of a unit, for as long as autograd may come back to it."""
+
+    def __init__(self) -> None:
+        self.held = False
+
+
+def hook_nodes(output: Any, fn: Callable[[], None]) -> None:
+    """Call ``fn`` before autograd runs the nodes that made the tensors in ``output``.
+
+    Node hooks survive what tensor hooks do not: a caller that adds to the output in place. For an output that is a
+    view the in-place history hangs on its base, so the base's node is hooked too.
+    """
+
+    @_uncompiled
+    def hook(grads: Any) -> None:
+        fn()
+
+    seen: set[Any] = set()
+    for tensor in iter_tensors(output):
+        base = view_base(tensor)
+        for node in (tensor.grad_fn, base.grad_fn if base is not None else None):
+            if node is not None and node not in seen:
+                seen.add(node)
+                node.register_prehook(hook)
+
+
+def hook_inputs(args: Any, kwargs: Any, fn: Callable[[], None]) -> tuple[Any, Any]:
+    """The arguments with aliases in place of inputs that need a gradient; ``fn`` runs when those gradients are done."""
+
+    def alias(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad or tensor.layout is not torch.strided or isinstance(tensor, Parameter):
+            return tensor
+        return tensor.view_as(tensor)
+
+    args, kwargs = map_tensors(args, alias), map_tensors(kwargs, alias)
+    inputs = [t for t in iter_tensors((args, kwargs)) if t.requires_grad and not isinstance(t, Parameter)]
+    if inputs:
+        register_multi_grad_hook(inputs, lambda grads: fn(), mode="all")
+    return args, kwargs
+
+
+def install_unit_hooks(engine: Engine, unit: Unit) -> list[Any]:
+    """The module's hooks keep the engine alive. A deep copy of the module shares them, and is left alone."""
+
+    @_uncompiled
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return engine.pre_forward(unit, args, kwargs) if module is unit.module else None
+
+    @_uncompiled
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if module is unit.module:
+            engine.post_forward(unit, output)
+
+    handle = unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    return [handle, unit.module.register_forward_hook(after)]
+
+
+def install_root_hooks(engine: Engine) -> list[Any]:
+    """A call of the whole model is a forward scope."""
+
+    @_uncompiled
+    def before(module: nn.Module, args: Any) -> None:
+        if module is engine.root:
+            engine.enter_forward()
+
+    @_uncompiled
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if module is engine.root:
+            engine.leave_forward(output)
+
+    handle = engine.root.register_forward_pre_hook(before, prepend=True)
+    return [handle, engine.root.register_forward_hook(after, always_call=True)]
+
+
+def refuse_reentrant_checkpoint(unit: str) -> None:
+    """Raise if the forward that is running inside backward belongs to a re-entrant activation checkpoint."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "backward" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            raise RuntimeError(
+                f"Module {unit!r} is recomputed by torch.utils.checkpoint with use_reentrant=True, which runs a "
+                "backward inside backward and hides when gradients are complete. Pass use_reentrant=False."
+            )
+        frame = frame.f_back
