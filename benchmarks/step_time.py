@@ -193,7 +193,7 @@ def report(peers: list[Peer], args: argparse.Namespace) -> None:
     table = Table(*header, title=f"{args.dtype}, {args.ranks} ranks, depth {args.depth}, width {args.width}")
     for cells in rows:
         table.add_row(*cells)
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
     print("\n".join("| " + " | ".join(cells) + " |" for cells in [header, ["---"] * len(header), *rows]))
     for peer in peers:
         print(f"{peer.name} failed: {peer.error}\n" if peer.error else "", end="")

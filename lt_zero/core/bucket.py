@@ -1,9 +1,9 @@
 """One bucket: a flat tensor with its parameters as views, this rank's master shard, and the gradient accumulator.
 
 Note [Storages of a bucket]
-    ``flat``    the compute copy, all elements. Parameters are views of it. With sharded parameters its storage has
-                zero bytes unless the bucket is gathered; views survive resizing, so autograd's saved views are valid
-                again after every gather.
+    ``flat``    the compute copy, all elements. Parameters are views of it. With sharded parameters its memory is
+                given back unless the bucket is gathered (storage.py); views survive that, so autograd's saved views
+                are valid again after every gather.
     ``master``  what the optimizer updates: this rank's shard (or everything, if the optimizer is not sharded). Where
                 the compute copy stays in memory and has the master's dtype, ``master`` *is* a slice of ``flat``.
     ``home``    what a gather reads: the master, or for frozen buckets a shard in the compute dtype.
@@ -29,6 +29,7 @@ from lt_zero.compat import version_of
 from lt_zero.core.comm import Comm, Pending
 from lt_zero.core.guard import Owner, guard, own, sentinel, unguard
 from lt_zero.core.layout import BucketLayout, Piece, plan_bucket
+from lt_zero.core.storage import FlatStorage, flat_empty
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Bucket:
         self.dtype = dtype
         self.own = self.layout.shard(comm.rank) if sharding.optim or sharding.params else (0, self.layout.numel)
         self._pieces = self.layout.pieces(*self.own)
-        self.flat = torch.zeros(self.layout.numel, dtype=dtype, device=comm.device)  # 1D
+        self._storage = FlatStorage(self.layout.numel, dtype, comm.device)
+        self.flat = self._storage.tensor  # 1D
         self.views = [self.flat[s.lo : s.hi].view(s.shape) for s in self.layout.spans]
         self.master: Tensor | None = None  # 1D, elements [own)
         self.grad: Tensor | None = None  # 1D, elements [own)
@@ -138,7 +140,7 @@ class Bucket:
         """RELEASED -> GATHERING: allocate the flat storage and start filling it."""
         assert self.state is State.RELEASED, (self.name, self.state)
         with torch.inference_mode(False), torch.no_grad():
-            self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
+            self._storage.allocate()
             self.flat[self.own[0] : self.own[1]].copy_(self.home)
             self._pending = self.comm.all_gather(self.flat, self.name)
         self.state = State.GATHERING
@@ -175,7 +177,7 @@ class Bucket:
                     unguard(parameter)
                     parameter.data = sentinel(parameter, shape)
                     guard(parameter, self._owner)
-        self.flat.untyped_storage().resize_(0)
+        self._storage.free()
 
     def guard(self) -> None:
         """Keep the values but watch for uses outside of the owning unit's forward. See guard.py."""
@@ -235,7 +237,7 @@ class Bucket:
     def launch_reduce(self, send: Tensor, scratch: Tensor) -> Pending:
         """Start averaging ``send`` (1D, all elements) over the ranks into the accumulator."""
         if self.grad is None:
-            self.grad = torch.empty(self.own[1] - self.own[0], dtype=send.dtype, device=send.device)
+            self.grad = flat_empty(self.own[1] - self.own[0], send.dtype, send.device)
         add = bool(self.valid)
         self.valid.update(i for i, p in enumerate(self.params) if p.requires_grad)
         collective = self.comm.all_reduce if self.own == (0, self.layout.numel) else self.comm.reduce_scatter

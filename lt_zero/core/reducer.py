@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.comm import Comm, Pending
+from lt_zero.core.storage import flat_empty
 
 
 class Reducer:
@@ -108,8 +109,8 @@ class Reducer:
         numel = max(self._largest, bucket.layout.numel)
         if numel == self._largest and free:
             return free.popleft()
-        send = torch.empty(numel, dtype=bucket.grad_dtype, device=self._comm.device)
-        return send, torch.empty_like(send) if self._comm.world > 1 else send
+        send = flat_empty(numel, bucket.grad_dtype, self._comm.device)
+        return send, flat_empty(numel, bucket.grad_dtype, self._comm.device) if self._comm.world > 1 else send
 
     def _land(self) -> None:
         pending, slot = self._flying.popleft()

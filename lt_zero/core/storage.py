@@ -1,0 +1,57 @@
+"""Flat storage that can be given back and taken again while views of it live on.
+
+Note [Pages on the CPU]
+    Freeing and allocating megabytes through malloc once per unit and step fragments the heap: resident memory creeps
+    up to that of an unsharded model. On Linux the storage is therefore its own anonymous mapping. ``free`` returns its
+    pages to the system at once, the next write faults fresh ones in, in huge pages where the system grants them. A
+    stale view that somebody kept reads zeros instead of crashing.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+
+import torch
+from torch import Tensor
+
+_PAGES = sys.platform == "linux" and hasattr(mmap, "MADV_DONTNEED")
+_MIN_BYTES = 1 << 16  # below, a mapping costs more than it saves
+
+
+class FlatStorage:
+    """One 1D tensor of ``numel`` zeros whose memory can be freed and allocated."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        nbytes = numel * dtype.itemsize
+        self._pages: mmap.mmap | None = None
+        if _PAGES and device.type == "cpu" and nbytes >= _MIN_BYTES:
+            self._pages = _map(nbytes)
+            self.tensor: Tensor = torch.frombuffer(self._pages, dtype=dtype, count=numel)
+        else:
+            self.tensor = torch.zeros(numel, dtype=dtype, device=device)
+        self._nbytes = nbytes
+
+    def allocate(self) -> None:
+        """Make the memory usable again; its content is undefined."""
+        if self._pages is None:
+            self.tensor.untyped_storage().resize_(self._nbytes)
+
+    def free(self) -> None:
+        """Give the memory back; only ``allocate`` may follow."""
+        if self._pages is None:
+            self.tensor.untyped_storage().resize_(0)
+        else:
+            self._pages.madvise(mmap.MADV_DONTNEED)
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+def flat_empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A 1D tensor for the life of a run, on huge pages where there are some. Its content is undefined."""
+    return FlatStorage(numel, dtype, device).tensor
