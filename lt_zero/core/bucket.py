@@ -75,8 +75,10 @@ class Bucket:
         self.dtype = dtype
         self.own = self.layout.shard(comm.rank) if sharding.optim or sharding.params else (0, self.layout.numel)
         self._pieces = self.layout.pieces(*self.own)
-        self._storage = FlatStorage(self.layout.numel, dtype, comm.device)
-        self.flat = self._storage.tensor  # 1D
+        self._storage: FlatStorage | None = None
+        if sharding.params:
+            self._storage = FlatStorage(self.layout.numel, dtype, comm.device)
+        self.flat = self._storage.tensor if self._storage else comm.allocate(self.layout.numel, dtype)  # 1D
         self.views = [self.flat[s.lo : s.hi].view(s.shape) for s in self.layout.spans]
         self.master: Tensor | None = None  # 1D, elements [own)
         self.grad: Tensor | None = None  # 1D, elements [own)
@@ -106,7 +108,7 @@ class Bucket:
         if any(p.requires_grad for p in self.params):
             self.enable_training()
         elif self.sharding.params:
-            self._home = self.flat[self.own[0] : self.own[1]].clone()
+            self._home = self._kept(self.flat[self.own[0] : self.own[1]], self.dtype)
         self.note_versions()
         self.release()
 
@@ -116,12 +118,20 @@ class Bucket:
         if self.master is not None:
             return
         lo, hi = self.own
-        if self._home is not None:
-            self.master, self._home = self._home.to(master_dtype(self.dtype)), None
-        elif self.aliased:
+        if self.aliased:
             self.master = self.flat[lo:hi]
         else:
-            self.master = self.flat[lo:hi].to(master_dtype(self.dtype), copy=True)
+            source = self._home if self._home is not None else self.flat[lo:hi]
+            self.master, self._home = self._kept(source, master_dtype(self.dtype)), None
+
+    def _kept(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy that stays; what gathers read lies where all ranks of the host can read it."""
+        if self.sharding.params:
+            copy = self.comm.allocate(values.numel(), dtype)
+            self.comm.after_write()
+        else:
+            copy = flat_empty(values.numel(), dtype, values.device)
+        return copy.copy_(values)
 
     @property
     def aliased(self) -> bool:
@@ -140,9 +150,10 @@ class Bucket:
         """RELEASED -> GATHERING: allocate the flat storage and start filling it."""
         assert self.state is State.RELEASED, (self.name, self.state)
         with torch.inference_mode(False), torch.no_grad():
+            assert self._storage is not None
             self._storage.allocate()
             self.flat[self.own[0] : self.own[1]].copy_(self.home)
-            self._pending = self.comm.all_gather(self.flat, self.name)
+            self._pending = self.comm.all_gather(self.flat, self.name, self.home)
         self.state = State.GATHERING
 
     def gather(self) -> None:
@@ -177,6 +188,7 @@ class Bucket:
                     unguard(parameter)
                     parameter.data = sentinel(parameter, shape)
                     guard(parameter, self._owner)
+        assert self._storage is not None
         self._storage.free()
 
     def guard(self) -> None:
@@ -281,17 +293,19 @@ class Bucket:
             self.flat[self.own[0] : self.own[1]].copy_(self.master)
         if not self.sharding.optim:
             return None
-        return self.comm.all_gather(self.flat, self.name)
+        return self.comm.all_gather(self.flat, self.name, self.flat)
 
     @torch.no_grad()
     def write(self, index: int, value: Tensor) -> None:
         """Set parameter ``index`` to ``value`` (full shape, the same on every rank) in every copy this rank holds."""
         row = value.detach().reshape(-1)
+        self.comm.before_write()
         if self.state is State.RESIDENT:
             self.views[index].copy_(value)
         for piece in self.pieces():
             if piece.index == index:
                 self.home_or_flat()[piece.offset : piece.offset + piece.numel].copy_(row[piece.lo : piece.hi])
+        self.comm.after_write()
 
     def home_or_flat(self) -> Tensor:
         if self.master is not None or self._home is not None:
@@ -301,7 +315,9 @@ class Bucket:
     @torch.no_grad()
     def adopt_edits(self) -> None:
         """Take rank 0's values of the (resident) compute copy into the master weights of all ranks."""
+        self.comm.before_write()
         self.comm.broadcast(self.flat, self.name)
+        self.comm.after_write()
         if not self.aliased and (self.master is not None or self._home is not None):
             mine = self.flat[self.own[0] : self.own[1]].to(self.home.dtype)
             # Only what was edited: the master is more precise than the copy that was shown.

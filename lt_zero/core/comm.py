@@ -6,6 +6,7 @@ Note [Collectives on gloo]
     bytes and run 2-3x faster. The local sum adds the ranks' contributions in rank order in the buffer's own dtype
     (fp32 by default), so an element's sum does not depend on where in a bucket it lies: on gloo all stages agree
     bitwise. NCCL has good collectives of its own and gets them as they are.
+    Ranks of one host do not even need the sockets: shared.py.
 
 Note [Order of launches]
     Ranks must launch the same collectives in the same order. Nothing in this file reorders; the callers launch in an
@@ -22,6 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_zero.core.sequence import SequenceCheck
+from lt_zero.core.shared import SharedArena, supported
+from lt_zero.core.storage import flat_empty
 
 
 class Pending(Protocol):
@@ -78,6 +81,8 @@ class Comm:
         if group is not None and not self._gloo:
             self._host = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
         self._check = check
+        self._arena: SharedArena | None = None
+        self._written = self._read = False  # windows changed, or read, since the last fence
         self._all_gather = _collective("all_gather_single", "all_gather_into_tensor")
         self._reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
 
@@ -90,7 +95,45 @@ class Comm:
         """
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(None, device)
-        return cls(dist.new_group(), device, SequenceCheck.create() if check else None)
+        comm = cls(dist.new_group(), device, SequenceCheck.create() if check else None)
+        if comm._gloo and device.type == "cpu":
+            comm._share_memory()
+        return comm
+
+    # ---- windows: see shared.py, Note [Shared windows] ---------------------------------------------------------
+
+    def _share_memory(self) -> None:
+        """Use shared windows if all ranks can."""
+        arena = SharedArena() if supported() else None
+        addresses = self.host_gather(arena.address() if arena else None, "shared memory")
+        agreed = self.host_gather(arena is not None and arena.connect(self.rank, addresses), "shared memory")
+        self._arena = arena if all(agreed) else None
+
+    @property
+    def shares_memory(self) -> bool:
+        return self._arena is not None
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1D tensor that collectives read best, for the life of a run; in the same order on all ranks."""
+        if self._arena is not None:
+            return self._arena.allocate(numel, dtype)
+        return flat_empty(numel, dtype, self.device)
+
+    def before_write(self) -> None:
+        """What was allocated here is about to change: wait until no rank reads it any more."""
+        if self._read:
+            self.fence()
+
+    def after_write(self) -> None:
+        """What was allocated here has changed: the next reader waits until every rank is done writing."""
+        self._written = self._arena is not None
+
+    def fence(self) -> None:
+        """A barrier of the engine's group."""
+        self._written = self._read = False
+        if self._arena is not None:
+            self._announce("fence", "shared memory", 0)
+            dist.barrier(self._group)
 
     def _announce(self, operation: str, name: str, numel: int) -> None:
         if self._check is not None:
@@ -100,11 +143,20 @@ class Comm:
         assert self._group is not None
         return dist.get_global_rank(self._group, rank)
 
-    def all_gather(self, flat: Tensor, name: str) -> Pending:
-        """Fill ``flat`` (1D, world equal shards) from the ranks' own shards, which already lie in place."""
+    def all_gather(self, flat: Tensor, name: str, own: Tensor | None = None) -> Pending:
+        """Fill ``flat`` (1D, world equal shards) from the ranks' own shards, which already lie in place.
+
+        ``own`` is where the ranks' shards come from, if it was made by ``allocate``.
+        """
         if self.world == 1:
             return _Done()
         self._announce("all-gather", name, flat.numel())
+        if self._arena is not None and own is not None and self._arena.has(own):
+            if self._written:
+                self.fence()
+            self._arena.gather(self.rank, own, flat)
+            self._read = True
+            return _Done()
         shards = flat.chunk(self.world)
         if self._gloo:
             return _All([dist.broadcast(s, self._peer(r), self._group, async_op=True) for r, s in enumerate(shards)])
@@ -118,6 +170,10 @@ class Comm:
         if self.world == 1:
             return _All([], lambda: _store(out, flat, add))
         self._announce("reduce-scatter", name, flat.numel())
+        arena = self._arena
+        if arena is not None and arena.has(flat):
+            entered = dist.barrier(self._group, async_op=True)
+            return _All([entered], lambda: arena.mean(self.rank, flat, flat.numel(), out, add))
         if not self.use_reduce_scatter:
             summed = flat.chunk(self.world)[self.rank]
             work = dist.all_reduce(flat, group=self._group, async_op=True)

@@ -341,10 +341,12 @@ class Engine:
     def publish(self, buckets: set[Bucket]) -> None:
         """After a step of these buckets' master weights: bring the compute copies up to date."""
         self._outside.clear()
+        self.comm.after_write()
         launched = [bucket.launch_publish() for bucket in self.buckets if bucket in buckets]
         for pending in launched:
             if pending is not None:
                 pending.wait()
+        self.comm.before_write()  # user code may write to the parameters now
         for bucket in buckets:
             bucket.note_versions()
 

@@ -130,6 +130,7 @@ class ShardedOptimizer:
             args, kwargs = args[:1], {**kwargs, "closure": lambda: result}
         self.attach_grads()
         self.narrow()
+        self.engine.comm.before_write()
         return args, kwargs
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

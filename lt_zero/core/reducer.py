@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.comm import Comm, Pending
+from lt_zero.core.shared import SEND_BUFFERS
 from lt_zero.core.storage import flat_empty
 
 
@@ -32,6 +33,7 @@ class Reducer:
         self._seen: list[Bucket] = []  # order of completion in this backward
         self._learnt = False
         self._slots: dict[torch.dtype, deque[tuple[Tensor, Tensor]]] = {}  # free (send, scratch) pairs
+        self._made: dict[torch.dtype, int] = {}  # how many of them exist, free or not
         self._flying: deque[tuple[Pending, tuple[Tensor, Tensor] | None]] = deque()
         self.sync = True  # False inside no_sync: buckets whose gradients are not sharded stay local
 
@@ -105,12 +107,18 @@ class Reducer:
             self._land()
 
     def _slot(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        free = self._slots.setdefault(bucket.grad_dtype, deque())
-        numel = max(self._largest, bucket.layout.numel)
-        if numel == self._largest and free:
-            return free.popleft()
-        send = flat_empty(numel, bucket.grad_dtype, self._comm.device)
-        return send, flat_empty(numel, bucket.grad_dtype, self._comm.device) if self._comm.world > 1 else send
+        """Buffers for one reduction: (what is sent, scratch). Reusable ones take turns (shared.py)."""
+        dtype, comm = bucket.grad_dtype, self._comm
+        if bucket.layout.numel > self._largest:
+            send = flat_empty(bucket.layout.numel, dtype, comm.device)
+            return send, flat_empty(bucket.layout.numel if comm.world > 1 else 0, dtype, comm.device)
+        free = self._slots.setdefault(dtype, deque())
+        shared = comm.shares_memory and bucket.sharding.optim
+        if self._made.get(dtype, 0) < (SEND_BUFFERS if shared else 2):
+            self._made[dtype] = self._made.get(dtype, 0) + 1
+            send = comm.allocate(self._largest, dtype)
+            return send, flat_empty(0 if shared or comm.world == 1 else self._largest, dtype, comm.device)
+        return free.popleft()
 
     def _land(self) -> None:
         pending, slot = self._flying.popleft()
@@ -123,9 +131,6 @@ class Reducer:
         """Wait for all launched reductions."""
         while self._flying:
             self._land()
-
-    def free_buffers(self) -> None:
-        self._slots.clear()
 
     @property
     def buffer_bytes(self) -> int:

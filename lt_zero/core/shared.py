@@ -1,0 +1,150 @@
+"""Ranks of one host read each other's memory: no sockets between processes that share their RAM.
+
+Note [Shared windows]
+    Each rank has one anonymous in-memory file (memfd). All ranks allocate the same sizes in the same order, so a
+    window has the same offset in every rank's file, and a rank finds a peer's window without asking. A rank writes
+    its own windows through a mapping and reads its peers' with ``pread``, which copies once and maps nothing: resident
+    memory counts nobody else's pages. The files vanish with the processes, however they end.
+
+    Nothing but the order of events protects a window. ``Comm.fence`` is a barrier; it stands between every write of
+    a window and the reads that follow, and between reads and the next write (Comm.before_write, Comm.after_write).
+    A send buffer is written again four launches later with at most two in flight: whoever launches has seen the
+    barrier of two launches ago, which every rank entered after it had read the buffer that is written now.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SEGMENT = 1 << 30  # bytes of address space per mapping; pages exist when they are written
+_PAGE = mmap.ALLOCATIONGRANULARITY
+CHUNK = 1 << 18  # elements that are summed at a time: they stay in the cache
+SEND_BUFFERS = 4
+
+
+def supported() -> bool:
+    """Whether this system has what windows need, and nobody switched them off (``LT_ZERO_SHARED_MEMORY=0``)."""
+    wanted = os.environ.get("LT_ZERO_SHARED_MEMORY", "1").lower() not in ("0", "false", "no", "off")
+    return wanted and sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(os, "preadv")
+
+
+def host_identity() -> str:
+    """Equal for processes that can reach each other's ``/proc`` entries."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+class SharedArena:
+    """This rank's windows, and the peers' files."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("lt_zero")
+        self._size = 0
+        self._segment: mmap.mmap | None = None
+        self._used = 0  # bytes of the current segment
+        self._start = 0  # where the current segment begins in the file
+        self._offsets: dict[int, int] = {}  # address of a window -> offset in the file
+        self._peers: dict[int, int] = {}
+
+    def address(self) -> tuple[str, str]:
+        """What peers need to open this rank's file."""
+        return host_identity(), f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def connect(self, rank: int, addresses: list[Any]) -> bool:
+        """Open the peers' files; False if one cannot be opened (another host, another container)."""
+        mine = addresses[rank]
+        for peer, address in enumerate(addresses):
+            if address is None or mine is None or address[0] != mine[0]:
+                return False
+            if peer == rank:
+                continue
+            try:
+                self._peers[peer] = os.open(address[1], os.O_RDONLY)
+            except OSError:
+                return False
+        return True
+
+    def __del__(self) -> None:
+        for file in [self._file, *self._peers.values()]:
+            os.close(file)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1D window of zeros. Every rank must allocate the same in the same order."""
+        nbytes = -(-max(1, numel * dtype.itemsize) // _PAGE) * _PAGE
+        if self._segment is None or self._used + nbytes > len(self._segment):
+            length = max(_SEGMENT, nbytes)
+            self._start, self._used = self._size, 0
+            self._size += length
+            os.ftruncate(self._file, self._size)
+            self._segment = mmap.mmap(self._file, length, offset=self._start)
+        window = torch.frombuffer(self._segment, dtype=dtype, count=max(1, numel), offset=self._used)[:numel]
+        self._offsets[window.data_ptr()] = self._start + self._used
+        self._used += nbytes
+        return window
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` starts where a window starts."""
+        return tensor.data_ptr() in self._offsets
+
+    def read(self, peer: int, window: Tensor, first: int, out: Tensor) -> None:
+        """Copy elements [first, first + out.numel()) of the peer's counterpart of ``window`` into ``out`` (1D).
+
+        Raises:
+            RuntimeError: the peer's file ends before them.
+        """
+        # Not through numpy: a tensor that was exported to numpy can never give its storage back.
+        target = memoryview((ctypes.c_char * out.nbytes).from_address(out.data_ptr())).cast("B")
+        offset = self._offsets[window.data_ptr()] + first * window.element_size()
+        done = 0
+        while done < len(target):
+            count = os.preadv(self._peers[peer], [target[done:]], offset + done)
+            if count <= 0:
+                raise RuntimeError(f"Rank {peer}'s shared memory ends early: ranks allocated different windows.")
+            done += count
+
+    def gather(self, rank: int, own: Tensor, flat: Tensor) -> None:
+        """Fill the peers' shards of ``flat`` (1D) from their counterparts of ``own``, casting if dtypes differ.
+
+        ``own`` is a window as large as a shard, or as large as ``flat`` (then a peer's shard is read from its place).
+        """
+        shards = flat.chunk(len(self._peers) + 1)
+        whole = own.numel() == flat.numel()
+        for peer in self._peers:
+            shard, first = shards[peer], peer * shards[peer].numel() if whole else 0
+            if own.dtype == flat.dtype:
+                self.read(peer, own, first, shard)
+                continue
+            piece = torch.empty(min(CHUNK, shard.numel()), dtype=own.dtype)
+            for lo in range(0, shard.numel(), CHUNK):
+                hi = min(lo + CHUNK, shard.numel())
+                self.read(peer, own, first + lo, piece[: hi - lo])
+                shard[lo:hi].copy_(piece[: hi - lo])
+
+    def mean(self, rank: int, send: Tensor, numel: int, out: Tensor, add: bool) -> None:
+        """The ranks' average of shard ``rank`` of ``send[:numel]``, summed in rank order, into or onto ``out``."""
+        world = len(self._peers) + 1
+        base = rank * (numel // world)
+        total, piece = (torch.empty(min(CHUNK, out.numel()), dtype=send.dtype) for _ in range(2))
+        for lo in range(0, out.numel(), CHUNK):
+            hi = min(lo + CHUNK, out.numel())
+            acc, part = total[: hi - lo], piece[: hi - lo]
+            for source in range(world):
+                target = acc if source == 0 else part
+                if source == rank:
+                    target.copy_(send[base + lo : base + hi])
+                else:
+                    self.read(source, send, base + lo, target)
+                if source:
+                    acc.add_(part)
+            acc.mul_(1.0 / world)
+            if add:
+                out[lo:hi].add_(acc)
+            else:
+                out[lo:hi].copy_(acc)
