@@ -282,16 +282,17 @@ class Bucket:
         return [p for p in self._pieces if p.index == index]
 
     @torch.no_grad()
-    def launch_publish(self) -> Pending | None:
-        """Make the updated master weights visible in the compute copy; sharded parameters are only dropped."""
-        if self.master is None:
-            return None
+    def write_back(self) -> None:
+        """Put the updated master weights into the compute copy; a gathered copy of sharded parameters is dropped."""
         if self.sharding.params:
             self.release()
-            return None
-        if not self.aliased:
+        elif self.master is not None and not self.aliased:
             self.flat[self.own[0] : self.own[1]].copy_(self.master)
-        if not self.sharding.optim:
+
+    @torch.no_grad()
+    def launch_publish(self) -> Pending | None:
+        """Start bringing the other ranks' updates into the compute copy; ``write_back`` of all buckets came before."""
+        if self.master is None or self.sharding.params or not self.sharding.optim:
             return None
         return self.comm.all_gather(self.flat, self.name, self.flat)
 

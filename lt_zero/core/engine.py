@@ -341,13 +341,15 @@ class Engine:
     def publish(self, buckets: set[Bucket]) -> None:
         """After a step of these buckets' master weights: bring the compute copies up to date."""
         self._outside.clear()
+        stepped = [bucket for bucket in self.buckets if bucket in buckets]
+        for bucket in stepped:
+            bucket.write_back()
         self.comm.after_write()
-        launched = [bucket.launch_publish() for bucket in self.buckets if bucket in buckets]
-        for pending in launched:
+        for pending in [bucket.launch_publish() for bucket in stepped]:
             if pending is not None:
                 pending.wait()
         self.comm.before_write()  # user code may write to the parameters now
-        for bucket in buckets:
+        for bucket in stepped:
             bucket.note_versions()
 
     def _pin_gathered(self, bucket: Bucket) -> None:
