@@ -17,6 +17,7 @@ from torch import nn
 import lt_zero
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.reducer import Reducer
+from lt_zero.core.shared import SharedArena
 from tests.models import Net, next_token_loss
 from tests.parity import OPTIMIZERS, config_of, full_values
 from tests.pool import Pool
@@ -46,20 +47,29 @@ def _run(stage: int, dtype: torch.dtype | None, zero: dict[str, Any], slow: bool
             setattr(cls, name, method)
 
 
-_DELAYED = [(Bucket, "write_back"), (Bucket, "launch_publish"), (Bucket, "take_grads"), (Reducer, "_land")]
+_DELAYED = [
+    (Bucket, "write_back"),
+    (Bucket, "launch_publish"),
+    (Bucket, "take_grads"),
+    (Reducer, "_land"),
+    (SharedArena, "gather"),
+]
 
 
 def _train(stage: int, dtype: torch.dtype | None, zero: dict[str, Any], name: str) -> Any:
     torch.manual_seed(0)
     model = Net()
     engine = lt_zero.shard(model, config_of(stage, zero), compute_dtype=dtype)
-    optimizer = OPTIMIZERS[name](model.parameters())
+    optimizer, seen = OPTIMIZERS[name](model.parameters()), dict[str, Any]()
     lt_zero.ShardedOptimizer(engine, optimizer)
     for step in range(4):
         optimizer.zero_grad()
         next_token_loss(model, step, 0, dist.get_rank()).backward()
+        with lt_zero.gathered(model):  # a rank that is slow to read meets one that steps already
+            before = {f"before {step} {n}": p.detach().float().numpy().copy() for n, p in model.named_parameters()}
+        seen.update(before)
         optimizer.step()
-    return {n: v.numpy() for n, v in full_values(engine).items()}
+    return seen | {n: v.numpy() for n, v in full_values(engine).items()}
 
 
 @pytest.mark.parametrize("shared", ["1", "0"])

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 _PAGES = sys.platform == "linux" and hasattr(mmap, "MADV_DONTNEED")
-_MIN_BYTES = 1 << 16  # below, a mapping costs more than it saves
 
 
 class FlatStorage:
@@ -25,7 +24,7 @@ class FlatStorage:
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         nbytes = numel * dtype.itemsize
         self._pages: mmap.mmap | None = None
-        if _PAGES and device.type == "cpu" and nbytes >= _MIN_BYTES:
+        if _PAGES and device.type == "cpu" and nbytes > 0:
             self._pages = _map(nbytes)
             self.tensor: Tensor = torch.frombuffer(self._pages, dtype=dtype, count=numel)
         else:
@@ -34,15 +33,16 @@ class FlatStorage:
 
     def allocate(self) -> None:
         """Make the memory usable again; its content is undefined."""
-        if self._pages is None:
-            self.tensor.untyped_storage().resize_(self._nbytes)
+        storage = self.tensor.untyped_storage()
+        if self._pages is None and storage.nbytes() < self._nbytes:
+            storage.resize_(self._nbytes)
 
     def free(self) -> None:
         """Give the memory back; only ``allocate`` may follow."""
-        if self._pages is None:
-            self.tensor.untyped_storage().resize_(0)
-        else:
+        if self._pages is not None:
             self._pages.madvise(mmap.MADV_DONTNEED)
+        elif self.tensor.untyped_storage().resizable():  # not after somebody made a numpy array of it
+            self.tensor.untyped_storage().resize_(0)
 
 
 def _map(nbytes: int) -> mmap.mmap:
