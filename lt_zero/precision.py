@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lt_zero.core.grads import shown_grads
 from lt_zero.core.optimizer import ShardedOptimizer, clip_grad_norm, clip_grad_value
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ class ZeroPrecision(Precision):
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         self._norms = {}
         show = self.engine is not None and _looks_at_gradients(model)
-        with shown_grads(self.engine) if show and self.engine is not None else nullcontext():
+        with self.engine.looked_at_grads() if show and self.engine is not None else nullcontext():
             super()._after_closure(model, optimizer)
         if self._norms:
             _log(model.trainer, self._norms)

@@ -143,7 +143,7 @@ class ZeroStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         self._check_callbacks(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting and self._layer_sync and self._engine is None:
+        if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.lightning_module)
         self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
@@ -157,13 +157,13 @@ class ZeroStrategy(DDPStrategy):
     def _find_or_build(self) -> Engine:
         module = self.lightning_module
         assert module is not None
-        first = next(module.parameters(), None)
-        engine = owner_of(first) if first is not None else None
-        if isinstance(engine, Engine) and engine.root is module and engine.attached:
-            if engine is self._engine or engine.config == self.config:
+        owners = {id(e): e for e in map(owner_of, module.parameters()) if isinstance(e, Engine) and e.attached}
+        for engine in owners.values():
+            mine = engine.root is module and (engine is self._engine or engine.config == self.config)
+            if mine and len(owners) == 1 and engine.owns_all():
                 engine.check_identity()
                 return engine
-            restore_whole(engine)
+            restore_whole(engine)  # another module's, another configuration's, or layers have changed since
         engine = shard(module, self.config, self.root_device, comm=self._comm)
         if self._late_state is not None:
             state, strict = self._late_state

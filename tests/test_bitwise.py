@@ -94,7 +94,7 @@ def test_the_switch(pool: Pool) -> None:
 
 
 def _bf16_error(stage: int) -> tuple[float, float]:
-    """Largest distance from an fp64 run: (ours with bf16 compute copies, a plain bf16-autocast run with fp32 weights)."""
+    """Largest distance from an fp64 run: (ours with bf16 compute copies, the same in plain torch)."""
     world, rank = dist.get_world_size(), dist.get_rank()
 
     def losses(model: nn.Module, step: int) -> list[torch.Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero.core.engine import Engine
 from tests.models import VOCAB, WIDTH, Block, Net, next_token_loss, tokens
-from tests.parity import Case, check
+from tests.parity import Case, check, config_of, full_values
 from tests.pool import Pool
 
 RELEASE = {"stage3_max_reuse_distance": 0}
@@ -252,37 +254,190 @@ def test_nested_outputs(pool: Pool, stage: int, kind: str) -> None:
     run(pool, 2, _outputs, stage, kind)
 
 
-class Hidden(nn.Module):
-    """Hides its output in an attribute, where no hook can be put."""
+STASH: list[Tensor] = []
 
-    def __init__(self) -> None:
+
+class Hidden(nn.Module):
+    """Hides its output where no hook can be put, or in an attribute, where one can."""
+
+    def __init__(self, attribute: bool) -> None:
         super().__init__()
-        self.block = Block()
+        self.block, self.attribute = Block(), attribute
 
     def forward(self, x: Tensor) -> None:
-        self.result = self.block(x)
+        y = self.block(x)
+        if self.attribute:
+            self.result = y
+        else:
+            STASH.append(y)
 
 
 class HidesOutputs(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, attribute: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Hidden() for _ in range(2))
+        self.blocks = nn.ModuleList(Hidden(attribute) for _ in range(2))
 
     def forward(self, batch: Tensor) -> Tensor:
         x = F.one_hot(batch, WIDTH + 1)[..., :WIDTH].float()
         for block in self.blocks:
             block(x)
-            x = block.result
+            x = block.result if block.attribute else STASH.pop()
         return x
 
 
+def _square(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
+    return model(tokens(step, micro, rank)).square().mean()
+
+
 def _hides() -> None:
-    with pytest.raises(RuntimeError):
-        check(Case(HidesOutputs, lambda m, s, i, r: m(tokens(s, i, r)).square().mean(), 3, zero=RELEASE))
+    check(Case(lambda: HidesOutputs(True), _square, 3, zero=RELEASE))
+    with pytest.raises(RuntimeError, match=r"'blocks\.[01]'.*no hook saw"):
+        check(Case(lambda: HidesOutputs(False), _square, 3, zero=RELEASE))
 
 
-def test_hidden_outputs_are_an_error(pool: Pool) -> None:
+def test_hidden_outputs_are_found_or_an_error(pool: Pool) -> None:
     run(pool, 2, _hides)
+
+
+class Routed(nn.Module):
+    """A block with an auxiliary loss that it leaves in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.router = Block(), nn.Linear(WIDTH, 3)
+        self.auxiliary: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.block(x)
+        self.auxiliary = F.softmax(self.router(self.router.weight.sum() * y), -1).square().mean()
+        return y
+
+
+class Auxiliary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Routed() for _ in range(3))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.embedding(batch)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean() + sum(block.auxiliary for block in self.blocks)
+
+
+def _auxiliary(stage: int) -> None:
+    check(Case(Auxiliary, lambda m, s, i, r: m(tokens(s, i, r)), stage, zero=RELEASE))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_auxiliary_losses_in_attributes(pool: Pool, stage: int) -> None:
+    run(pool, 2, _auxiliary, stage)
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7, WIDTH))
+
+    def forward(self, length: int) -> Tensor:
+        return self.weight[:length]
+
+
+class Positions(nn.Module):
+    """A unit that returns a view of its own weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(VOCAB, WIDTH), Table()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.embedding(batch) * self.positions(batch.shape[1])
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.embedding.weight.t()
+
+
+def _positions(stage: int) -> None:
+    check(Case(Positions, next_token_loss, stage, zero=RELEASE))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_unit_that_returns_its_weight(pool: Pool, stage: int) -> None:
+    run(pool, 2, _positions, stage)
+
+
+class Optional(Block):
+    """Uses one of its parameters on rank 0 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, extra: bool = False) -> Tensor:
+        return super().forward(x * self.extra if extra else x)
+
+
+class PartlyUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Optional() for _ in range(4))
+
+    def forward(self, batch: Tensor, extra: bool) -> Tensor:
+        x = self.embedding(batch)
+        for block in self.blocks:
+            x = block(x, extra=extra)
+        return x @ self.embedding.weight.t()
+
+
+def _partly(stage: int) -> None:
+    def loss(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
+        batch = tokens(step, micro, rank)
+        return F.cross_entropy(model(batch, rank == 0).flatten(0, 1), batch.flatten())
+
+    check(Case(PartlyUsed, loss, stage, zero=RELEASE))
+
+
+@pytest.mark.parametrize("shared", ["1", "0"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_unit_whose_gradients_are_complete_on_one_rank_only(pool: Pool, stage: int, shared: str) -> None:
+    pool.run(3, _partly, stage, env={"LT_ZERO_SHARED_MEMORY": shared, "LT_ZERO_DEBUG": "1"})
+
+
+def _aborted(stage: int) -> None:
+    torch.manual_seed(0)
+    model, fail = Net(), [True]
+    reference = copy.deepcopy(model)
+    engine = lt_zero.shard(model, config_of(stage, RELEASE))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    lt_zero.ShardedOptimizer(engine, optimizers[0])
+
+    def explode(grad: Tensor) -> None:
+        if fail[0]:
+            raise ValueError("on purpose")
+
+    for explicit in (False, True):
+        fail[0] = True
+        handle = model.blocks[1].register_forward_hook(lambda m, a, out: out.register_hook(explode) and None)
+        loss = next_token_loss(model, 0, 0, 0)
+        handle.remove()
+        with pytest.raises(ValueError, match="on purpose"), engine.backward_pass() if explicit else nullcontext():
+            loss.backward()
+        fail[0] = False
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for net, optimizer in zip((model, reference), optimizers, strict=True):
+            next_token_loss(net, 1, 0, 0).backward()
+            optimizer.step()
+        for name, value in full_values(engine).items():
+            torch.testing.assert_close(value, dict(reference.named_parameters())[name].detach())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_that_fails_leaves_nothing_behind(pool: Pool, stage: int) -> None:
+    run(pool, 2, _aborted, stage)
 
 
 # ---- forwards and backwards --------------------------------------------------------------------------------------

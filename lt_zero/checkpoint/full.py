@@ -21,8 +21,6 @@ from lt_zero.core.engine import Engine
 from lt_zero.core.optimizer import ShardedOptimizer, cut_state
 from lt_zero.core.values import full_parameters, gather_own
 
-_SCALARS = (int, float, bool, str, type(None))
-
 
 def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
     """The optimizer's ``state_dict`` with full tensors on the CPU of rank 0, {} elsewhere. Collective."""
@@ -34,8 +32,8 @@ def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
     for bucket in engine.buckets:
         mine = {i: p for i, p in enumerate(bucket.params) if id(p) in numbers}
         local = {i: optimizer.state[p] for i, p in mine.items() if p in optimizer.state}
-        for key, kind in sorted(_keys(bucket, local).items()):
-            for index, value in _collect(bucket, local, key, kind).items():
+        for key, dtype in sorted(_keys(bucket, local).items()):
+            for index, value in _collect(bucket, local, key, dtype).items():
                 if keep and index in mine:
                     state.setdefault(numbers[id(mine[index])], {})[key] = value
     if not keep:
@@ -52,38 +50,45 @@ def _is_foreign(engine: Engine, parameter: Any, optimizer: Optimizer) -> bool:
     return id(parameter) not in engine.owner and parameter in optimizer.state
 
 
+def _is_elementwise(bucket: Bucket, index: int, value: Any) -> bool:
+    """Whether a state entry has one element for each of the parameter's (0D parameters count as scalars)."""
+    (piece,) = bucket.pieces_of(index)
+    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == piece.numel
+
+
 def _keys(bucket: Bucket, local: dict[int, dict[str, Any]]) -> dict[str, str]:
-    """What the states of any rank hold: key -> dtype of an element-wise tensor, or 'scalar'."""
+    """What the states of any rank hold: key -> dtype of its element-wise tensors, '' if it has scalars only."""
     found: dict[str, str] = {}
     for index, state in local.items():
-        (piece,) = bucket.pieces_of(index)
         for key, value in state.items():
-            whole = isinstance(value, Tensor) and value.numel() == piece.numel and value.dim() > 0
-            found[key] = str(value.dtype) if whole else "scalar"
+            if _is_elementwise(bucket, index, value):
+                found[key] = str(value.dtype).removeprefix("torch.")
+            found.setdefault(key, "")
     merged: dict[str, str] = {}
     for keys in bucket.comm.host_gather(found, f"optimizer state of {bucket.name}"):
-        merged.update(keys)
+        merged |= {key: dtype for key, dtype in keys.items() if dtype or key not in merged}
     return merged
 
 
-def _collect(bucket: Bucket, local: dict[int, dict[str, Any]], key: str, kind: str) -> dict[int, Any]:
+def _collect(bucket: Bucket, local: dict[int, dict[str, Any]], key: str, dtype: str) -> dict[int, Any]:
     """One entry of the state of all parameters of the bucket. Collective."""
-    if kind == "scalar":
-        values = {i: state[key] for i, state in local.items() if key in state}
-        every: dict[int, Any] = {}
-        for one in bucket.comm.host_gather(values, f"{key} of {bucket.name}"):
-            every.update(one)
+    mine = {index: state[key] for index, state in local.items() if key in state}
+    rows = {index: value for index, value in mine.items() if _is_elementwise(bucket, index, value)}
+    scalars = {index: value for index, value in mine.items() if index not in rows}
+    every: dict[int, Any] = {}
+    holders: set[int] = set()
+    for other_scalars, other_rows in bucket.comm.host_gather((scalars, list(rows)), f"{key} of {bucket.name}"):
+        every |= other_scalars
+        holders |= set(other_rows)
+    if not dtype:
         return every
-    own = torch.zeros(bucket.own[1] - bucket.own[0], dtype=getattr(torch, kind.removeprefix("torch.")))
-    own = own.to(bucket.flat.device)
-    for index, state in local.items():
-        if key in state:
-            (piece,) = bucket.pieces_of(index)
-            own[piece.offset : piece.offset + piece.numel] = state[key].reshape(-1)
-    flat = gather_own(bucket, own)
-    holders = {i for one in bucket.comm.host_gather([i for i in local if key in local[i]], key) for i in one}
-    spans = bucket.layout.spans
-    return {i: flat[spans[i].lo : spans[i].hi].view(spans[i].shape).to("cpu", copy=True) for i in sorted(holders)}
+    own = torch.zeros(bucket.own[1] - bucket.own[0], dtype=getattr(torch, dtype), device=bucket.flat.device)
+    for index, value in rows.items():
+        (piece,) = bucket.pieces_of(index)
+        own[piece.offset : piece.offset + piece.numel] = value.reshape(-1)
+    flat, spans = gather_own(bucket, own), bucket.layout.spans
+    rest = {i: flat[spans[i].lo : spans[i].hi].view(spans[i].shape).to("cpu", copy=True) for i in sorted(holders)}
+    return {**every, **rest}
 
 
 def load_full_optimizer_state(sharded: ShardedOptimizer, full: Mapping[str, Any]) -> None:
@@ -107,6 +112,12 @@ def load_full_optimizer_state(sharded: ShardedOptimizer, full: Mapping[str, Any]
         for piece in bucket.pieces_of(index):
             cut[number] = {k: cut_state(v, bucket.shapes[index], piece.lo, piece.hi) for k, v in state.items()}
     sharded.optimizer.load_state_dict({**full, "state": cut})
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, value in cut.get(number, {}).items():
+            # torch casts state to the parameter's dtype; ours belongs to the master weights.
+            loaded = sharded.optimizer.state[parameter]
+            if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
+                loaded[key] = value.to(loaded[key].device, copy=True)
 
 
 def export(engine: Engine, path: str | os.PathLike[str], dtype: torch.dtype = torch.float16) -> None:

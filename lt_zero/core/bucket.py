@@ -88,6 +88,7 @@ class Bucket:
         self.state = State.RESIDENT
         self._home: Tensor | None = None
         self._owner = owner
+        self.handed_out = False  # somebody got a tensor that can be written behind our back
         self._pending: Pending | None = None
         self._versions: list[int] = []
 
@@ -213,6 +214,10 @@ class Bucket:
     @property
     def wants_grad(self) -> bool:
         return any(p.requires_grad for p in self.params)
+
+    def has_grads(self) -> bool:
+        """Whether a parameter has a gradient that was not taken yet."""
+        return any(p.grad is not None for p in self.params)
 
     def grads_complete(self) -> bool:
         """Whether each trainable parameter has received its gradient in the running backward."""
@@ -341,6 +346,11 @@ class Bucket:
             return
         pairs = zip(self.params, self._versions, self.layout.spans, strict=True)
         edited = [span.name for p, version, span in pairs if version_of(p) != version]
+        if self.handed_out and not edited and self.sharding.params:
+            own = self.flat[self.own[0] : self.own[1]]
+            changed = [p.index for p in self._pieces if not self._equal(own, p)]
+            edited = [self.layout.spans[index].name for index in changed]
+        self.handed_out = False
         if edited:
             self.note_versions()
             raise RuntimeError(
@@ -348,6 +358,10 @@ class Bucket:
                 "weights are stored elsewhere and would overwrite the edit. Wrap the edit in "
                 "`with lt_zero.gathered(parameters, write=True): ...`."
             )
+
+    def _equal(self, own: Tensor, piece: Piece) -> bool:
+        part = slice(piece.offset, piece.offset + piece.numel)
+        return torch.equal(own[part], self.home[part].to(self.dtype))
 
 
 def weak_owner(owner: Owner) -> Callable[[], Owner | None]:

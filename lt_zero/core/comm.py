@@ -10,7 +10,9 @@ Note [Collectives on gloo]
 
 Note [Order of launches]
     Ranks must launch the same collectives in the same order. Nothing in this file reorders; the callers launch in an
-    order that depends on the module and the recorded schedule only, never on data (reducer.py, schedule.py).
+    order that depends on the module and the recorded schedule only, never on data (reducer.py, schedule.py). When a
+    bucket's gradients are complete does depend on data, relative to the gathers around it: a rank whose router skipped
+    an expert reduces later. So reductions have a process group of their own, and are numbered apart in debug mode.
 """
 
 from __future__ import annotations
@@ -63,16 +65,21 @@ class Comm:
 
     Args:
         group: the process group of the engine's traffic, or None for a single process without one.
+        reductions: a second group over the same ranks, for gradients. See Note [Order of launches].
         device: where the buckets live.
         check: compares the sequence of collectives of all ranks before each launch (debug mode).
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device, check: SequenceCheck | None = None
+        self,
+        group: dist.ProcessGroup | None,
+        reductions: dist.ProcessGroup | None,
+        device: torch.device,
+        check: SequenceCheck | None = None,
     ) -> None:
         self.device = device
         self.use_reduce_scatter = True  # zero_optimization.reduce_scatter
-        self._group = group
+        self._group, self._reductions = group, reductions
         self.world = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
         self._gloo = group is not None and dist.get_backend(group) == "gloo"
@@ -94,8 +101,8 @@ class Comm:
         on the same group could then be matched with theirs.
         """
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-            return cls(None, device)
-        comm = cls(dist.new_group(), device, SequenceCheck.create() if check else None)
+            return cls(None, None, device)
+        comm = cls(dist.new_group(), dist.new_group(), device, SequenceCheck.create() if check else None)
         if comm._gloo and device.type == "cpu":
             comm._share_memory()
         return comm
@@ -139,6 +146,10 @@ class Comm:
         if self._check is not None:
             self._check.compare(operation, name, numel)
 
+    def _announce_reduction(self, operation: str, name: str, numel: int) -> None:
+        if self._check is not None:
+            self._check.compare(operation, name, numel, channel="reduction")
+
     def _peer(self, rank: int) -> int:
         assert self._group is not None
         return dist.get_global_rank(self._group, rank)
@@ -169,37 +180,37 @@ class Comm:
         """
         if self.world == 1:
             return _All([], lambda: _store(out, flat, add))
-        self._announce("reduce-scatter", name, flat.numel())
+        self._announce_reduction("reduce-scatter", name, flat.numel())
         arena = self._arena
         if arena is not None and arena.has(flat):
-            entered = dist.barrier(self._group, async_op=True)
+            entered = dist.barrier(self._reductions, async_op=True)
             return _All([entered], lambda: arena.mean(self.rank, flat, flat.numel(), out, add))
         if not self.use_reduce_scatter:
             summed = flat.chunk(self.world)[self.rank]
-            work = dist.all_reduce(flat, group=self._group, async_op=True)
+            work = dist.all_reduce(flat, group=self._reductions, async_op=True)
             return _All([work], lambda: _store(out, summed.div_(self.world), add))
         if self._gloo:
-            work = dist.all_to_all_single(scratch, flat, group=self._group, async_op=True)
+            work = dist.all_to_all_single(scratch, flat, group=self._reductions, async_op=True)
             return _All([work], lambda: _store(out, _mean_in_rank_order(scratch.chunk(self.world)), add))
         mine = scratch[: out.numel()]
-        work = self._reduce_scatter(mine, flat, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
+        work = self._reduce_scatter(mine, flat, op=dist.ReduceOp.AVG, group=self._reductions, async_op=True)
         return _All([work], lambda: _store(out, mine, add))
 
     def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Pending:
         """Average ``flat`` (1D, world shards) over the ranks and put all of it into ``out``, or add it there."""
         if self.world == 1:
             return _All([], lambda: _store(out, flat, add))
-        self._announce("all-reduce", name, flat.numel())
+        self._announce_reduction("all-reduce", name, flat.numel())
         if not self._gloo:
-            work = dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
+            work = dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self._reductions, async_op=True)
             return _All([work], lambda: _store(out, flat, add))
-        work = dist.all_to_all_single(scratch, flat, group=self._group, async_op=True)
+        work = dist.all_to_all_single(scratch, flat, group=self._reductions, async_op=True)
 
         def finish() -> None:
             mine = flat.chunk(self.world)[self.rank]
             mine.copy_(_mean_in_rank_order(scratch.chunk(self.world)))
             shards = enumerate(flat.chunk(self.world))
-            _All([dist.broadcast(s, self._peer(r), self._group, async_op=True) for r, s in shards]).wait()
+            _All([dist.broadcast(s, self._peer(r), self._reductions, async_op=True) for r, s in shards]).wait()
             _store(out, flat, add)
 
         return _All([work], finish)

@@ -49,6 +49,8 @@ from lt_zero.compat import in_running_backward, queue_backward_callback, without
 from lt_zero.config import ZeroConfig
 from lt_zero.core.bucket import Bucket, State
 from lt_zero.core.comm import Comm, Pending
+from lt_zero.core.grads import Norms, replace_grad, stand_in
+from lt_zero.core.guard import HANDS_OUT
 from lt_zero.core.reducer import Reducer
 from lt_zero.core.schedule import Order, Residency
 from lt_zero.core.unit import (
@@ -59,7 +61,10 @@ from lt_zero.core.unit import (
     install_root_hooks,
     install_unit_hooks,
     refuse_reentrant_checkpoint,
+    shares_storage,
+    side_outputs,
 )
+from lt_zero.core.walk import iter_tensors
 
 
 class Engine:
@@ -101,7 +106,9 @@ class Engine:
         self._outside: dict[Bucket, None] = {}  # pinned by a forward since the last step: each backward needs them
         self._forward_order: Order[Unit] = Order()
         self._backward_order: Order[Unit] = Order()
-        self.grads_shown = False  # p.grad shows reduced gradients (grads.py)
+        self._late: set[Bucket] = set()  # buckets that got gradients after their reduction in the last backward
+        self.hold_shown = False  # user code is looking at p.grad: settle_grads leaves it
+        self._shown: dict[tuple[Bucket, int], Tensor] = {}  # what p.grad shows after a backward (grads.py)
         self._flags: tuple[Pending, Tensor] | None = None  # which parameters had a gradient on any rank
         self._handles = [h for u in units for h in install_unit_hooks(self, u)] + install_root_hooks(self)
 
@@ -129,6 +136,8 @@ class Engine:
             self.leave_forward(None)
 
     def enter_forward(self) -> None:
+        if self.in_backward and not in_running_backward() and not self._explicit:
+            self.abort_backward()  # an exception ended it, and the caller went on
         self._depth += 1
         if self._depth == 1 and not self.in_backward:
             self._forward_order.start()
@@ -165,6 +174,7 @@ class Engine:
         unit.calls.append(call)
         if not torch.is_grad_enabled():
             return None
+        unit.awaited += 1
         return hook_inputs(args, kwargs, lambda: self.unit_done(unit, call))
 
     def post_forward(self, unit: Unit, output: Any) -> None:
@@ -172,8 +182,15 @@ class Engine:
             return
         call = unit.calls.pop() if unit.calls else Call()
         if torch.is_grad_enabled():
-            hook_nodes(output, lambda: self._pre_backward(unit, call))
-        if unit.calls or not unit.sharded:
+            seen = (output, side_outputs(unit.module)) if unit.sharded else output
+            hook_nodes(seen, lambda: self._pre_backward(unit, call))
+        if not unit.sharded:
+            return
+        for bucket in unit.sharded:
+            if any(shares_storage(t, bucket.flat) for t in iter_tensors(output)):
+                self._outside[bucket] = None  # a weight, or a view of one, left the unit
+                self.pin(bucket)
+        if unit.calls:
             return  # an outer call of the same module is still running
         if unit.keep and (unit.backward_needs_weights if torch.is_grad_enabled() else self._fits_whole):
             for bucket in unit.sharded:
@@ -233,12 +250,27 @@ class Engine:
         try:
             yield
         except BaseException:
-            self.in_backward = self._explicit = False
+            self.abort_backward()
             raise
         self.end_backward()
 
+    def abort_backward(self) -> None:
+        """Forget a backward that ended with an exception, so that the next step starts clean."""
+        self.in_backward = self._explicit = self._create_graph = False
+        self.reducer.abort()
+        self._flags = None
+        self._shown = {}
+        for bucket in self.buckets:
+            for parameter in bucket.params:
+                parameter.grad = None
+        for unit in [*self.units, self.root_unit]:
+            unit.leases, unit.awaited, unit.visited = 0, 0, False
+        self._pinned.clear()
+        self.release_all()
+
     def _arm(self) -> None:
         if not self.in_backward:
+            self.hide_grads()  # autograd must not add to what is only shown
             self.in_backward = True
             self._backward_order.start()
             self._gather(self.root_unit)
@@ -249,6 +281,8 @@ class Engine:
 
     def _pre_backward(self, unit: Unit, call: Call) -> None:
         self._arm()
+        if not unit.visited and unit.backward_needs_weights:
+            self._explain_ungathered([unit])
         self._create_graph |= torch.is_grad_enabled()
         unit.visited = True
         if not call.held:
@@ -260,14 +294,18 @@ class Engine:
             self._prefetch(self._backward_order)
 
     def unit_done(self, unit: Unit, call: Call) -> None:
+        """The gradients of a call's inputs are there. See reducer.py, Note [When a bucket is ready]."""
         if not self.in_backward:
             return
-        for bucket in unit.buckets:
-            if bucket.wants_grad and bucket.grads_complete():
-                self.reducer.mark_ready(bucket)
+        unit.awaited -= 0 if call.done else 1
+        call.done = True
         if call.held:
             call.held = False
             unit.leases -= 1
+        for bucket in unit.buckets:
+            finished = unit.leases == 0 and unit.awaited <= 0 if bucket.sharding.params else bucket.grads_complete()
+            if bucket.wants_grad and finished:
+                self.reducer.mark_ready(bucket)
         if unit.leases == 0 and not self._keeps_for_next_use(unit):
             self._release(unit)
 
@@ -279,34 +317,35 @@ class Engine:
         """Reduce what is left, wait for it, and give back what backward held."""
         if not self.in_backward:
             return
-        arrived = self.reducer.active or any(p.grad is not None for b in self.buckets for p in b.params)
+        arrived = self.reducer.active or any(b.has_grads() for b in self.buckets)
         explicit, self.in_backward, self._explicit = self._explicit, False, False
         again, self._create_graph = self._create_graph, False
         if arrived:
-            self._explain_ungathered()
+            self._explain_ungathered(self.units)
         # torch.autograd.grad leaves no gradients behind: nothing to reduce, on any rank.
         if arrived or explicit:
             self.reducer.finish()
-            self._flags = None
+            self._flags, self._late = None, {b for b in self.buckets if b.has_grads()}
             if self.reducer.sync:
                 self._launch_flags()
+                self.show_grads({(b, i) for b in self.buckets for i in b.valid})
         for unit in [*self.units, self.root_unit]:
             unit.leases, unit.visited = 0, False
         if not again:
             self._pinned.clear()
             self.release_all(keep=not self.reducer.sync)
 
-    def _explain_ungathered(self) -> None:
-        """Refuse gradients of a unit whose backward hooks were lost: it ran on released weights."""
-        for unit in self.units:
+    def _explain_ungathered(self, units: list[Unit]) -> None:
+        """Refuse gradients of a unit that were computed before any hook could gather its weights."""
+        for unit in units:
             lost = not unit.visited and unit.backward_needs_weights
             for bucket in unit.sharded if lost else []:
-                if bucket.state is State.RELEASED and any(p.grad is not None for p in bucket.params):
+                if bucket.state is State.RELEASED and bucket.has_grads() and bucket not in self._late:
                     raise RuntimeError(
-                        f"Module {unit.name!r} ({type(unit.module).__name__}) received gradients, but none of its "
-                        "outputs could be hooked, so its weights were not gathered for backward. Return its tensors "
-                        "from forward (in tuples, lists, dicts, dataclasses or objects with attributes) instead of "
-                        "storing them elsewhere."
+                        f"Module {unit.name!r} ({type(unit.module).__name__}) received gradients through a tensor that "
+                        "no hook saw, so its weights were not gathered for backward. Return such tensors from forward "
+                        "(in tuples, lists, dicts, dataclasses or objects with attributes) or keep them as attributes "
+                        "of the module."
                     )
 
     # ---- between backward and step -----------------------------------------------------------------------------
@@ -316,31 +355,82 @@ class Engine:
         return any(b.own != (0, b.layout.numel) for b in self.buckets)
 
     def _launch_flags(self) -> None:
-        """Start agreeing on which parameters had a gradient on any rank (optimizer.py, Note [Unused parameters])."""
-        flags = torch.tensor([i in b.used for b in self.buckets for i in range(len(b.params))], dtype=torch.uint8)
+        """Start agreeing on which parameters had a gradient on any rank, and which buckets have late ones."""
+        used = [i in b.used or p.grad is not None for b in self.buckets for i, p in enumerate(b.params)]
+        self._late = {b for b in self.buckets if b.has_grads()}
+        flags = torch.tensor([*used, *(b in self._late for b in self.buckets)], dtype=torch.uint8)
         self._flags = (self.comm.host_max(flags, "used parameters"), flags)
 
     def settle_grads(self) -> Callable[[Bucket, int], bool]:
         """Finish all reductions; returns whether parameter ``index`` of a bucket has a gradient. Collective."""
-        if not self.grads_shown and any(p.grad is not None for b in self.buckets for p in b.params):
-            self.in_backward = True  # a backward that touched nothing with a hook
-            self.end_backward()
+        if not self.hold_shown:
+            self.hide_grads()
         self.reducer.flush()
-        if self._flags is None:
+        if self._flags is None or (not self._shown and any(b.has_grads() for b in self.buckets if b not in self._late)):
             self._launch_flags()
         assert self._flags is not None
         pending, flags = self._flags
         pending.wait()
+        row = flags.tolist()
+        late = [bucket for bucket, flag in zip(self.buckets, row[-len(self.buckets) :], strict=True) if flag]
+        if late:
+            self.reducer.reduce_again(late)
+            flags[-len(self.buckets) :] = 0
+            self._late = set()
         for bucket in self.buckets:
             bucket.check_edits()
-        row = flags.tolist()
         places = ((bucket, index) for bucket in self.buckets for index in range(len(bucket.params)))
-        used = {place for place, flag in zip(places, row, strict=True) if flag}
+        used = {place for place, flag in zip(places, row[: -len(self.buckets)], strict=True) if flag}
         return lambda bucket, index: (bucket, index) in used and index in bucket.valid
+
+    def show_grads(self, places: set[tuple[Bucket, int]], norms: Norms | None = None) -> None:
+        """Put stand-ins for the accumulated gradients into ``p.grad``. See grads.py."""
+        ordered = [(b, i) for b in self.buckets for i in range(len(b.params)) if (b, i) in places]
+        norms = norms or Norms(self.comm, ordered)
+        # A late gradient stays in p.grad until the ranks have agreed to reduce it.
+        self._shown = {(b, i): stand_in((b, i), norms) for b, i in places if b.params[i].grad is None}
+        for (bucket, index), grad in self._shown.items():
+            bucket.params[index].grad = grad
+
+    @contextmanager
+    def looked_at_grads(self) -> Iterator[None]:
+        """Around user code between backward and step: ``p.grad`` is there exactly where any rank used the parameter.
+
+        Collective. The 2-norms are computed beforehand, so that one rank alone may ask for them.
+        """
+        used = self.settle_grads()
+        places = [(b, i) for b in self.buckets for i in range(len(b.params)) if used(b, i)]
+        norms = Norms(self.comm, places)
+        if places:
+            norms.of(places[0], 2.0)
+        self.show_grads(set(places), norms)
+        self.hold_shown = True
+        try:
+            yield
+        finally:
+            self.hold_shown = False
+            self.hide_grads()
+
+    def hide_grads(self) -> None:
+        """Take the stand-ins back, and take over what was done to ``p.grad``: None clears, a tensor replaces.
+
+        Raises:
+            RuntimeError: a gradient was replaced of which this rank holds a piece only.
+        """
+        shown, self._shown = self._shown, {}
+        for (bucket, index), grad in shown.items():
+            parameter = bucket.params[index]
+            current, parameter.grad = parameter.grad, None
+            if current is None:
+                bucket.clear_grads({index})
+            elif current is not grad:
+                replace_grad(bucket, index, current)
 
     def publish(self, buckets: set[Bucket]) -> None:
         """After a step of these buckets' master weights: bring the compute copies up to date."""
         self._outside.clear()
+        for unit in self.units:
+            unit.awaited = 0
         stepped = [bucket for bucket in self.buckets if bucket in buckets]
         for bucket in stepped:
             bucket.write_back()
@@ -362,7 +452,10 @@ class Engine:
         """Give all ranks rank 0's buffers (running statistics), as DDP does. Collective."""
         for name, buffer in self.root.named_buffers():
             with torch.no_grad():
-                self.comm.broadcast(buffer, f"buffer {name}")
+                # As bytes: gloo does not know every dtype.
+                row = buffer.contiguous().view(-1).view(torch.uint8)
+                self.comm.broadcast(row, f"buffer {name}")
+                buffer.copy_(row.view(buffer.dtype).view(buffer.shape))
 
     def pin(self, bucket: Bucket) -> None:
         """Keep ``bucket`` gathered until ``unpin`` or the end of the next backward."""
@@ -370,6 +463,10 @@ class Engine:
 
     def unpin(self, bucket: Bucket) -> None:
         self._pinned.pop(bucket, None)
+
+    def owns_all(self) -> bool:
+        """Whether the model has the parameters that it had when it was sharded."""
+        return {id(p) for p in self.root.parameters()} == self.owner.keys()
 
     def check_identity(self) -> None:
         """Make sure that the module still has the engine's parameters.
@@ -419,6 +516,7 @@ class Engine:
         if self._depth > 0 or self.in_backward or in_running_backward():
             for bucket in buckets:
                 self._pin_gathered(bucket)
+                bucket.handed_out |= func in HANDS_OUT
                 if torch.is_grad_enabled():
                     self._outside[bucket] = None
             return func(*args, **kwargs)

@@ -1,14 +1,16 @@
 """``p.grad`` for code that looks at gradients between backward and step (norm logging, clipping by hand).
 
-Sharded gradients are not in memory in full. A ``ShardedGrad`` has its parameter's shape and answers what can be
-answered without gathering: norms over all ranks (one all-reduce for all parameters), and element-wise changes in
-place, which reach the rank's own piece. Everything else raises and says what to do.
+Note [Stand-ins]
+    After a backward ``p.grad`` of every reduced parameter is a stand-in; the gradients themselves lie in the buckets'
+    accumulators. Setting it to None forgets the gradient, as everywhere in torch, so ``module.zero_grad()`` and loops
+    over parameters work. Where a rank holds the whole gradient (stage 0) the stand-in is a view of it. Elsewhere it is
+    a ``ShardedGrad``, which answers what can be answered without gathering: norms over all ranks (one all-reduce for
+    all parameters), and element-wise changes in place, which reach the rank's own piece. Everything else raises and
+    says what to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,36 +18,46 @@ from torch import Tensor
 
 from lt_zero.compat import without_torch_function
 from lt_zero.core.bucket import Bucket
-from lt_zero.core.engine import Engine
+from lt_zero.core.comm import Comm
 from lt_zero.core.guard import passes
+
+Place = tuple[Bucket, int]
 
 _IN_PLACE = {Tensor.mul_, Tensor.div_, Tensor.zero_, Tensor.clamp_, Tensor.clip_, Tensor.nan_to_num_, Tensor.neg_}
 _NORMS = {Tensor.norm, torch.norm, torch.linalg.vector_norm}
-_SAME = {Tensor.data.__get__, Tensor.detach}  # type: ignore[attr-defined]
+_SAME = {getattr(Tensor, "data").__get__, Tensor.detach, Tensor.detach_}  # noqa: B009
+_REMEDY = (
+    "Norms (`p.grad.norm(2)`, Lightning's `grad_norm`), `p.grad = None` and in-place scaling or clamping by numbers "
+    "work; to clip use `Trainer(gradient_clip_val=...)` or `self.clip_gradients`; stage 0 keeps whole gradients."
+)
 
 
-class _Norms:
-    """Norms of all parameters' gradients, computed for all at once when the first is asked for."""
+class Norms:
+    """Norms of all parameters' gradients, computed for all at once when the first is asked for. Collective then."""
 
-    def __init__(self, engine: Engine, places: list[tuple[Bucket, int]]) -> None:
-        self._engine, self._places = engine, places
-        self._tables: dict[float, dict[tuple[Bucket, int], Tensor]] = {}
+    def __init__(self, comm: Comm, places: list[Place]) -> None:
+        self._comm, self._places = comm, places
+        self._tables: dict[float, dict[Place, Tensor]] = {}
 
-    def of(self, place: tuple[Bucket, int], norm_type: float) -> Tensor:
+    def of(self, place: Place, norm_type: float) -> Tensor:
         if norm_type not in self._tables:
             self._tables[norm_type] = self._compute(norm_type)
         return self._tables[norm_type][place]
 
+    def forget(self) -> None:
+        """Gradients have changed."""
+        self._tables.clear()
+
     @torch.no_grad()
-    def _compute(self, norm_type: float) -> dict[tuple[Bucket, int], Tensor]:
-        comm = self._engine.comm
-        row = torch.zeros(len(self._places), dtype=torch.float64, device=comm.device)
+    def _compute(self, norm_type: float) -> dict[Place, Tensor]:
+        row = torch.zeros(len(self._places), dtype=torch.float64, device=self._comm.device)
         infinite = norm_type == float("inf")
         for number, (bucket, index) in enumerate(self._places):
             for grad in _local(bucket, index):
                 norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
                 row[number] = norm if infinite else norm**norm_type
-        row = comm.max_scalar(row, "gradient norms") if infinite else comm.sum_scalar(row, "gradient norms")
+        reduce = self._comm.max_scalar if infinite else self._comm.sum_scalar
+        row = reduce(row, "gradient norms")
         row = row if infinite else row ** (1.0 / norm_type)
         return {place: row[number].to(torch.float32) for number, place in enumerate(self._places)}
 
@@ -55,14 +67,39 @@ def _local(bucket: Bucket, index: int) -> list[Tensor]:
     return [bucket.grad[p.offset : p.offset + p.numel] for p in bucket.pieces_of(index)]
 
 
+def _is_whole(bucket: Bucket) -> bool:
+    return bucket.own == (0, bucket.layout.numel) and bucket.grad_dtype == bucket.dtype
+
+
+def stand_in(place: Place, norms: Norms) -> Tensor:
+    """What ``p.grad`` shows. See Note [Stand-ins]."""
+    bucket, index = place
+    local = _local(bucket, index)
+    return local[0].view(bucket.shapes[index]) if _is_whole(bucket) and local else ShardedGrad.make(place, norms)
+
+
+@torch.no_grad()
+def replace_grad(bucket: Bucket, index: int, grad: Tensor) -> None:
+    """The user assigned another tensor to ``p.grad``.
+
+    Raises:
+        RuntimeError: this rank holds a piece of the gradient only.
+    """
+    name = bucket.layout.spans[index].name
+    if not _is_whole(bucket):
+        raise RuntimeError(f"`p.grad` of {name!r} was replaced, but its gradient is sharded over the ranks. {_REMEDY}")
+    for local in _local(bucket, index):
+        local.copy_(grad.reshape(-1))
+
+
 class ShardedGrad(Tensor):
     """The gradient of a parameter whose pieces lie on several ranks. Asking for a norm is collective."""
 
-    _place: tuple[Bucket, int]
-    _norms: _Norms
+    _place: Place
+    _norms: Norms
 
     @classmethod
-    def make(cls, place: tuple[Bucket, int], norms: _Norms) -> ShardedGrad:
+    def make(cls, place: Place, norms: Norms) -> ShardedGrad:
         bucket, index = place
         parameter = bucket.params[index]
         fill = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
@@ -70,12 +107,23 @@ class ShardedGrad(Tensor):
         grad._place, grad._norms = place, norms
         return grad
 
+    def _apply(self, func: Any, *args: Any, **kwargs: Any) -> ShardedGrad:
+        """An element-wise change in place, on this rank's piece."""
+        for piece in _local(*self._place):
+            func(piece, *args, **kwargs)
+        self._norms.forget()
+        return self
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if passes(func):
             with without_torch_function():
                 return func(*args, **kwargs)
+        if getattr(func, "__name__", "") == "_foreach_zero_":  # optimizer.zero_grad(set_to_none=False)
+            for grad in args[0]:
+                grad._apply(Tensor.zero_) if isinstance(grad, ShardedGrad) else grad.zero_()
+            return None
         me = args[0] if args and isinstance(args[0], ShardedGrad) else None
         if me is not None and func in _SAME:
             return me
@@ -83,35 +131,8 @@ class ShardedGrad(Tensor):
         if me is not None and func in _NORMS and not given.keys() - {"p", "ord"} and len(args) <= 2:
             order = args[1] if len(args) == 2 else given.get("p", given.get("ord", 2))
             return me._norms.of(me._place, float(2 if order == "fro" else order))
-        if me is not None and func in _IN_PLACE:
-            for piece in _local(*me._place):
-                func(piece, *args[1:], **kwargs)
-            return me
-        raise RuntimeError(
-            f"`{getattr(func, '__name__', func)}` needs all of a gradient whose pieces lie on several ranks. Norms "
-            "(`p.grad.norm(2)`, Lightning's `grad_norm`) and in-place scaling or clamping work; to clip use "
-            "`Trainer(gradient_clip_val=...)` or `self.clip_gradients`; stage 0 keeps whole gradients."
-        )
-
-
-@contextmanager
-def shown_grads(engine: Engine) -> Iterator[None]:
-    """Inside, ``p.grad`` of each used parameter is its averaged gradient (stage 0) or a ``ShardedGrad``. Collective."""
-    used: Callable[[Bucket, int], bool] = engine.settle_grads()
-    places = [(b, i) for b in engine.buckets for i in range(len(b.params)) if used(b, i)]
-    norms = _Norms(engine, places)
-    for bucket, index in places:
-        parameter = bucket.params[index]
-        if bucket.own == (0, bucket.layout.numel):
-            (grad,) = _local(bucket, index)
-            grad = grad.view(bucket.shapes[index])
-            parameter.grad = grad if grad.dtype == parameter.dtype else None
-        else:
-            parameter.grad = ShardedGrad.make((bucket, index), norms)
-    engine.grads_shown = True  # these are not gradients that a backward has left behind
-    try:
-        yield
-    finally:
-        engine.grads_shown = False
-        for bucket, index in places:
-            bucket.params[index].grad = None
+        others = [*args[1:], *kwargs.values()]
+        if me is not None and func in _IN_PLACE and not any(isinstance(o, Tensor) and o.dim() > 0 for o in others):
+            return me._apply(func, *args[1:], **kwargs)
+        name = getattr(func, "__name__", func)
+        raise RuntimeError(f"`{name}` needs all of a gradient whose pieces lie on several ranks. {_REMEDY}")

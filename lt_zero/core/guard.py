@@ -102,6 +102,8 @@ def _passing_functions() -> set[Any]:
 
 
 _PASSING = _passing_functions()
+# Results of these can be written without the parameter's version counter noticing.
+HANDS_OUT = {Tensor.detach, getattr(Tensor, "data").__get__}  # noqa: B009
 
 
 def passes(func: Any) -> bool:
@@ -128,7 +130,12 @@ def _guarded_function(
         with without_torch_function():
             return func(*args, **kwargs)
     parameters = [t for t in _tensors((args, kwargs)) if is_guarded(t)]
-    owner = owner_of(parameters[0]) if parameters else None
+    for copied in [p for p in parameters if p not in _owners]:  # a deep copy: an ordinary parameter of its own
+        copied.__class__ = type(copied).__mro__[1]
+        parameters = [p for p in parameters if p is not copied]
+    if not parameters:
+        return func(*args, **kwargs)
+    owner = owner_of(parameters[0])
     if owner is None:
         raise RuntimeError(
             "A parameter of a model whose ZeRO engine is gone was read. Export or consolidate the weights before the "

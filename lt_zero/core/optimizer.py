@@ -264,7 +264,8 @@ def _intercept_zero_grad(optimizer: Optimizer, sharded: ShardedOptimizer) -> Non
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         cls.zero_grad(self, set_to_none)
-        self._lt_zero.clear_grads()
+        if set_to_none:
+            self._lt_zero.clear_grads()
 
     optimizer._lt_zero = sharded  # type: ignore[attr-defined]
     optimizer.__class__ = type(cls.__name__, (cls,), {"zero_grad": zero_grad, "__module__": cls.__module__})

@@ -5,6 +5,14 @@ Note [Reduce order]
     (an unused unit never becomes ready before the end). Launches follow ``order``, the same on all ranks: the first
     backward of a run goes by the reverse of registration, later ones by the order that rank 0 saw. Whatever is left
     is launched at the end of backward, so each bucket is reduced exactly once per backward on every rank.
+
+Note [When a bucket is ready]
+    Where parameters are sharded, gathers run between the reductions, and a rank that waits for a reduction which
+    another rank launches only at the end of backward would never take part in the gathers that rank needs to get there.
+    So a sharded bucket is ready when backward has left its unit, whether or not this rank's data touched each of its
+    parameters. Gradients that arrive later (weights read outside of their unit) stay in ``p.grad`` until the step, when
+    the ranks agree on a second reduction. Where parameters stay in memory nothing runs between the reductions, and a
+    bucket is ready when it is complete.
 """
 
 from __future__ import annotations
@@ -62,7 +70,7 @@ class Reducer:
         self.drain()
         self._head = 0
         self._ready.clear()
-        if not self._learnt and self.sync and self._seen:
+        if not self._learnt and self.sync:
             self._adopt_order()
         self._seen = []
 
@@ -88,6 +96,13 @@ class Reducer:
         for bucket in self._order:
             if bucket.local is not None:
                 self._launch(bucket)
+        self.drain()
+
+    def reduce_again(self, buckets: list[Bucket]) -> None:
+        """Reduce gradients that came after their bucket's reduction. Collective: the same buckets on all ranks."""
+        for bucket in buckets:
+            bucket.enable_training()
+            self._launch(bucket)
         self.drain()
 
     def _launch(self, bucket: Bucket) -> None:
@@ -126,6 +141,13 @@ class Reducer:
             pending.wait()
         if slot is not None and slot[0].numel() == self._largest:
             self._slots[slot[0].dtype].append(slot)
+
+    def abort(self) -> None:
+        """Forget a backward that failed; what was launched is waited for, its buffers are used again."""
+        self.drain()
+        self._head = 0
+        self._ready.clear()
+        self._seen = []
 
     def drain(self) -> None:
         """Wait for all launched reductions."""

@@ -27,8 +27,8 @@ class SequenceCheck:
     def __init__(self, store: Store, rank: int, world: int, timeout_s: float) -> None:
         self._store, self._rank, self._world = store, rank, world
         self._timeout = timedelta(seconds=timeout_s)
-        self._count = 0
-        self._last = "none so far"
+        self._count: dict[str, int] = {}
+        self._last: dict[str, str] = {}
 
     @classmethod
     def create(cls) -> SequenceCheck:
@@ -44,34 +44,36 @@ class SequenceCheck:
         store = server or TCPStore(host, port[0], world, is_master=False, timeout=timeout, wait_for_workers=False)
         return cls(store, rank, world, TIMEOUT_S)
 
-    def compare(self, operation: str, name: str, numel: int) -> None:
-        """Raise on the first collective that is not the same on all ranks.
+    def compare(self, operation: str, name: str, numel: int, channel: str = "collective") -> None:
+        """Raise on the first collective of a channel that is not the same on all ranks.
 
         Raises:
             RuntimeError: another rank is about to launch something else, or launched nothing within ``TIMEOUT_S``.
         """
         mine = f"{operation} of {name} ({numel:,} elements)"
-        number, self._count = self._count, self._count + 1
-        self._store.set(f"{number}/{self._rank}", mine)
-        here = f"Ranks diverge at collective {number}: rank {self._rank} is about to launch the {mine}"
-        before = f"the last one in common was the {self._last}"
+        number = self._count.get(channel, 0)
+        self._count[channel] = number + 1
+        key = f"{channel} {number}"
+        self._store.set(f"{key}/{self._rank}", mine)
+        here = f"Ranks diverge at {key}: rank {self._rank} is about to launch the {mine}"
+        before = f"the last one in common was the {self._last.get(channel, 'none so far')}"
         for rank in range(self._world):
             if rank == self._rank:
                 continue
             try:
-                self._store.wait([f"{number}/{rank}"], self._timeout)
+                self._store.wait([f"{key}/{rank}"], self._timeout)
             except Exception as error:
                 raise RuntimeError(
                     f"{here}, rank {rank} launched nothing for {self._timeout.total_seconds():.0f} s ({before}). "
                     f"Rank {rank} left this path, or does not run the module named here: under stage 3 every rank has "
                     "to run the same modules the same number of times."
                 ) from error
-            theirs = self._store.get(f"{number}/{rank}").decode()
+            theirs = self._store.get(f"{key}/{rank}").decode()
             if theirs != mine:
                 raise RuntimeError(
                     f"{here}, rank {rank} the {theirs} ({before}). Look for a branch that depends on the rank or on "
                     "its data: under stage 3 every rank has to run the same modules in the same order."
                 )
-        self._last = mine
+        self._last[channel] = mine
         if number >= 2:  # everybody who could still ask for it has passed it
-            self._store.delete_key(f"{number - 2}/{self._rank}")
+            self._store.delete_key(f"{channel} {number - 2}/{self._rank}")

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from lt_zero.compat import view_base
 from lt_zero.core.bucket import Bucket, State
+from lt_zero.core.guard import is_guarded
 from lt_zero.core.walk import iter_tensors, map_tensors
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Unit:
         self.backward_needs_weights = needs_weights
         self.keep = False
         self.leases = 0
+        self.awaited = 0  # forwards since the last step that no backward has come back to yet
         self.visited = False  # took a lease in this backward
         self.calls: list[Call] = []  # forwards that are running, innermost last
 
@@ -50,6 +52,7 @@ class Call:
 
     def __init__(self) -> None:
         self.held = False
+        self.done = False  # a backward came back to it
 
 
 def hook_nodes(output: Any, fn: Callable[[], None]) -> None:
@@ -70,6 +73,21 @@ def hook_nodes(output: Any, fn: Callable[[], None]) -> None:
             if node is not None and node not in seen:
                 seen.add(node)
                 node.register_prehook(hook)
+
+
+_MODULE_INTERNALS = frozenset(vars(nn.Module()))
+
+
+def side_outputs(module: nn.Module) -> list[Any]:
+    """What the forward left in attributes of the module or its children (auxiliary losses)."""
+    return [value for m in module.modules() for key, value in vars(m).items() if key not in _MODULE_INTERNALS]
+
+
+def shares_storage(tensor: Tensor, flat: Tensor) -> bool:
+    """Whether ``tensor`` is a view of ``flat``."""
+    if is_guarded(tensor) or tensor.layout is not torch.strided or tensor.device != flat.device:
+        return False
+    return tensor.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
 
 def hook_inputs(args: Any, kwargs: Any, fn: Callable[[], None]) -> tuple[Any, Any]:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn import Parameter
 
+from lt_zero.core.guard import is_guarded
+
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -75,6 +77,7 @@ def find_units(root: nn.Module, rules: UnitRules) -> list[UnitPlan]:
                 f"Parameter {name!r} of a lazy module has no shape yet. Run one forward on a small batch (for example "
                 "in `configure_model`) before training."
             )
+    _refuse_shared_storage(root)
     names: dict[Parameter, list[str]] = {}  # tied weights have several
     for name, parameter in root.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -93,6 +96,20 @@ def find_units(root: nn.Module, rules: UnitRules) -> list[UnitPlan]:
             units.append(UnitPlan(clean_name(name), module, tuple((clean_name(names[p][0]), p) for p in own)))
     rest = tuple((clean_name(n), p) for n, p in root.named_parameters() if p not in owned)
     return [*units, UnitPlan("", root, rest)]
+
+
+def _refuse_shared_storage(root: nn.Module) -> None:
+    places: dict[tuple[int, int], str] = {}
+    for name, parameter in root.named_parameters():
+        if parameter.is_meta or parameter.numel() == 0 or is_guarded(parameter):
+            continue
+        place = (parameter.untyped_storage().data_ptr(), int(parameter.storage_offset()))
+        if place in places:
+            raise ValueError(
+                f"Parameters {places[place]!r} and {name!r} share memory but are two objects, so they would be trained "
+                "apart. Tie them by assigning the parameter itself (`b.weight = a.weight`, not `b.weight.data = ...`)."
+            )
+        places[place] = name
 
 
 def _search(module: nn.Module, name: str, rules: UnitRules, repeated: bool) -> Iterator[tuple[str, nn.Module]]:
