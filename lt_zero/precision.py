@@ -79,7 +79,7 @@ class ZeroPrecision(Precision):
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         self._norms = {}
         show = self.engine is not None and _looks_at_gradients(model)
-        with self.engine.looked_at_grads() if show and self.engine is not None else nullcontext():
+        with self.engine.ledger.looked_at() if show and self.engine is not None else nullcontext():
             super()._after_closure(model, optimizer)
         if self._norms:
             _log(model.trainer, self._norms)

@@ -48,9 +48,9 @@ from torch import Tensor, nn
 from lt_zero.compat import in_running_backward, queue_backward_callback, without_torch_function
 from lt_zero.config import ZeroConfig
 from lt_zero.core.bucket import Bucket, State
-from lt_zero.core.comm import Comm, Pending
-from lt_zero.core.grads import Norms, replace_grad, stand_in
+from lt_zero.core.comm import Comm
 from lt_zero.core.guard import HANDS_OUT
+from lt_zero.core.ledger import GradLedger
 from lt_zero.core.reducer import Reducer
 from lt_zero.core.schedule import Order, Residency
 from lt_zero.core.unit import (
@@ -106,10 +106,7 @@ class Engine:
         self._outside: dict[Bucket, None] = {}  # pinned by a forward since the last step: each backward needs them
         self._forward_order: Order[Unit] = Order()
         self._backward_order: Order[Unit] = Order()
-        self._late: set[Bucket] = set()  # buckets that got gradients after their reduction in the last backward
-        self.hold_shown = False  # user code is looking at p.grad: settle_grads leaves it
-        self._shown: dict[tuple[Bucket, int], Tensor] = {}  # what p.grad shows after a backward (grads.py)
-        self._flags: tuple[Pending, Tensor] | None = None  # which parameters had a gradient on any rank
+        self.ledger = GradLedger(comm, reducer, self.buckets)
         self._handles = [h for u in units for h in install_unit_hooks(self, u)] + install_root_hooks(self)
 
     # ---- hooks -------------------------------------------------------------------------------------------------
@@ -258,11 +255,7 @@ class Engine:
         """Forget a backward that ended with an exception, so that the next step starts clean."""
         self.in_backward = self._explicit = self._create_graph = False
         self.reducer.abort()
-        self._flags = None
-        self._shown = {}
-        for bucket in self.buckets:
-            for parameter in bucket.params:
-                parameter.grad = None
+        self.ledger.abort()
         for unit in [*self.units, self.root_unit]:
             unit.leases, unit.awaited, unit.visited = 0, 0, False
         self._pinned.clear()
@@ -270,7 +263,7 @@ class Engine:
 
     def _arm(self) -> None:
         if not self.in_backward:
-            self.hide_grads()  # autograd must not add to what is only shown
+            self.ledger.hide()  # autograd must not add to what is only shown
             self.in_backward = True
             self._backward_order.start()
             self._gather(self.root_unit)
@@ -325,10 +318,7 @@ class Engine:
         # torch.autograd.grad leaves no gradients behind: nothing to reduce, on any rank.
         if arrived or explicit:
             self.reducer.finish()
-            self._flags, self._late = None, {b for b in self.buckets if b.has_grads()}
-            if self.reducer.sync:
-                self._launch_flags()
-                self.show_grads({(b, i) for b in self.buckets for i in b.valid})
+            self.ledger.record()
         for unit in [*self.units, self.root_unit]:
             unit.leases, unit.visited = 0, False
         if not again:
@@ -340,7 +330,7 @@ class Engine:
         for unit in units:
             lost = not unit.visited and unit.backward_needs_weights
             for bucket in unit.sharded if lost else []:
-                if bucket.state is State.RELEASED and bucket.has_grads() and bucket not in self._late:
+                if bucket.state is State.RELEASED and bucket.has_grads() and bucket not in self.ledger.late:
                     raise RuntimeError(
                         f"Module {unit.name!r} ({type(unit.module).__name__}) received gradients through a tensor that "
                         "no hook saw, so its weights were not gathered for backward. Return such tensors from forward "
@@ -354,77 +344,9 @@ class Engine:
     def sharded_optim(self) -> bool:
         return any(b.own != (0, b.layout.numel) for b in self.buckets)
 
-    def _launch_flags(self) -> None:
-        """Start agreeing on which parameters had a gradient on any rank, and which buckets have late ones."""
-        used = [i in b.used or p.grad is not None for b in self.buckets for i, p in enumerate(b.params)]
-        self._late = {b for b in self.buckets if b.has_grads()}
-        flags = torch.tensor([*used, *(b in self._late for b in self.buckets)], dtype=torch.uint8)
-        self._flags = (self.comm.host_max(flags, "used parameters"), flags)
-
     def settle_grads(self) -> Callable[[Bucket, int], bool]:
         """Finish all reductions; returns whether parameter ``index`` of a bucket has a gradient. Collective."""
-        if not self.hold_shown:
-            self.hide_grads()
-        self.reducer.flush()
-        if self._flags is None or (not self._shown and any(b.has_grads() for b in self.buckets if b not in self._late)):
-            self._launch_flags()
-        assert self._flags is not None
-        pending, flags = self._flags
-        pending.wait()
-        row = flags.tolist()
-        late = [bucket for bucket, flag in zip(self.buckets, row[-len(self.buckets) :], strict=True) if flag]
-        if late:
-            self.reducer.reduce_again(late)
-            flags[-len(self.buckets) :] = 0
-            self._late = set()
-        for bucket in self.buckets:
-            bucket.check_edits()
-        places = ((bucket, index) for bucket in self.buckets for index in range(len(bucket.params)))
-        used = {place for place, flag in zip(places, row[: -len(self.buckets)], strict=True) if flag}
-        return lambda bucket, index: (bucket, index) in used and index in bucket.valid
-
-    def show_grads(self, places: set[tuple[Bucket, int]], norms: Norms | None = None) -> None:
-        """Put stand-ins for the accumulated gradients into ``p.grad``. See grads.py."""
-        ordered = [(b, i) for b in self.buckets for i in range(len(b.params)) if (b, i) in places]
-        norms = norms or Norms(self.comm, ordered)
-        # A late gradient stays in p.grad until the ranks have agreed to reduce it.
-        self._shown = {(b, i): stand_in((b, i), norms) for b, i in places if b.params[i].grad is None}
-        for (bucket, index), grad in self._shown.items():
-            bucket.params[index].grad = grad
-
-    @contextmanager
-    def looked_at_grads(self) -> Iterator[None]:
-        """Around user code between backward and step: ``p.grad`` is there exactly where any rank used the parameter.
-
-        Collective. The 2-norms are computed beforehand, so that one rank alone may ask for them.
-        """
-        used = self.settle_grads()
-        places = [(b, i) for b in self.buckets for i in range(len(b.params)) if used(b, i)]
-        norms = Norms(self.comm, places)
-        if places:
-            norms.of(places[0], 2.0)
-        self.show_grads(set(places), norms)
-        self.hold_shown = True
-        try:
-            yield
-        finally:
-            self.hold_shown = False
-            self.hide_grads()
-
-    def hide_grads(self) -> None:
-        """Take the stand-ins back, and take over what was done to ``p.grad``: None clears, a tensor replaces.
-
-        Raises:
-            RuntimeError: a gradient was replaced of which this rank holds a piece only.
-        """
-        shown, self._shown = self._shown, {}
-        for (bucket, index), grad in shown.items():
-            parameter = bucket.params[index]
-            current, parameter.grad = parameter.grad, None
-            if current is None:
-                bucket.clear_grads({index})
-            elif current is not grad:
-                replace_grad(bucket, index, current)
+        return self.ledger.settle()
 
     def publish(self, buckets: set[Bucket]) -> None:
         """After a step of these buckets' master weights: bring the compute copies up to date."""

@@ -1,0 +1,116 @@
+"""What the ranks know about gradients between a backward and the step: which are there, which are late, what is shown.
+
+The gradients themselves lie in the buckets' accumulators. Ranks agree on which parameters any of them used
+(optimizer.py, Note [Unused parameters]) and which buckets need a second reduction (reducer.py, Note [When a bucket is
+ready]) by one exchange of flags, launched when backward ends and waited for at the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lt_zero.core.bucket import Bucket
+from lt_zero.core.comm import Comm, Pending
+from lt_zero.core.grads import Norms, replace_grad, stand_in
+from lt_zero.core.reducer import Reducer
+
+
+class GradLedger:
+    """The gradients of one engine as the optimizer side and user code see them."""
+
+    def __init__(self, comm: Comm, reducer: Reducer, buckets: list[Bucket]) -> None:
+        self._comm, self._reducer, self._buckets = comm, reducer, buckets
+        self.late: set[Bucket] = set()  # buckets that got gradients after their reduction in the last backward
+        self._flags: tuple[Pending, Tensor] | None = None  # which parameters had a gradient on any rank
+        self._hold = False  # user code is looking at p.grad: settle leaves it
+        self._shown: dict[tuple[Bucket, int], Tensor] = {}  # what p.grad shows
+
+    def record(self) -> None:
+        """A backward has been reduced."""
+        self._flags, self.late = None, {b for b in self._buckets if b.has_grads()}
+        if self._reducer.sync:
+            self._launch()
+            self.show({(b, i) for b in self._buckets for i in b.valid})
+
+    def abort(self) -> None:
+        """A backward failed: nothing of it may be taken for a gradient."""
+        self._flags, self._shown = None, {}
+        for bucket in self._buckets:
+            for parameter in bucket.params:
+                parameter.grad = None
+
+    def _launch(self) -> None:
+        """Start agreeing on which parameters had a gradient on any rank, and which buckets have late ones."""
+        used = [i in b.used or p.grad is not None for b in self._buckets for i, p in enumerate(b.params)]
+        self.late = {b for b in self._buckets if b.has_grads()}
+        flags = torch.tensor([*used, *(b in self.late for b in self._buckets)], dtype=torch.uint8)
+        self._flags = (self._comm.host_max(flags, "used parameters"), flags)
+
+    def settle(self) -> Callable[[Bucket, int], bool]:
+        """Finish all reductions; returns whether parameter ``index`` of a bucket has a gradient. Collective."""
+        if not self._hold:
+            self.hide()
+        self._reducer.flush()
+        if self._flags is None or (not self._shown and any(b.has_grads() for b in self._buckets if b not in self.late)):
+            self._launch()
+        assert self._flags is not None
+        pending, flags = self._flags
+        pending.wait()
+        row = flags.tolist()
+        late = [bucket for bucket, flag in zip(self._buckets, row[-len(self._buckets) :], strict=True) if flag]
+        if late:
+            self._reducer.reduce_again(late)
+            flags[-len(self._buckets) :] = 0
+            self.late = set()
+        for bucket in self._buckets:
+            bucket.check_edits()
+        places = ((bucket, index) for bucket in self._buckets for index in range(len(bucket.params)))
+        used = {place for place, flag in zip(places, row[: -len(self._buckets)], strict=True) if flag}
+        return lambda bucket, index: (bucket, index) in used and index in bucket.valid
+
+    def show(self, places: set[tuple[Bucket, int]], norms: Norms | None = None) -> None:
+        """Put stand-ins for the accumulated gradients into ``p.grad``. See grads.py."""
+        ordered = [(b, i) for b in self._buckets for i in range(len(b.params)) if (b, i) in places]
+        norms = norms or Norms(self._comm, ordered)
+        # A late gradient stays in p.grad until the ranks have agreed to reduce it.
+        self._shown = {(b, i): stand_in((b, i), norms) for b, i in places if b.params[i].grad is None}
+        for (bucket, index), grad in self._shown.items():
+            bucket.params[index].grad = grad
+
+    @contextmanager
+    def looked_at(self) -> Iterator[None]:
+        """Around user code between backward and step: ``p.grad`` is there exactly where any rank used the parameter.
+
+        Collective. The 2-norms are computed beforehand, so that one rank alone may ask for them.
+        """
+        used = self.settle()
+        places = [(b, i) for b in self._buckets for i in range(len(b.params)) if used(b, i)]
+        norms = Norms(self._comm, places)
+        if places:
+            norms.of(places[0], 2.0)
+        self.show(set(places), norms)
+        self._hold = True
+        try:
+            yield
+        finally:
+            self._hold = False
+            self.hide()
+
+    def hide(self) -> None:
+        """Take the stand-ins back, and take over what was done to ``p.grad``: None clears, a tensor replaces.
+
+        Raises:
+            RuntimeError: a gradient was replaced of which this rank holds a piece only.
+        """
+        shown, self._shown = self._shown, {}
+        for (bucket, index), grad in shown.items():
+            parameter = bucket.params[index]
+            current, parameter.grad = parameter.grad, None
+            if current is None:
+                bucket.clear_grads({index})
+            elif current is not grad:
+                replace_grad(bucket, index, current)
