@@ -81,14 +81,8 @@ class ClipsItself(GPT):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
 
-def _clips_itself(stage: int) -> None:
-    with pytest.raises(RuntimeError, match="gradient_clip_val"):
-        _both(stage, ClipsItself, max_epochs=1)
-
-
-def test_torch_clipping_on_shards_is_an_error(pool: Pool) -> None:
-    pool.run(2, _clips_itself, 2)
-    _compare(pool, ClipsItself, [0])
+def test_torch_clipping_sees_the_global_norm(pool: Pool) -> None:
+    _compare(pool, ClipsItself, STAGES)
 
 
 class ZeroesInPlace(GPT):

@@ -88,6 +88,7 @@ class Bucket:
         self.state = State.RESIDENT
         self._home: Tensor | None = None
         self._owner = owner
+        self.lost_edits: list[str] = []  # parameters that were written although the master lives elsewhere
         self.handed_out = False  # somebody got a tensor that can be written behind our back
         self._pending: Pending | None = None
         self._versions: list[int] = []
@@ -336,28 +337,18 @@ class Bucket:
             self._versions = [version_of(p) for p in self.params]
 
     def check_edits(self) -> None:
-        """Report in-place edits of the compute copy that would be lost.
-
-        Raises:
-            RuntimeError: a parameter was written outside ``lt_zero.gathered(..., write=True)`` although the master
-                weights live elsewhere.
-        """
+        """Remember in-place edits of the compute copy that will be lost, as the master weights live elsewhere."""
         if self.aliased or self.state is not State.RESIDENT:
             return
         pairs = zip(self.params, self._versions, self.layout.spans, strict=True)
         edited = [span.name for p, version, span in pairs if version_of(p) != version]
         if self.handed_out and not edited and self.sharding.params:
             own = self.flat[self.own[0] : self.own[1]]
-            changed = [p.index for p in self._pieces if not self._equal(own, p)]
-            edited = [self.layout.spans[index].name for index in changed]
+            edited = [self.layout.spans[p.index].name for p in self._pieces if not self._equal(own, p)]
         self.handed_out = False
+        self.lost_edits += edited
         if edited:
             self.note_versions()
-            raise RuntimeError(
-                f"Parameter {', '.join(repr(name) for name in edited[:5])} was modified in place, but its master "
-                "weights are stored elsewhere and would overwrite the edit. Wrap the edit in "
-                "`with lt_zero.gathered(parameters, write=True): ...`."
-            )
 
     def _equal(self, own: Tensor, piece: Piece) -> bool:
         part = slice(piece.offset, piece.offset + piece.numel)

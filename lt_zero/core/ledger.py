@@ -44,36 +44,60 @@ class GradLedger:
                 parameter.grad = None
 
     def _launch(self) -> None:
-        """Start agreeing on which parameters had a gradient on any rank, and which buckets have late ones."""
+        """Start agreeing: which parameters had a gradient, which buckets have late ones, whether an edit was lost."""
+        for bucket in self._buckets:
+            bucket.check_edits()
         used = [i in b.used or p.grad is not None for b in self._buckets for i, p in enumerate(b.params)]
         self.late = {b for b in self._buckets if b.has_grads()}
-        flags = torch.tensor([*used, *(b in self.late for b in self._buckets)], dtype=torch.uint8)
+        lost = any(b.lost_edits for b in self._buckets)
+        flags = torch.tensor([*used, *(b in self.late for b in self._buckets), lost], dtype=torch.uint8)
         self._flags = (self._comm.host_max(flags, "used parameters"), flags)
 
     def settle(self) -> Callable[[Bucket, int], bool]:
-        """Finish all reductions; returns whether parameter ``index`` of a bucket has a gradient. Collective."""
+        """Finish all reductions; returns whether parameter ``index`` of a bucket has a gradient. Collective.
+
+        Raises:
+            RuntimeError: on all ranks, if a parameter was written where the edit is lost.
+        """
         if not self._hold:
             self.hide()
         self._reducer.flush()
-        if self._flags is None or (not self._shown and any(b.has_grads() for b in self._buckets if b not in self.late)):
+        unseen = not self._shown and any(b.has_grads() for b in self._buckets if b not in self.late)
+        if self._flags is None or unseen:
             self._launch()
         assert self._flags is not None
         pending, flags = self._flags
         pending.wait()
         row = flags.tolist()
-        late = [bucket for bucket, flag in zip(self._buckets, row[-len(self._buckets) :], strict=True) if flag]
+        count = len(self._buckets) + 1
+        if row[-1]:
+            self._raise_lost_edits()
+        late = [bucket for bucket, flag in zip(self._buckets, row[-count:-1], strict=True) if flag]
         if late:
             self._reducer.reduce_again(late)
-            flags[-len(self._buckets) :] = 0
+            flags[-count:] = 0
             self.late = set()
-        for bucket in self._buckets:
-            bucket.check_edits()
-        places = ((bucket, index) for bucket in self._buckets for index in range(len(bucket.params)))
-        used = {place for place, flag in zip(places, row[: -len(self._buckets)], strict=True) if flag}
+        places = [(bucket, index) for bucket in self._buckets for index in range(len(bucket.params))]
+        used = {place for place, flag in zip(places, row[:-count], strict=True) if flag and place[1] in place[0].valid}
+        if not self._hold:
+            self.show(used)
         return lambda bucket, index: (bucket, index) in used and index in bucket.valid
+
+    def _raise_lost_edits(self) -> None:
+        names = [name for bucket in self._buckets for name in bucket.lost_edits]
+        for bucket in self._buckets:
+            bucket.lost_edits = []
+        self._flags = None
+        every = sorted({name for some in self._comm.host_gather(names, "lost edits") for name in some})
+        raise RuntimeError(
+            f"Parameter {', '.join(map(repr, every[:5]))} was modified in place, but its master weights are stored "
+            "elsewhere and would overwrite the edit. Wrap the edit in "
+            "`with lt_zero.gathered(parameters, write=True): ...`."
+        )
 
     def show(self, places: set[tuple[Bucket, int]], norms: Norms | None = None) -> None:
         """Put stand-ins for the accumulated gradients into ``p.grad``. See grads.py."""
+        self.hide()
         ordered = [(b, i) for b in self._buckets for i in range(len(b.params)) if (b, i) in places]
         norms = norms or Norms(self._comm, ordered)
         # A late gradient stays in p.grad until the ranks have agreed to reduce it.
