@@ -24,7 +24,7 @@ lint: $(STAMP) ## Check style, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP) ## Measure step time against Lightning's own strategies
+bench: $(STAMP) ## Measure step time and memory against DDP, FSDP2 and DeepSpeed
 	$(BIN)/python benchmarks/step_time.py
 
 clean: ## Remove the virtual environment, caches and outputs

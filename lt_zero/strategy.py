@@ -28,6 +28,7 @@ from lt_zero.core.comm import Comm
 from lt_zero.core.construct import ConstructionSharder
 from lt_zero.core.engine import Engine
 from lt_zero.core.guard import owner_of
+from lt_zero.core.identity import check_identity, owns_all, sync_buffers
 from lt_zero.core.optimizer import ShardedOptimizer, grad_norm
 from lt_zero.core.report import memory_report, unit_table
 from lt_zero.core.sequence import debug_enabled
@@ -160,8 +161,8 @@ class ZeroStrategy(DDPStrategy):
         owners = {id(e): e for e in map(owner_of, module.parameters()) if isinstance(e, Engine) and e.attached}
         for engine in owners.values():
             mine = engine.root is module and (engine is self._engine or engine.config == self.config)
-            if mine and len(owners) == 1 and engine.owns_all():
-                engine.check_identity()
+            if mine and len(owners) == 1 and owns_all(engine):
+                check_identity(engine)
                 return engine
             restore_whole(engine)  # another module's, another configuration's, or layers have changed since
         engine = shard(module, self.config, self.root_device, comm=self._comm)
@@ -169,7 +170,7 @@ class ZeroStrategy(DDPStrategy):
             state, strict = self._late_state
             self._late_state = None
             module.load_state_dict(state, strict=strict)
-        engine.sync_buffers()
+        sync_buffers(engine)
         if self.is_global_zero:
             unit_table(engine)
         return engine
@@ -260,7 +261,7 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        self.engine.sync_buffers()
+        sync_buffers(self.engine)
 
     @override
     def on_validation_end(self) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lt_zero
+from lt_zero.core.identity import check_identity
 from tests.models import Net, next_token_loss, tokens
 from tests.parity import config_of, full_values
 from tests.pool import Pool
@@ -144,14 +145,14 @@ def test_rank_zero_wins_in_gathered(pool: Pool, stage: int, low: bool) -> None:
 
 def _identity() -> None:
     engine = _engine(2)
-    engine.check_identity()
+    check_identity(engine)
     engine.root.load_state_dict(Net().state_dict(), assign=True)
     with pytest.raises(RuntimeError, match="replaced"):
-        engine.check_identity()
+        check_identity(engine)
     engine = _engine(1)
     engine.root.double()
     with pytest.raises(RuntimeError, match="cast, moved"):
-        engine.check_identity()
+        check_identity(engine)
 
 
 def test_replaced_and_cast_parameters_are_found(pool: Pool) -> None:

@@ -61,6 +61,7 @@ from lt_zero.core.unit import (
     install_root_hooks,
     install_unit_hooks,
     refuse_reentrant_checkpoint,
+    refuse_ungathered,
     shares_storage,
     side_outputs,
 )
@@ -275,7 +276,7 @@ class Engine:
     def _pre_backward(self, unit: Unit, call: Call) -> None:
         self._arm()
         if not unit.visited and unit.backward_needs_weights:
-            self._explain_ungathered([unit])
+            self._refuse_ungathered([unit])
         self._create_graph |= torch.is_grad_enabled()
         unit.visited = True
         if not call.held:
@@ -314,7 +315,7 @@ class Engine:
         explicit, self.in_backward, self._explicit = self._explicit, False, False
         again, self._create_graph = self._create_graph, False
         if arrived:
-            self._explain_ungathered(self.units)
+            self._refuse_ungathered(self.units)
         # torch.autograd.grad leaves no gradients behind: nothing to reduce, on any rank.
         if arrived or explicit:
             self.reducer.finish()
@@ -325,18 +326,10 @@ class Engine:
             self._pinned.clear()
             self.release_all(keep=not self.reducer.sync)
 
-    def _explain_ungathered(self, units: list[Unit]) -> None:
-        """Refuse gradients of a unit that were computed before any hook could gather its weights."""
+    def _refuse_ungathered(self, units: list[Unit]) -> None:
         for unit in units:
-            lost = not unit.visited and unit.backward_needs_weights
-            for bucket in unit.sharded if lost else []:
-                if bucket.state is State.RELEASED and bucket.has_grads() and bucket not in self.ledger.late:
-                    raise RuntimeError(
-                        f"Module {unit.name!r} ({type(unit.module).__name__}) received gradients through a tensor that "
-                        "no hook saw, so its weights were not gathered for backward. Return such tensors from forward "
-                        "(in tuples, lists, dicts, dataclasses or objects with attributes) or keep them as attributes "
-                        "of the module."
-                    )
+            if not unit.visited and unit.backward_needs_weights:
+                refuse_ungathered(unit, self.ledger.late)
 
     # ---- between backward and step -----------------------------------------------------------------------------
 
@@ -370,47 +363,12 @@ class Engine:
         bucket.unguard()
         self.pin(bucket)
 
-    def sync_buffers(self) -> None:
-        """Give all ranks rank 0's buffers (running statistics), as DDP does. Collective."""
-        for name, buffer in self.root.named_buffers():
-            with torch.no_grad():
-                # As bytes: gloo does not know every dtype.
-                row = buffer.contiguous().view(-1).view(torch.uint8)
-                self.comm.broadcast(row, f"buffer {name}")
-                buffer.copy_(row.view(buffer.dtype).view(buffer.shape))
-
     def pin(self, bucket: Bucket) -> None:
         """Keep ``bucket`` gathered until ``unpin`` or the end of the next backward."""
         self._pinned[bucket] = None
 
     def unpin(self, bucket: Bucket) -> None:
         self._pinned.pop(bucket, None)
-
-    def owns_all(self) -> bool:
-        """Whether the model has the parameters that it had when it was sharded."""
-        return {id(p) for p in self.root.parameters()} == self.owner.keys()
-
-    def check_identity(self) -> None:
-        """Make sure that the module still has the engine's parameters.
-
-        Raises:
-            RuntimeError: a parameter was replaced or moved (``load_state_dict(assign=True)``, ``.double()``, ...).
-        """
-        for name, parameter in self.root.named_parameters():
-            place = self.owner.get(id(parameter))
-            if place is None:
-                raise RuntimeError(
-                    f"Parameter {name!r} was replaced or added after the model was sharded (for example by "
-                    "`load_state_dict(assign=True)`). Change the model before training starts, or load by copying."
-                )
-            bucket, index = place
-            moved = bucket.state is State.RESIDENT and parameter.data_ptr() != bucket.views[index].data_ptr()
-            if moved or parameter.dtype != bucket.dtype:
-                raise RuntimeError(
-                    f"Parameter {name!r} no longer lies in its bucket: it was cast, moved or assigned to after the "
-                    "model was sharded. Do this before training starts, or copy values inside "
-                    "`lt_zero.gathered(parameter, write=True)`."
-                )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -148,3 +148,14 @@ def refuse_reentrant_checkpoint(unit: str) -> None:
                 "backward inside backward and hides when gradients are complete. Pass use_reentrant=False."
             )
         frame = frame.f_back
+
+
+def refuse_ungathered(unit: Unit, late: set[Bucket]) -> None:
+    """Raise if gradients arrived while the unit's weights were released; ``late`` ones came in an earlier backward."""
+    for bucket in unit.sharded:
+        if bucket.state is State.RELEASED and bucket.has_grads() and bucket not in late:
+            raise RuntimeError(
+                f"Module {unit.name!r} ({type(unit.module).__name__}) received gradients through a tensor that no hook "
+                "saw, so its weights were not gathered for backward. Return such tensors from forward (in tuples, "
+                "lists, dicts, dataclasses or objects with attributes) or keep them as attributes of the module."
+            )
