@@ -130,7 +130,7 @@ class Gan(nn.Module):
 
 
 def _gan_step(
-    net: Gan, optimizers: tuple[Optimizer, Optimizer], batches: list[Tensor], scope: Any, toggle: bool
+    net: Gan, optimizers: tuple[Optimizer, Optimizer], batches: list[Tensor], contexts: tuple[Any, Any], toggle: bool
 ) -> None:
     """Critic and generator in turn, as in manual optimization; several ``batches`` stand for several ranks."""
     for which, optimizer in enumerate(optimizers):
@@ -140,13 +140,14 @@ def _gan_step(
             net.score.requires_grad_(which == 0)
         optimizer.zero_grad()
         for batch in batches:
-            with scope():
+            with contexts[0]():
                 fake = net.make(batch)
                 if which == 0:
                     loss = net.judge(fake.detach()) - net.judge(F.one_hot(batch, VOCAB).float()[..., 1:])
                 else:
                     loss = -net.judge(fake)
-            (loss / len(batches)).backward()
+            with contexts[1]():  # as manual_backward does
+                (loss / len(batches)).backward()
         optimizer.step()
     net.requires_grad_(True)
 
@@ -169,8 +170,8 @@ def _gan(stage: int, toggle: bool, threshold: int) -> None:
     for optimizer in mine:
         lt_zero.ShardedOptimizer(engine, optimizer)
     for step in range(4):
-        _gan_step(net, mine, [tokens(step, 0, rank)], engine.forward_scope, toggle)
-        _gan_step(reference, theirs, [tokens(step, 0, r) for r in range(world)], nullcontext, toggle)
+        _gan_step(net, mine, [tokens(step, 0, rank)], (engine.forward_scope, engine.backward_pass), toggle)
+        _gan_step(reference, theirs, [tokens(step, 0, r) for r in range(world)], (nullcontext, nullcontext), toggle)
         got = full_values(engine)
         for name, p in reference.named_parameters():
             torch.testing.assert_close(got[name], p.detach(), rtol=1e-4, atol=1e-5, msg=lambda t, n=name: f"{n}\n{t}")
