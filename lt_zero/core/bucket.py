@@ -213,6 +213,11 @@ class Bucket:
         return master_dtype(self.dtype)
 
     @property
+    def send_dtype(self) -> torch.dtype:
+        """In which gradients are sent: in the one they have, where that loses nothing."""
+        return self.dtype if self.sharding.optim and self.comm.sums_wide else self.grad_dtype
+
+    @property
     def wants_grad(self) -> bool:
         return any(p.requires_grad for p in self.params)
 
@@ -255,7 +260,7 @@ class Bucket:
     def launch_reduce(self, send: Tensor, scratch: Tensor) -> Pending:
         """Start averaging ``send`` (1D, all elements) over the ranks into the accumulator."""
         if self.grad is None:
-            self.grad = flat_empty(self.own[1] - self.own[0], send.dtype, send.device)
+            self.grad = flat_empty(self.own[1] - self.own[0], self.grad_dtype, send.device)
         add = bool(self.valid)
         self.valid.update(i for i, p in enumerate(self.params) if p.requires_grad)
         collective = self.comm.all_reduce if self.own == (0, self.layout.numel) else self.comm.reduce_scatter
@@ -267,7 +272,7 @@ class Bucket:
         self.valid -= indices
         self.used -= indices
         if not self.valid and not self.used:
-            self.local = None  # the next reduction starts from zero
+            self.local = self.grad = None  # forward has the memory; the next reduction starts from zero
             return
         for index in indices:
             span = self.layout.spans[index]

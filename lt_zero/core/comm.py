@@ -3,9 +3,10 @@
 Note [Collectives on gloo]
     gloo's reduce-scatter is an all-reduce that throws most of its result away, and its all-gather slows down above
     16 MB. An all-to-all followed by a local sum, and one broadcast per rank into views of the result, move half the
-    bytes and run 2-3x faster. The local sum adds the ranks' contributions in rank order in the buffer's own dtype
+    bytes and run 2-3x faster. The local sum adds the ranks' contributions in rank order in the accumulator's dtype
     (fp32 by default), so an element's sum does not depend on where in a bucket it lies: on gloo all stages agree
-    bitwise. NCCL has good collectives of its own and gets them as they are.
+    bitwise. And 16-bit gradients can be sent as they are: nothing is rounded, and no sum overflows, on the way.
+    NCCL has good collectives of its own and gets them as they are.
     Ranks of one host do not even need the sockets: shared.py.
 
 Note [Order of launches]
@@ -120,6 +121,16 @@ class Comm:
     def shares_memory(self) -> bool:
         return self._arena is not None
 
+    @property
+    def gathers_in_background(self) -> bool:
+        """Whether a launched all-gather goes on while the caller computes; reading a peer's memory does not."""
+        return self._arena is None and self.world > 1
+
+    @property
+    def sums_wide(self) -> bool:
+        """Whether ``reduce_scatter`` adds in the dtype of ``out`` whatever dtype is sent."""
+        return self.world == 1 or self._arena is not None or (self._gloo and self.use_reduce_scatter)
+
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1D tensor that collectives read best, for the life of a run; in the same order on all ranks."""
         if self._arena is not None:
@@ -176,7 +187,8 @@ class Comm:
     def reduce_scatter(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Pending:
         """Average ``flat`` (1D, world shards) over the ranks and put this rank's shard into ``out``, or add it there.
 
-        ``flat`` and ``scratch`` (as large as ``flat``) belong to the collective until it was waited for.
+        ``flat`` and ``scratch`` (as large as ``flat``) belong to the collective until it was waited for. ``flat`` may
+        have a narrower dtype than ``out`` if ``sums_wide``: the sum is as exact as if ``flat`` had been cast before.
         """
         if self.world == 1:
             return _All([], lambda: _store(out, flat, add))
@@ -191,7 +203,7 @@ class Comm:
             return _All([work], lambda: _store(out, summed.div_(self.world), add))
         if self._gloo:
             work = dist.all_to_all_single(scratch, flat, group=self._reductions, async_op=True)
-            return _All([work], lambda: _store(out, _mean_in_rank_order(scratch.chunk(self.world)), add))
+            return _All([work], lambda: _store(out, _mean_in_rank_order(scratch.chunk(self.world), out.dtype), add))
         mine = scratch[: out.numel()]
         work = self._reduce_scatter(mine, flat, op=dist.ReduceOp.AVG, group=self._reductions, async_op=True)
         return _All([work], lambda: _store(out, mine, add))
@@ -208,7 +220,7 @@ class Comm:
 
         def finish() -> None:
             mine = flat.chunk(self.world)[self.rank]
-            mine.copy_(_mean_in_rank_order(scratch.chunk(self.world)))
+            mine.copy_(_mean_in_rank_order(scratch.chunk(self.world), out.dtype))
             shards = enumerate(flat.chunk(self.world))
             _All([dist.broadcast(s, self._peer(r), self._reductions, async_op=True) for r, s in shards]).wait()
             _store(out, flat, add)
@@ -261,9 +273,9 @@ class Comm:
         return box
 
 
-def _mean_in_rank_order(shards: tuple[Tensor, ...]) -> Tensor:
-    """The mean of the ranks' contributions, summed in rank order; overwrites the first."""
-    total = shards[0]
+def _mean_in_rank_order(shards: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    """The mean of the ranks' contributions, summed in rank order in ``dtype``; may overwrite the first."""
+    total = shards[0].to(dtype)
     for shard in shards[1:]:
         total.add_(shard)
     return total.mul_(1.0 / len(shards))

@@ -213,6 +213,8 @@ class Engine:
             bucket.unguard()
 
     def _prefetch(self, order: Order[Unit]) -> None:
+        if not self.comm.gathers_in_background:
+            return
         flying, live = 0, sum(u.numel for u in self.units if u.resident)
         for unit in order.upcoming():
             if unit.resident:

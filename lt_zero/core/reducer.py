@@ -123,7 +123,7 @@ class Reducer:
 
     def _slot(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """Buffers for one reduction: (what is sent, scratch). Reusable ones take turns (shared.py)."""
-        dtype, comm = bucket.grad_dtype, self._comm
+        dtype, comm = bucket.send_dtype, self._comm
         if bucket.layout.numel > self._largest:
             send = flat_empty(bucket.layout.numel, dtype, comm.device)
             return send, flat_empty(bucket.layout.numel if comm.world > 1 else 0, dtype, comm.device)

@@ -128,21 +128,26 @@ class SharedArena:
                 shard[lo:hi].copy_(piece[: hi - lo])
 
     def mean(self, rank: int, send: Tensor, numel: int, out: Tensor, add: bool) -> None:
-        """The ranks' average of shard ``rank`` of ``send[:numel]``, summed in rank order, into or onto ``out``."""
+        """The ranks' average of shard ``rank`` of ``send[:numel]``, summed in rank order in ``out``'s dtype."""
         world = len(self._peers) + 1
         base = rank * (numel // world)
-        total, piece = (torch.empty(min(CHUNK, out.numel()), dtype=send.dtype) for _ in range(2))
+        total, piece = (torch.empty(min(CHUNK, out.numel()), dtype=d) for d in (out.dtype, send.dtype))
         for lo in range(0, out.numel(), CHUNK):
             hi = min(lo + CHUNK, out.numel())
             acc, part = total[: hi - lo], piece[: hi - lo]
             for source in range(world):
-                target = acc if source == 0 else part
                 if source == rank:
-                    target.copy_(send[base + lo : base + hi])
+                    mine = send[base + lo : base + hi]
+                elif source == 0 and acc.dtype == part.dtype:
+                    self.read(source, send, base + lo, acc)
+                    continue
                 else:
-                    self.read(source, send, base + lo, target)
-                if source:
-                    acc.add_(part)
+                    self.read(source, send, base + lo, part)
+                    mine = part
+                if source == 0:
+                    acc.copy_(mine)
+                else:
+                    acc.add_(mine)
             acc.mul_(1.0 / world)
             if add:
                 out[lo:hi].add_(acc)
