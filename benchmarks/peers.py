@@ -149,8 +149,8 @@ def setup_lt_zero(job: Job, model: GPT) -> Step:
 
     _, stage, *variant = job.peer.split("-")
     block = {"stage": int(stage)} | ({"stage3_max_reuse_distance": 0} if variant == ["release"] else {})
-    config = lt_zero.ZeroConfig.of({"zero_optimization": block})
-    engine = lt_zero.shard(model, config, compute_dtype=torch.bfloat16 if job.bf16 else None)
+    config = lt_zero.ZeroConfig.of({"zero_optimization": block, "bf16": {"enabled": job.bf16}})
+    engine = lt_zero.shard(model, config)
     optimizer = adamw(model)
     lt_zero.ShardedOptimizer(engine, optimizer)
     return plain_step(model, optimizer)

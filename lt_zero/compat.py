@@ -7,10 +7,13 @@ only one to change.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import Variable
+
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins import HalfPrecision  # only the strategy imports lightning at run time
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
@@ -40,3 +43,12 @@ def version_of(tensor: torch.Tensor) -> int:
 def in_running_backward() -> bool:
     """Whether the calling thread is executing a backward. Checked on torch 2.10 to 2.13."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def announce_compute_dtype(plugin: HalfPrecision, dtype: torch.dtype) -> None:
+    """Tell Lightning's ThroughputMonitor in which dtype ``plugin`` computes.
+
+    It knows its own plugins only and reads this attribute of HalfPrecision, which also casts inputs to it. Checked on
+    lightning 2.5 to 2.6.
+    """
+    plugin._desired_input_dtype = dtype

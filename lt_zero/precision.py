@@ -1,20 +1,26 @@
-"""The precision plugin: between closure and step it deals with gradients that are sharded."""
+"""The precision plugin: dtypes of forward, the loss scale, and what happens between closure and step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lt_zero.core.optimizer import ShardedOptimizer, clip_grad_norm, clip_grad_value
+from lt_zero.compat import announce_compute_dtype
+from lt_zero.config import ZeroConfig
+from lt_zero.config.precision import MODES, DtypePolicy, ScalerRules, dtype_policy, on_min_scale, resolve_mode
+from lt_zero.core.gate import StepGate
+from lt_zero.core.optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
     from lt_zero.core.engine import Engine
@@ -27,15 +33,37 @@ def sharded_of(optimizer: Any) -> ShardedOptimizer | None:
     return getattr(optimizer, "_lt_zero", None)
 
 
-class ZeroPrecision(Precision):
-    """``32-true``: parameters, gradients and states in the dtype that the module has."""
+class ZeroPrecision(HalfPrecision):
+    """``Trainer(precision=...)`` under ZeRO.
 
-    precision = "32-true"
+    * ``32-true``: weights in the dtype that the module has.
+    * ``16-true``, ``bf16-true``: weights, inputs and activations in 16 bits.
+    * ``16-mixed``, ``bf16-mixed``: weights in 16 bits, and autocast: losses and other operations of its fp32 list stay
+      in fp32. Nothing is cast that is already in 16 bits, so autograd keeps no second copy of a weight.
 
-    def __init__(self) -> None:
+    Master weights, optimizer states and gradient accumulators are fp32 unless configured otherwise, buffers keep their
+    dtype. fp16 comes with loss scaling, in both modes.
+
+    Args:
+        precision: one of the above.
+        scaler: takes initial scale, growth and backoff from a ``GradScaler``.
+
+    Raises:
+        ValueError: another precision.
+    """
+
+    def __init__(self, precision: str = "32-true", scaler: GradScaler | None = None) -> None:
+        if precision not in MODES:
+            raise ValueError(
+                f"precision={precision!r} is not supported by ZeroStrategy. Use one of {', '.join(MODES)}."
+            )
+        super().__init__()
         self.engine: Engine | None = None
         self.grad_norm: Tensor | None = None  # 0D, before clipping, of the last step that was clipped by norm
+        self.device_type = "cpu"
+        self._rules = _rules_of(scaler)
         self._norms: dict[str, Tensor] = {}
+        self.configure(ZeroConfig(), precision)
 
     @classmethod
     def of(cls, plugin: Precision) -> ZeroPrecision:
@@ -46,12 +74,75 @@ class ZeroPrecision(Precision):
         """
         if isinstance(plugin, ZeroPrecision):
             return plugin
-        if type(plugin) is Precision:
-            return cls()
-        raise TypeError(
-            f"ZeroStrategy does not support {type(plugin).__name__} (precision={plugin.precision!r}). "
-            "Use precision='32-true'."
-        )
+        if type(plugin) not in (Precision, HalfPrecision, MixedPrecision):
+            raise TypeError(
+                f"ZeroStrategy does not support {type(plugin).__name__} (precision={plugin.precision!r}). "
+                f"Use one of {', '.join(MODES)}."
+            )
+        return cls(plugin.precision, plugin.scaler if isinstance(plugin, MixedPrecision) else None)
+
+    def configure(self, config: ZeroConfig, precision: str | None = None, device_type: str = "cpu") -> None:
+        """Agree with the ``fp16``, ``bf16`` and ``data_types`` blocks.
+
+        Raises:
+            ValueError: they contradict the precision.
+        """
+        self.device_type = device_type
+        mode = resolve_mode(config, precision or self.precision, device_type)
+        self.policy: DtypePolicy = dtype_policy(config, mode, self._rules if MODES[mode][0] == torch.float16 else None)
+        self.gate = StepGate(self.policy, on_min_scale(config))
+        self.precision: str = mode  # type: ignore[assignment]
+        announce_compute_dtype(self, self.policy.compute or torch.float32)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps that were skipped because gradients were not finite."""
+        return self.gate.skipped
+
+    @property
+    def loss_scale(self) -> float:
+        """By what the loss is multiplied now; 1 without fp16."""
+        return self.gate.scale
+
+    # ---- forward -----------------------------------------------------------------------------------------------
+
+    @override
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        return module  # parameters are cast when they are gathered, buffers keep their dtype
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        return nullcontext()  # initial values are the master weights'
+
+    @override
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    @contextmanager
+    @override
+    def forward_context(self) -> Generator[None, None, None]:
+        if self.policy.autocast:
+            with torch.autocast(self.device_type, dtype=self.policy.compute, cache_enabled=False):
+                yield
+        elif self.policy.compute is not None:
+            with super().forward_context():  # tensors that forward makes get the compute dtype
+                yield
+        else:
+            yield
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return super().convert_input(data) if self.policy.cast_inputs else data
+
+    # ---- backward ----------------------------------------------------------------------------------------------
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        if self.gate.scaler is not None:
+            known = [sharded_of(optimizer) for optimizer in module.trainer.strategy.optimizers]
+            self.gate.before_backward([sharded for sharded in known if sharded is not None])
+            tensor = tensor.float() * self.gate.scale  # the scaled loss itself need not fit into fp16
+        return super().pre_backward(tensor, module)
 
     @override
     def backward(  # type: ignore[override]
@@ -60,29 +151,42 @@ class ZeroPrecision(Precision):
         with self.engine.backward_pass() if self.engine is not None else nullcontext():
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
+    # ---- step --------------------------------------------------------------------------------------------------
+
     @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         # The closure runs before step, not inside: step works on fragments, forward and backward on parameters.
         result = closure()
-        self._after_closure(model, optimizer)
         sharded = sharded_of(optimizer)
-        try:
+        if sharded is None:
+            self._after_closure(model, optimizer)
             optimizer.step(**kwargs)
-        finally:
-            if sharded is not None:
+            return result
+        self.gate.examine(sharded)
+        skipped = self.gate.skip
+        self._after_closure(model, optimizer)
+        if not skipped:
+            self.gate.unscale(sharded)  # unless clipping did
+            try:
+                optimizer.step(**kwargs)
+            finally:
                 sharded.widen()
+        self.gate.conclude(sharded, _number_of(optimizer, model))
+        self._log(model.trainer, skipped)
         return result
 
     @override
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         self._norms = {}
-        show = self.engine is not None and _looks_at_gradients(model)
+        sharded = sharded_of(optimizer)
+        show = sharded is not None and _looks_at_gradients(model)
+        if show and sharded is not None:
+            self.gate.unscale(sharded)
+            self.gate.norm = None  # user code may change the gradients
         with self.engine.ledger.looked_at() if show and self.engine is not None else nullcontext():
             super()._after_closure(model, optimizer)
-        if self._norms:
-            _log(model.trainer, self._norms)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -90,7 +194,7 @@ class ZeroPrecision(Precision):
         if sharded is None:
             super().clip_grad_by_value(optimizer, clip_val)
         else:
-            clip_grad_value(sharded, float(clip_val))
+            self.gate.clip_value(sharded, float(clip_val))
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -98,8 +202,65 @@ class ZeroPrecision(Precision):
         if sharded is None:
             super().clip_grad_by_norm(optimizer, clip_val)
             return
-        self.grad_norm = clip_grad_norm(sharded, float(clip_val))
-        self._norms = {"grad_norm": self.grad_norm, "grad_norm_clipped": self.grad_norm.clamp(max=float(clip_val))}
+        norm = self.gate.clip_norm(sharded, float(clip_val))
+        if norm is not None:
+            self.grad_norm = norm
+            self._norms = {"grad_norm": norm, "grad_norm_clipped": norm.clamp(max=float(clip_val))}
+
+    def _log(self, trainer: Trainer, skipped: bool) -> None:
+        """To the loggers; ``self.log`` is not allowed at this point of Lightning's loop."""
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if not trainer.loggers or (trainer.global_step % every and not skipped):
+            return
+        values = {name: value.item() for name, value in self._norms.items()}
+        if self.gate.scaler is not None:
+            values["loss_scale"] = self.gate.scale
+        if self.gate.checks and (self.gate.scaler is not None or self.gate.skipped):
+            values["skipped_steps"] = self.gate.skipped
+        for logger in trainer.loggers if values else []:
+            logger.log_metrics(values, step=trainer.global_step)
+
+    # ---- checkpoints and the end -------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self.gate.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.gate.load_state_dict(state_dict)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on with the scale of a run under DDP, which Lightning saves under the name of its own plugin."""
+        theirs = checkpoint.get("MixedPrecision")
+        if theirs and self.gate.scaler is not None and type(self).__qualname__ not in checkpoint:
+            self.gate.scaler.scale = float(theirs["scale"])
+
+    @override
+    def teardown(self) -> None:
+        self.gate.stop_watching()
+
+
+def _rules_of(scaler: GradScaler | None) -> ScalerRules | None:
+    """What a ``GradScaler`` that somebody configured means; None for one with torch's defaults."""
+    if scaler is None:
+        return None
+    if not scaler.is_enabled():
+        return ScalerRules(initial=1.0, dynamic=False)
+    plain = GradScaler("cpu")
+    defaults = (plain.get_scale(), plain.get_growth_factor(), plain.get_backoff_factor(), plain.get_growth_interval())
+    scale, growth = float(scaler.get_scale()), float(scaler.get_growth_factor())
+    backoff, interval = float(scaler.get_backoff_factor()), int(scaler.get_growth_interval())
+    if (scale, growth, backoff, interval) == defaults:
+        return None
+    smallest = 2.0**-24  # a GradScaler has no minimum; below this the scale only loses digits
+    return ScalerRules(scale, window=interval, hysteresis=1, minimum=smallest, growth=growth, backoff=backoff)
+
+
+def _number_of(optimizer: Any, model: LightningModule) -> int:
+    inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    return next(i for i, known in enumerate(model.trainer.strategy.optimizers) if known is inner)
 
 
 def _looks_at_gradients(model: LightningModule) -> bool:
@@ -108,13 +269,3 @@ def _looks_at_gradients(model: LightningModule) -> bool:
     if any(is_overridden(hook, model) for hook in hooks):
         return True
     return any(is_overridden(hooks[0], callback, parent=Callback) for callback in model.trainer.callbacks)  # type: ignore[attr-defined]
-
-
-def _log(trainer: Trainer, metrics: dict[str, Tensor]) -> None:
-    """To the loggers; ``self.log`` is not allowed at this point of Lightning's loop."""
-    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-    if not trainer.loggers or trainer.global_step % every:
-        return
-    values = {name: value.item() for name, value in metrics.items()}
-    for logger in trainer.loggers:
-        logger.log_metrics(values, step=trainer.global_step)

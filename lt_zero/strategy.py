@@ -12,7 +12,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -29,9 +29,11 @@ from lt_zero.core.construct import ConstructionSharder
 from lt_zero.core.engine import Engine
 from lt_zero.core.guard import owner_of
 from lt_zero.core.identity import check_identity, owns_all, sync_buffers
-from lt_zero.core.optimizer import ShardedOptimizer, grad_norm
-from lt_zero.core.report import memory_report, unit_table
+from lt_zero.core.norm import grad_norm
+from lt_zero.core.optimizer import ShardedOptimizer
+from lt_zero.core.report import dtype_table, memory_report, unit_table
 from lt_zero.core.sequence import debug_enabled
+from lt_zero.core.skips import hold_schedule
 from lt_zero.core.values import full_state_dict, restore_whole
 from lt_zero.precision import ZeroPrecision, sharded_of
 
@@ -113,21 +115,26 @@ class ZeroStrategy(DDPStrategy):
         sharded = sharded_of(optimizer if optimizer is not None else self.optimizers[0])
         if sharded is None:
             raise ValueError("The optimizer has no parameters of this model.")
-        return grad_norm(sharded, norm_type)
+        return grad_norm(sharded, norm_type) / sharded.loss_scale
 
     # ---- precision ---------------------------------------------------------------------------------------------
 
     @property
     @override
-    def precision_plugin(self) -> Precision:
+    def precision_plugin(self) -> ZeroPrecision:
         if self._precision_plugin is None:
-            return ZeroPrecision()
+            self.precision_plugin = ZeroPrecision()
+        assert isinstance(self._precision_plugin, ZeroPrecision)
         return self._precision_plugin
 
     @precision_plugin.setter
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = ZeroPrecision.of(precision_plugin) if precision_plugin is not None else None
+        self._precision_plugin = None
+        if precision_plugin is not None:
+            plugin = ZeroPrecision.of(precision_plugin)
+            plugin.configure(self.config, device_type="cpu" if isinstance(self.accelerator, CPUAccelerator) else "cuda")
+            self._precision_plugin = plugin
 
     # ---- set-up ------------------------------------------------------------------------------------------------
 
@@ -149,10 +156,11 @@ class ZeroStrategy(DDPStrategy):
         self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
         self._engine = self._find_or_build()
-        if isinstance(self.precision_plugin, ZeroPrecision):
-            self.precision_plugin.engine = self._engine
+        plugin = self.precision_plugin
+        plugin.engine, plugin.device_type = self._engine, self.root_device.type
         if fitting:
             self.setup_optimizers(trainer)
+            plugin.gate.start_watching(self._engine)
         self.setup_precision_plugin()
 
     def _find_or_build(self) -> Engine:
@@ -160,12 +168,13 @@ class ZeroStrategy(DDPStrategy):
         assert module is not None
         owners = {id(e): e for e in map(owner_of, module.parameters()) if isinstance(e, Engine) and e.attached}
         for engine in owners.values():
-            mine = engine.root is module and (engine is self._engine or engine.config == self.config)
+            same = engine.config == self.config and engine.policy == self.precision_plugin.policy
+            mine = engine.root is module and (engine is self._engine or same)
             if mine and len(owners) == 1 and owns_all(engine):
                 check_identity(engine)
                 return engine
             restore_whole(engine)  # another module's, another configuration's, or layers have changed since
-        engine = shard(module, self.config, self.root_device, comm=self._comm)
+        engine = shard(module, self.config, self.root_device, self.precision_plugin.policy, self._comm)
         if self._late_state is not None:
             state, strict = self._late_state
             self._late_state = None
@@ -173,6 +182,7 @@ class ZeroStrategy(DDPStrategy):
         sync_buffers(engine)
         if self.is_global_zero:
             unit_table(engine)
+            dtype_table(engine)
         return engine
 
     def _check_callbacks(self, trainer: pl.Trainer) -> None:
@@ -190,8 +200,17 @@ class ZeroStrategy(DDPStrategy):
         for optimizer in self.optimizers:
             known = sharded_of(optimizer)
             owned = any(id(p) in self.engine.owner for group in optimizer.param_groups for p in group["params"])
-            if owned and (known is None or known.engine is not self.engine):
+            if (owned or self.precision_plugin.gate.checks) and (known is None or known.engine is not self.engine):
                 ShardedOptimizer(self.engine, optimizer)
+        self._hold_schedules()
+
+    def _hold_schedules(self) -> None:
+        if self.config.on_skipped_step == "advance" or not self.precision_plugin.gate.checks:
+            return
+        numbers = {id(optimizer): number for number, optimizer in enumerate(self.optimizers)}
+        for config in self.lr_scheduler_configs:
+            number = numbers.get(id(getattr(config.scheduler, "optimizer", None)), 0)
+            hold_schedule(config.scheduler, self.precision_plugin.gate.counter(number))
 
     @override
     def model_to_device(self) -> None:

@@ -17,6 +17,9 @@ from lt_zero import ZeroConfig
 from lt_zero.core.engine import Engine
 from lt_zero.core.values import full_parameters, gather_own
 
+STAGES = [0, 1, 2, 3]
+RELEASE = {"stage3_max_reuse_distance": 0}  # nothing stays gathered after its forward
+
 Loss = Callable[[nn.Module, int, int, int], Tensor]  # model, step, micro-batch, rank -> loss
 
 OPTIMIZERS: dict[str, Callable[[Iterable[Any]], Optimizer]] = {
@@ -43,9 +46,21 @@ class Case:
     atol: float = 1e-6
 
 
-def config_of(stage: int, zero: dict[str, Any] | None = None) -> ZeroConfig:
+def config_of(
+    stage: int, zero: dict[str, Any] | None = None, dtype: torch.dtype | None = None, **keys: Any
+) -> ZeroConfig:
+    """``dtype``: of the weights in forward; ``keys``: of the top level."""
     block = {"stage": stage, "stage3_param_persistence_threshold": 0, **(zero or {})}
-    return ZeroConfig.of({"zero_optimization": block})
+    for low, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
+        if dtype == low:
+            keys[name] = {"enabled": True, **keys.get(name, {})}
+    return ZeroConfig.of({"zero_optimization": block, **keys})
+
+
+def split_backward(engine: Engine | None, loss: Tensor, step: int) -> None:
+    """A ``Case.backward`` that walks the same graph twice."""
+    (0.3 * loss).backward(retain_graph=True)
+    (0.7 * loss).backward()
 
 
 def make_optimizer(case: Case, model: nn.Module) -> Optimizer:

@@ -19,10 +19,8 @@ from lt_zero.core.bucket import Bucket
 from lt_zero.core.reducer import Reducer
 from lt_zero.core.shared import SharedArena
 from tests.models import Net, next_token_loss
-from tests.parity import OPTIMIZERS, config_of, full_values
+from tests.parity import OPTIMIZERS, RELEASE, config_of, full_values
 from tests.pool import Pool
-
-RELEASE = {"stage3_max_reuse_distance": 0}
 
 
 def _slow(cls: type, name: str) -> None:
@@ -59,7 +57,7 @@ _DELAYED = [
 def _train(stage: int, dtype: torch.dtype | None, zero: dict[str, Any], name: str) -> Any:
     torch.manual_seed(0)
     model = Net()
-    engine = lt_zero.shard(model, config_of(stage, zero), compute_dtype=dtype)
+    engine = lt_zero.shard(model, config_of(stage, zero, dtype))
     optimizer, seen = OPTIMIZERS[name](model.parameters()), dict[str, Any]()
     lt_zero.ShardedOptimizer(engine, optimizer)
     for step in range(4):
@@ -102,7 +100,7 @@ def _bf16_error(stage: int) -> tuple[float, float]:
 
     exact, plain, mine = (torch.manual_seed(0) and Net() for _ in range(3))
     exact.double()
-    engine = lt_zero.shard(mine, config_of(stage), compute_dtype=torch.bfloat16)
+    engine = lt_zero.shard(mine, config_of(stage, dtype=torch.bfloat16))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (exact, plain, mine)]
     lt_zero.ShardedOptimizer(engine, optimizers[2])
     for step in range(5):

@@ -17,10 +17,8 @@ from lt_zero.core.guard import is_guarded
 from lt_zero.core.report import memory_report
 from tests.lightning_tools import GPT, sharded_trainer, weights
 from tests.models import Net, next_token_loss
-from tests.parity import config_of, full_values
+from tests.parity import STAGES, config_of, full_values
 from tests.pool import Pool
-
-STAGES = [0, 1, 2, 3]
 
 
 class CustomInit(Net):

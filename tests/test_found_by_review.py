@@ -14,10 +14,8 @@ from torch import Tensor, nn
 import lt_zero
 from tests.lightning_tools import GPT, assert_same, sharded_trainer, single_trainer, weights
 from tests.models import Block, Net, next_token_loss, tokens
-from tests.parity import config_of, full_values
+from tests.parity import STAGES, config_of, full_values
 from tests.pool import Pool
-
-STAGES = [0, 1, 2, 3]
 
 
 def _both(stage: int, module: Any, **options: Any) -> tuple[Any, ...]:

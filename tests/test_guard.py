@@ -15,15 +15,13 @@ from torch import nn
 import lt_zero
 from lt_zero.core.identity import check_identity
 from tests.models import Net, next_token_loss, tokens
-from tests.parity import config_of, full_values
+from tests.parity import STAGES, Case, check, config_of, full_values
 from tests.pool import Pool
-
-STAGES = [0, 1, 2, 3]
 
 
 def _engine(stage: int, dtype: torch.dtype | None = None) -> Any:
     torch.manual_seed(0)
-    return lt_zero.shard(Net(), config_of(stage), compute_dtype=dtype)
+    return lt_zero.shard(Net(), config_of(stage, dtype=dtype))
 
 
 def _metadata() -> None:
@@ -165,3 +163,17 @@ def test_gathered_without_an_engine() -> None:
         net.scale.fill_(2.0)
     assert (net.scale == 2).all()
     net(tokens(0, 0, 0))
+
+
+def _clamped(stage: int) -> None:
+    def clamp(model: nn.Module, step: int) -> None:
+        with torch.no_grad(), lt_zero.gathered([model.blocks[0].up.weight, model.scale], write=True):
+            model.blocks[0].up.weight.clamp_(-0.1, 0.1)
+            model.scale.mul_(1.5)
+
+    check(Case(Net, next_token_loss, stage, "adamw", after_step=clamp))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_edits_inside_gathered(pool: Pool, stage: int) -> None:
+    pool.run(3, _clamped, stage)

@@ -15,10 +15,9 @@ from torch.optim import Optimizer
 
 import lt_zero
 from tests.models import VOCAB, WIDTH, Block, Net, next_token_loss, tokens
-from tests.parity import Case, check, config_of, full_values
+from tests.parity import STAGES, Case, check, config_of, full_values
 from tests.pool import Pool
 
-STAGES = [0, 1, 2, 3]
 ELEMENTWISE = ["SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"]
 
 

@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any, Literal
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AliasChoices, Field, model_validator
 
-
-def _whole_number(value: Any) -> Any:
-    """Numbers as real files write them: 5e8, "2e8", "500_000_000"; a fraction stays one and is refused by pydantic."""
-    if isinstance(value, str):
-        try:
-            value = float(value.replace("_", ""))
-        except ValueError:
-            return value
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+from lt_zero.config.fields import Block, Dtype, Elements, PositiveElements
+from lt_zero.config.precision import Bf16, DataTypes, Fp16, check_precision
 
 
-Elements = Annotated[int, BeforeValidator(_whole_number), Field(ge=0, strict=True)]
-PositiveElements = Annotated[int, BeforeValidator(_whole_number), Field(gt=0, strict=True)]
-
-
-class _Block(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
-
-
-class LeafModule(_Block):
+class LeafModule(Block):
     """Which modules are gathered as one although the model does not repeat them."""
 
     classes: tuple[str, ...] = Field((), description="class names, bare or dotted, whose instances are units")
 
 
-class ZeroOptimization(_Block):
+class ZeroOptimization(Block):
     """The ``zero_optimization`` block."""
 
     stage: int = Field(0, ge=0, le=3, description="0: nothing sharded, 1: optimizer, 2: + gradients, 3: + parameters")
@@ -68,7 +53,7 @@ class ZeroOptimization(_Block):
     leaf_module: LeafModule = LeafModule()
 
 
-class ZeroConfig(_Block):
+class ZeroConfig(Block):
     """Everything that can be configured.
 
     >>> ZeroConfig.of({"zero_optimization": {"stage": 2, "reduce_bucket_size": "5e7"}}).zero_optimization.stage
@@ -76,6 +61,21 @@ class ZeroConfig(_Block):
     """
 
     zero_optimization: ZeroOptimization = ZeroOptimization()
+    fp16: Fp16 = Fp16()
+    bf16: Bf16 = Field(Bf16(), validation_alias=AliasChoices("bf16", "bfloat16"))
+    data_types: DataTypes = DataTypes()
+    communication_data_type: Dtype | None = Field(None, description="dtype of gradients on the wire")
+    prescale_gradients: bool = Field(False, description="gradients are divided before the reduction, not after")
+    gradient_predivide_factor: float = Field(1.0, gt=0, description="the part of that division that comes before")
+    gradient_allreduce_op: Literal["mean", "sum"] = Field("mean", description="what a gradient is, over the ranks")
+    fp16_override_modules: tuple[str, ...] = Field((), description="class names, module or parameter patterns in fp32")
+    on_skipped_step: Literal["hold", "advance"] = Field("hold", description="whether schedules wait for skipped steps")
+    on_min_scale: Literal["raise", "hold", "warn"] = Field("raise", description="overflow at the minimum loss scale")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ZeroConfig:
+        check_precision(self)
+        return self
 
     @classmethod
     def of(cls, config: ZeroConfig | Mapping[str, Any] | None = None, stage: int | None = None) -> ZeroConfig:

@@ -7,7 +7,8 @@ Note [Storages of a bucket]
     ``master``  what the optimizer updates: this rank's shard (or everything, if the optimizer is not sharded). Where
                 the compute copy stays in memory and has the master's dtype, ``master`` *is* a slice of ``flat``.
     ``home``    what a gather reads: the master, or for frozen buckets a shard in the compute dtype.
-    ``grad``    fp32 accumulator over the same elements as ``master``; holds something for the parameters in ``valid``.
+    ``grad``    accumulator (fp32 by default) over the same elements as ``master``; holds something for the parameters
+                in ``valid``.
 
 Note [Data, not nn.Parameter views]
     ``p.data = view`` keeps a parameter's identity and gives it a version counter of its own. A view that shared the
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lt_zero.compat import version_of
+from lt_zero.config.precision import DtypePolicy
 from lt_zero.core.comm import Comm, Pending
 from lt_zero.core.guard import Owner, guard, own, sentinel, unguard
 from lt_zero.core.layout import BucketLayout, Piece, plan_bucket
@@ -51,13 +53,18 @@ class State(Enum):
     RESIDENT = auto()
 
 
-def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """16-bit weights are updated in fp32; everything else in its own dtype."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 class Bucket:
-    """Parameters of one dtype that are gathered, reduced and released together."""
+    """Parameters of one dtype that are gathered, reduced and released together.
+
+    Args:
+        name: of the unit, for messages.
+        parameters: with their names.
+        dtype: of the gathered weights.
+        sharding: what a rank holds only a shard of.
+        comm: the collectives.
+        owner: who answers for released parameters.
+        policy: dtypes of master weights, accumulators and gradients on the wire.
+    """
 
     def __init__(
         self,
@@ -67,12 +74,15 @@ class Bucket:
         sharding: Sharding,
         comm: Comm,
         owner: Callable[[], Owner | None],
+        policy: DtypePolicy | None = None,
     ) -> None:
         self.name, self.sharding, self.comm = name, sharding, comm
         self.params = [p for _, p in parameters]
         self.layout: BucketLayout = plan_bucket([(n, p.shape) for n, p in parameters], comm.world)
         self.shapes = [span.shape for span in self.layout.spans]
-        self.dtype = dtype
+        self.dtype, policy = dtype, policy or DtypePolicy()
+        self.master_dtype, self.grad_dtype = policy.master_of(dtype), policy.accumulate_of(dtype)
+        self.step_dtype, self._wire = policy.step_of(dtype), policy.wire_of(dtype)
         self.own = self.layout.shard(comm.rank) if sharding.optim or sharding.params else (0, self.layout.numel)
         self._pieces = self.layout.pieces(*self.own)
         self._storage: FlatStorage | None = None
@@ -101,13 +111,23 @@ class Bucket:
 
         ``fetch`` returns a parameter's full value.
         """
-        for parameter, view in zip(self.params, self.views, strict=True):
-            view.copy_(fetch(parameter))
+        train = any(p.requires_grad for p in self.params)
+        # The master weights keep the digits that the compute copy has no room for.
+        full = (
+            self.flat
+            if self.aliased or not train
+            else flat_empty(self.layout.numel, self.master_dtype, self.flat.device)
+        )
+        for parameter, view, span in zip(self.params, self.views, self.layout.spans, strict=True):
+            full[span.lo : span.hi].view(span.shape).copy_(fetch(parameter))
             unguard(parameter)
             parameter.data = view
             own(parameter, self._owner)
-        self.comm.broadcast(self.flat, self.name)
-        if any(p.requires_grad for p in self.params):
+        self.comm.broadcast(full, self.name)
+        if full is not self.flat:
+            self.flat.copy_(full)
+            self.master = self._kept(full[self.own[0] : self.own[1]], self.master_dtype)
+        elif train:
             self.enable_training()
         elif self.sharding.params:
             self._home = self._kept(self.flat[self.own[0] : self.own[1]], self.dtype)
@@ -124,7 +144,7 @@ class Bucket:
             self.master = self.flat[lo:hi]
         else:
             source = self._home if self._home is not None else self.flat[lo:hi]
-            self.master, self._home = self._kept(source, master_dtype(self.dtype)), None
+            self.master, self._home = self._kept(source, self.master_dtype), None
 
     def _kept(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """A copy that stays; what gathers read lies where all ranks of the host can read it."""
@@ -138,7 +158,7 @@ class Bucket:
     @property
     def aliased(self) -> bool:
         """Whether the master weights are a slice of the compute copy. See Note [Storages of a bucket]."""
-        return not self.sharding.params and master_dtype(self.dtype) == self.dtype
+        return not self.sharding.params and self.master_dtype == self.dtype
 
     @property
     def home(self) -> Tensor:
@@ -207,15 +227,11 @@ class Bucket:
 
     # ---- gradients ---------------------------------------------------------------------------------------------
 
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        """Gradients are reduced and accumulated in the precision of the master weights."""
-        return master_dtype(self.dtype)
-
-    @property
-    def send_dtype(self) -> torch.dtype:
-        """In which gradients are sent: in the one they have, where that loses nothing."""
-        return self.dtype if self.sharding.optim and self.comm.sums_wide else self.grad_dtype
+    def send_dtype(self, have: torch.dtype) -> torch.dtype:
+        """In which dtype gradients of dtype ``have`` are sent: unless configured, in their own if that loses nothing."""
+        if self._wire is not None:
+            return self._wire
+        return have if self.sharding.optim and self.comm.sums_wide else self.grad_dtype
 
     @property
     def wants_grad(self) -> bool:
@@ -230,8 +246,11 @@ class Bucket:
         return all(p.grad is not None for p in self.params if p.requires_grad)
 
     @torch.no_grad()
-    def take_grads(self, out: Tensor, add: bool) -> None:
-        """Move the parameters' gradients into ``out`` (1D, all elements), or add them; absent ones count as zeros."""
+    def take_grads(self, out: Tensor, add: bool, factor: float = 1.0) -> None:
+        """Move the parameters' gradients times ``factor`` into ``out`` (1D, all elements), or add them there.
+
+        Absent ones count as zeros.
+        """
         for index, (parameter, span) in enumerate(zip(self.params, self.layout.spans, strict=True)):
             grad, target = parameter.grad, out[span.lo : span.hi].view(span.shape)
             if grad is None:
@@ -241,8 +260,11 @@ class Bucket:
             grad = grad.to_dense() if grad.layout is not torch.strided else grad
             if add:
                 target.add_(grad)
-            else:
+            elif factor == 1.0 or target.dtype.itemsize > grad.dtype.itemsize:
                 target.copy_(grad)
+                target.mul_(factor) if factor != 1.0 else None
+            else:
+                torch.mul(grad, factor, out=target)  # multiplied before it is rounded
             self.used.add(index)
             parameter.grad = None
         if not add:
@@ -291,6 +313,16 @@ class Bucket:
     def pieces_of(self, index: int) -> list[Piece]:
         """What this rank holds of parameter ``index``: nothing or one piece."""
         return [p for p in self._pieces if p.index == index]
+
+    def grad_of(self, piece: Piece) -> Tensor:
+        """The accumulated gradient (1D) of one of this rank's pieces."""
+        assert self.grad is not None
+        return self.grad[piece.offset : piece.offset + piece.numel]
+
+    @property
+    def staged(self) -> bool:
+        """Whether the optimizer steps copies in another dtype. See optimizer.py, Note [Staged buckets]."""
+        return not self.step_dtype == self.master_dtype == self.grad_dtype
 
     @torch.no_grad()
     def write_back(self) -> None:

@@ -10,15 +10,25 @@ import weakref
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
+from torch.nn.utils.parametrize import ParametrizationList
+from torchmetrics import Metric
 
 from lt_zero.config import ZeroConfig
+from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
 from lt_zero.core.bucket import Bucket, Sharding, weak_owner
 from lt_zero.core.comm import Comm
 from lt_zero.core.construct import Materializer
 from lt_zero.core.engine import Engine
 from lt_zero.core.guard import Owner
+from lt_zero.core.islands import (
+    BATCH_NORMS,
+    DEFAULT_ISLANDS_MIXED,
+    Islands,
+    find_islands,
+    install_islands,
+)
 from lt_zero.core.layout import split_by_size
 from lt_zero.core.reducer import Reducer
 from lt_zero.core.schedule import Residency
@@ -36,7 +46,7 @@ def shard(
     module: nn.Module,
     config: ZeroConfig,
     device: torch.device | None = None,
-    compute_dtype: torch.dtype | None = None,
+    policy: DtypePolicy | None = None,
     comm: Comm | None = None,
 ) -> Engine:
     """Shard ``module`` in place over all ranks of the default process group.
@@ -45,13 +55,18 @@ def shard(
         module: the model; its parameters keep identity, shape and names.
         config: which of optimizer, gradients and parameters are sharded, and the sizes.
         device: where to compute; default: where the first parameter lies.
-        compute_dtype: dtype of the gathered weights for fp32 parameters (master weights stay fp32); default: theirs.
+        policy: dtypes of weights, gradients and master weights; default: what the configuration says.
         comm: the collectives; default: over all ranks.
+
+    Raises:
+        ValueError: a pattern of ``fp16_override_modules`` matches nothing.
     """
     device = device or _device_of(module)
     comm = comm or Comm.for_world(device, check=debug_enabled())
+    policy = policy or dtype_policy(config, resolve_mode(config, "32-true", device.type))
     zero = config.zero_optimization
-    comm.use_reduce_scatter = zero.reduce_scatter
+    _configure_reductions(comm, config)
+    islands = _islands(module, policy)
     rules = UnitRules(zero.stage3_param_persistence_threshold, zero.reduce_bucket_size, zero.leaf_module.classes)
     plans = find_units(module, rules)
     engine_ref: list[weakref.ref[Owner]] = []
@@ -59,7 +74,7 @@ def shard(
     def owner() -> Owner | None:
         return engine_ref[0]() if engine_ref else None
 
-    factory = _BucketFactory(config, comm, compute_dtype, owner)
+    factory = _BucketFactory(config, comm, policy, islands.parameters, owner)
     materializer = Materializer(module, comm)
     units: list[Unit] = []
     persistent: list[Named] = []
@@ -79,16 +94,46 @@ def shard(
         bucket.adopt(materializer.fetch)
         root.buckets.append(bucket)
     materializer.fill_buffers()
+    if policy.buffers is not None:
+        _cast_buffers(module, policy.buffers, islands)
     units = [u for u in units if u.buckets]
     buckets = [b for u in reversed(units) for b in u.buckets] + root.buckets
     reducer = Reducer(comm, buckets, zero.overlap_comm, zero.reduce_bucket_size)
     residency = Residency(
         zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size
     )
-    engine = Engine(module, units, root, comm, reducer, residency, config)
+    engine = Engine(module, units, root, comm, reducer, residency, config, policy)
+    if policy.compute is not None:
+        engine.handles += install_islands(islands, policy.compute, device.type, cast_back=not policy.autocast)
     engine_ref.append(weak_owner(engine))  # type: ignore[arg-type]
     install_load_hooks(engine)
     return engine
+
+
+def _islands(root: nn.Module, policy: DtypePolicy) -> Islands:
+    """What the user wants in fp32, and what cannot run with 16-bit weights."""
+    if policy.compute is None:
+        return Islands((), frozenset())
+    if policy.autocast:
+        return find_islands(root, policy.keep_fp32, keep=DEFAULT_ISLANDS_MIXED)
+    return find_islands(root, policy.keep_fp32, classes=(ParametrizationList,), keep=BATCH_NORMS)
+
+
+def _configure_reductions(comm: Comm, config: ZeroConfig) -> None:
+    comm.use_reduce_scatter = config.zero_optimization.reduce_scatter
+    comm.sum_gradients = config.gradient_allreduce_op == "sum"
+    comm.predivide = float(comm.world) if config.prescale_gradients else None
+    if "gradient_predivide_factor" in config.model_fields_set:
+        comm.predivide = config.gradient_predivide_factor
+
+
+def _cast_buffers(root: nn.Module, dtype: torch.dtype, islands: Islands) -> None:
+    kept = {child for _, module in islands.modules for child in module.modules()}
+    kept |= {m for m in root.modules() if any(p in islands.parameters for p in m.parameters(recurse=False))}
+    for module in root.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and module not in kept and not isinstance(module, Metric):
+                setattr(module, name, buffer.to(dtype))
 
 
 class _BucketFactory:
@@ -98,7 +143,8 @@ class _BucketFactory:
         self,
         config: ZeroConfig,
         comm: Comm,
-        compute_dtype: torch.dtype | None,
+        policy: DtypePolicy,
+        kept: frozenset[Parameter],
         owner: Callable[[], Owner | None],
     ) -> None:
         zero = config.zero_optimization
@@ -108,7 +154,7 @@ class _BucketFactory:
         gather_limit = zero.allgather_bucket_size if whole_after_step else zero.reduce_bucket_size
         self._limit = max(1, min(zero.reduce_bucket_size, gather_limit))
         self._threshold = zero.stage3_param_persistence_threshold
-        self._comm, self._compute_dtype, self._owner = comm, compute_dtype, owner
+        self._comm, self._policy, self._kept, self._owner = comm, policy, kept, owner
 
     def divide(self, plan: UnitPlan) -> tuple[list[Named], list[Named]]:
         """Small parameters, which stay whole, and the others."""
@@ -118,18 +164,13 @@ class _BucketFactory:
     def buckets(self, name: str, parameters: Iterable[Named], sharding: Sharding) -> list[Bucket]:
         kinds: dict[tuple[torch.dtype, bool], list[Named]] = {}
         for n, p in parameters:
-            kinds.setdefault((self._dtype(p), p.requires_grad), []).append((n, p))
+            kinds.setdefault((self._policy.dtype_of(p, p in self._kept), p.requires_grad), []).append((n, p))
         found = []
         for (dtype, _), members in kinds.items():
             for group in split_by_size([p.numel() for _, p in members], self._limit):
                 part = [members[i] for i in group]
-                found.append(Bucket(name, part, dtype, sharding, self._comm, self._owner))
+                found.append(Bucket(name, part, dtype, sharding, self._comm, self._owner, self._policy))
         return found
-
-    def _dtype(self, parameter: Tensor) -> torch.dtype:
-        if self._compute_dtype is not None and parameter.dtype == torch.float32:
-            return self._compute_dtype
-        return parameter.dtype
 
 
 def _device_of(module: nn.Module) -> torch.device:

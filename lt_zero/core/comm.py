@@ -80,6 +80,8 @@ class Comm:
     ) -> None:
         self.device = device
         self.use_reduce_scatter = True  # zero_optimization.reduce_scatter
+        self.sum_gradients = False  # gradient_allreduce_op: sum
+        self.predivide: float | None = None  # gradient_predivide_factor, or the world size for prescale_gradients
         self._group, self._reductions = group, reductions
         self.world = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -130,6 +132,17 @@ class Comm:
     def sums_wide(self) -> bool:
         """Whether ``reduce_scatter`` adds in the dtype of ``out`` whatever dtype is sent."""
         return self.world == 1 or self._arena is not None or (self._gloo and self.use_reduce_scatter)
+
+    def factors(self, wire: torch.dtype) -> tuple[float, float]:
+        """By what gradients sent as ``wire`` are multiplied before and after the sum.
+
+        A sum in fp16 could exceed 65504 although the mean does not, so it is divided beforehand; bf16 has fp32's range.
+        """
+        whole = 1.0 if self.sum_gradients else float(self.world)
+        before = self.predivide
+        if before is None:
+            before = whole if wire == torch.float16 and not self.sums_wide else 1.0
+        return 1.0 / before, before / whole
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1D tensor that collectives read best, for the life of a run; in the same order on all ranks."""
@@ -187,43 +200,47 @@ class Comm:
     def reduce_scatter(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Pending:
         """Average ``flat`` (1D, world shards) over the ranks and put this rank's shard into ``out``, or add it there.
 
-        ``flat`` and ``scratch`` (as large as ``flat``) belong to the collective until it was waited for. ``flat`` may
+        What ``factors`` says comes before was applied by the caller. ``flat`` and ``scratch`` (as large as ``flat``) belong to the collective until it was waited for. ``flat`` may
         have a narrower dtype than ``out`` if ``sums_wide``: the sum is as exact as if ``flat`` had been cast before.
         """
+        after = self.factors(flat.dtype)[1]
         if self.world == 1:
-            return _All([], lambda: _store(out, flat, add))
+            return _All([], lambda: _store(out, flat, add, after))
         self._announce_reduction("reduce-scatter", name, flat.numel())
         arena = self._arena
         if arena is not None and arena.has(flat):
             entered = dist.barrier(self._reductions, async_op=True)
-            return _All([entered], lambda: arena.mean(self.rank, flat, flat.numel(), out, add))
+            return _All([entered], lambda: arena.sum(self.rank, flat, flat.numel(), out, add, after))
         if not self.use_reduce_scatter:
             summed = flat.chunk(self.world)[self.rank]
             work = dist.all_reduce(flat, group=self._reductions, async_op=True)
-            return _All([work], lambda: _store(out, summed.div_(self.world), add))
+            return _All([work], lambda: _store(out, summed, add, after))
         if self._gloo:
             work = dist.all_to_all_single(scratch, flat, group=self._reductions, async_op=True)
-            return _All([work], lambda: _store(out, _mean_in_rank_order(scratch.chunk(self.world), out.dtype), add))
+            return _All(
+                [work], lambda: _store(out, _sum_in_rank_order(scratch.chunk(self.world), out.dtype), add, after)
+            )
         mine = scratch[: out.numel()]
-        work = self._reduce_scatter(mine, flat, op=dist.ReduceOp.AVG, group=self._reductions, async_op=True)
-        return _All([work], lambda: _store(out, mine, add))
+        work = self._reduce_scatter(mine, flat, group=self._reductions, async_op=True)
+        return _All([work], lambda: _store(out, mine, add, after))
 
     def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Pending:
         """Average ``flat`` (1D, world shards) over the ranks and put all of it into ``out``, or add it there."""
+        after = self.factors(flat.dtype)[1]
         if self.world == 1:
-            return _All([], lambda: _store(out, flat, add))
+            return _All([], lambda: _store(out, flat, add, after))
         self._announce_reduction("all-reduce", name, flat.numel())
         if not self._gloo:
-            work = dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self._reductions, async_op=True)
-            return _All([work], lambda: _store(out, flat, add))
+            work = dist.all_reduce(flat, group=self._reductions, async_op=True)
+            return _All([work], lambda: _store(out, flat, add, after))
         work = dist.all_to_all_single(scratch, flat, group=self._reductions, async_op=True)
 
         def finish() -> None:
             mine = flat.chunk(self.world)[self.rank]
-            mine.copy_(_mean_in_rank_order(scratch.chunk(self.world), out.dtype))
+            mine.copy_(_sum_in_rank_order(scratch.chunk(self.world), out.dtype).mul_(after))
             shards = enumerate(flat.chunk(self.world))
             _All([dist.broadcast(s, self._peer(r), self._reductions, async_op=True) for r, s in shards]).wait()
-            _store(out, flat, add)
+            _store(out, flat, add, 1.0)
 
         return _All([work], finish)
 
@@ -273,15 +290,22 @@ class Comm:
         return box
 
 
-def _mean_in_rank_order(shards: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    """The mean of the ranks' contributions, summed in rank order in ``dtype``; may overwrite the first."""
-    total = shards[0].to(dtype)
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype to add numbers that end up in ``dtype``: they are rounded once, at the end."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _sum_in_rank_order(shards: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    """The sum of the ranks' contributions for a result in ``dtype``; may overwrite the first."""
+    total = shards[0].to(wide(dtype))
     for shard in shards[1:]:
         total.add_(shard)
-    return total.mul_(1.0 / len(shards))
+    return total
 
 
-def _store(out: Tensor, value: Tensor, add: bool) -> None:
+def _store(out: Tensor, value: Tensor, add: bool, factor: float) -> None:
+    """``out = value * factor`` or ``out += value * factor``; ``value`` may be overwritten."""
+    value = value.mul_(factor) if value.dtype == wide(value.dtype) else value.to(wide(value.dtype)).mul_(factor)
     if add:
         out.add_(value)
     else:

@@ -47,6 +47,7 @@ from torch import Tensor, nn
 
 from lt_zero.compat import in_running_backward, queue_backward_callback, without_torch_function
 from lt_zero.config import ZeroConfig
+from lt_zero.config.precision import DtypePolicy
 from lt_zero.core.bucket import Bucket, State
 from lt_zero.core.comm import Comm
 from lt_zero.core.guard import HANDS_OUT
@@ -79,6 +80,7 @@ class Engine:
         reducer: gradient reductions; knows all buckets.
         residency: limits on what stays gathered.
         config: what the engine was built from.
+        policy: which dtype is used for what.
     """
 
     def __init__(
@@ -90,8 +92,9 @@ class Engine:
         reducer: Reducer,
         residency: Residency,
         config: ZeroConfig,
+        policy: DtypePolicy,
     ) -> None:
-        self.config = config
+        self.config, self.policy = config, policy
         self.root, self.units, self.root_unit = root, units, root_unit
         self.comm, self.reducer, self.residency = comm, reducer, residency
         self.buckets = [b for u in [*units, root_unit] for b in u.buckets]
@@ -108,19 +111,19 @@ class Engine:
         self._forward_order: Order[Unit] = Order()
         self._backward_order: Order[Unit] = Order()
         self.ledger = GradLedger(comm, reducer, self.buckets)
-        self._handles = [h for u in units for h in install_unit_hooks(self, u)] + install_root_hooks(self)
+        self.handles = [h for u in units for h in install_unit_hooks(self, u)] + install_root_hooks(self)
 
     # ---- hooks -------------------------------------------------------------------------------------------------
 
     def detach(self) -> None:
         """Remove all hooks; parameters stay as they are."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
-        self._handles = []
+        self.handles = []
 
     @property
     def attached(self) -> bool:
-        return bool(self._handles)
+        return bool(self.handles)
 
     # ---- forward -----------------------------------------------------------------------------------------------
 

@@ -63,8 +63,7 @@ class Norms:
 
 
 def _local(bucket: Bucket, index: int) -> list[Tensor]:
-    assert bucket.grad is not None
-    return [bucket.grad[p.offset : p.offset + p.numel] for p in bucket.pieces_of(index)]
+    return [bucket.grad_of(piece) for piece in bucket.pieces_of(index)]
 
 
 def _is_whole(bucket: Bucket) -> bool:

@@ -9,12 +9,15 @@ Note [Narrowing]
 Note [Unused parameters]
     A zero gradient is not "no gradient": AdamW would decay and move a parameter that no rank used. The ranks agree
     on which parameters were used, and the others' fragments have ``grad=None`` for this step.
+
+Note [Staged buckets]
+    Where master weights or accumulators have 16 bits and the optimizer's state has not, the fragments of one bucket at
+    a time become fp32 copies for a ``step`` of their own. The update is computed in fp32 and rounded once.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from torch.optim import Optimizer
 
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.engine import Engine
+from lt_zero.core.layout import Piece
 
 _ELEMENTWISE = {
     "SGD",
@@ -72,6 +76,8 @@ class ShardedOptimizer:
         self.engine, self.optimizer = engine, optimizer
         self._fragments: dict[int, list[Parameter]] = {}
         self._wide: list[list[Parameter]] | None = None
+        self.loss_scale = 1.0  # that the accumulated gradients carry; see gate.py
+        self._staging = False  # the running step is of one bucket's copies
         self._adopt_state()
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -104,36 +110,94 @@ class ShardedOptimizer:
         owner = self.engine.owner
         return [(*owner[id(p)], p) for p in self.parameters() if id(p) in owner]
 
-    @torch.no_grad()
-    def attach_grads(self) -> list[Parameter]:
-        """Give the fragments their part of the reduced gradients; returns those that have one. Collective."""
+    def grads(self) -> list[Tensor]:
+        """This rank's pieces (1D) of the reduced gradients, where any rank has one. Collective."""
         used = self.engine.settle_grads()
-        attached = []
+        places = [(b, i) for b, i, _ in self._places() if used(b, i)]
+        foreign = [p.grad for p in self.parameters() if id(p) not in self.engine.owner and p.grad is not None]
+        return [bucket.grad_of(piece) for bucket, index in places for piece in bucket.pieces_of(index)] + foreign
+
+    def has_grads(self) -> bool:
+        """Whether any rank has a gradient for this optimizer; the same answer on all ranks. Collective."""
+        used = self.engine.settle_grads()
+        foreign = any(p.grad is not None for p in self.parameters() if id(p) not in self.engine.owner)
+        return foreign or any(used(b, i) for b, i, _ in self._places())
+
+    @torch.no_grad()
+    def rescale(self, factor: float) -> None:
+        """Multiply what was accumulated so far, reduced or not. Not collective."""
+        for bucket, index, _ in self._places():
+            span = bucket.layout.spans[index]
+            if bucket.local is not None:
+                bucket.local[span.lo : span.hi].mul_(factor)
+            for piece in bucket.pieces_of(index) if index in bucket.valid else ():
+                bucket.grad_of(piece).mul_(factor)
+
+    def _fragment_grads(self) -> dict[Bucket, list[tuple[Parameter, Piece, Tensor | None]]]:
+        """The fragments by bucket, each with its gradient. Collective."""
+        used = self.engine.settle_grads()
+        found: dict[Bucket, list[tuple[Parameter, Piece, Tensor | None]]] = {}
         for bucket, index, parameter in self._places():
-            pieces = bucket.pieces_of(index)
-            for piece, fragment in zip(pieces, self.fragments(parameter), strict=True):
-                fragment.grad = None
-                if used(bucket, index):
-                    assert bucket.grad is not None
-                    grad = bucket.grad[piece.offset : piece.offset + piece.numel]
-                    fragment.grad = grad.view(fragment.shape)
-                    attached.append(fragment)
-        return attached + [p for p in self.parameters() if id(p) not in self.engine.owner and p.grad is not None]
+            members = found.setdefault(bucket, [])
+            for piece, fragment in zip(bucket.pieces_of(index), self.fragments(parameter), strict=True):
+                grad = bucket.grad_of(piece).view(fragment.shape) if used(bucket, index) else None
+                members.append((fragment, piece, grad))
+        return found
 
     # ---- step --------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._staging:
+            return None
+        if self.loss_scale != 1.0:
+            raise RuntimeError(
+                f"The gradients of this {type(optimizer).__name__} still carry the loss scale {self.loss_scale:g}. In "
+                "manual optimization step the optimizer that `self.optimizers()` returns: it unscales first."
+            )
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         if closure is not None:
             with torch.enable_grad():  # the closure runs backward; step must see its result, on fragments
                 result = closure()
             args, kwargs = args[:1], {**kwargs, "closure": lambda: result}
-        self.attach_grads()
+        members = self._fragment_grads()
         self.narrow()
         self.engine.comm.before_write()
+        for bucket, fragments in members.items():
+            if bucket.staged:
+                self._step_staged(bucket, fragments)
+                continue
+            for fragment, _, grad in fragments:
+                fragment.grad = grad
         return args, kwargs
 
+    @torch.no_grad()
+    def _step_staged(self, bucket: Bucket, members: list[tuple[Parameter, Piece, Tensor | None]]) -> None:
+        """Step the fragments of one bucket, and take them out of the groups. See Note [Staged buckets]."""
+        assert bucket.master is not None
+        groups, mine = self.optimizer.param_groups, {id(fragment) for fragment, _, _ in members}
+        others = [[p for p in group["params"] if id(p) not in mine] for group in groups]
+        rows = [bucket.master[p.offset : p.offset + p.numel].view(f.shape) for f, p, _ in members]
+        for (fragment, _, grad), row in zip(members, rows, strict=True):
+            fragment.data = row.to(bucket.step_dtype, copy=True)
+            fragment.grad = grad.to(bucket.step_dtype) if grad is not None else None
+        for group in groups:
+            group["params"] = [p for p in group["params"] if id(p) in mine]
+        self._staging = True
+        try:
+            type(self.optimizer).step(self.optimizer)
+            for (fragment, _, _), row in zip(members, rows, strict=True):
+                row.copy_(fragment)
+        finally:
+            self._staging = False
+            for (fragment, _, _), row in zip(members, rows, strict=True):
+                fragment.grad = None
+                fragment.data = row
+            for group, rest in zip(groups, others, strict=True):
+                group["params"] = rest
+
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._staging:
+            return
         self.widen()
         self.engine.publish({bucket for bucket, _, _ in self._places()})
 
@@ -164,12 +228,26 @@ class ShardedOptimizer:
         self._wide = None
 
     def clear_grads(self) -> None:
-        """Forget the accumulated gradients of this optimizer's parameters."""
+        """Forget the accumulated gradients of this optimizer's parameters.
+
+        Gradients that ``p.grad`` shows are forgotten when it is set to None; inside ``no_sync`` none is shown.
+        """
         indices: dict[Bucket, set[int]] = {}
         for bucket, index, _ in self._places():
             indices.setdefault(bucket, set()).add(index)
         for bucket, which in indices.items():
             bucket.clear_grads(which)
+
+    @torch.no_grad()
+    def zero_grads(self) -> None:
+        """Set the accumulated gradients of this optimizer's parameters to zero; they count as used."""
+        for bucket, index, _ in self._places():
+            span = bucket.layout.spans[index]
+            if bucket.local is not None:
+                bucket.local[span.lo : span.hi].zero_()
+            for piece in bucket.pieces_of(index):
+                if bucket.grad is not None:
+                    bucket.grad_of(piece).zero_()
 
     def _adopt_state(self) -> None:
         """Cut state that the constructor made in the parameters' full shape (Adagrad)."""
@@ -195,41 +273,6 @@ def cut_state(value: Any, shape: tuple[int, ...], lo: int, hi: int) -> Any:
 def _shaped(row: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A piece that is the whole parameter gets its shape; others stay 1D."""
     return row.view(shape) if row.numel() == torch.Size(shape).numel() else row
-
-
-def clip_grad_norm(sharded: ShardedOptimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scale the gradients so that their global norm is at most ``max_norm``; returns the norm before. Collective.
-
-    The same formula as ``torch.nn.utils.clip_grad_norm_``.
-    """
-    fragments = sharded.attach_grads()
-    total = total_norm(sharded.engine, fragments, norm_type)
-    torch.nn.utils.clip_grads_with_norm_(fragments, max_norm, total)
-    return total
-
-
-def clip_grad_value(sharded: ShardedOptimizer, limit: float) -> None:
-    """Clamp each element of the averaged gradients to [-limit, limit]. Collective."""
-    torch.nn.utils.clip_grad_value_(sharded.attach_grads(), limit)
-
-
-def grad_norm(sharded: ShardedOptimizer, norm_type: float = 2.0) -> Tensor:
-    """The global norm of the averaged gradients of the optimizer's parameters (0D). Collective."""
-    return total_norm(sharded.engine, sharded.attach_grads(), norm_type)
-
-
-@torch.no_grad()
-def total_norm(engine: Engine, fragments: Iterable[Parameter], norm_type: float) -> Tensor:
-    """The norm over all ranks' fragments, each element counted once."""
-    grads = [f.grad for f in fragments if f.grad is not None]
-    device = engine.comm.device
-    local = torch.nn.utils.get_total_norm(grads, norm_type) if grads else torch.zeros((), device=device)
-    if not engine.sharded_optim:
-        return local
-    if norm_type == float("inf"):
-        return engine.comm.max_scalar(local, "gradient norm")
-    total = engine.comm.sum_scalar(local.to(torch.float64) ** norm_type, "gradient norm")
-    return (total ** (1.0 / norm_type)).to(local.dtype)
 
 
 def _check_supported(engine: Engine, optimizer: Optimizer) -> None:
@@ -264,8 +307,7 @@ def _intercept_zero_grad(optimizer: Optimizer, sharded: ShardedOptimizer) -> Non
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         cls.zero_grad(self, set_to_none)
-        if set_to_none:
-            self._lt_zero.clear_grads()
+        self._lt_zero.clear_grads() if set_to_none else self._lt_zero.zero_grads()
 
     optimizer._lt_zero = sharded  # type: ignore[attr-defined]
     optimizer.__class__ = type(cls.__name__, (cls,), {"zero_grad": zero_grad, "__module__": cls.__module__})

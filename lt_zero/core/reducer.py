@@ -111,19 +111,20 @@ class Reducer:
         numel, slot = bucket.layout.numel, None
         if bucket.local is not None:
             bucket.take_grads(bucket.local, add=True)
-            send, bucket.local = bucket.local, None
+            dtype = bucket.send_dtype(bucket.local.dtype)
+            send, bucket.local = bucket.local.mul_(self._comm.factors(dtype)[0]).to(dtype), None
             scratch = torch.empty_like(send)
         else:
             slot = self._slot(bucket)
             send, scratch = slot[0][:numel], slot[1][:numel]
-            bucket.take_grads(send, add=False)
+            bucket.take_grads(send, add=False, factor=self._comm.factors(send.dtype)[0])
         self._flying.append((bucket.launch_reduce(send, scratch), slot))
         if not self._overlap:
             self._land()
 
     def _slot(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """Buffers for one reduction: (what is sent, scratch). Reusable ones take turns (shared.py)."""
-        dtype, comm = bucket.send_dtype, self._comm
+        dtype, comm = bucket.send_dtype(bucket.dtype), self._comm
         if bucket.layout.numel > self._largest:
             send = flat_empty(bucket.layout.numel, dtype, comm.device)
             return send, flat_empty(bucket.layout.numel if comm.world > 1 else 0, dtype, comm.device)

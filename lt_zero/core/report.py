@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -35,6 +36,35 @@ def _cells(unit: Unit) -> tuple[str, ...]:
         f"{unit.numel:,}",
         "yes" if unit.keep and unit.sharded else "no" if unit.sharded else "-",
     )
+
+
+def dtype_table(engine: Engine, console: Console | None = None) -> Table:
+    """Print, and return, in which dtypes each kind of parameters is computed, reduced, kept and updated."""
+    table = Table(title=f"Precision {engine.policy.mode}")
+    for column in ("parameters", "elements", "forward", "gradient", "wire", "accumulator", "master", "moments"):
+        table.add_column(column, justify="right" if column == "elements" else "left")
+    kinds: dict[tuple[str, ...], int] = {}
+    for bucket in engine.buckets:
+        kinds[_dtypes(bucket, engine)] = kinds.get(_dtypes(bucket, engine), 0) + sum(p.numel() for p in bucket.params)
+    for (kind, *dtypes), numel in kinds.items():
+        table.add_row(kind, f"{numel:,}", *dtypes)
+    (console or Console()).print(table)
+    return table
+
+
+def _dtypes(bucket: Bucket, engine: Engine) -> tuple[str, ...]:
+    compute = engine.policy.compute
+    kind = "trained" if bucket.wants_grad else "frozen"
+    kind += ", kept" if compute is not None and bucket.dtype != compute else ""
+    if not bucket.wants_grad:
+        return (kind, _short(bucket.dtype), *["-"] * 5)
+    wire = bucket.send_dtype(bucket.dtype)
+    dtypes = (bucket.dtype, bucket.dtype, wire, bucket.grad_dtype, bucket.master_dtype, bucket.step_dtype)
+    return (kind, *map(_short, dtypes))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
 def _held(bucket: Bucket) -> int:

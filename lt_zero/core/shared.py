@@ -127,11 +127,17 @@ class SharedArena:
                 self.read(peer, own, first + lo, piece[: hi - lo])
                 shard[lo:hi].copy_(piece[: hi - lo])
 
-    def mean(self, rank: int, send: Tensor, numel: int, out: Tensor, add: bool) -> None:
-        """The ranks' average of shard ``rank`` of ``send[:numel]``, summed in rank order in ``out``'s dtype."""
+    def sum(self, rank: int, send: Tensor, numel: int, out: Tensor, add: bool, factor: float) -> None:
+        """The ranks' sum of shard ``rank`` of ``send[:numel]``, times ``factor``, into or onto ``out``.
+
+        Added in rank order, in fp32 if ``out`` has 16 bits.
+        """
         world = len(self._peers) + 1
         base = rank * (numel // world)
-        total, piece = (torch.empty(min(CHUNK, out.numel()), dtype=d) for d in (out.dtype, send.dtype))
+        total, piece = (
+            torch.empty(min(CHUNK, out.numel()), dtype=d)
+            for d in (torch.promote_types(out.dtype, torch.float32), send.dtype)
+        )
         for lo in range(0, out.numel(), CHUNK):
             hi = min(lo + CHUNK, out.numel())
             acc, part = total[: hi - lo], piece[: hi - lo]
@@ -148,7 +154,7 @@ class SharedArena:
                     acc.copy_(mine)
                 else:
                     acc.add_(mine)
-            acc.mul_(1.0 / world)
+            acc.mul_(factor)
             if add:
                 out[lo:hi].add_(acc)
             else:

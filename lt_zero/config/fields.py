@@ -1,0 +1,44 @@
+"""Types of configuration values, and the base of all blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+_DTYPES: Mapping[str, torch.dtype] = {
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32", "torch.float"), torch.float32),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16", "torch.half"), torch.float16),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
+}
+
+
+def _dtype(value: Any) -> Any:
+    if isinstance(value, str) and value.lower() in _DTYPES:
+        return _DTYPES[value.lower()]
+    if isinstance(value, torch.dtype) and value in _DTYPES.values():
+        return value
+    raise ValueError(f"{value!r} is not one of fp32, fp16, bf16")
+
+
+def _whole_number(value: Any) -> Any:
+    """Numbers as real files write them: 5e8, "2e8", "500_000_000"; a fraction stays one and is refused by pydantic."""
+    if isinstance(value, str):
+        try:
+            value = float(value.replace("_", ""))
+        except ValueError:
+            return value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Dtype = Annotated[torch.dtype, BeforeValidator(_dtype)]
+Elements = Annotated[int, BeforeValidator(_whole_number), Field(ge=0, strict=True)]
+PositiveElements = Annotated[int, BeforeValidator(_whole_number), Field(gt=0, strict=True)]
+
+
+class Block(BaseModel):
+    """A block of keys: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, arbitrary_types_allowed=True)

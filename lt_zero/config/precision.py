@@ -1,0 +1,282 @@
+"""The ``fp16``, ``bf16`` and ``data_types`` blocks, and what they and ``Trainer(precision=...)`` mean together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from pydantic import Field
+
+from lt_zero.config.fields import Block, Dtype
+
+if TYPE_CHECKING:
+    from lt_zero.config.schema import ZeroConfig
+
+# Trainer(precision=...) -> (dtype of weights in forward, autocast)
+MODES: dict[str, tuple[torch.dtype | None, bool]] = {
+    "32-true": (None, False),
+    "16-true": (torch.float16, False),
+    "bf16-true": (torch.bfloat16, False),
+    "16-mixed": (torch.float16, True),
+    "bf16-mixed": (torch.bfloat16, True),
+}
+Switch = bool | Literal["auto"] | None
+
+
+class Fp16(Block):
+    """The ``fp16`` block."""
+
+    enabled: Switch = Field(None, description="fp16 weights in forward and backward; auto: what the Trainer says")
+    auto_cast: bool | None = Field(None, description="cast floating-point inputs; by default the true modes do")
+    loss_scale: float = Field(0.0, ge=0, allow_inf_nan=False, description="0: dynamic, else the scale")
+    initial_scale_power: int = Field(16, ge=0, le=100, description="the dynamic scale starts at 2**this")
+    loss_scale_window: int = Field(1000, gt=0, description="steps without overflow before the scale doubles")
+    hysteresis: int = Field(2, description="overflows before the scale is halved; 0 or less: never")
+    consecutive_hysteresis: bool = Field(False, description="hysteresis starts anew at each step without overflow")
+    min_loss_scale: float = Field(1.0, gt=0, allow_inf_nan=False, description="the dynamic scale's lower limit")
+    raise_error_at_min_scale: bool | None = Field(None, description="true: on_min_scale=raise, false: hold")
+    fp16_master_weights_and_grads: bool = Field(False, description="no fp32 copy of the weights, fp16 accumulators")
+    fp16_override_modules: tuple[str, ...] = ()
+
+
+class Bf16(Block):
+    """The ``bf16`` block."""
+
+    enabled: Switch = Field(None, description="bf16 weights in forward and backward; auto: what the Trainer says")
+    immediate_grad_update: bool = Field(
+        True, description="accepted; each backward adds into the accumulator at once in any case"
+    )
+    check_grad_overflow: bool = Field(True, description="skip a step whose gradients are not finite")
+    bf16_master_weights_and_grads: bool = Field(False, description="no fp32 copy of the weights, bf16 accumulators")
+    bf16_optimizer_states: bool = Field(False, description="moments in bf16; needs bf16_master_weights_and_grads")
+    fp16_override_modules: tuple[str, ...] = ()
+
+
+class DataTypes(Block):
+    """The ``data_types`` block."""
+
+    grad_accum_dtype: Dtype | None = Field(None, description="dtype of the gradient accumulators (fp32)")
+    param_dtype: Dtype | None = Field(None, description="what the fp16 or bf16 block implies; only checked")
+    buffer_dtype: Dtype | None = Field(None, description="cast floating-point buffers; they keep their dtype without")
+
+
+@dataclass(frozen=True)
+class ScalerRules:
+    """How the scale moves.
+
+    Attributes:
+        initial: the scale at the start.
+        dynamic: False: the scale stays what it is; overflows still skip steps.
+        window: the scale grows after this many steps without overflow.
+        hysteresis: the scale drops at this many overflows; those before only use up the patience.
+        consecutive_hysteresis: patience is restored by each good step instead of when the scale grows.
+        minimum: the scale never drops below.
+        growth: factor of an increase.
+        backoff: factor of a decrease.
+    """
+
+    initial: float = 2.0**16
+    dynamic: bool = True
+    window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    minimum: float = 1.0
+    growth: float = 2.0
+    backoff: float = 0.5
+
+
+@dataclass(frozen=True)
+class DtypePolicy:
+    """Which dtype is used for what.
+
+    Attributes:
+        mode: one of ``MODES``.
+        compute: of gathered weights and activations; None: what the parameters have.
+        autocast: whether forward runs under ``torch.autocast(dtype=compute)``.
+        cast_inputs: whether floating-point inputs of a step are cast to ``compute``.
+        accumulate: of the gradient accumulators; None: that of the master weights.
+        wire: of gradients in collectives; None: what they have, or what makes the sum exact.
+        buffers: of floating-point buffers; None: what they have.
+        low_master: master weights are in ``compute`` instead of fp32.
+        low_states: the optimizer's moments are in the dtype of the master weights even if that is bf16.
+        keep_fp32: class names and patterns of modules and parameters that stay fp32.
+        check_overflow: steps with non-finite gradients are skipped.
+        scaling: how the loss is scaled; None: it is not.
+    """
+
+    mode: str = "32-true"
+    compute: torch.dtype | None = None
+    autocast: bool = False
+    cast_inputs: bool = False
+    accumulate: torch.dtype | None = None
+    wire: torch.dtype | None = None
+    buffers: torch.dtype | None = None
+    low_master: bool = False
+    low_states: bool = False
+    keep_fp32: tuple[str, ...] = ()
+    check_overflow: bool = False
+    scaling: ScalerRules | None = None
+
+    def dtype_of(self, parameter: torch.Tensor, kept: bool = False) -> torch.dtype:
+        """The dtype of a parameter's gathered weights; ``kept`` for the members of fp32 islands."""
+        if self.compute is None or parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return parameter.dtype
+        return torch.float32 if kept else self.compute
+
+    def accumulate_of(self, dtype: torch.dtype) -> torch.dtype:
+        """The accumulators' dtype; islands and fp64 weights keep the precision that they are there for."""
+        plain = dtype == (self.compute or torch.float32)
+        return self.accumulate if plain and self.accumulate is not None else self.master_of(dtype)
+
+    def step_of(self, dtype: torch.dtype) -> torch.dtype:
+        """In which dtype the optimizer sees such weights and keeps its state."""
+        master = self.master_of(dtype)
+        return master if self.low_states else torch.promote_types(master, torch.float32)
+
+    def wire_of(self, dtype: torch.dtype) -> torch.dtype | None:
+        """In which dtype gradients of such weights have to be sent, or None: choose."""
+        return None if dtype == torch.float64 else self.wire
+
+    def master_of(self, dtype: torch.dtype) -> torch.dtype:
+        """The master weights' dtype for gathered weights of ``dtype``: fp32 for 16 bits unless configured otherwise."""
+        low = dtype in (torch.float16, torch.bfloat16)
+        return torch.float32 if low and not (self.low_master and dtype == self.compute) else dtype
+
+
+def check_precision(config: ZeroConfig) -> None:
+    """Refuse keys that contradict each other.
+
+    Raises:
+        ValueError: names both keys.
+    """
+    fp16, bf16 = config.fp16, config.bf16
+    if fp16.enabled is True and bf16.enabled is True:
+        raise ValueError("fp16.enabled and bf16.enabled are both true. Switch one of them off.")
+    if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
+        raise ValueError("bf16.bf16_optimizer_states=true needs bf16.bf16_master_weights_and_grads=true.")
+    asked = fp16.raise_error_at_min_scale
+    if asked is not None and "on_min_scale" in config.model_fields_set and asked != (config.on_min_scale == "raise"):
+        raise ValueError(
+            f"fp16.raise_error_at_min_scale={asked} contradicts on_min_scale={config.on_min_scale!r}. Remove one."
+        )
+    if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
+        raise ValueError(
+            "prescale_gradients=true divides by the number of ranks before the reduction, "
+            f"gradient_predivide_factor={config.gradient_predivide_factor} by another number. Remove one."
+        )
+
+
+def resolve_mode(config: ZeroConfig, precision: str, device: str) -> str:
+    """The one precision that the Trainer and the configuration ask for.
+
+    Args:
+        config: its ``fp16`` and ``bf16`` blocks count.
+        precision: of the Trainer. "32-true" is its default, so it contradicts nothing.
+        device: device type; on "cpu" Lightning has already replaced "16-mixed" by "bf16-mixed".
+
+    Raises:
+        ValueError: they contradict each other; both are shown.
+    """
+    blocks: dict[str, Switch] = {"fp16": config.fp16.enabled, "bf16": config.bf16.enabled}
+    wanted = next((name for name, enabled in blocks.items() if enabled is True), None)
+    asked = {torch.float16: "fp16", torch.bfloat16: "bf16", None: None}[MODES[precision][0]]
+    digits = {"fp16": "16", "bf16": "bf16"}
+    if wanted is None:
+        if asked is not None and blocks[asked] is False:
+            raise ValueError(_contradiction(precision, f"{asked}.enabled=false"))
+        return precision
+    if asked is None:
+        return f"{digits[wanted]}-true"
+    if asked != wanted:
+        if device == "cpu" and precision == "bf16-mixed":
+            return f"{digits[wanted]}-mixed"
+        raise ValueError(_contradiction(precision, f"{wanted}.enabled=true"))
+    return precision
+
+
+def _contradiction(precision: str, key: str) -> str:
+    return f"Trainer(precision={precision!r}) contradicts {key} in the ZeRO configuration. Change or remove one."
+
+
+def dtype_policy(config: ZeroConfig, mode: str, rules: ScalerRules | None = None) -> DtypePolicy:
+    """What a resolved mode and the configuration mean.
+
+    Args:
+        config: all keys about dtypes and loss scaling.
+        mode: one of ``MODES``.
+        rules: loss scaling that the user configured in another way (a plugin's GradScaler).
+
+    Raises:
+        ValueError: a key contradicts the mode, or ``rules`` contradict the ``fp16`` block.
+    """
+    compute, autocast = MODES[mode]
+    low = {torch.float16: config.fp16.fp16_master_weights_and_grads}
+    low[torch.bfloat16] = config.bf16.bf16_master_weights_and_grads
+    for dtype, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
+        if low[dtype] and compute != dtype:
+            raise ValueError(
+                f"{name}.{name}_master_weights_and_grads=true, but the precision is {mode!r}. Set {name}.enabled=true "
+                "or remove the key."
+            )
+    param = config.data_types.param_dtype
+    if param is not None and param != (compute or torch.float32):
+        raise ValueError(
+            f"data_types.param_dtype={param} contradicts the precision {mode!r}, in which weights are "
+            f"{compute or torch.float32} in forward. Remove the key."
+        )
+    low_master = compute is not None and low[compute]
+    return DtypePolicy(
+        mode=mode,
+        compute=compute,
+        autocast=autocast,
+        cast_inputs=_cast_inputs(config, mode),
+        accumulate=config.data_types.grad_accum_dtype or (compute if low_master else None),
+        wire=config.communication_data_type,
+        buffers=config.data_types.buffer_dtype,
+        low_master=low_master,
+        low_states=config.bf16.bf16_optimizer_states,
+        keep_fp32=(
+            *config.fp16_override_modules,
+            *config.fp16.fp16_override_modules,
+            *config.bf16.fp16_override_modules,
+        ),
+        check_overflow=compute == torch.float16 or (compute == torch.bfloat16 and config.bf16.check_grad_overflow),
+        scaling=_scaling(config, rules) if compute == torch.float16 else None,
+    )
+
+
+def _cast_inputs(config: ZeroConfig, mode: str) -> bool:
+    compute, autocast = MODES[mode]
+    if compute == torch.float16 and config.fp16.auto_cast is not None:
+        return config.fp16.auto_cast
+    return compute is not None and not autocast
+
+
+_SCALE_KEYS = {"loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"}
+
+
+def _scaling(config: ZeroConfig, rules: ScalerRules | None) -> ScalerRules:
+    block: Any = config.fp16
+    if rules is not None:
+        given = sorted(_SCALE_KEYS & block.model_fields_set)
+        if given:
+            raise ValueError(
+                f"The precision plugin has a GradScaler of its own, and fp16.{given[0]}={getattr(block, given[0])} is "
+                "configured. Remove one."
+            )
+        return rules
+    dynamic = ScalerRules(
+        initial=2.0**block.initial_scale_power,
+        window=block.loss_scale_window,
+        hysteresis=block.hysteresis,
+        consecutive_hysteresis=block.consecutive_hysteresis,
+        minimum=block.min_loss_scale,
+    )
+    return dynamic if block.loss_scale == 0 else replace(dynamic, initial=block.loss_scale, dynamic=False)
+
+
+def on_min_scale(config: ZeroConfig) -> str:
+    """``raise``, ``hold`` or ``warn``, in whichever of its two spellings it was given."""
+    asked = config.fp16.raise_error_at_min_scale
+    return config.on_min_scale if asked is None else "raise" if asked else "hold"

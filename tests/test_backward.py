@@ -1,0 +1,160 @@
+"""What happens around backward: accumulation, several backwards, gradient penalties, evaluation, failures."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import lt_zero
+from tests.models import VOCAB, WIDTH, Block, Net, next_token_loss, tokens
+from tests.parity import RELEASE, STAGES, Case, check, config_of, full_values, split_backward
+from tests.pool import Pool
+
+
+def _two_forwards(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
+    return next_token_loss(model, step, micro, rank) + next_token_loss(model, step, micro + 5, rank)
+
+
+def _forwards(stage: int, zero: dict[str, Any], micro: int, sync_every: bool) -> None:
+    check(Case(Net, _two_forwards, stage, zero=zero, micro=micro, sync_every=sync_every))
+    check(Case(Net, _two_forwards, stage, zero=zero, micro=micro, sync_every=True, backward=split_backward))
+
+
+@pytest.mark.parametrize("zero", [{}, RELEASE], ids=["keep", "release"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_several_forwards_and_backwards(pool: Pool, stage: int, zero: dict[str, Any]) -> None:
+    pool.run(2, _forwards, stage, zero, 1, False)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_accumulation_window(pool: Pool, world: int, stage: int) -> None:
+    pool.run(world, _forwards, stage, {}, 3, False)
+    pool.run(world, _forwards, stage, RELEASE, 2, True)
+
+
+def _zeroed_in_a_window(stage: int, set_to_none: bool) -> None:
+    """The first micro-batch's gradients are dropped for one of two optimizers whose parameters share buckets."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    model = Net()
+    reference = copy.deepcopy(model)
+    engine = lt_zero.shard(model, config_of(stage, RELEASE))
+
+    def optimizers(net: nn.Module) -> list[Optimizer]:
+        kinds = [p for p in net.parameters() if p.dim() > 1], [p for p in net.parameters() if p.dim() < 2]
+        return [torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1) for params in kinds]
+
+    mine, theirs = optimizers(model), optimizers(reference)
+    for optimizer in mine:
+        lt_zero.ShardedOptimizer(engine, optimizer)
+    for step in range(3):
+        for optimizer in (*mine, *theirs):
+            optimizer.zero_grad()
+        for micro in range(3):
+            with engine.no_sync() if micro < 2 else nullcontext():
+                next_token_loss(model, step, micro, rank).backward()
+            for r in range(world):
+                (next_token_loss(reference, step, micro, r) / world).backward()
+            if micro == 0:
+                for optimizer in (mine[0], theirs[0]):
+                    optimizer.zero_grad(set_to_none)
+        for optimizer in (*mine, *theirs):
+            optimizer.step()
+        got = full_values(engine)
+        for name, p in reference.named_parameters():
+            torch.testing.assert_close(got[name], p.detach(), rtol=1e-4, atol=1e-5, msg=lambda t, n=name: f"{n}\n{t}")
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_zero_grad_inside_a_window(pool: Pool, stage: int, set_to_none: bool) -> None:
+    pool.run(2, _zeroed_in_a_window, stage, set_to_none)
+
+
+def _penalty_loss(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
+    x = tokens(step, micro, rank).float() / VOCAB
+    x = torch.nn.functional.pad(x, (0, WIDTH - x.shape[1])).requires_grad_()
+    y = model(x)
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y.square().mean() + (grad.norm(dim=1) - 1).square().mean()
+
+
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.out = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+def _penalty(stage: int, zero: dict[str, Any]) -> None:
+    check(Case(Critic, _penalty_loss, stage, zero=zero))
+
+
+@pytest.mark.parametrize("zero", [{}, RELEASE], ids=["keep", "release"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradient_penalty(pool: Pool, stage: int, zero: dict[str, Any]) -> None:
+    pool.run(2, _penalty, stage, zero)
+
+
+def _evaluations(stage: int, zero: dict[str, Any]) -> None:
+    def evaluate(model: nn.Module, step: int) -> None:
+        with torch.no_grad():
+            before = model(tokens(9, 9, 9))
+        with torch.inference_mode():
+            again = model(tokens(9, 9, 9))
+        assert torch.equal(before, again.clone())
+
+    check(Case(Net, next_token_loss, stage, zero=zero, after_step=evaluate))
+
+
+@pytest.mark.parametrize("zero", [{}, RELEASE], ids=["keep", "release"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_evaluation_between_steps(pool: Pool, stage: int, zero: dict[str, Any]) -> None:
+    pool.run(2, _evaluations, stage, zero)
+
+
+def _aborted(stage: int) -> None:
+    torch.manual_seed(0)
+    model, fail = Net(), [True]
+    reference = copy.deepcopy(model)
+    engine = lt_zero.shard(model, config_of(stage, RELEASE))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    lt_zero.ShardedOptimizer(engine, optimizers[0])
+
+    def explode(grad: Tensor) -> None:
+        if fail[0]:
+            raise ValueError("on purpose")
+
+    for explicit in (False, True):
+        fail[0] = True
+        handle = model.blocks[1].register_forward_hook(lambda m, a, out: out.register_hook(explode) and None)
+        loss = next_token_loss(model, 0, 0, 0)
+        handle.remove()
+        with pytest.raises(ValueError, match="on purpose"), engine.backward_pass() if explicit else nullcontext():
+            loss.backward()
+        fail[0] = False
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for net, optimizer in zip((model, reference), optimizers, strict=True):
+            next_token_loss(net, 1, 0, 0).backward()
+            optimizer.step()
+        for name, value in full_values(engine).items():
+            torch.testing.assert_close(value, dict(reference.named_parameters())[name].detach())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_that_fails_leaves_nothing_behind(pool: Pool, stage: int) -> None:
+    pool.run(2, _aborted, stage)
