@@ -1,4 +1,4 @@
-"""16-bit weights in forward, fp32 masters: errors against fp64, reductions on the wire, accumulators, master weights."""
+"""16-bit weights in forward, fp32 masters: errors against fp64, sums on the wire, accumulators, skipped steps."""
 
 from __future__ import annotations
 

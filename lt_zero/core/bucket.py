@@ -228,7 +228,7 @@ class Bucket:
     # ---- gradients ---------------------------------------------------------------------------------------------
 
     def send_dtype(self, have: torch.dtype) -> torch.dtype:
-        """In which dtype gradients of dtype ``have`` are sent: unless configured, in their own if that loses nothing."""
+        """In which dtype gradients of dtype ``have`` are sent: if not configured, in it where that loses nothing."""
         if self._wire is not None:
             return self._wire
         return have if self.sharding.optim and self.comm.sums_wide else self.grad_dtype

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_zero.core.sequence import SequenceCheck
-from lt_zero.core.shared import SharedArena, supported
+from lt_zero.core.shared import SharedArena, supported, wide
 from lt_zero.core.storage import flat_empty
 
 
@@ -200,8 +200,9 @@ class Comm:
     def reduce_scatter(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Pending:
         """Average ``flat`` (1D, world shards) over the ranks and put this rank's shard into ``out``, or add it there.
 
-        What ``factors`` says comes before was applied by the caller. ``flat`` and ``scratch`` (as large as ``flat``) belong to the collective until it was waited for. ``flat`` may
-        have a narrower dtype than ``out`` if ``sums_wide``: the sum is as exact as if ``flat`` had been cast before.
+        The caller has multiplied by what ``factors`` says comes before. ``flat`` and ``scratch`` (as large as ``flat``)
+        belong to the collective until it was waited for. ``flat`` may have a narrower dtype than ``out`` if
+        ``sums_wide``: the sum is as exact as if ``flat`` had been cast before.
         """
         after = self.factors(flat.dtype)[1]
         if self.world == 1:
@@ -217,9 +218,8 @@ class Comm:
             return _All([work], lambda: _store(out, summed, add, after))
         if self._gloo:
             work = dist.all_to_all_single(scratch, flat, group=self._reductions, async_op=True)
-            return _All(
-                [work], lambda: _store(out, _sum_in_rank_order(scratch.chunk(self.world), out.dtype), add, after)
-            )
+            parts = scratch.chunk(self.world)
+            return _All([work], lambda: _store(out, _sum_in_rank_order(parts, out.dtype), add, after))
         mine = scratch[: out.numel()]
         work = self._reduce_scatter(mine, flat, group=self._reductions, async_op=True)
         return _All([work], lambda: _store(out, mine, add, after))
@@ -288,11 +288,6 @@ class Comm:
         box: list[Any] = [None] * self.world
         dist.all_gather_object(box, value, group=self._host)
         return box
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """In which dtype to add numbers that end up in ``dtype``: they are rounded once, at the end."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _sum_in_rank_order(shards: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:

@@ -29,6 +29,11 @@ CHUNK = 1 << 18  # elements that are summed at a time: they stay in the cache
 SEND_BUFFERS = 4
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype to add numbers that end up in ``dtype``: they are rounded once, at the end."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def supported() -> bool:
     """Whether this system has what windows need, and nobody switched them off (``LT_ZERO_SHARED_MEMORY=0``)."""
     wanted = os.environ.get("LT_ZERO_SHARED_MEMORY", "1").lower() not in ("0", "false", "no", "off")
@@ -134,10 +139,7 @@ class SharedArena:
         """
         world = len(self._peers) + 1
         base = rank * (numel // world)
-        total, piece = (
-            torch.empty(min(CHUNK, out.numel()), dtype=d)
-            for d in (torch.promote_types(out.dtype, torch.float32), send.dtype)
-        )
+        total, piece = (torch.empty(min(CHUNK, out.numel()), dtype=d) for d in (wide(out.dtype), send.dtype))
         for lo in range(0, out.numel(), CHUNK):
             hi = min(lo + CHUNK, out.numel())
             acc, part = total[: hi - lo], piece[: hi - lo]
