@@ -330,7 +330,7 @@ def test_dtype_table() -> None:
     dtype_table(engine, Console(file=out, width=100))
     text = out.getvalue()
     assert "forward" in text
-    assert "accumulator" in text
+    assert "accum." in text
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "trained" in line]
     assert ["bf16", "bf16", "bf16", "fp32", "fp32", "fp32"] in [row[2:] for row in rows]
     assert ["fp32"] * 6 in [row[2:] for row in rows]

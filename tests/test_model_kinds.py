@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
@@ -117,13 +118,13 @@ def test_inputs_shared_by_all_blocks(pool: Pool, stage: int) -> None:
     pool.run(2, _conditioned, stage)
 
 
-def _compiled(stage: int, zero: dict[str, Any]) -> None:
+def _compiled(stage: int, zero: dict[str, Any], backend: str) -> None:
     torch._dynamo.reset()
 
     def model() -> nn.Module:
         net = Net()
         for block in net.blocks:
-            block.compile(backend="aot_eager")
+            block.compile(backend=backend)
         return net
 
     check(Case(model, next_token_loss, stage, zero=zero))
@@ -132,7 +133,14 @@ def _compiled(stage: int, zero: dict[str, Any]) -> None:
 @pytest.mark.parametrize("zero", [{}, RELEASE], ids=["keep", "release"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_compiled_blocks(pool: Pool, stage: int, zero: dict[str, Any]) -> None:
-    pool.run(2, _compiled, stage, zero)
+    pool.run(2, _compiled, stage, zero, "aot_eager")
+
+
+@pytest.mark.slow  # the C++ compiler takes 25 s once, the cached kernels less than a second
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles C++")
+def test_blocks_compiled_by_inductor(pool: Pool) -> None:
+    for stage in STAGES:
+        pool.run(2, _compiled, stage, RELEASE, "inductor")
 
 
 # ---- unused parameters and routing ---------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import grad_norm
 
 import lt_zero
-from tests.lightning_tools import GPT, assert_same, sharded_trainer, single_trainer, weights
+from tests.lightning_tools import GPT, QUIET, ROWS, assert_same, sharded_trainer, single_trainer, weights
 from tests.pool import Pool
 
 STAGES = [0, 1, 2, 3]
@@ -111,6 +115,37 @@ def test_plain_trainer_resumes(pool: Pool, tmp_path: Path) -> None:
     assert_same(weights(resumed), weights(reference), rtol=1e-4, atol=1e-5)
 
 
+def test_resumes_from_a_plain_trainer(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "one.ckpt")
+    first, reference = single_trainer(max_epochs=1), single_trainer(max_epochs=2)
+    first.fit(GPT(1, "adamw"))
+    first.save_checkpoint(path)
+    reference.fit(GPT(1, "adamw"))
+    assert_same(pool.run(2, _resume, 3, path)[0], weights(reference), rtol=1e-4, atol=1e-5)
+
+
+def _train_from(stage: int | None, source: str | None, epochs: int, target: str) -> None:
+    """Fit under a stage, or under DDP, and save."""
+    options: dict[str, Any] = {"strategy": DDPStrategy(process_group_backend="gloo")} if stage is None else {}
+    trainer = sharded_trainer(stage or 0, max_epochs=epochs, **options)
+    trainer.fit(GPT(dist.get_world_size(), "adamw"), ckpt_path=source)
+    trainer.save_checkpoint(target)
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, 3), (3, None), (None, 1), (1, None)])
+def test_ddp_and_zero_resume_from_each_other(pool: Pool, tmp_path: Path, before: int | None, after: int | None) -> None:
+    one, same, two = (str(tmp_path / f"{name}.ckpt") for name in ("one", "same", "two"))
+    pool.run(2, _train_from, before, None, 1, one)
+    pool.run(2, _train_from, after, one, 1, same)  # nothing left to train: what was loaded is saved
+    pool.run(2, _train_from, after, one, 2, two)
+    saved, again, later = (torch.load(path, weights_only=True) for path in (one, same, two))
+    for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step"):
+        torch.testing.assert_close(again[key], saved[key], rtol=0, atol=0)
+    reference = single_trainer(max_epochs=2)
+    reference.fit(GPT(1, "adamw"))
+    assert_same({k: v.numpy() for k, v in later["state_dict"].items()}, weights(reference), rtol=1e-4, atol=1e-5)
+
+
 class Norms(Callback):
     def __init__(self) -> None:
         self.norms: list[dict[str, float]] = []
@@ -187,6 +222,32 @@ def test_callbacks(pool: Pool, stage: int, tmp_path: Path) -> None:
     assert all(torch.isfinite(p).all() for p in loaded.parameters())
 
 
+def _throughput(stage: int, folder: str) -> str:
+    monitor, logger = ThroughputMonitor(batch_size_fn=len, length_fn=torch.numel, window_size=4), CSVLogger(folder)
+    trainer = sharded_trainer(stage, max_epochs=3, callbacks=[monitor], logger=logger, log_every_n_steps=1)
+    module = GPT(dist.get_world_size())
+    module.flops_per_batch = 1000
+    trainer.fit(module)
+    return logger.log_dir
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_throughput_monitor(pool: Pool, stage: int, tmp_path: Path) -> None:
+    """Rates of all ranks together, from what each of them counts."""
+    log_dir = pool.run(2, _throughput, stage, str(tmp_path))[0]
+    with Path(log_dir, "metrics.csv").open() as file:
+        logged = [row for row in csv.DictReader(file) if row["train/samples_per_sec"]]
+    row = {name: float(value) for name, value in logged[-1].items() if value}
+    batches, rows = row["train/batches"], ROWS // 4  # a rank's batch: a quarter of all rows
+    assert batches == 6
+    assert (row["train/samples"], row["train/lengths"]) == (batches * rows, batches * rows * 6)
+    rate = row["train/batches_per_sec"]
+    assert rate > 0
+    for name, per_batch in {"samples": rows, "items": rows * 6, "flops": 1000}.items():
+        assert row[f"train/{name}_per_sec"] == pytest.approx(rate * per_batch)
+        assert row[f"train/device/{name}_per_sec"] == pytest.approx(rate * per_batch / 2)
+
+
 def _export(stage: int, path: str) -> Any:
     trainer = sharded_trainer(stage, max_epochs=1)
     trainer.fit(GPT(dist.get_world_size()))
@@ -231,3 +292,24 @@ def test_names_are_registered(name: str) -> None:
     assert isinstance(trainer.strategy, lt_zero.ZeroStrategy)
     assert trainer.strategy.stage == int(name[-1])
     trainer.fit(GPT(1))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stage"),
+    [
+        ("zero_3", 3),
+        ({"class_path": "lt_zero.ZeroStrategy", "init_args": {"config": {"zero_optimization": {"stage": 2}}}}, 2),
+    ],
+    ids=["name", "class"],
+)
+def test_lightning_cli(monkeypatch: Any, tmp_path: Path, strategy: Any, stage: int) -> None:
+    pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse, which is not a dependency")
+    from lightning.pytorch.cli import LightningCLI
+
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    config = tmp_path / "run.yaml"
+    config.write_text(json.dumps({"trainer": {**QUIET, "strategy": strategy, "devices": 1, "max_epochs": 1}}))
+    cli = LightningCLI(GPT, args=["fit", "--config", str(config)], save_config_callback=None)
+    assert isinstance(cli.trainer.strategy, lt_zero.ZeroStrategy)
+    assert cli.trainer.strategy.stage == stage
+    assert cli.trainer.global_step == 2

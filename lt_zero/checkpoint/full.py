@@ -123,7 +123,8 @@ def load_full_optimizer_state(sharded: ShardedOptimizer, full: Mapping[str, Any]
 def export(engine: Engine, path: str | os.PathLike[str], dtype: torch.dtype = torch.float16) -> None:
     """Write all weights as one plain state dict that ``torch.load(path, weights_only=True)`` reads. Collective.
 
-    Floating-point parameters and buffers are cast to ``dtype``, tied weights stay tied. Rank 0 writes, under a
+    Floating-point parameters and buffers are cast to ``dtype``, except for parameters that ``fp16_override_modules``
+    keeps in fp32. Tied weights stay tied. Rank 0 writes, under a
     temporary name first. Values that do not fit into ``dtype`` are reported by name.
     """
     keep = engine.comm.rank == 0
@@ -131,7 +132,7 @@ def export(engine: Engine, path: str | os.PathLike[str], dtype: torch.dtype = to
     overflown = []
     for name, parameter, value in full_parameters(engine):
         if keep:
-            values[id(parameter)] = _cast(value, dtype)
+            values[id(parameter)] = _cast(value, dtype if parameter not in engine.kept else torch.float32)
             if values[id(parameter)].isinf().any() and not value.isinf().any():
                 overflown.append(name)
     state = engine.root.state_dict(keep_vars=True)

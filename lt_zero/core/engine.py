@@ -44,6 +44,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from lt_zero.compat import in_running_backward, queue_backward_callback, without_torch_function
 from lt_zero.config import ZeroConfig
@@ -95,6 +96,7 @@ class Engine:
         policy: DtypePolicy,
     ) -> None:
         self.config, self.policy = config, policy
+        self.kept: frozenset[Parameter] = frozenset()  # what the user wants in fp32, exports included
         self.root, self.units, self.root_unit = root, units, root_unit
         self.comm, self.reducer, self.residency = comm, reducer, residency
         self.buckets = [b for u in [*units, root_unit] for b in u.buckets]

@@ -117,15 +117,16 @@ class StepGate:
 
     def _tell(self, engine: Engine, counter: SkipCounter, before: float, possible: bool) -> None:
         log.info("Gradients overflowed: step skipped, loss scale %g -> %g", before, self.scale)
+        fatal = not possible and self._on_min_scale == "raise"
         # Where no lower scale helps, repeated skips need attention: told at the 2nd, 4th, 8th, ... in a row.
-        stuck = self.scaler is None or not self.scaler.rules.dynamic
+        stuck = self.scaler is None or not self.scaler.rules.dynamic or not possible
         again = stuck and counter.consecutive > 1 and counter.consecutive & (counter.consecutive - 1) == 0
-        if not again and (possible or self._on_min_scale == "hold"):
+        if not fatal and (not again or self._on_min_scale == "hold"):
             return
         culprit = self._watch.first() if self._watch is not None else None
         culprits = engine.comm.host_gather(culprit, "overflow") if self._watch is not None else []
         report = overflow_report(nonfinite_parameters(engine), culprits, self.skipped, before)
-        if not possible and self._on_min_scale == "raise":
+        if fatal:
             raise OverflowError16(f"{report} The scale is at its minimum; on_min_scale=hold or warn goes on.")
         if engine.comm.rank == 0:
             warnings.warn(report, stacklevel=2)

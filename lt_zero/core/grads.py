@@ -53,6 +53,8 @@ class Norms:
         row = torch.zeros(len(self._places), dtype=torch.float64, device=self._comm.device)
         infinite = norm_type == float("inf")
         for number, (bucket, index) in enumerate(self._places):
+            if bucket.own == (0, bucket.layout.numel) and self._comm.rank > 0:
+                continue  # every rank has all of it: counted once
             for grad in _local(bucket, index):
                 norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
                 row[number] = norm if infinite else norm**norm_type

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lt_zero.core.engine import Engine
 
 _INPUT = "the input of "
+_QUOTE = "'"  # around a module's name
 _SHOWN = 5  # names in a message
 
 
@@ -182,6 +183,8 @@ def overflow_report(parameters: list[str], culprits: Sequence[str | None], skipp
     """
     steps = f"{skipped} optimizer step{'s were' if skipped != 1 else ' was'} skipped"
     what = f"Gradients are not finite at loss scale {scale:g}, {steps}."
+    named = tuple(f"{culprit.split(_QUOTE)[1]}." for culprit in culprits if culprit is not None and _QUOTE in culprit)
+    parameters = sorted(parameters, key=lambda name: not name.startswith(named))  # the culprit's own first
     if parameters:
         what += f" Parameters: {_some([repr(name) for name in parameters])}."
     ranks: dict[str | None, list[str]] = {}

@@ -41,7 +41,7 @@ def _cells(unit: Unit) -> tuple[str, ...]:
 def dtype_table(engine: Engine, console: Console | None = None) -> Table:
     """Print, and return, in which dtypes each kind of parameters is computed, reduced, kept and updated."""
     table = Table(title=f"Precision {engine.policy.mode}")
-    for column in ("parameters", "elements", "forward", "gradient", "wire", "accumulator", "master", "moments"):
+    for column in ("kind", "elements", "forward", "gradient", "wire", "accum.", "master", "moments"):
         table.add_column(column, justify="right" if column == "elements" else "left")
     kinds: dict[tuple[str, ...], int] = {}
     for bucket in engine.buckets:
