@@ -146,14 +146,15 @@ def setup_deepspeed(job: Job, model: GPT) -> Step:
 
 def setup_lt_zero(job: Job, model: GPT) -> Step:
     import lt_zero
+    from lt_zero.config.precision import dtype_policy
 
     _, stage, *variant = job.peer.split("-")
     block = {"stage": int(stage)} | ({"stage3_max_reuse_distance": 0} if variant == ["release"] else {})
     config = lt_zero.ZeroConfig.of({"zero_optimization": block, "bf16": {"enabled": job.bf16}})
-    engine = lt_zero.shard(model, config)
+    engine = lt_zero.shard(model, config, policy=dtype_policy(config, "bf16-mixed") if job.bf16 else None)
     optimizer = adamw(model)
     lt_zero.ShardedOptimizer(engine, optimizer)
-    return plain_step(model, optimizer)
+    return plain_step(model, optimizer, autocast=job.bf16)
 
 
 def setup(job: Job) -> Step:

@@ -21,9 +21,9 @@ def rotary_table(context: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair `(x[i], x[i + HEAD_DIM / 2])` by its position's angle."""
+    """Turn each pair `(x[i], x[i + HEAD_DIM / 2])` by its position's angle, in the precision of the tables."""
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
 class Attention(nn.Module):

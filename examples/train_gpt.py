@@ -2,6 +2,7 @@
 
     python examples/train_gpt.py              # ZeRO stage 3
     python examples/train_gpt.py --stage 1    # another stage
+    python examples/train_gpt.py --precision bf16-mixed
     python examples/train_gpt.py --ddp        # Lightning's own replicated training, to compare
 
 What differs between the last and the others is the `strategy` argument of the Trainer. Lightning starts the other
@@ -52,13 +53,13 @@ class GPTModule(L.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         tokens, targets = batch
-        loss = F.cross_entropy(self.gpt(tokens).flatten(0, 1), targets.flatten())
+        loss = F.cross_entropy(self.gpt(tokens).flatten(0, 1).float(), targets.flatten())
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         tokens, targets = batch
-        logits = self.gpt(tokens)
+        logits = self.gpt(tokens).float()
         self.perplexity.update(logits, targets)
         self.log("val_loss", F.cross_entropy(logits.flatten(0, 1), targets.flatten()), sync_dist=True)
         self.log("val_perplexity", self.perplexity, prog_bar=True)
@@ -88,6 +89,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, default=3, choices=(1, 2, 3), help="ZeRO stage (default: %(default)s)")
     parser.add_argument("--ddp", action="store_true", help="train with plain DDP instead of ZeRO")
+    parser.add_argument(
+        "--precision",
+        default="32-true",
+        choices=("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"),
+        help="of forward and backward (default: %(default)s); fp16 is very slow on CPUs",
+    )
     parser.add_argument("--devices", type=int, help="processes (default: every GPU, or 2 on CPU)")
     parser.add_argument("--threads", type=int, help="threads of each CPU process (default: cores / processes)")
     parser.add_argument("--max-steps", type=int, default=700, help="optimizer steps (default: %(default)s)")
@@ -130,6 +137,7 @@ def make_trainer(args: argparse.Namespace, strategy: Strategy, devices: int) -> 
         strategy=strategy,
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=devices,
+        precision=args.precision,
         max_steps=args.max_steps,
         val_check_interval=max(1, args.max_steps // args.validations),
         check_val_every_n_epoch=None,

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 from torch.nn.utils.parametrize import ParametrizationList
-from torchmetrics import Metric
 
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
@@ -133,7 +132,7 @@ def _cast_buffers(root: nn.Module, dtype: torch.dtype, islands: Islands) -> None
     kept |= {m for m in root.modules() if any(p in islands.parameters for p in m.parameters(recurse=False))}
     for module in root.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point() and module not in kept and not isinstance(module, Metric):
+            if buffer.is_floating_point() and module not in kept:
                 setattr(module, name, buffer.to(dtype))
 
 
