@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins import HalfPrecision  # only the strategy imports lightning at run time
 
 
+# What torch.compile asks about a parameter's gradient when it traces a module. Checked on torch 2.13.
+TRACED = {torch.Tensor._is_view, torch.Tensor.is_conj, torch.Tensor.is_neg, torch.Tensor.untyped_storage}
+
+
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward that is executing now has finished.
 

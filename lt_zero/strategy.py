@@ -59,7 +59,7 @@ class ZeroStrategy(DDPStrategy):
     def __init__(
         self,
         stage: int | None = None,
-        config: ZeroConfig | dict[str, Any] | None = None,
+        config: dict[str, Any] | ZeroConfig | None = None,  # in this order: jsonargparse tries the dict first
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,

@@ -270,3 +270,24 @@ def test_batch_norm(pool: Pool) -> None:
 
 def test_tokens_differ_between_ranks() -> None:
     assert not torch.equal(tokens(0, 0, 0), tokens(0, 0, 1))
+
+
+class RawBackward(GPT):
+    """``loss.backward()`` instead of ``manual_backward``; ``temperature`` is used outside of every module."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__(world)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        if batch_idx % 2:
+            optimizer.zero_grad()
+        first, second = self.loss(batch), self.loss(batch.flip(0))
+        first.backward()
+        second.backward()
+        optimizer.step()
+
+
+def test_raw_backward(pool: Pool) -> None:
+    _compare(pool, RawBackward, STAGES)

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import lt_zero
 from tests.models import VOCAB, WIDTH, Block, Net, next_token_loss, tokens
-from tests.parity import RELEASE, STAGES, Case, check
+from tests.parity import RELEASE, STAGES, Case, check, config_of
 from tests.pool import Pool
 
 # ---- tied, frozen, checkpointed, called twice, compiled ------------------------------------------------------------
@@ -134,6 +135,22 @@ def _compiled(stage: int, zero: dict[str, Any], backend: str) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_compiled_blocks(pool: Pool, stage: int, zero: dict[str, Any]) -> None:
     pool.run(2, _compiled, stage, zero, "aot_eager")
+
+
+def _recompiled(stage: int) -> None:
+    torch._dynamo.reset()
+    net = Net()
+    for block in net.blocks:
+        block.compile(backend="aot_eager")
+    lt_zero.shard(net, config_of(stage))
+    next_token_loss(net, 0, 0, 0).backward()
+    with torch.no_grad():  # traced again, now with stand-ins in p.grad
+        net(tokens(0, 0, 0))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_recompilation_after_a_backward(pool: Pool, stage: int) -> None:
+    pool.run(2, _recompiled, stage)
 
 
 @pytest.mark.slow  # the C++ compiler takes 25 s once, the cached kernels less than a second

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lt_zero.compat import version_of
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.core.comm import Comm, Pending
+from lt_zero.core.edits import EditWatch
 from lt_zero.core.guard import Owner, guard, own, sentinel, unguard
 from lt_zero.core.layout import BucketLayout, Piece, plan_bucket
 from lt_zero.core.storage import FlatStorage, flat_empty
@@ -98,10 +98,8 @@ class Bucket:
         self.state = State.RESIDENT
         self._home: Tensor | None = None
         self._owner = owner
-        self.lost_edits: list[str] = []  # parameters that were written although the master lives elsewhere
-        self.handed_out = False  # somebody got a tensor that can be written behind our back
+        self.edits = EditWatch(self)
         self._pending: Pending | None = None
-        self._versions: list[int] = []
 
     # ---- construction ------------------------------------------------------------------------------------------
 
@@ -131,7 +129,7 @@ class Bucket:
             self.enable_training()
         elif self.sharding.params:
             self._home = self._kept(self.flat[self.own[0] : self.own[1]], self.dtype)
-        self.note_versions()
+        self.edits.note()
         self.release()
 
     @torch.no_grad()
@@ -191,7 +189,7 @@ class Bucket:
                     unguard(parameter)
                     parameter.data = view
             self.state = State.RESIDENT
-            self.note_versions()
+            self.edits.note()
 
     def release(self) -> None:
         """To RELEASED, if the parameters are sharded: give the memory back, leave sentinels."""
@@ -203,7 +201,7 @@ class Bucket:
             self._pending = None
             self.state = State.RELEASED
         else:
-            self.check_edits()
+            self.edits.check()
             self.state = State.RELEASED
             with torch.inference_mode(False):
                 for parameter, shape in zip(self.params, self.shapes, strict=True):
@@ -212,6 +210,10 @@ class Bucket:
                     guard(parameter, self._owner)
         assert self._storage is not None
         self._storage.free()
+
+    @property
+    def resident(self) -> bool:
+        return self.state is State.RESIDENT
 
     def guard(self) -> None:
         """Keep the values but watch for uses outside of the owning unit's forward. See guard.py."""
@@ -367,29 +369,7 @@ class Bucket:
             # Only what was edited: the master is more precise than the copy that was shown.
             edited = self.home.to(self.dtype) != self.flat[self.own[0] : self.own[1]]
             self.home[edited] = mine[edited]
-        self.note_versions()
-
-    def note_versions(self) -> None:
-        if not self.aliased:
-            self._versions = [version_of(p) for p in self.params]
-
-    def check_edits(self) -> None:
-        """Remember in-place edits of the compute copy that will be lost, as the master weights live elsewhere."""
-        if self.aliased or self.state is not State.RESIDENT:
-            return
-        pairs = zip(self.params, self._versions, self.layout.spans, strict=True)
-        edited = [span.name for p, version, span in pairs if version_of(p) != version]
-        if self.handed_out and not edited and self.sharding.params:
-            own = self.flat[self.own[0] : self.own[1]]
-            edited = [self.layout.spans[p.index].name for p in self._pieces if not self._equal(own, p)]
-        self.handed_out = False
-        self.lost_edits += edited
-        if edited:
-            self.note_versions()
-
-    def _equal(self, own: Tensor, piece: Piece) -> bool:
-        part = slice(piece.offset, piece.offset + piece.numel)
-        return torch.equal(own[part], self.home[part].to(self.dtype))
+        self.edits.note()
 
 
 def weak_owner(owner: Owner) -> Callable[[], Owner | None]:

@@ -14,14 +14,6 @@ Note [Leases]
     without counting, for modules that are called twice. A unit whose inputs need no gradient keeps its lease until
     the end of backward.
 
-Note [End of backward])
-
-Note [Leases]
-    A unit's weights are needed from the first of its output nodes to the last of its input gradients, once per call
-    of the module. Releasing when the last weight gradient arrives would be wrong for frozen first layers; releasing
-    without counting, for modules that are called twice. A unit whose inputs need no gradient keeps its lease until
-    the end of backward.
-
 Note [Aliases]
     The hook that ends a unit's backward sits on a view of each input, not on the input: a tensor that feeds every
     block (a conditioning vector) gets its whole gradient only at the very end, its alias when this block is done.
@@ -58,6 +50,7 @@ from lt_zero.core.schedule import Order, Residency
 from lt_zero.core.unit import (
     Call,
     Unit,
+    hook_bare_parameters,
     hook_inputs,
     hook_nodes,
     install_root_hooks,
@@ -114,6 +107,7 @@ class Engine:
         self._backward_order: Order[Unit] = Order()
         self.ledger = GradLedger(comm, reducer, self.buckets)
         self.handles = [h for u in units for h in install_unit_hooks(self, u)] + install_root_hooks(self)
+        self.handles += hook_bare_parameters(root, self.owner, self._arm)
 
     # ---- hooks -------------------------------------------------------------------------------------------------
 
@@ -271,7 +265,7 @@ class Engine:
 
     def _arm(self) -> None:
         if not self.in_backward:
-            self.ledger.hide()  # autograd must not add to what is only shown
+            self.ledger.hide(fresh=in_running_backward())  # autograd must not add to what is only shown
             self.in_backward = True
             self._backward_order.start()
             self._gather(self.root_unit)
@@ -362,7 +356,7 @@ class Engine:
                 pending.wait()
         self.comm.before_write()  # user code may write to the parameters now
         for bucket in stepped:
-            bucket.note_versions()
+            bucket.edits.note()
 
     def _pin_gathered(self, bucket: Bucket) -> None:
         """Autograd may have saved views of weights used outside of their unit: they stay until backward is over."""
@@ -403,7 +397,7 @@ class Engine:
         if self._depth > 0 or self.in_backward or in_running_backward():
             for bucket in buckets:
                 self._pin_gathered(bucket)
-                bucket.handed_out |= func in HANDS_OUT
+                bucket.edits.handed_out |= func in HANDS_OUT
                 if torch.is_grad_enabled():
                     self._outside[bucket] = None
             return func(*args, **kwargs)

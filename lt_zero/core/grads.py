@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.compat import without_torch_function
+from lt_zero.compat import TRACED, without_torch_function
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.comm import Comm
 from lt_zero.core.guard import passes
@@ -118,7 +118,7 @@ class ShardedGrad(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if passes(func):
+        if passes(func) or func in TRACED:
             with without_torch_function():
                 return func(*args, **kwargs)
         if getattr(func, "__name__", "") == "_foreach_zero_":  # optimizer.zero_grad(set_to_none=False)

@@ -46,10 +46,10 @@ class GradLedger:
     def _launch(self) -> None:
         """Start agreeing: which parameters had a gradient, which buckets have late ones, whether an edit was lost."""
         for bucket in self._buckets:
-            bucket.check_edits()
+            bucket.edits.check()
         used = [i in b.used or p.grad is not None for b in self._buckets for i, p in enumerate(b.params)]
         self.late = {b for b in self._buckets if b.has_grads()}
-        lost = any(b.lost_edits for b in self._buckets)
+        lost = any(b.edits.lost for b in self._buckets)
         flags = torch.tensor([*used, *(b in self.late for b in self._buckets), lost], dtype=torch.uint8)
         self._flags = (self._comm.host_max(flags, "used parameters"), flags)
 
@@ -84,9 +84,9 @@ class GradLedger:
         return lambda bucket, index: (bucket, index) in used and index in bucket.valid
 
     def _raise_lost_edits(self) -> None:
-        names = [name for bucket in self._buckets for name in bucket.lost_edits]
+        names = [name for bucket in self._buckets for name in bucket.edits.lost]
         for bucket in self._buckets:
-            bucket.lost_edits = []
+            bucket.edits.lost = []
         self._flags = None
         every = sorted({name for some in self._comm.host_gather(names, "lost edits") for name in some})
         raise RuntimeError(
@@ -124,8 +124,10 @@ class GradLedger:
             self._hold = False
             self.hide()
 
-    def hide(self) -> None:
+    def hide(self, fresh: bool = False) -> None:
         """Take the stand-ins back, and take over what was done to ``p.grad``: None clears, a tensor replaces.
+
+        With ``fresh`` a backward is running already: a tensor is its gradient, after somebody had set None.
 
         Raises:
             RuntimeError: a gradient was replaced of which this rank holds a piece only.
@@ -134,7 +136,8 @@ class GradLedger:
         for (bucket, index), grad in shown.items():
             parameter = bucket.params[index]
             current, parameter.grad = parameter.grad, None
-            if current is None:
+            if current is None or (fresh and current is not grad):
                 bucket.clear_grads({index})
+                parameter.grad = current
             elif current is not grad:
                 replace_grad(bucket, index, current)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -103,6 +103,23 @@ def hook_inputs(args: Any, kwargs: Any, fn: Callable[[], None]) -> tuple[Any, An
     if inputs:
         register_multi_grad_hook(inputs, lambda grads: fn(), mode="all")
     return args, kwargs
+
+
+def hook_bare_parameters(root: nn.Module, owned: Container[int], fn: Callable[[], None]) -> list[Any]:
+    """Call ``fn`` before the gradient of a parameter that belongs to no layer is added to ``p.grad``.
+
+    Used outside of every layer (in ``training_step``), it has no output node in front of it: its gradient may be the
+    first thing that a ``loss.backward()`` computes. There are few of them, so hooks stay O(units).
+    """
+    handles = []
+    composite = [m for m in root.modules() if any(True for _ in m.children())]
+    for parameter in dict.fromkeys(p for m in composite for p in m.parameters(recurse=False)):
+        if id(parameter) in owned and parameter.is_floating_point():
+            trainable = parameter.requires_grad
+            parameter.requires_grad_(True)  # a frozen parameter takes no hook, and may be unfrozen later
+            handles.append(parameter.register_hook(lambda grad: fn()))
+            parameter.requires_grad_(trainable)
+    return handles
 
 
 def install_unit_hooks(engine: Engine, unit: Unit) -> list[Any]:

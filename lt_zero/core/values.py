@@ -59,7 +59,7 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
                 bucket.adopt_edits()
     except BaseException:
         for bucket in held:
-            bucket.note_versions()  # the error that is on its way matters more than a lost edit
+            bucket.edits.note()  # the error that is on its way matters more than a lost edit
         raise
     finally:
         for bucket, (engine, was_resident, was_guarded) in held.items():
@@ -145,7 +145,7 @@ def _install(module: nn.Module, places: dict[str, tuple[Bucket, int]]) -> None:
 
     def settle(module: nn.Module, incompatible: Any) -> None:
         for bucket, _ in places.values():
-            bucket.note_versions()
+            bucket.edits.note()
 
     module.register_load_state_dict_pre_hook(write)
     module.register_load_state_dict_post_hook(settle)
