@@ -138,9 +138,9 @@ class ZeroPrecision(HalfPrecision):
 
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        known = [sharded_of(optimizer) for optimizer in module.trainer.strategy.optimizers]
+        self.gate.before_backward([sharded for sharded in known if sharded is not None])
         if self.gate.scaler is not None:
-            known = [sharded_of(optimizer) for optimizer in module.trainer.strategy.optimizers]
-            self.gate.before_backward([sharded for sharded in known if sharded is not None])
             tensor = tensor.float() * self.gate.scale  # the scaled loss itself need not fit into fp16
         return super().pre_backward(tensor, module)
 
@@ -179,7 +179,6 @@ class ZeroPrecision(HalfPrecision):
 
     @override
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
-        self._norms = {}
         sharded = sharded_of(optimizer)
         show = sharded is not None and _looks_at_gradients(model)
         if show and sharded is not None:
@@ -209,10 +208,11 @@ class ZeroPrecision(HalfPrecision):
 
     def _log(self, trainer: Trainer, skipped: bool) -> None:
         """To the loggers; ``self.log`` is not allowed at this point of Lightning's loop."""
+        norms, self._norms = self._norms, {}
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if not trainer.loggers or (trainer.global_step % every and not skipped):
             return
-        values = {name: value.item() for name, value in self._norms.items()}
+        values = {name: value.item() for name, value in norms.items()}
         if self.gate.scaler is not None:
             values["loss_scale"] = self.gate.scale
         if self.gate.checks and (self.gate.scaler is not None or self.gate.skipped):
@@ -229,13 +229,16 @@ class ZeroPrecision(HalfPrecision):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.gate.load_state_dict(state_dict)
+        if self.engine is not None:
+            self.gate.start_watching(self.engine)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go on with the scale of a run under DDP, which Lightning saves under the name of its own plugin."""
         theirs = checkpoint.get("MixedPrecision")
-        if theirs and self.gate.scaler is not None and type(self).__qualname__ not in checkpoint:
-            self.gate.scaler.scale = float(theirs["scale"])
+        scaler = self.gate.scaler
+        if theirs and scaler is not None and scaler.rules.dynamic and type(self).__qualname__ not in checkpoint:
+            scaler.scale = max(float(theirs["scale"]), scaler.rules.minimum)
 
     @override
     def teardown(self) -> None:

@@ -110,7 +110,12 @@ def load_full_optimizer_state(sharded: ShardedOptimizer, full: Mapping[str, Any]
             continue
         bucket, index = place
         for piece in bucket.pieces_of(index):
-            cut[number] = {k: cut_state(v, bucket.shapes[index], piece.lo, piece.hi) for k, v in state.items()}
+            parts = {k: cut_state(v, bucket.shapes[index], piece.lo, piece.hi) for k, v in state.items()}
+            # The run that saved them may have kept moments in another dtype.
+            cut[number] = {
+                k: v.to(bucket.step_dtype) if _is_elementwise(bucket, index, v) and v.is_floating_point() else v
+                for k, v in parts.items()
+            }
     sharded.optimizer.load_state_dict({**full, "state": cut})
     for number, parameter in zip(numbers, parameters, strict=True):
         for key, value in cut.get(number, {}).items():

@@ -81,6 +81,7 @@ class Bucket:
         self.layout: BucketLayout = plan_bucket([(n, p.shape) for n, p in parameters], comm.world)
         self.shapes = [span.shape for span in self.layout.spans]
         self.dtype, policy = dtype, policy or DtypePolicy()
+        self.original = [p.dtype for p in self.params]
         self.master_dtype, self.grad_dtype = policy.master_of(dtype), policy.accumulate_of(dtype)
         self.step_dtype, self._wire = policy.step_of(dtype), policy.wire_of(dtype)
         self.own = self.layout.shard(comm.rank) if sharding.optim or sharding.params else (0, self.layout.numel)
@@ -110,12 +111,10 @@ class Bucket:
         ``fetch`` returns a parameter's full value.
         """
         train = any(p.requires_grad for p in self.params)
-        # The master weights keep the digits that the compute copy has no room for.
-        full = (
-            self.flat
-            if self.aliased or not train
-            else flat_empty(self.layout.numel, self.master_dtype, self.flat.device)
-        )
+        # Digits that the compute copy has no room for are kept: in the master weights, or beside frozen weights.
+        full, wider = self.flat, any(d.itemsize > self.dtype.itemsize for d in self.original)
+        if not self.aliased and (train or (wider and self.master_dtype != self.dtype)):
+            full = flat_empty(self.layout.numel, self.master_dtype, self.flat.device)
         for parameter, view, span in zip(self.params, self.views, self.layout.spans, strict=True):
             full[span.lo : span.hi].view(span.shape).copy_(fetch(parameter))
             unguard(parameter)
@@ -124,7 +123,9 @@ class Bucket:
         self.comm.broadcast(full, self.name)
         if full is not self.flat:
             self.flat.copy_(full)
-            self.master = self._kept(full[self.own[0] : self.own[1]], self.master_dtype)
+            self._home = self._kept(full[self.own[0] : self.own[1]], self.master_dtype)
+            if train:
+                self.master, self._home = self._home, None
         elif train:
             self.enable_training()
         elif self.sharding.params:
@@ -141,8 +142,9 @@ class Bucket:
         if self.aliased:
             self.master = self.flat[lo:hi]
         else:
-            source = self._home if self._home is not None else self.flat[lo:hi]
-            self.master, self._home = self._kept(source, self.master_dtype), None
+            kept = self._home if self._home is not None else self.flat[lo:hi]
+            reuse = self._home is not None and kept.dtype == self.master_dtype
+            self.master, self._home = kept if reuse else self._kept(kept, self.master_dtype), None
 
     def _kept(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """A copy that stays; what gathers read lies where all ranks of the host can read it."""
@@ -364,12 +366,22 @@ class Bucket:
         self.comm.before_write()
         self.comm.broadcast(self.flat, self.name)
         self.comm.after_write()
-        if not self.aliased and (self.master is not None or self._home is not None):
+        self.keep_edits()
+        self.edits.note()
+
+    @property
+    def separate(self) -> bool:
+        """Whether something more precise than the compute copy, or at least apart from it, is kept."""
+        return not self.aliased and (self.master is not None or self._home is not None)
+
+    @torch.no_grad()
+    def keep_edits(self) -> None:
+        """Take over what was changed in this rank's part of the (resident) compute copy."""
+        if self.separate:
             mine = self.flat[self.own[0] : self.own[1]].to(self.home.dtype)
             # Only what was edited: the master is more precise than the copy that was shown.
             edited = self.home.to(self.dtype) != self.flat[self.own[0] : self.own[1]]
             self.home[edited] = mine[edited]
-        self.edits.note()
 
 
 def weak_owner(owner: Owner) -> Callable[[], Owner | None]:

@@ -1,4 +1,8 @@
-"""In-place edits of compute copies whose master weights lie elsewhere: noticed, because the next step undoes them."""
+"""In-place edits of compute copies whose master weights lie elsewhere: noticed, because the next step undoes them.
+
+Where parameters are whole on every rank, an edit is taken over into the master weights. Where they are sharded it is
+reported: the copy that was edited is gone after use.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +34,17 @@ class EditWatch:
     def check(self) -> None:
         """Remember the parameters that were edited since ``note``."""
         bucket = self._bucket
-        if bucket.aliased or not bucket.resident:
+        if not bucket.separate or not bucket.resident:
             return
         pairs = zip(bucket.params, self._versions, bucket.layout.spans, strict=True)
         edited = [span.name for p, version, span in pairs if version_of(p) != version]
         if self.handed_out and not edited and bucket.sharding.params:
             edited = [bucket.layout.spans[p.index].name for p in bucket.pieces() if not self._equal(p)]
         self.handed_out = False
-        self.lost += edited
+        if edited and not bucket.sharding.params:
+            bucket.keep_edits()  # every rank has the whole copy, and edits it as it would without ZeRO
+        elif edited:
+            self.lost += edited
         if edited:
             self.note()
 

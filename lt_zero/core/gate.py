@@ -50,6 +50,8 @@ class StepGate:
         self._on_min_scale = on_min_scale
         self._counters: list[SkipCounter] = []
         self._watch: FiniteWatch | None = None
+        self._examined: ShardedOptimizer | None = None  # whose gradients the verdict is about
+        self._some = False  # whether it had any
 
     @property
     def scale(self) -> float:
@@ -70,6 +72,7 @@ class StepGate:
 
     def before_backward(self, optimizers: list[ShardedOptimizer]) -> None:
         """Gradients of the current scale are about to be added. See Note [The scale that gradients carry]."""
+        self._examined = None
         for sharded in optimizers:
             if sharded.loss_scale != self.scale:
                 sharded.rescale(self.scale / sharded.loss_scale)
@@ -78,23 +81,35 @@ class StepGate:
     # ---- step --------------------------------------------------------------------------------------------------
 
     def examine(self, sharded: ShardedOptimizer) -> None:
-        """Decide whether this optimizer's step is taken. Collective, and waits for the GPU, if steps are checked."""
-        self.norm, self.skip = None, False
+        """Decide whether this optimizer's step is taken. Collective, and waits for the GPU, if steps are checked.
+
+        The verdict holds until the step or the next backward: clipping by value would make overflow look finite.
+        """
+        if self._examined is sharded:
+            return
+        self.norm, self.skip, self._examined = None, False, sharded
         if self.checks:
+            self._some = sharded.has_grads()
             self.norm = grad_norm(sharded) / sharded.loss_scale
             self.skip = not bool(torch.isfinite(self.norm))
 
     def unscale(self, sharded: ShardedOptimizer) -> None:
         """Divide the gradients by the scale that they carry. Collective."""
+        self.examine(sharded)
         if not self.skip:
             unscale(sharded)
 
     def clip_norm(self, sharded: ShardedOptimizer, limit: float) -> Tensor | None:
         """Unscale and clip in one pass; returns the norm before clipping, None if the step is skipped. Collective."""
-        return None if self.skip else clip_grad_norm(sharded, limit, self.norm)
+        self.examine(sharded)
+        if self.skip:
+            return None
+        norm, self.norm = clip_grad_norm(sharded, limit, self.norm), None
+        return norm
 
     def clip_value(self, sharded: ShardedOptimizer, limit: float) -> None:
         """Clamp the unscaled gradients. Collective."""
+        self.examine(sharded)
         if not self.skip:
             unscale(sharded)
             clip_grad_value(sharded, limit)
@@ -105,15 +120,16 @@ class StepGate:
         Raises:
             OverflowError16: overflow at the minimum scale, if ``on_min_scale`` says so.
         """
-        if not self.checks or not sharded.has_grads():
+        skip, some = self.skip, self._some
+        self.skip, self.norm, self._examined, self._some = False, None, None, False
+        if not self.checks or not some:
             return
         counter, before = self.counter(number), self.scale
-        counter.skip() if self.skip else counter.succeed()
-        possible = self.scaler.update(self.skip) if self.scaler is not None else True
-        if self.skip:
+        counter.skip() if skip else counter.succeed()
+        possible = self.scaler.update(skip) if self.scaler is not None else True
+        if skip:
             self._tell(sharded.engine, counter, before, possible)
         self._keep_watch(sharded.engine, counter)
-        self.skip, self.norm = False, None
 
     def _tell(self, engine: Engine, counter: SkipCounter, before: float, possible: bool) -> None:
         log.info("Gradients overflowed: step skipped, loss scale %g -> %g", before, self.scale)
@@ -136,7 +152,7 @@ class StepGate:
         stuck = self.scaler is None or not self.scaler.rules.dynamic
         wanted = counter.consecutive > 0 if stuck else self.scaler is not None and self.scaler.at_minimum
         if wanted:
-            self._watch = self._watch or FiniteWatch(engine.root)
+            self._watch = self._watch or FiniteWatch(engine.root, training_only=True)
             self._watch.open()
             self._watch.reset()
         elif self._watch is not None:
@@ -152,7 +168,7 @@ class StepGate:
         """If the scale starts at its minimum, the first overflow has to be explained already."""
         self.stop_watching()
         if self.scaler is not None and self.scaler.at_minimum:
-            self._watch = FiniteWatch(engine.root)
+            self._watch = FiniteWatch(engine.root, training_only=True)
             self._watch.open()
 
     # ---- checkpoints -------------------------------------------------------------------------------------------

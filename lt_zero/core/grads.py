@@ -20,6 +20,7 @@ from lt_zero.compat import TRACED, without_torch_function
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.comm import Comm
 from lt_zero.core.guard import passes
+from lt_zero.core.walk import map_tensors
 
 Place = tuple[Bucket, int]
 
@@ -69,7 +70,8 @@ def _local(bucket: Bucket, index: int) -> list[Tensor]:
 
 
 def _is_whole(bucket: Bucket) -> bool:
-    return bucket.own == (0, bucket.layout.numel) and bucket.grad_dtype == bucket.dtype
+    dtype = bucket.grad.dtype if bucket.grad is not None else bucket.grad_dtype
+    return bucket.own == (0, bucket.layout.numel) and dtype == bucket.dtype
 
 
 def stand_in(place: Place, norms: Norms) -> Tensor:
@@ -121,6 +123,8 @@ class ShardedGrad(Tensor):
         if passes(func) or func in TRACED:
             with without_torch_function():
                 return func(*args, **kwargs)
+        if all(_held_whole(grad) for grad in _stand_ins(args)):  # only its dtype keeps it out of p.grad
+            return func(*_open(args), **_open(kwargs))
         if getattr(func, "__name__", "") == "_foreach_zero_":  # optimizer.zero_grad(set_to_none=False)
             for grad in args[0]:
                 grad._apply(Tensor.zero_) if isinstance(grad, ShardedGrad) else grad.zero_()
@@ -137,3 +141,26 @@ class ShardedGrad(Tensor):
             return me._apply(func, *args[1:], **kwargs)
         name = getattr(func, "__name__", func)
         raise RuntimeError(f"`{name}` needs all of a gradient whose pieces lie on several ranks. {_REMEDY}")
+
+
+def _stand_ins(value: Any) -> list[ShardedGrad]:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [value] if isinstance(value, ShardedGrad) else [g for item in items for g in _stand_ins(item)]
+
+
+def _held_whole(grad: ShardedGrad) -> bool:
+    bucket = grad._place[0]
+    return bucket.own == (0, bucket.layout.numel)
+
+
+def _open(value: Any) -> Any:
+    """``value`` with the accumulated gradients in the place of their stand-ins."""
+
+    def whole(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, ShardedGrad):
+            return tensor
+        bucket, index = tensor._place
+        (local,) = _local(bucket, index)
+        return local.view(bucket.shapes[index])
+
+    return map_tensors(value, whole)

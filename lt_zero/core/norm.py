@@ -34,6 +34,7 @@ def clip_grad_norm(sharded: ShardedOptimizer, max_norm: float, norm: Tensor | No
     """
     norm = grad_norm(sharded) / sharded.loss_scale if norm is None else norm
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) / sharded.loss_scale
+    sharded.widen_fp16()
     for grad in sharded.grads():
         grad.mul_(factor)
     sharded.loss_scale = 1.0
@@ -51,6 +52,7 @@ def clip_grad_value(sharded: ShardedOptimizer, limit: float) -> None:
 def unscale(sharded: ShardedOptimizer) -> None:
     """Divide the accumulated gradients by the loss scale that they carry. Collective."""
     if sharded.loss_scale != 1.0:
+        sharded.widen_fp16()
         for grad in sharded.grads():
             grad.mul_(1.0 / sharded.loss_scale)
         sharded.loss_scale = 1.0
@@ -59,9 +61,13 @@ def unscale(sharded: ShardedOptimizer) -> None:
 @torch.no_grad()
 def total_norm(engine: Engine, grads: list[Tensor], norm_type: float) -> Tensor:
     """The norm over all ranks' pieces, each element counted once."""
-    # Per tensor in fp32: the foreach kernels have no wider accumulator. Across tensors and ranks in fp64.
-    wide = [grad if grad.dtype == torch.float64 else grad.float() for grad in grads]
-    local = torch.nn.utils.get_total_norm(wide, norm_type) if wide else torch.zeros((), device=engine.comm.device)
+    # 16-bit gradients one by one, added up in fp32: the foreach kernels add in the dtype that they are given.
+    low = [grad for grad in grads if grad.dtype in (torch.float16, torch.bfloat16)]
+    parts = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32) for grad in low]
+    wide = [grad for grad in grads if grad.dtype not in (torch.float16, torch.bfloat16)]
+    parts += [torch.nn.utils.get_total_norm(wide, norm_type)] if wide else []
+    empty = torch.zeros((), device=engine.comm.device)
+    local = torch.linalg.vector_norm(torch.stack(parts), norm_type) if parts else empty
     if not engine.sharded_optim:
         return local
     if norm_type == float("inf"):

@@ -133,6 +133,12 @@ class ShardedOptimizer:
             for piece in bucket.pieces_of(index) if index in bucket.valid else ():
                 bucket.grad_of(piece).mul_(factor)
 
+    def widen_fp16(self) -> None:
+        """Before unscaling: fp16 accumulators go on in fp32, as without the scale small gradients would vanish."""
+        for bucket in dict.fromkeys(bucket for bucket, _, _ in self._places()):
+            if bucket.grad is not None and bucket.grad.dtype == torch.float16:
+                bucket.grad = bucket.grad.float()
+
     def _fragment_grads(self) -> dict[Bucket, list[tuple[Parameter, Piece, Tensor | None]]]:
         """The fragments by bucket, each with its gradient. Collective."""
         used = self.engine.settle_grads()
@@ -175,6 +181,8 @@ class ShardedOptimizer:
         """Step the fragments of one bucket, and take them out of the groups. See Note [Staged buckets]."""
         assert bucket.master is not None
         groups, mine = self.optimizer.param_groups, {id(fragment) for fragment, _, _ in members}
+        # What an optimizer counts per group is counted once, by the step of the rest.
+        numbers = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         others = [[p for p in group["params"] if id(p) not in mine] for group in groups]
         rows = [bucket.master[p.offset : p.offset + p.numel].view(f.shape) for f, p, _ in members]
         for (fragment, _, grad), row in zip(members, rows, strict=True):
@@ -192,8 +200,9 @@ class ShardedOptimizer:
             for (fragment, _, _), row in zip(members, rows, strict=True):
                 fragment.grad = None
                 fragment.data = row
-            for group, rest in zip(groups, others, strict=True):
-                group["params"] = rest
+            for group, rest, saved in zip(groups, others, numbers, strict=True):
+                group.clear()
+                group.update(saved, params=rest)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._staging:

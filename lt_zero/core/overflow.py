@@ -47,10 +47,13 @@ class _Visit:
 
 
 class FiniteWatch:
-    """While open, notes for each module's forward whether its output is finite, without synchronising a GPU."""
+    """While open, notes for each module's forward whether its output is finite, without synchronising a GPU.
 
-    def __init__(self, root: nn.Module) -> None:
-        self.root = root
+    With ``training_only`` forwards without gradients (validation) are not looked at.
+    """
+
+    def __init__(self, root: nn.Module, training_only: bool = False) -> None:
+        self.root, self._training_only = root, training_only
         self._names: dict[nn.Module, str] = {}
         self._handles: list[Any] = []
         self._eager = ExitStack()
@@ -102,7 +105,8 @@ class FiniteWatch:
 
     def _ignores(self, module: nn.Module) -> bool:
         """A deep copy of a module shares its hooks; recomputation in backward repeats what was seen."""
-        return module not in self._names or in_running_backward()
+        idle = self._training_only and not torch.is_grad_enabled()
+        return idle or module not in self._names or in_running_backward()
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._ignores(module):

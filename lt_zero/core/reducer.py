@@ -35,7 +35,11 @@ class Reducer:
         self._comm, self._overlap = comm, overlap
         self._order = list(buckets)
         # Elements of a reusable buffer; a larger bucket gets buffers of its own, freed when it has landed.
-        self._largest = max((b.layout.numel for b in buckets if b.layout.numel <= max_buffer), default=0)
+        self._largest: dict[torch.dtype, int] = {}
+        for bucket in buckets:
+            dtype, numel = bucket.send_dtype(bucket.dtype), bucket.layout.numel
+            if numel <= max_buffer:
+                self._largest[dtype] = max(numel, self._largest.get(dtype, 0))
         self._head = 0
         self._ready: set[Bucket] = set()
         self._seen: list[Bucket] = []  # order of completion in this backward
@@ -125,22 +129,23 @@ class Reducer:
     def _slot(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """Buffers for one reduction: (what is sent, scratch). Reusable ones take turns (shared.py)."""
         dtype, comm = bucket.send_dtype(bucket.dtype), self._comm
-        if bucket.layout.numel > self._largest:
+        largest = self._largest.get(dtype, 0)
+        if bucket.layout.numel > largest:
             send = flat_empty(bucket.layout.numel, dtype, comm.device)
             return send, flat_empty(bucket.layout.numel if comm.world > 1 else 0, dtype, comm.device)
         free = self._slots.setdefault(dtype, deque())
         shared = comm.shares_memory and bucket.sharding.optim
         if self._made.get(dtype, 0) < (SEND_BUFFERS if shared else 2):
             self._made[dtype] = self._made.get(dtype, 0) + 1
-            send = comm.allocate(self._largest, dtype)
-            return send, flat_empty(0 if shared or comm.world == 1 else self._largest, dtype, comm.device)
+            send = comm.allocate(largest, dtype)
+            return send, flat_empty(0 if shared or comm.world == 1 else largest, dtype, comm.device)
         return free.popleft()
 
     def _land(self) -> None:
         pending, slot = self._flying.popleft()
         with torch.no_grad():
             pending.wait()
-        if slot is not None and slot[0].numel() == self._largest:
+        if slot is not None and slot[0].numel() == self._largest.get(slot[0].dtype):
             self._slots[slot[0].dtype].append(slot)
 
     def abort(self) -> None:

@@ -72,7 +72,7 @@ def _held(bucket: Bucket) -> int:
     flat = 0 if bucket.state is State.RELEASED else bucket.flat.nbytes
     own = bucket.master if bucket.master is not None else None
     separate = own.nbytes if own is not None and not bucket.aliased else 0
-    frozen = bucket.home.nbytes if own is None and bucket.sharding.params else 0
+    frozen = bucket.home.nbytes if own is None and bucket.separate else 0
     return flat + separate + frozen
 
 

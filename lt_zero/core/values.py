@@ -86,7 +86,8 @@ def full_parameters(engine: Engine) -> Iterator[FullParameter]:
 @torch.no_grad()
 def full_flat(bucket: Bucket) -> Tensor:
     """All elements (1D) of the bucket's master weights. Collective."""
-    if bucket.state is State.RESIDENT and (bucket.aliased or bucket.master is None):
+    bucket.edits.check()
+    if bucket.state is State.RESIDENT and not bucket.separate:
         return bucket.flat
     return gather_own(bucket, bucket.home)
 
@@ -152,11 +153,13 @@ def _install(module: nn.Module, places: dict[str, tuple[Bucket, int]]) -> None:
 
 
 def restore_whole(engine: Engine) -> None:
-    """Give every rank the whole model as ordinary parameters and stop the engine. Collective."""
+    """Give every rank the whole model, in the dtypes that it came in, and stop the engine. Collective."""
     for bucket in engine.buckets:
+        flat = full_flat(bucket)
         bucket.gather()
         bucket.unguard()
         with torch.no_grad():
-            for parameter, view in zip(bucket.params, bucket.views, strict=True):
-                parameter.data = view.clone()
+            rows = zip(bucket.params, bucket.layout.spans, bucket.original, strict=True)
+            for parameter, span, dtype in rows:
+                parameter.data = flat[span.lo : span.hi].view(span.shape).to(dtype, copy=True)
     engine.detach()
