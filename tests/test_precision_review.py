@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import ZeroConfig, ZeroPrecision
+from lt_zero.config.precision import dtype_policy
 from lt_zero.checkpoint.full import full_optimizer_state, load_full_optimizer_state
 from lt_zero.core.build import shard
 from lt_zero.core.gate import StepGate
@@ -236,3 +238,22 @@ def test_validation_is_not_blamed(pool: Pool) -> None:
     text = pool.run(2, _blame)[0]
     assert "every module's output was finite" in text
     assert "blocks" not in text.split("In forward")[1]
+
+
+class OwnNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias)
+
+
+def test_norms_that_users_write_run_in_mixed_modes() -> None:
+    for dtype, mode in ((FP16, "16-mixed"), (BF16, "bf16-mixed")):
+        model = nn.Sequential(nn.Linear(4, 6), OwnNorm(6), nn.Linear(6, 2))
+        shard(model, config_of(2), policy=dtype_policy(ZeroConfig(), mode))
+        with torch.autocast("cpu", dtype, cache_enabled=False):
+            loss = model[2](model[1](model[0](torch.randn(3, 4)).float())).sum()
+        loss.backward()
+        assert torch.isfinite(loss)

@@ -115,7 +115,11 @@ def _islands(root: nn.Module, policy: DtypePolicy) -> Islands:
     if policy.compute is None:
         return Islands((), frozenset())
     if policy.autocast:
-        return find_islands(root, policy.keep_fp32, keep=DEFAULT_ISLANDS_MIXED)
+        found = find_islands(root, policy.keep_fp32, keep=DEFAULT_ISLANDS_MIXED)
+        # Norms that users write: their functions take fp32 activations with fp32 weights only.
+        own = [m for m in root.modules() if not type(m).__module__.startswith("torch.nn.")]
+        vectors = {p for m in own for p in m.parameters(recurse=False) if p.dim() <= 1}
+        return Islands(found.modules, found.parameters | vectors)
     return find_islands(root, policy.keep_fp32, classes=(ParametrizationList,), keep=BATCH_NORMS)
 
 
