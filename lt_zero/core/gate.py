@@ -30,7 +30,7 @@ from lt_zero.core.skips import SkipCounter
 log = logging.getLogger("lt_zero")
 
 
-class OverflowError16(RuntimeError):
+class LossScaleError(RuntimeError):
     """Gradients overflow although the loss scale is at its minimum."""
 
 
@@ -118,7 +118,7 @@ class StepGate:
         """Account for the step of optimizer ``number`` that was taken or skipped. Collective if it was skipped.
 
         Raises:
-            OverflowError16: overflow at the minimum scale, if ``on_min_scale`` says so.
+            LossScaleError: overflow at the minimum scale, if ``on_min_scale`` says so.
         """
         skip, some = self.skip, self._some
         self.skip, self.norm, self._examined, self._some = False, None, None, False
@@ -143,7 +143,7 @@ class StepGate:
         culprits = engine.comm.host_gather(culprit, "overflow") if self._watch is not None else []
         report = overflow_report(nonfinite_parameters(engine), culprits, self.skipped, before)
         if fatal:
-            raise OverflowError16(f"{report} The scale is at its minimum; on_min_scale=hold or warn goes on.")
+            raise LossScaleError(f"{report} The scale is at its minimum; on_min_scale=hold or warn goes on.")
         if engine.comm.rank == 0:
             warnings.warn(report, stacklevel=2)
 
