@@ -98,6 +98,7 @@ class Engine:
             unit.keep = keep
         root_unit.keep = True
         self.in_backward = False
+        self.backwards = 0  # that have ended
         self._explicit = False  # a backward_pass context is open
         self._create_graph = False  # the running backward builds a graph that will be walked again
         self._depth = 0  # nested forward scopes
@@ -315,6 +316,7 @@ class Engine:
         arrived = self.reducer.active or any(b.has_grads() for b in self.buckets)
         explicit, self.in_backward, self._explicit = self._explicit, False, False
         again, self._create_graph = self._create_graph, False
+        self.backwards += 1
         if arrived:
             self._refuse_ungathered(self.units)
         # torch.autograd.grad leaves no gradients behind: nothing to reduce, on any rank.

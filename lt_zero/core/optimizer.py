@@ -77,6 +77,8 @@ class ShardedOptimizer:
         self._fragments: dict[int, list[Parameter]] = {}
         self._wide: list[list[Parameter]] | None = None
         self.loss_scale = 1.0  # that the accumulated gradients carry; see gate.py
+        self._depth = 0  # nested calls of step
+        self._entered = 0  # after how many backwards the running step began
         self._staging = False  # the running step is of one bucket's copies
         self._adopt_state()
         optimizer.register_step_pre_hook(self._before_step)
@@ -155,6 +157,9 @@ class ShardedOptimizer:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._staging:
             return None
+        if self._wide is not None and self._entered == self.engine.backwards:
+            self._depth += 1  # a subclass calls its parent's step, and torch calls the hooks for both
+            return None
         if self.loss_scale != 1.0:
             raise RuntimeError(
                 f"The gradients of this {type(optimizer).__name__} still carry the loss scale {self.loss_scale:g}. In "
@@ -167,6 +172,7 @@ class ShardedOptimizer:
             args, kwargs = args[:1], {**kwargs, "closure": lambda: result}
         members = self._fragment_grads()
         self.narrow()
+        self._depth, self._entered = 1, self.engine.backwards
         self.engine.comm.before_write()
         for bucket, fragments in members.items():
             if bucket.staged:
@@ -206,6 +212,9 @@ class ShardedOptimizer:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._staging:
+            return
+        self._depth -= 1
+        if self._depth > 0:
             return
         self.widen()
         self.engine.publish({bucket for bucket, _, _ in self._places()})
