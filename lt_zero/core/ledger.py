@@ -28,6 +28,7 @@ class GradLedger:
         self._flags: tuple[Pending, Tensor] | None = None  # which parameters had a gradient on any rank
         self._hold = False  # user code is looking at p.grad: settle leaves it
         self._shown: dict[tuple[Bucket, int], Tensor] = {}  # what p.grad shows
+        self._norms: Norms | None = None  # of what is shown; the stand-ins refer to them weakly
 
     def record(self) -> None:
         """A backward has been reduced."""
@@ -99,7 +100,7 @@ class GradLedger:
         """Put stand-ins for the accumulated gradients into ``p.grad``. See grads.py."""
         self.hide()
         ordered = [(b, i) for b in self._buckets for i in range(len(b.params)) if (b, i) in places]
-        norms = norms or Norms(self._comm, ordered)
+        self._norms = norms = norms or Norms(self._comm, ordered)
         # A late gradient stays in p.grad until the ranks have agreed to reduce it.
         self._shown = {(b, i): stand_in((b, i), norms) for b, i in places if b.params[i].grad is None}
         for (bucket, index), grad in self._shown.items():

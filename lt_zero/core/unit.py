@@ -100,7 +100,11 @@ def hook_inputs(args: Any, kwargs: Any, fn: Callable[[], None]) -> tuple[Any, An
 
     args, kwargs = map_tensors(args, alias), map_tensors(kwargs, alias)
     inputs = [t for t in iter_tensors((args, kwargs)) if t.requires_grad and not isinstance(t, Parameter)]
-    if inputs:
+    # A multi-grad hook refers to the nodes that hold it: the garbage collector sees such a cycle only once nothing else
+    # holds the node, so that a model's graph would be freed by one layer per collection. One input needs none.
+    if len(inputs) == 1:
+        inputs[0].register_hook(lambda grad: fn())
+    elif inputs:
         register_multi_grad_hook(inputs, lambda grads: fn(), mode="all")
     return args, kwargs
 
