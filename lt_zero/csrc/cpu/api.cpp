@@ -1,0 +1,262 @@
+// The C ABI on the CPU: which instruction set, which thread does what.
+//
+// Note [Blocks] A list of tensors is cut into blocks of BLOCK elements that never cross tensors. Threads take the next
+// block from a counter until none is left, so a thread that the system holds up delays nobody. Sums are kept per block
+// and added in the order of the blocks: no result depends on the number of threads.
+//
+// Note [Whose threads] torch has loaded an OpenMP runtime, whose threads spin for a while after each of torch's
+// operations. Threads of our own would compete with them, so the region runs on that runtime, through the one entry
+// point that every OpenMP program on Linux uses; no OpenMP is needed to compile. Where there is none, own threads are
+// started per call.
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <atomic>
+#include <new>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cpu/table.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace {
+
+constexpr int64_t BLOCK = 1 << 15;  // elements: long enough to stream, short enough to share out evenly
+constexpr int64_t SMALL = 1 << 15;  // below this a second thread costs more than it brings
+
+// ---- instruction sets --------------------------------------------------------------------------------------------
+
+bool runs(const std::string &isa) {
+#if defined(__x86_64__)
+    unsigned a, b, c, d;
+    __builtin_cpu_init();
+    bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+    bool avx2 = f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (isa == "avx2") return avx2;
+    if (isa == "avx512")
+        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#elif defined(__aarch64__)
+    if (isa == "neon") return true;
+#endif
+    return isa == "portable";
+}
+
+const Kernels *find(const char *wanted) {
+    static const Kernels *const all[] = {
+#if defined(__x86_64__)
+        &lt_kernels_avx512, &lt_kernels_avx2,
+#elif defined(__aarch64__)
+        &lt_kernels_neon,
+#endif
+        &lt_kernels_portable};
+    for (const Kernels *kernels : all)
+        if ((!wanted || std::string(wanted) == kernels->isa) && runs(kernels->isa)) return kernels;
+    return nullptr;
+}
+
+std::atomic<const Kernels *> chosen{nullptr};
+
+const Kernels &kernels() {
+    const Kernels *k = chosen.load();
+    if (!k) chosen.store(k = find(nullptr));
+    return *k;
+}
+
+// ---- threads -----------------------------------------------------------------------------------------------------
+
+typedef void (*Region)(void *);
+typedef void (*OpenMP)(Region, void *, unsigned threads, unsigned flags);
+
+OpenMP openmp() {
+    static OpenMP entry = (OpenMP)dlsym(RTLD_DEFAULT, "GOMP_parallel");
+    return entry;
+}
+
+void parallel(int threads, Region region, void *data) {
+    if (threads <= 1) return region(data);
+    if (openmp()) return openmp()(region, data, (unsigned)threads, 0);
+    std::vector<std::thread> others;
+    try {
+        for (int i = 1; i < threads; i++) others.emplace_back(region, data);
+    } catch (const std::exception &) {
+        // The system gives no more threads; those that run, and this one, take all blocks.
+    }
+    region(data);
+    for (std::thread &thread : others) thread.join();
+}
+
+struct Block {
+    int64_t tensor, lo, hi;
+};
+
+std::vector<Block> blocks_of(int64_t count, const int64_t *numel, int64_t *total) {
+    std::vector<Block> blocks;
+    *total = 0;
+    for (int64_t k = 0; k < count; k++) {
+        *total += numel[k];
+        for (int64_t lo = 0; lo < numel[k]; lo += BLOCK) blocks.push_back({k, lo, std::min(lo + BLOCK, numel[k])});
+    }
+    return blocks;
+}
+
+// Calls work(index, block) for each block, on several threads. See Note [Blocks].
+template <class Work>
+void for_each_block(const std::vector<Block> &blocks, int64_t total, int threads, Work work) {
+    struct Shared {
+        const std::vector<Block> &blocks;
+        Work &work;
+        std::atomic<size_t> next{0};
+    } shared{blocks, work};
+    auto region = [](void *data) {
+        Shared &s = *(Shared *)data;
+        for (size_t i; (i = s.next.fetch_add(1, std::memory_order_relaxed)) < s.blocks.size();) s.work(i, s.blocks[i]);
+    };
+    parallel(total <= SMALL ? 1 : (int)std::min<size_t>((size_t)threads, blocks.size()), region, &shared);
+}
+
+// ---- checks ------------------------------------------------------------------------------------------------------
+
+bool is_dtype(int32_t dtype) { return dtype == LT_FP32 || dtype == LT_BF16 || dtype == LT_FP16; }
+
+bool sizes_ok(int64_t count, const int64_t *numel) {
+    if (count < 0 || (count > 0 && !numel)) return false;
+    for (int64_t k = 0; k < count; k++)
+        if (numel[k] < 0) return false;
+    return true;
+}
+
+bool tensors_ok(const lt_tensors *t, int states) {
+    return t && sizes_ok(t->count, t->numel) && (t->count == 0 || (t->param && t->grad)) && is_dtype(t->grad_dtype) &&
+           (t->state_dtype == LT_FP32 || t->state_dtype == LT_BF16) && (!t->out || is_dtype(t->out_dtype)) &&
+           (t->count == 0 || states < 1 || t->state1) && (t->count == 0 || states < 2 || t->state2);
+}
+
+bool pairs_ok(const lt_pairs *t) {
+    return t && sizes_ok(t->count, t->numel) && (t->count == 0 || (t->dst && t->src)) && is_dtype(t->dst_dtype) &&
+           is_dtype(t->src_dtype);
+}
+
+// Runs `body`, which may allocate.
+template <class Body>
+int guarded(Body body) {
+    try {
+        body();
+        return LT_OK;
+    } catch (const std::bad_alloc &) {
+        return LT_OUT_OF_MEMORY;
+    }
+}
+
+// One pass over a list, without results but what is written.
+template <class List, class Work>
+int sweep(const List &list, int threads, Work work) {
+    return guarded([&] {
+        int64_t total;
+        const std::vector<Block> blocks = blocks_of(list.count, list.numel, &total);
+        for_each_block(blocks, total, threads, [&](size_t, const Block &b) { work(b); });
+    });
+}
+
+template <class Options>
+int step(const lt_tensors *t, const Options *o, int states, int threads,
+         void (*kernel)(const lt_tensors &, const Options &, int64_t, int64_t, int64_t)) {
+    if (!o || !tensors_ok(t, states)) return LT_BAD_ARGUMENT;
+    if (t->found_inf && *t->found_inf != 0.0f) return LT_OK;
+    return sweep(*t, threads, [&](const Block &b) { kernel(*t, *o, b.tensor, b.lo, b.hi); });
+}
+
+}  // namespace
+
+#define LT_API extern "C" __attribute__((visibility("default")))
+
+LT_API int lt_cpu_abi(void) { return LT_ABI_VERSION; }
+LT_API const char *lt_cpu_isa(void) { return kernels().isa; }
+LT_API const char *lt_cpu_pool(void) { return openmp() ? "openmp" : "own"; }
+
+LT_API int lt_cpu_use_isa(const char *isa) {
+    const Kernels *k = find(isa);
+    if (k) chosen.store(k);
+    return k ? LT_OK : LT_BAD_ARGUMENT;
+}
+
+LT_API const char *lt_cpu_error(int code) {
+    switch (code) {
+        case LT_OK: return "no error";
+        case LT_BAD_ARGUMENT: return "bad argument: a missing array, a negative size or an unknown dtype";
+        case LT_OUT_OF_MEMORY: return "out of host memory";
+        default: return "unknown error";
+    }
+}
+
+LT_API int lt_cpu_adam_step(const lt_tensors *t, const lt_adam *o, int threads) {
+    return step(t, o, 2, threads, kernels().adam);
+}
+
+LT_API int lt_cpu_lion_step(const lt_tensors *t, const lt_lion *o, int threads) {
+    return step(t, o, 1, threads, kernels().lion);
+}
+
+LT_API int lt_cpu_adagrad_step(const lt_tensors *t, const lt_adagrad *o, int threads) {
+    return step(t, o, 1, threads, kernels().adagrad);
+}
+
+LT_API int lt_cpu_sgd_step(const lt_tensors *t, const lt_sgd *o, int threads) {
+    return step(t, o, o && o->momentum != 0.0 ? 1 : 0, threads, kernels().sgd);
+}
+
+LT_API int lt_cpu_lamb_update(const lt_tensors *t, const lt_lamb *o, float *const *update, double *norms,
+                              int threads) {
+    if (!o || !tensors_ok(t, 2) || (t->count > 0 && (!update || !norms))) return LT_BAD_ARGUMENT;
+    return guarded([&] {
+        for (int64_t i = 0; i < 2 * t->count; i++) norms[i] = 0.0;
+        if (t->found_inf && *t->found_inf != 0.0f) return;
+        int64_t total;
+        const std::vector<Block> blocks = blocks_of(t->count, t->numel, &total);
+        std::vector<double> parts(2 * blocks.size());
+        for_each_block(blocks, total, threads, [&](size_t i, const Block &b) {
+            kernels().lamb_update(*t, *o, update[b.tensor], b.tensor, b.lo, b.hi, &parts[2 * i]);
+        });
+        for (size_t i = 0; i < parts.size(); i++) norms[2 * blocks[i / 2].tensor + (int64_t)(i % 2)] += parts[i];
+    });
+}
+
+LT_API int lt_cpu_lamb_apply(const lt_tensors *t, const float *trust, double lr, int threads) {
+    if (!tensors_ok(t, 0) || t->grad_dtype != LT_FP32 || (t->count > 0 && !trust)) return LT_BAD_ARGUMENT;
+    if (t->found_inf && *t->found_inf != 0.0f) return LT_OK;
+    return sweep(*t, threads, [&](const Block &b) {
+        kernels().lamb_apply(*t, (float)-lr * trust[b.tensor], b.tensor, b.lo, b.hi);
+    });
+}
+
+LT_API int lt_cpu_norm_squared(const lt_mixed *t, double *result, int threads) {
+    if (!t || !result || !sizes_ok(t->count, t->numel) || (t->count > 0 && (!t->data || !t->dtype)))
+        return LT_BAD_ARGUMENT;
+    for (int64_t k = 0; k < t->count; k++)
+        if (!is_dtype(t->dtype[k])) return LT_BAD_ARGUMENT;
+    return guarded([&] {
+        int64_t total;
+        const std::vector<Block> blocks = blocks_of(t->count, t->numel, &total);
+        std::vector<double> parts(blocks.size());
+        for_each_block(blocks, total, threads, [&](size_t i, const Block &b) {
+            parts[i] = kernels().norm_squared(t->data[b.tensor], t->dtype[b.tensor], b.lo, b.hi);
+        });
+        *result = 0.0;
+        for (double part : parts) *result += part;
+    });
+}
+
+LT_API int lt_cpu_accumulate(const lt_pairs *t, int threads) {
+    if (!pairs_ok(t) || t->dst_dtype != LT_FP32) return LT_BAD_ARGUMENT;
+    return sweep(*t, threads, [&](const Block &b) { kernels().accumulate(*t, b.tensor, b.lo, b.hi); });
+}
+
+LT_API int lt_cpu_cast_scale(const lt_pairs *t, int threads) {
+    if (!pairs_ok(t)) return LT_BAD_ARGUMENT;
+    return sweep(*t, threads, [&](const Block &b) { kernels().cast_scale(*t, b.tensor, b.lo, b.hi); });
+}

@@ -1,0 +1,174 @@
+// The kernels for one instruction set: Note [One pass] each reads and writes every byte once.
+//
+// Included by avx512.cpp, avx2.cpp, neon.cpp and portable.cpp, each compiled with its own flags.
+#pragma once
+
+#include "cpu/table.h"
+#include "cpu/vec.h"
+#include "update.h"
+
+namespace LT_NAMESPACE {
+
+// Calls body(lanes, i) for the vectors of [lo, hi); the last one may be partial.
+template <class Body>
+static inline void for_each_vector(int64_t lo, int64_t hi, Body body) {
+    int64_t i = lo;
+    for (; i + W <= hi; i += W) body(Whole{}, i);
+    if (i < hi) body(First{(int)(hi - i)}, i);
+}
+
+struct Scaled {
+    bool active;
+    float factor;
+
+    Scaled(const float *a, const float *b, float c) : active(a || b || c != 1.0f), factor(c) {
+        if (a) factor *= *a;
+        if (b) factor *= *b;
+    }
+
+    Vec operator()(Vec x) const { return active ? x * Vec(factor) : x; }
+};
+
+// One tensor of an optimizer step.
+struct Row {
+    float *param;
+    const void *grad;
+    void *state1, *state2, *out;
+    int grad_dtype, state_dtype, out_dtype;
+    bool maximize;
+    Scaled scaled;
+
+    Row(const lt_tensors &t, int64_t k)
+        : param(t.param[k]), grad(t.grad[k]), state1(t.state1 ? t.state1[k] : nullptr),
+          state2(t.state2 ? t.state2[k] : nullptr), out(t.out ? t.out[k] : nullptr), grad_dtype(t.grad_dtype),
+          state_dtype(t.state_dtype), out_dtype(t.out_dtype), maximize(t.maximize != 0),
+          scaled(t.scale, t.clip, 1.0f) {}
+
+    __attribute__((always_inline)) void prefetch(int64_t i) const {
+        LT_NAMESPACE::prefetch(param, LT_FP32, i);
+        LT_NAMESPACE::prefetch(grad, grad_dtype, i);
+        if (state1) LT_NAMESPACE::prefetch(state1, state_dtype, i);
+        if (state2) LT_NAMESPACE::prefetch(state2, state_dtype, i);
+    }
+
+    template <class At>
+    Vec gradient(At at, int64_t i) const {
+        Vec g = scaled(at.load(grad, grad_dtype, i));
+        return maximize ? -g : g;
+    }
+
+    template <class At>
+    void finish(At at, int64_t i, Vec p) const {
+        at.store(param, LT_FP32, i, p);
+        if (out) at.store(out, out_dtype, i, p);
+    }
+};
+
+static void adam(const lt_tensors &t, const lt_adam &options, int64_t k, int64_t lo, int64_t hi) {
+    const Row row(t, k);
+    const AdamRule rule = make_rule(options);
+    for_each_vector(lo, hi, [&](auto at, int64_t i) {
+        row.prefetch(i);
+        Vec p = at.load(row.param, LT_FP32, i), g = row.gradient(at, i);
+        Vec m = at.load(row.state1, row.state_dtype, i), v = at.load(row.state2, row.state_dtype, i);
+        update(rule, p, g, m, v);
+        at.store(row.state1, row.state_dtype, i, m);
+        at.store(row.state2, row.state_dtype, i, v);
+        row.finish(at, i, p);
+    });
+}
+
+template <class Rule>
+static void one_state(const Rule &rule, const Row &row, int64_t lo, int64_t hi) {
+    for_each_vector(lo, hi, [&](auto at, int64_t i) {
+        row.prefetch(i);
+        Vec p = at.load(row.param, LT_FP32, i), s = at.load(row.state1, row.state_dtype, i);
+        update(rule, p, row.gradient(at, i), s);
+        at.store(row.state1, row.state_dtype, i, s);
+        row.finish(at, i, p);
+    });
+}
+
+static void lion(const lt_tensors &t, const lt_lion &options, int64_t k, int64_t lo, int64_t hi) {
+    one_state(make_rule(options), Row(t, k), lo, hi);
+}
+
+static void adagrad(const lt_tensors &t, const lt_adagrad &options, int64_t k, int64_t lo, int64_t hi) {
+    one_state(make_rule(options), Row(t, k), lo, hi);
+}
+
+static void sgd(const lt_tensors &t, const lt_sgd &options, int64_t k, int64_t lo, int64_t hi) {
+    const Row row(t, k);
+    const SgdRule rule = make_rule(options);
+    if (rule.has_momentum && !rule.first) return one_state(rule, row, lo, hi);
+    for_each_vector(lo, hi, [&](auto at, int64_t i) {  // buffers without values are not read
+        row.prefetch(i);
+        Vec p = at.load(row.param, LT_FP32, i), s(0.0f);
+        update(rule, p, row.gradient(at, i), s);
+        if (rule.has_momentum) at.store(row.state1, row.state_dtype, i, s);
+        row.finish(at, i, p);
+    });
+}
+
+static void lamb_update(const lt_tensors &t, const lt_lamb &options, float *out, int64_t k, int64_t lo, int64_t hi,
+                        double *norms) {
+    const Row row(t, k);
+    const LambRule rule = make_rule(options);
+    SquareSum params, updates;
+    for_each_vector(lo, hi, [&](auto at, int64_t i) {
+        row.prefetch(i);
+        Vec p = at.load(row.param, LT_FP32, i), g = row.gradient(at, i);
+        Vec m = at.load(row.state1, row.state_dtype, i), v = at.load(row.state2, row.state_dtype, i);
+        Vec u = update(rule, p, g, m, v);
+        at.store(row.state1, row.state_dtype, i, m);
+        at.store(row.state2, row.state_dtype, i, v);
+        at.store(out, LT_FP32, i, u);
+        params.add(p);
+        updates.add(at.load(out, LT_FP32, i));  // again: lanes beyond the end hold 0 / 0 if eps is 0
+    });
+    norms[0] = params.total();
+    norms[1] = updates.total();
+}
+
+static void lamb_apply(const lt_tensors &t, float step, int64_t k, int64_t lo, int64_t hi) {
+    const Row row(t, k);
+    for_each_vector(lo, hi, [&](auto at, int64_t i) {
+        row.prefetch(i);
+        Vec p = at.load(row.param, LT_FP32, i);
+        row.finish(at, i, fma(Vec(step), at.load(row.grad, LT_FP32, i), p));
+    });
+}
+
+static double norm_squared(const void *data, int dtype, int64_t lo, int64_t hi) {
+    SquareSum sums[2];  // two, as an addition takes several cycles
+    int64_t i = lo;
+    for (; i + 2 * W <= hi; i += 2 * W) {
+        prefetch(data, dtype, i);
+        sums[0].add(load(data, dtype, i));
+        sums[1].add(load(data, dtype, i + W));
+    }
+    for_each_vector(i, hi, [&](auto at, int64_t j) { sums[0].add(at.load(data, dtype, j)); });
+    return sums[0].total() + sums[1].total();
+}
+
+static void accumulate(const lt_pairs &t, int64_t k, int64_t lo, int64_t hi) {
+    const Scaled scaled(t.scale, nullptr, (float)t.factor);
+    for_each_vector(lo, hi, [&](auto at, int64_t i) {
+        Vec sum = at.load(t.dst[k], LT_FP32, i) + scaled(at.load(t.src[k], t.src_dtype, i));
+        at.store(t.dst[k], LT_FP32, i, sum);
+    });
+}
+
+static void cast_scale(const lt_pairs &t, int64_t k, int64_t lo, int64_t hi) {
+    const Scaled scaled(t.scale, nullptr, (float)t.factor);
+    for_each_vector(lo, hi, [&](auto at, int64_t i) {
+        at.store(t.dst[k], t.dst_dtype, i, scaled(at.load(t.src[k], t.src_dtype, i)));
+    });
+}
+
+}  // namespace LT_NAMESPACE
+
+#define LT_TABLE(name)                                                                                              \
+    using namespace LT_NAMESPACE;                                                                                   \
+    const Kernels lt_kernels_##name = {#name,       adam,       lion,         adagrad,    sgd,                      \
+                                       lamb_update, lamb_apply, norm_squared, accumulate, cast_scale};

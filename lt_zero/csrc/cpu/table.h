@@ -1,0 +1,20 @@
+// What each instruction set offers to api.cpp: every kernel for the elements [lo, hi) of one tensor of a list.
+#pragma once
+
+#include "lt_zero.h"
+
+struct Kernels {
+    const char *isa;
+    void (*adam)(const lt_tensors &, const lt_adam &, int64_t tensor, int64_t lo, int64_t hi);
+    void (*lion)(const lt_tensors &, const lt_lion &, int64_t tensor, int64_t lo, int64_t hi);
+    void (*adagrad)(const lt_tensors &, const lt_adagrad &, int64_t tensor, int64_t lo, int64_t hi);
+    void (*sgd)(const lt_tensors &, const lt_sgd &, int64_t tensor, int64_t lo, int64_t hi);
+    void (*lamb_update)(const lt_tensors &, const lt_lamb &, float *update, int64_t tensor, int64_t lo, int64_t hi,
+                        double *norms);
+    void (*lamb_apply)(const lt_tensors &, float step, int64_t tensor, int64_t lo, int64_t hi);
+    double (*norm_squared)(const void *data, int dtype, int64_t lo, int64_t hi);
+    void (*accumulate)(const lt_pairs &, int64_t tensor, int64_t lo, int64_t hi);
+    void (*cast_scale)(const lt_pairs &, int64_t tensor, int64_t lo, int64_t hi);
+};
+
+extern const Kernels lt_kernels_avx512, lt_kernels_avx2, lt_kernels_neon, lt_kernels_portable;

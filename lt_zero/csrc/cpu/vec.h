@@ -1,0 +1,256 @@
+// Vec: as many fp32 lanes as the instruction set at hand has, with conversions from and to bf16 and fp16.
+//
+// Included once per instruction set with LT_NAMESPACE defined. Everything is internal to the including file, and no C++
+// standard header is used: an inline function that the linker takes from a file compiled for AVX-512 would crash on
+// older CPUs.
+//
+// bf16 is rounded with integer arithmetic: the instruction for it (VCVTNEPS2BF16) flushes denormals to zero.
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "lt_zero.h"
+
+#if defined(__AVX2__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC bug 105593, in its own header
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace LT_NAMESPACE {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__aarch64__)
+constexpr int W = 4;
+#else
+constexpr int W = 8;
+#endif
+
+typedef float Lanes __attribute__((vector_size(4 * W)));
+typedef int32_t Ints __attribute__((vector_size(4 * W)));
+typedef uint32_t Bits __attribute__((vector_size(4 * W)));
+typedef uint16_t Halves __attribute__((vector_size(2 * W)));
+
+struct Vec {
+    Lanes x;
+
+    Vec() = default;
+    Vec(Lanes lanes) : x(lanes) {}
+    explicit Vec(float value) : x(value - Lanes{}) {}  // in all lanes; -0 stays -0
+};
+
+static inline Vec operator+(Vec a, Vec b) { return a.x + b.x; }
+static inline Vec operator-(Vec a, Vec b) { return a.x - b.x; }
+static inline Vec operator*(Vec a, Vec b) { return a.x * b.x; }
+static inline Vec operator/(Vec a, Vec b) { return a.x / b.x; }
+static inline Vec operator-(Vec a) { return -a.x; }
+
+static inline Vec fma(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+    return (Lanes)_mm512_fmadd_ps((__m512)a.x, (__m512)b.x, (__m512)c.x);
+#elif defined(__AVX2__)
+    return (Lanes)_mm256_fmadd_ps((__m256)a.x, (__m256)b.x, (__m256)c.x);
+#elif defined(__aarch64__)
+    return (Lanes)vfmaq_f32((float32x4_t)c.x, (float32x4_t)a.x, (float32x4_t)b.x);
+#else
+    Vec r;
+    for (int i = 0; i < W; i++) r.x[i] = fmaf(a.x[i], b.x[i], c.x[i]);
+    return r;
+#endif
+}
+
+static inline Vec sqrt(Vec a) {
+#if defined(__AVX512F__)
+    return (Lanes)_mm512_sqrt_ps((__m512)a.x);
+#elif defined(__AVX2__)
+    return (Lanes)_mm256_sqrt_ps((__m256)a.x);
+#elif defined(__aarch64__)
+    return (Lanes)vsqrtq_f32((float32x4_t)a.x);
+#else
+    Vec r;
+    for (int i = 0; i < W; i++) r.x[i] = sqrtf(a.x[i]);
+    return r;
+#endif
+}
+
+static inline Vec sign(Vec a) {  // 0 for NaN, as torch.sign
+    Ints s = (a.x < Lanes{}) - (a.x > Lanes{});
+    return __builtin_convertvector(s, Lanes);
+}
+
+// ---- 16 bits -----------------------------------------------------------------------------------------------------
+
+#if !defined(__AVX2__) && !defined(__aarch64__)
+static inline float half_to_float(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff, bits;
+    if (rest >= 0x7c00) {
+        bits = sign | 0x7f800000 | (rest & 0x3ff) << 13 | (rest > 0x7c00 ? 0x400000 : 0);
+    } else if (rest >= 0x400) {
+        bits = sign | ((rest << 13) + (112u << 23));
+    } else {
+        float magnitude = (float)rest * 0x1p-24f;  // denormals are exact in fp32
+        memcpy(&bits, &magnitude, 4);
+        bits |= sign;
+    }
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+static inline uint16_t float_to_half(float f) {
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return (uint16_t)(sign | 0x7e00 | (bits >> 13 & 0x3ff));
+    if (bits >= 0x477ff000) return (uint16_t)(sign | 0x7c00);  // from 65520 on
+    if (bits >= 0x38800000) return (uint16_t)(sign | ((bits - (112u << 23) + 0xfff + (bits >> 13 & 1)) >> 13));
+    float magnitude;
+    memcpy(&magnitude, &bits, 4);
+    magnitude += 0.5f;  // its last place is 2^-24, that of fp16 denormals: the addition rounds
+    memcpy(&bits, &magnitude, 4);
+    return (uint16_t)(sign | (bits - 0x3f000000));
+}
+#endif
+
+static inline Vec from_half(const void *p) {
+#if defined(__AVX512F__)
+    return (Lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__AVX2__)
+    return (Lanes)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#elif defined(__aarch64__)
+    return (Lanes)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8((const uint8_t *)p)));
+#else
+    Vec r;
+    uint16_t h[W];
+    memcpy(h, p, sizeof h);
+    for (int i = 0; i < W; i++) r.x[i] = half_to_float(h[i]);
+    return r;
+#endif
+}
+
+static inline void to_half(void *p, Vec a) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph((__m512)a.x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__)
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph((__m256)a.x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+    vst1_u8((uint8_t *)p, vreinterpret_u8_f16(vcvt_f16_f32((float32x4_t)a.x)));
+#else
+    uint16_t h[W];
+    for (int i = 0; i < W; i++) h[i] = float_to_half(a.x[i]);
+    memcpy(p, h, sizeof h);
+#endif
+}
+
+static inline Vec from_bfloat(const void *p) {
+    Halves h;
+    memcpy(&h, p, sizeof h);
+    return (Lanes)(__builtin_convertvector(h, Bits) << 16);
+}
+
+static inline void to_bfloat(void *p, Vec a) {
+    Bits bits = (Bits)a.x;
+    Bits rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    Bits ordered = (Bits)(a.x == a.x);  // all ones, or zero where NaN
+    Halves h = __builtin_convertvector((rounded & ordered) | (~ordered & 0x7fc0), Halves);
+    memcpy(p, &h, sizeof h);
+}
+
+// ---- memory ------------------------------------------------------------------------------------------------------
+
+static inline int width(int dtype) { return dtype == LT_FP32 ? 4 : 2; }
+
+// The branch on dtype goes the same way for a whole call, so it is predicted; memory is what the kernels wait for.
+static inline Vec load(const void *base, int dtype, int64_t i) {
+    const char *p = (const char *)base + i * width(dtype);
+    if (dtype == LT_BF16) return from_bfloat(p);
+    if (dtype == LT_FP16) return from_half(p);
+    Vec r;
+    memcpy(&r.x, p, sizeof r.x);
+    return r;
+}
+
+static inline void store(void *base, int dtype, int64_t i, Vec a) {
+    char *p = (char *)base + i * width(dtype);
+    if (dtype == LT_BF16) to_bfloat(p, a);
+    else if (dtype == LT_FP16) to_half(p, a);
+    else memcpy(p, &a.x, sizeof a.x);
+}
+
+// Asks for what will be needed some vectors later: with four or five streams the hardware alone does not keep up.
+// Inlined by force: to GCC a function that only prefetches does nothing, and it drops the calls.
+__attribute__((always_inline)) static inline void prefetch(const void *base, int dtype, int64_t i) {
+    constexpr int AHEAD = 2048;  // bytes; measured: 1024 and 4096 are a few percent slower
+    __builtin_prefetch((const char *)base + i * width(dtype) + AHEAD);
+}
+
+// All W lanes, and the first n of them (the others read as zeros): the same maths for the end of a tensor.
+struct Whole {
+    Vec load(const void *base, int dtype, int64_t i) const { return LT_NAMESPACE::load(base, dtype, i); }
+    void store(void *base, int dtype, int64_t i, Vec a) const { LT_NAMESPACE::store(base, dtype, i, a); }
+};
+
+struct First {
+    int n;
+
+    Vec load(const void *base, int dtype, int64_t i) const {
+        char buffer[sizeof(Lanes)] = {};
+        memcpy(buffer, (const char *)base + i * width(dtype), (size_t)(n * width(dtype)));
+        return LT_NAMESPACE::load(buffer, dtype, 0);
+    }
+
+    void store(void *base, int dtype, int64_t i, Vec a) const {
+        char buffer[sizeof(Lanes)];
+        LT_NAMESPACE::store(buffer, dtype, 0, a);
+        memcpy((char *)base + i * width(dtype), buffer, (size_t)(n * width(dtype)));
+    }
+};
+
+// ---- sums in fp64 ------------------------------------------------------------------------------------------------
+
+struct SquareSum {
+#if defined(__AVX512F__)
+    __m512d lo = _mm512_setzero_pd(), hi = _mm512_setzero_pd();
+#elif defined(__AVX2__)
+    __m256d lo = _mm256_setzero_pd(), hi = _mm256_setzero_pd();
+#else
+    double lanes[W] = {};
+#endif
+
+    void add(Vec a) {
+#if defined(__AVX512F__)
+        __m512d l = _mm512_cvtps_pd(_mm512_castps512_ps256((__m512)a.x));
+        __m512d h = _mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)a.x, 1));
+        lo = _mm512_fmadd_pd(l, l, lo);
+        hi = _mm512_fmadd_pd(h, h, hi);
+#elif defined(__AVX2__)
+        __m256d l = _mm256_cvtps_pd(_mm256_castps256_ps128((__m256)a.x));
+        __m256d h = _mm256_cvtps_pd(_mm256_extractf128_ps((__m256)a.x, 1));
+        lo = _mm256_fmadd_pd(l, l, lo);
+        hi = _mm256_fmadd_pd(h, h, hi);
+#else
+        for (int i = 0; i < W; i++) lanes[i] += (double)a.x[i] * (double)a.x[i];
+#endif
+    }
+
+    double total() const {
+#if defined(__AVX2__)
+        double lanes[W];
+        memcpy(lanes, &lo, sizeof lo);
+        memcpy(lanes + W / 2, &hi, sizeof hi);
+#endif
+        double sum = 0.0;
+        for (int i = 0; i < W; i++) sum += lanes[i];
+        return sum;
+    }
+};
+
+}  // namespace LT_NAMESPACE

@@ -1,0 +1,72 @@
+// The host's side of every call: arguments are checked before the first launch, and every launch is checked.
+//
+// Notes:
+// - Launches go to the thread's current device, which the caller makes the stream's. The library has a CUDA runtime of
+//   its own (linked statically) that shares the device's primary context, and with it memory and streams, with torch's.
+// - A call may be captured in a CUDA graph: it only launches kernels, and their parameters are copied by the launch.
+#pragma once
+
+#include <initializer_list>
+
+#include "batch.cuh"
+
+namespace lt_cuda {
+
+constexpr int kBlocksPerSm = 8;  // 2048 threads, all that an SM of the large GPUs holds; later blocks wait for a place
+
+inline int error_code(cudaError_t error) { return error == cudaSuccess ? LT_OK : LT_CUDA_ERROR + (int)error; }
+
+template <class... Parameters, class... Arguments>
+int launch(void (*kernel)(Parameters...), int64_t blocks, int threads, void *stream, const Arguments &...arguments) {
+    static_assert((sizeof(Parameters) + ... + 0) <= kParameterBytes, "too many kernel parameters");
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)blocks);
+    config.blockDim = dim3((unsigned)threads);
+    config.stream = (cudaStream_t)stream;
+    cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
+    cudaError_t recorded = cudaGetLastError();  // also clears it: the next call must not report it again
+    return error_code(error != cudaSuccess ? error : recorded);
+}
+
+// A kernel over a batch's chunks. A grid without blocks is an error to CUDA, hence no launch without chunks.
+template <class... Parameters, class... Arguments>
+int launch_chunks(void (*kernel)(Parameters...), int64_t chunks, void *stream, const Arguments &...arguments) {
+    if (chunks == 0) return LT_OK;
+    int device = 0, processors = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    if (error != cudaSuccess) {
+        cudaGetLastError();
+        return error_code(error);
+    }
+    int64_t most = (int64_t)processors * kBlocksPerSm;
+    return launch(kernel, chunks < most ? chunks : most, kThreads, stream, arguments...);
+}
+
+// Lists that a call reads or writes: there, and with a pointer for each tensor that has elements.
+inline bool lists_valid(int64_t count, const int64_t *numel, std::initializer_list<List> lists) {
+    if (count < 0) return false;
+    if (count == 0) return true;
+    if (!numel) return false;
+    for (const List &list : lists)
+        if (!list.data) return false;
+    for (int64_t i = 0; i < count; ++i) {
+        if (numel[i] < 0) return false;
+        for (const List &list : lists)
+            if (numel[i] > 0 && !list[i]) return false;
+    }
+    return true;
+}
+
+inline bool is_dtype(int dtype) { return dtype == LT_FP32 || dtype == LT_BF16 || dtype == LT_FP16; }
+
+// With `states` optimizer states.
+inline bool tensors_valid(const lt_tensors *t, int states) {
+    return t && is_dtype(t->grad_dtype) && (t->state_dtype == LT_FP32 || t->state_dtype == LT_BF16) &&
+           (!t->out || is_dtype(t->out_dtype)) && lists_valid(t->count, t->numel, {t->param, t->grad}) &&
+           (states < 1 || lists_valid(t->count, t->numel, {t->state1})) &&
+           (states < 2 || lists_valid(t->count, t->numel, {t->state2})) &&
+           (!t->out || lists_valid(t->count, t->numel, {t->out}));
+}
+
+}  // namespace lt_cuda

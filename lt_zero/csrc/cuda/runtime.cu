@@ -1,0 +1,32 @@
+// What callers ask about the library itself, and how it is built.
+//
+//   nvcc -std=c++17 -O3 -fmad=false -Werror all-warnings
+//        -Xcompiler -Wall,-Wextra,-Werror,-fPIC,-fvisibility=hidden,-ffp-contract=off
+//        -gencode arch=compute_90,code=sm_90 -t 0 -shared -cudart static -o liblt_zero_cuda.so *.cu
+//
+// Notes:
+// - Needed for equal results: -fmad=false on the device and -ffp-contract=off on the host, where make_rule computes in
+//   fp64 (gcc fuses by default on Arm). -use_fast_math must not be given.
+// - The runtime is linked statically, so that the library needs nothing but the driver, whatever CUDA torch brings.
+#include "launch.cuh"
+
+using namespace lt_cuda;
+
+LT_EXPORT int lt_cuda_abi(void) { return LT_ABI_VERSION; }
+
+LT_EXPORT const char *lt_cuda_error(int code) {
+    switch (code) {
+        case LT_OK: return "success";
+        case LT_BAD_ARGUMENT: return "bad argument";
+        case LT_OUT_OF_MEMORY: return "out of memory";
+        default: return code > LT_CUDA_ERROR ? cudaGetErrorString((cudaError_t)(code - LT_CUDA_ERROR)) : "unknown error";
+    }
+}
+
+// Two fp64 sums for each chunk (reduce.cuh); -1 for sizes that are none.
+LT_EXPORT int64_t lt_cuda_scratch(int64_t count, const int64_t *numel) {
+    if (!lists_valid(count, numel, {})) return -1;
+    int64_t chunks = 0;
+    for (int64_t i = 0; i < count; ++i) chunks += chunks_of(numel[i]);
+    return chunks * 2 * (int64_t)sizeof(double);
+}

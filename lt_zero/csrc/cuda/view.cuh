@@ -1,0 +1,118 @@
+// One tensor of a batch as a kernel reads and writes it: elements of any format in memory, Float in registers.
+//
+// Notes:
+// - An access is 16 bytes a thread for the widest format among a kernel's tensors, and as many elements, so fewer bytes,
+//   for the others. Two 16-byte accesses in a row would leave gaps between the threads of a warp in each of the two.
+// - Only the alignment of the element type is promised. `aligned` decides at run time, per chunk; chunks begin at
+//   multiples of kChunk, so that an aligned tensor has aligned chunks.
+#pragma once
+
+#include "batch.cuh"
+
+namespace lt_cuda {
+
+template <int W>
+struct Lanes {
+    Float lane[W];
+
+    LT_DEVICE Float &operator[](int k) { return lane[k]; }
+};
+
+template <class T, int W>
+struct alignas(sizeof(T) * W) Pack {
+    T lane[W];
+};
+
+// Elements of one access by a kernel over tensors of these formats.
+template <class... T>
+constexpr int kAccess = ((sizeof(T) == sizeof(float)) || ...) ? 4 : 8;
+
+// How a call's lists name a tensor that is not there, where a dtype is asked for.
+constexpr int kAbsent = -1;
+
+template <class T>
+class View {
+  public:
+    template <int N>
+    LT_DEVICE View(const Batch<N> &batch, int list, const Chunk &chunk) : View(address_of(batch, list, chunk)) {}
+
+    explicit LT_DEVICE View(void *address) : data((T *)address) {}
+
+    template <int W>
+    LT_DEVICE bool aligned() const {
+        return (uintptr_t)data % sizeof(Pack<T, W>) == 0;
+    }
+
+    template <int W>
+    LT_DEVICE Lanes<W> load(int64_t i) const {
+        Pack<T, W> pack = *(const Pack<T, W> *)(data + i);
+        Lanes<W> values;
+#pragma unroll
+        for (int k = 0; k < W; ++k) values[k] = Float(widen(pack.lane[k]));
+        return values;
+    }
+
+    template <int W>
+    LT_DEVICE void store(int64_t i, Lanes<W> values) const {
+        Pack<T, W> pack;
+#pragma unroll
+        for (int k = 0; k < W; ++k) narrow(values[k].x, pack.lane[k]);
+        *(Pack<T, W> *)(data + i) = pack;
+    }
+
+  private:
+    T *data;
+};
+
+// A tensor that is not there: always aligned, loads zeros, stores nothing.
+template <>
+class View<None> {
+  public:
+    template <int N>
+    LT_DEVICE View(const Batch<N> &, int, const Chunk &) {}
+
+    template <int W>
+    LT_DEVICE bool aligned() const {
+        return true;
+    }
+
+    template <int W>
+    LT_DEVICE Lanes<W> load(int64_t) const {
+        Lanes<W> zeros;
+        for (int k = 0; k < W; ++k) zeros[k] = Float(0.0f);
+        return zeros;
+    }
+
+    template <int W>
+    LT_DEVICE void store(int64_t, Lanes<W>) const {}
+};
+
+// The copy of the updated weights. Its dtype is known at run time only, a branch that all threads take the same way:
+// as a template parameter it would make four times as many kernels, all for their last instruction.
+class OutView {
+  public:
+    template <int N>
+    LT_DEVICE OutView(const Batch<N> &batch, int list, const Chunk &chunk, int dtype)
+        : address(address_of(batch, list, chunk)), dtype(dtype) {}
+
+    template <int W>
+    LT_DEVICE bool aligned() const {
+        return (uintptr_t)address % (dtype == LT_FP32 ? sizeof(Pack<float, W>) : sizeof(Pack<bf16, W>)) == 0;
+    }
+
+    template <int W>
+    LT_DEVICE void store(int64_t i, Lanes<W> values) const {
+        switch (dtype) {
+            case LT_FP32: return View<float>(address).template store<W>(i, values);
+            case LT_BF16: return View<bf16>(address).template store<W>(i, values);
+            case LT_FP16: return View<fp16>(address).template store<W>(i, values);
+            default: return;  // kAbsent; its address is null, and so aligned
+        }
+    }
+
+  private:
+    void *address;
+    int dtype;
+};
+
+}  // namespace lt_cuda

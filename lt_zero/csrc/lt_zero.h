@@ -1,0 +1,127 @@
+// The C ABI of the native kernels: no torch types, so that one library serves every torch version.
+//
+// Every function works on lists of tensors that share one set of options: arrays of `count` pointers and sizes. Pointers
+// need the alignment of their element type only. Every function returns 0, or an error code that lt_*_error explains.
+// Arithmetic is fp32 in a fixed order of correctly rounded operations (fused multiply-adds where written), the same on
+// the CPU, on CUDA and in the torch references (lt_zero/ops): results are equal to the last bit.
+#pragma once
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define LT_ABI_VERSION 1
+
+enum lt_dtype { LT_FP32 = 0, LT_BF16 = 1, LT_FP16 = 2 };
+
+enum lt_error { LT_OK = 0, LT_BAD_ARGUMENT = 1, LT_OUT_OF_MEMORY = 2 };  // CUDA's own codes are added to LT_CUDA_ERROR
+#define LT_CUDA_ERROR 1000
+
+// What every optimizer step has. Unused arrays are NULL.
+typedef struct {
+    int64_t count;              // tensors
+    const int64_t *numel;       // [count] elements
+    float *const *param;        // [count] master weights, updated
+    const void *const *grad;    // [count] read only
+    void *const *state1;        // [count] first optimizer state, updated
+    void *const *state2;        // [count] second optimizer state, updated
+    void *const *out;           // [count] low-precision copies of the updated weights, or NULL
+    int32_t grad_dtype;         // lt_dtype
+    int32_t state_dtype;        // LT_FP32 or LT_BF16
+    int32_t out_dtype;          // lt_dtype; ignored without out
+    int32_t maximize;           // the gradient's sign is flipped
+    const float *scale;         // gradients are multiplied by *scale * *clip; NULL counts as 1
+    const float *clip;
+    const float *found_inf;     // if not NULL and *found_inf != 0, nothing is written
+} lt_tensors;
+
+typedef struct {
+    double lr, beta1, beta2, eps, weight_decay;
+    double step;                // this step's number, from 1
+    int32_t decoupled;          // weight decay of AdamW (arXiv:1711.05101) instead of an L2 term in the gradient
+} lt_adam;
+
+typedef struct {
+    double lr, beta1, beta2, weight_decay;
+} lt_lion;
+
+typedef struct {
+    double lr;                  // after lr_decay
+    double eps, weight_decay;
+} lt_adagrad;
+
+typedef struct {
+    double lr, momentum, dampening, weight_decay;
+    int32_t nesterov;
+    int32_t first;              // momentum buffers have no values yet
+} lt_sgd;
+
+typedef struct {
+    double beta1, beta2, eps, weight_decay;
+    double step;
+    int32_t bias_correction;
+} lt_lamb;
+
+// A list of tensors with a dtype each.
+typedef struct {
+    int64_t count;
+    const int64_t *numel;
+    const void *const *data;
+    const int32_t *dtype;
+} lt_mixed;
+
+// dst <- src elementwise.
+typedef struct {
+    int64_t count;
+    const int64_t *numel;
+    void *const *dst;
+    const void *const *src;
+    int32_t dst_dtype, src_dtype;
+    double factor;              // src is multiplied by (float)factor * *scale
+    const float *scale;         // or NULL
+} lt_pairs;
+
+// ---- CPU: `threads` at most; the calling thread is one of them -------------------------------------------------
+
+int lt_cpu_abi(void);
+const char *lt_cpu_isa(void);       // "avx512", "avx2", "neon" or "portable": what run-time dispatch chose
+const char *lt_cpu_pool(void);      // whose threads: "openmp" (the OpenMP that the process has loaded) or "own"
+int lt_cpu_use_isa(const char *);   // choose one (NULL: the best); LT_BAD_ARGUMENT if this CPU cannot run it
+const char *lt_cpu_error(int code);
+
+int lt_cpu_adam_step(const lt_tensors *, const lt_adam *, int threads);
+int lt_cpu_lion_step(const lt_tensors *, const lt_lion *, int threads);
+int lt_cpu_adagrad_step(const lt_tensors *, const lt_adagrad *, int threads);
+int lt_cpu_sgd_step(const lt_tensors *, const lt_sgd *, int threads);  // state1 may be NULL: no momentum
+// First pass: moments, and update[i] = Adam's update + weight_decay * param; norms[i] = {sum param^2, sum update^2}.
+int lt_cpu_lamb_update(const lt_tensors *, const lt_lamb *, float *const *update, double *norms, int threads);
+// Second pass: param[i] -= lr * trust[i] * update[i]; the updates are passed as `grad`, in fp32.
+int lt_cpu_lamb_apply(const lt_tensors *, const float *trust, double lr, int threads);
+int lt_cpu_norm_squared(const lt_mixed *, double *result, int threads);  // added up in fp64, in an order of its own
+int lt_cpu_accumulate(const lt_pairs *, int threads);  // dst += factor * src, dst in fp32
+int lt_cpu_cast_scale(const lt_pairs *, int threads);  // dst = factor * src, rounded once
+
+// ---- CUDA: pointers to elements, scale, clip, found_inf, trust, norms and result are device memory ---------------
+// Arrays of pointers and sizes are host memory and may be freed after the call. `scratch` is device memory of
+// lt_cuda_scratch(count, numel) bytes. Nothing synchronises.
+
+int lt_cuda_abi(void);
+const char *lt_cuda_error(int code);
+int64_t lt_cuda_scratch(int64_t count, const int64_t *numel);
+
+int lt_cuda_adam_step(const lt_tensors *, const lt_adam *, void *stream);
+int lt_cuda_lion_step(const lt_tensors *, const lt_lion *, void *stream);
+int lt_cuda_adagrad_step(const lt_tensors *, const lt_adagrad *, void *stream);
+int lt_cuda_sgd_step(const lt_tensors *, const lt_sgd *, void *stream);
+int lt_cuda_lamb_update(const lt_tensors *, const lt_lamb *, float *const *update, double *norms, void *scratch,
+                        void *stream);
+int lt_cuda_lamb_apply(const lt_tensors *, const float *trust, double lr, void *stream);
+int lt_cuda_norm_squared(const lt_mixed *, double *result, void *scratch, void *stream);
+int lt_cuda_accumulate(const lt_pairs *, void *stream);
+int lt_cuda_cast_scale(const lt_pairs *, void *stream);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,44 @@
+"""Kernels that touch each byte once, on CPU and CUDA, each beside a torch reference of the same signature.
+
+They are ``torch.library`` operators (``torch.ops.lt_zero``), so they work under ``torch.compile``. Nothing is compiled
+before the first use; where nothing can be, the references run (``lt-zero ops report`` tells).
+"""
+
+from lt_zero.ops.adagrad import adagrad_step, adagrad_step_reference
+from lt_zero.ops.adam import adam_step, adam_step_reference
+from lt_zero.ops.flat import (
+    accumulate,
+    accumulate_reference,
+    cast_scale,
+    cast_scale_reference,
+    norm_squared,
+    norm_squared_reference,
+)
+from lt_zero.ops.lamb import lamb_apply, lamb_apply_reference, lamb_update, lamb_update_reference
+from lt_zero.ops.lion import lion_step, lion_step_reference
+from lt_zero.ops.lists import DTYPES, available, fits
+from lt_zero.ops.sgd import sgd_step, sgd_step_reference
+
+__all__ = [
+    "DTYPES",
+    "accumulate",
+    "accumulate_reference",
+    "adagrad_step",
+    "adagrad_step_reference",
+    "adam_step",
+    "adam_step_reference",
+    "available",
+    "cast_scale",
+    "cast_scale_reference",
+    "fits",
+    "lamb_apply",
+    "lamb_apply_reference",
+    "lamb_update",
+    "lamb_update_reference",
+    "lion_step",
+    "lion_step_reference",
+    "norm_squared",
+    "norm_squared_reference",
+    "sgd_step",
+    "sgd_step_reference",
+]

@@ -1,0 +1,182 @@
+"""Passes over flat storages that are not an optimizer's: norms, accumulation, casts."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lt_zero.ops import library
+from lt_zero.ops.lists import (
+    DTYPES,
+    address,
+    call,
+    check_list,
+    check_scalar,
+    chunks,
+    native,
+    pointers,
+    scratch,
+    sizes,
+)
+from lt_zero.ops.step import nothing, register
+
+
+def norm_squared(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of all elements (0D, fp64), added up in fp64.
+
+    It is finite exactly if every element is: squares of fp32 numbers have room in fp64. It does not depend on the
+    number of threads.
+
+    Args:
+        tensors: contiguous, on one device, each in fp32, bf16 or fp16.
+
+    Raises:
+        ValueError: a tensor is not contiguous, has another dtype, or another device than the first.
+    """
+    if len(tensors) == 0:
+        return torch.zeros((), dtype=torch.float64)
+    total: Tensor = torch.ops.lt_zero.norm_squared(list(tensors))
+    return total
+
+
+def norm_squared_reference(tensors: Sequence[Tensor]) -> Tensor:
+    """``norm_squared`` in torch operations; the sum has another order."""
+    total = torch.zeros((), dtype=torch.float64, device=tensors[0].device if len(tensors) > 0 else None)
+    for (piece,) in chunks(tensors):
+        total += piece.double().square_().sum()
+    return total
+
+
+def accumulate(
+    accumulators: Sequence[Tensor], values: Sequence[Tensor], *, factor: float = 1.0, scale: Tensor | None = None
+) -> None:
+    """Add ``values * factor * scale`` to the accumulators.
+
+    Args:
+        accumulators: fp32, contiguous; updated.
+        values: of the same sizes, in fp32, bf16 or fp16.
+        factor: rounded to fp32.
+        scale: one fp32 number on the same device.
+
+    Raises:
+        ValueError: a list does not fit to ``accumulators`` in length, size, device or dtype.
+    """
+    if len(accumulators) > 0:
+        torch.ops.lt_zero.accumulate(list(accumulators), list(values), factor, scale)
+
+
+def accumulate_reference(
+    accumulators: Sequence[Tensor], values: Sequence[Tensor], *, factor: float = 1.0, scale: Tensor | None = None
+) -> None:
+    """``accumulate`` in torch operations."""
+    for accumulator, value in chunks(accumulators, values):
+        accumulator.add_(_scaled(value, factor, scale))
+
+
+def cast_scale(
+    outs: Sequence[Tensor], values: Sequence[Tensor], *, factor: float = 1.0, scale: Tensor | None = None
+) -> None:
+    """Store ``values * factor * scale``, computed in fp32 and rounded once.
+
+    Args:
+        outs: contiguous, of one dtype: fp32, bf16 or fp16; written.
+        values: of the same sizes, in fp32, bf16 or fp16.
+        factor: rounded to fp32.
+        scale: one fp32 number on the same device.
+
+    Raises:
+        ValueError: a list does not fit to ``outs`` in length, size, device or dtype.
+    """
+    if len(outs) > 0:
+        torch.ops.lt_zero.cast_scale(list(outs), list(values), factor, scale)
+
+
+def cast_scale_reference(
+    outs: Sequence[Tensor], values: Sequence[Tensor], *, factor: float = 1.0, scale: Tensor | None = None
+) -> None:
+    """``cast_scale`` in torch operations."""
+    for out, value in chunks(outs, values):
+        out.copy_(_scaled(value, factor, scale))
+
+
+def _scaled(value: Tensor, factor: float, scale: Tensor | None) -> Tensor:
+    if scale is not None:
+        return value.float() * (scale * factor)
+    return value.float() * factor if factor != 1.0 else value
+
+
+def _run_norm(tensors: list[Tensor]) -> Tensor:
+    device = tensors[0].device
+    for number, tensor in enumerate(tensors):
+        check_list(f"tensors[{number}:]", [tensor], [tensor], list(DTYPES))
+        if tensor.device != device:
+            raise ValueError(f"tensors[{number}] is on {tensor.device}, the first one on {device}.")
+    lib = native(device)
+    if lib is None:
+        return norm_squared_reference(tensors)
+    total = torch.empty((), dtype=torch.float64, device=device)
+    dtypes = (ctypes.c_int32 * len(tensors))(*[DTYPES[t.dtype] for t in tensors])
+    mixed = library.Mixed(count=len(tensors), numel=sizes(tensors), data=pointers(tensors), dtype=dtypes)
+    call(lib, "norm_squared", device, ctypes.byref(mixed), address(total), *scratch(lib, tensors, device))
+    return total
+
+
+def _pairs(
+    names: tuple[str, str], dst: list[Tensor], src: list[Tensor], factor: float, scale: Tensor | None
+) -> library.Pairs:
+    dst_dtype = check_list(names[0], dst, dst, list(DTYPES))
+    src_dtype = check_list(names[1], src, dst, list(DTYPES))
+    check_scalar("scale", scale, dst[0].device)
+    return library.Pairs(
+        count=len(dst),
+        numel=sizes(dst),
+        dst=pointers(dst),
+        src=pointers(src),
+        dst_dtype=DTYPES[dst_dtype],
+        src_dtype=DTYPES[src_dtype],
+        factor=factor,
+        scale=address(scale),
+    )
+
+
+def _run_accumulate(
+    accumulators: list[Tensor], values: list[Tensor], factor: float = 1.0, scale: Tensor | None = None
+) -> None:
+    check_list("accumulators", accumulators, accumulators, [torch.float32])
+    pairs = _pairs(("accumulators", "values"), accumulators, values, factor, scale)
+    lib = native(accumulators[0].device)
+    if lib is None:
+        accumulate_reference(accumulators, values, factor=factor, scale=scale)
+        return
+    call(lib, "accumulate", accumulators[0].device, ctypes.byref(pairs))
+
+
+def _run_cast(outs: list[Tensor], values: list[Tensor], factor: float = 1.0, scale: Tensor | None = None) -> None:
+    pairs = _pairs(("outs", "values"), outs, values, factor, scale)
+    lib = native(outs[0].device)
+    if lib is None:
+        cast_scale_reference(outs, values, factor=factor, scale=scale)
+        return
+    call(lib, "cast_scale", outs[0].device, ctypes.byref(pairs))
+
+
+def _fake_norm(tensors: list[Tensor]) -> Tensor:
+    return tensors[0].new_empty((), dtype=torch.float64)
+
+
+register("norm_squared", "(Tensor[] tensors) -> Tensor", _run_norm, _fake_norm)
+register(
+    "accumulate",
+    "(Tensor(a!)[] accumulators, Tensor[] values, float factor=1.0, Tensor? scale=None) -> ()",
+    _run_accumulate,
+    nothing,
+)
+register(
+    "cast_scale",
+    "(Tensor(a!)[] outs, Tensor[] values, float factor=1.0, Tensor? scale=None) -> ()",
+    _run_cast,
+    nothing,
+)

@@ -1,0 +1,332 @@
+"""The native kernels as ctypes libraries: found or built on first use, checked, and declared as in csrc/lt_zero.h.
+
+Where they cannot be had, ``cpu()`` and ``cuda()`` return None and the torch references run, which give the same bits.
+That is told once per process; ``LT_ZERO_NATIVE=0`` asks for it and is silent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import tempfile
+import threading
+import warnings
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lt_zero.ops.build import CSRC, BuildError, Built, Recipe, build, cached, load, recipe_of
+
+log = logging.getLogger("lt_zero")
+
+# ---- csrc/lt_zero.h ------------------------------------------------------------------------------------------------
+
+_SIZES, _POINTERS = POINTER(c_int64), POINTER(c_void_p)
+
+
+def _doubles(*names: str) -> list[tuple[str, Any]]:
+    return [(name, c_double) for name in names]
+
+
+class Tensors(ctypes.Structure):
+    """``lt_tensors``. Arrays that are assigned are kept alive by it; what the pointers in them lead to is not."""
+
+    _fields_ = [
+        ("count", c_int64),
+        ("numel", _SIZES),
+        *[(name, _POINTERS) for name in ("param", "grad", "state1", "state2", "out")],
+        *[(name, c_int32) for name in ("grad_dtype", "state_dtype", "out_dtype", "maximize")],
+        *[(name, c_void_p) for name in ("scale", "clip", "found_inf")],
+    ]
+
+
+class Adam(ctypes.Structure):
+    """``lt_adam``."""
+
+    _fields_ = [*_doubles("lr", "beta1", "beta2", "eps", "weight_decay", "step"), ("decoupled", c_int32)]
+
+
+class Lion(ctypes.Structure):
+    """``lt_lion``."""
+
+    _fields_ = _doubles("lr", "beta1", "beta2", "weight_decay")
+
+
+class Adagrad(ctypes.Structure):
+    """``lt_adagrad``."""
+
+    _fields_ = _doubles("lr", "eps", "weight_decay")
+
+
+class Sgd(ctypes.Structure):
+    """``lt_sgd``."""
+
+    _fields_ = [
+        *_doubles("lr", "momentum", "dampening", "weight_decay"),
+        ("nesterov", c_int32),
+        ("first", c_int32),
+    ]
+
+
+class Lamb(ctypes.Structure):
+    """``lt_lamb``."""
+
+    _fields_ = [*_doubles("beta1", "beta2", "eps", "weight_decay", "step"), ("bias_correction", c_int32)]
+
+
+class Mixed(ctypes.Structure):
+    """``lt_mixed``."""
+
+    _fields_ = [("count", c_int64), ("numel", _SIZES), ("data", _POINTERS), ("dtype", POINTER(c_int32))]
+
+
+class Pairs(ctypes.Structure):
+    """``lt_pairs``."""
+
+    _fields_ = [
+        ("count", c_int64),
+        ("numel", _SIZES),
+        ("dst", _POINTERS),
+        ("src", _POINTERS),
+        ("dst_dtype", c_int32),
+        ("src_dtype", c_int32),
+        ("factor", c_double),
+        ("scale", c_void_p),
+    ]
+
+
+# Arguments of each operation, before what all end with: the threads on the CPU, the stream on CUDA.
+OPERATIONS: dict[str, list[Any]] = {
+    "adam_step": [POINTER(Tensors), POINTER(Adam)],
+    "lion_step": [POINTER(Tensors), POINTER(Lion)],
+    "adagrad_step": [POINTER(Tensors), POINTER(Adagrad)],
+    "sgd_step": [POINTER(Tensors), POINTER(Sgd)],
+    "lamb_update": [POINTER(Tensors), POINTER(Lamb), _POINTERS, c_void_p],
+    "lamb_apply": [POINTER(Tensors), c_void_p, c_double],
+    "norm_squared": [POINTER(Mixed), c_void_p],
+    "accumulate": [POINTER(Pairs)],
+    "cast_scale": [POINTER(Pairs)],
+}
+_WITH_SCRATCH = ("lamb_update", "norm_squared")  # take scratch memory on CUDA
+
+
+def declare(library: ctypes.CDLL, kind: str) -> ctypes.CDLL:
+    """Set the types of all functions of a library of ``kind``, and return it.
+
+    Raises:
+        AttributeError: a function is missing.
+    """
+    functions: dict[str, tuple[Any, list[Any]]] = {"abi": (c_int, []), "error": (c_char_p, [c_int])}
+    if kind == "cpu":
+        functions |= {"isa": (c_char_p, []), "pool": (c_char_p, []), "use_isa": (c_int, [c_char_p])}
+    else:
+        functions["scratch"] = (c_int64, [c_int64, _SIZES])
+    for name, arguments in OPERATIONS.items():
+        scratch = [c_void_p] if kind == "cuda" and name in _WITH_SCRATCH else []
+        functions[name] = (c_int, [*arguments, *scratch, c_int if kind == "cpu" else c_void_p])
+    for name, (result, arguments) in functions.items():
+        function = getattr(library, f"lt_{kind}_{name}")
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def check(library: ctypes.CDLL, code: int) -> None:
+    """Raise what a kernel of ``library`` reported by returning ``code``.
+
+    Raises:
+        RuntimeError: the code is not 0.
+    """
+    if code != 0:
+        kind = "cpu" if hasattr(library, "lt_cpu_error") else "cuda"
+        text = getattr(library, f"lt_{kind}_error")(code).decode()
+        raise RuntimeError(f"A native {kind} kernel failed: {text} (code {code}). LT_ZERO_NATIVE=0 runs without them.")
+
+
+# ---- where, and whether --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Status:
+    """What runs operations on a kind of device (``"cpu"``, ``"cuda"``).
+
+    Attributes:
+        available: whether the native kernels run; otherwise the torch references do.
+        path: the library.
+        why: where it is from, or why there is none.
+        isa: ``"avx512"``, ``"avx2"``, ``"neon"``, ``"portable"``, ``"cuda"``; empty if not available.
+        seconds: what compiling took in this process; None if nothing was compiled.
+    """
+
+    kind: str
+    available: bool
+    path: Path | None
+    why: str
+    isa: str = ""
+    seconds: float | None = None
+
+
+def cache_dir() -> Path:
+    """``LT_ZERO_CACHE``, else ``lt_zero`` in ``XDG_CACHE_HOME`` or ``~/.cache``. It need not exist."""
+    if chosen := os.environ.get("LT_ZERO_CACHE", "").strip():
+        return Path(os.path.expanduser(chosen)).absolute()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")).absolute() / "lt_zero"
+
+
+def writable(cache: Path) -> Path:
+    """``cache`` if files can be made in it, else a folder under the temporary directory that is this user's alone.
+
+    Raises:
+        OSError: neither can be made.
+    """
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            return cache
+    except OSError as error:
+        private = Path(tempfile.gettempdir()) / f"lt_zero-{os.getuid()}"  # for all processes of the user
+        private.mkdir(mode=0o700, exist_ok=True)
+        found = private.lstat()
+        if (
+            found.st_uid != os.getuid() or found.st_mode & 0o170077 != 0o040000
+        ):  # somebody else's: a library in it could be too
+            private = Path(tempfile.mkdtemp(prefix="lt_zero-"))
+        log.log(_level(), "the cache %s cannot be written (%s); kernels are compiled into %s", cache, error, private)
+        return private
+
+
+def _level() -> int:
+    return logging.WARNING if os.environ.get("LOCAL_RANK", "0") == "0" else logging.INFO
+
+
+def _unwanted(kind: str, force: bool) -> str:
+    """Why native kernels are not even tried; empty if they are."""
+    if (value := os.environ.get("LT_ZERO_NATIVE", "1").strip().lower()) in ("0", "false", "off", "no"):
+        return f"LT_ZERO_NATIVE={value}"
+    if kind == "cuda" and not force:
+        if torch.version.cuda is None:
+            return "torch is built without CUDA"
+        if not torch.cuda.is_available():
+            return "torch sees no CUDA device"
+    return ""
+
+
+class Loader:
+    """Builds and loads the libraries of one folder of sources, each once per process.
+
+    Args:
+        csrc: the folder with ``lt_zero.h``, ``cpu`` and ``cuda``.
+    """
+
+    def __init__(self, csrc: Path = CSRC) -> None:
+        self._csrc = csrc
+        self._known: dict[str, tuple[ctypes.CDLL | None, Status]] = {}
+        self._lock = threading.Lock()
+
+    def get(self, kind: str, force: bool = False) -> ctypes.CDLL | None:
+        """The library, or None if the references have to do. ``force``: try also without a device."""
+        known = self._known.get(kind)
+        if known is None or (force and known[0] is None):
+            problem = ""
+            with self._lock:
+                known = self._known.get(kind)
+                if known is None or (force and known[0] is None):
+                    known, problem = self._load(kind, force)
+                    self._known[kind] = known
+            if problem:  # outside the lock: a filter may turn the warning into an error
+                _tell(problem)
+        return known[0]
+
+    def status(self, kind: str) -> Status:
+        """Which implementation runs, and why; loads or builds the library if that has not been tried."""
+        self.get(kind)
+        return self._known[kind][1]
+
+    def _load(self, kind: str, force: bool) -> tuple[tuple[ctypes.CDLL | None, Status], str]:
+        """The library, its status, and what to warn of."""
+        if why := _unwanted(kind, force):
+            return (None, Status(kind, False, None, why)), ""
+        try:
+            built, library = self._obtain(kind)
+            declare(library, kind)
+        except (BuildError, OSError, AttributeError) as error:
+            return (None, Status(kind, False, None, str(error))), _explain(kind, error)
+        why = "from the cache" if built.seconds is None else f"compiled in {built.seconds:.1f} s"
+        isa = library.lt_cpu_isa().decode() if kind == "cpu" else "cuda"
+        return (library, Status(kind, True, built.path, why, isa, built.seconds)), ""
+
+    def _obtain(self, kind: str) -> tuple[Built, ctypes.CDLL]:
+        cache, reject = cache_dir(), None
+        recipes = self._recipes(kind)
+        for recipe in recipes:
+            if path := cached(recipe, cache):
+                try:
+                    return Built(path), load(path, kind)
+                except BuildError as error:  # from another system that shares the cache: built anew, once
+                    log.info("%s", error)
+                    reject = path
+        built = build(recipes[-1], writable(cache), reject=reject)
+        return built, load(built.path, kind)
+
+    def _recipes(self, kind: str) -> list[Recipe]:
+        """What would do, the last being what to build."""
+        if kind == "cpu":
+            return [recipe_of(kind, self._csrc)]
+        recipes = [recipe_of(kind, self._csrc)]  # for all devices, by `lt-zero ops build --cuda`
+        if torch.cuda.is_available():
+            found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+            if min(found) < (8, 0):
+                raise BuildError(f"a device has compute capability {min(found)}; the kernels need (8, 0) or more.")
+            recipes.append(recipe_of(kind, self._csrc, [f"sm_{major}{minor}" for major, minor in found]))
+        return recipes
+
+
+def _explain(kind: str, error: Exception) -> str:
+    variable, compiler = ("CXX", "a C++ compiler") if kind == "cpu" else ("NVCC", "the CUDA toolkit")
+    record = getattr(error, "log", None)
+    return (
+        f"lt_zero's native {kind} kernels are not available; torch's own operations are used, with equal results, but "
+        f"slower.\n  Reason: {error}\n  Remedy: install {compiler} or set {variable} to one; set LT_ZERO_CACHE to a "
+        f"folder that can be written and executed from; or run `lt-zero ops build` beforehand. LT_ZERO_NATIVE=0 stays "
+        f"with torch's operations without this warning."
+        + (f"\n  All that the compiler printed: {record}" if record else "")
+    )
+
+
+def _tell(problem: str) -> None:
+    if _level() == logging.WARNING:
+        warnings.warn(problem, stacklevel=4)
+    else:
+        log.info("%s", problem)
+
+
+_loader = Loader()
+
+
+def cpu() -> ctypes.CDLL | None:
+    """The CPU kernels, built on first use; None if the references have to do. Thread-safe."""
+    return _loader.get("cpu")
+
+
+def cuda(force: bool = False) -> ctypes.CDLL | None:
+    """The CUDA kernels, built on first use; None if the references have to do. Thread-safe.
+
+    Args:
+        force: build them even if torch sees no device.
+    """
+    return _loader.get("cuda", force)
+
+
+def status(kind: str) -> Status:
+    """What runs operations on ``"cpu"`` or ``"cuda"``, and why.
+
+    Raises:
+        ValueError: ``kind`` is neither.
+    """
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f'kind is {kind!r}; it must be "cpu" or "cuda".')
+    return _loader.status(kind)

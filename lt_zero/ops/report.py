@@ -1,0 +1,43 @@
+"""Which implementation of each operation runs on this machine, and why."""
+
+from __future__ import annotations
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from lt_zero.ops import library
+from lt_zero.ops.library import Status
+
+
+def implementation(status: Status) -> str:
+    """``native avx512`` and the like, or ``torch reference``."""
+    return f"native {status.isa}" if status.available else "torch reference"
+
+
+def operations_table(console: Console | None = None) -> Table:
+    """Print, and return, what runs each operation on CPU and CUDA; below it why, from where and on what threads.
+
+    Libraries that have not been needed so far are built.
+    """
+    console = console or Console()
+    kinds = [library.status("cpu"), library.status("cuda")]
+    table = Table(title="lt_zero operations")
+    for column in ("operation", *(status.kind for status in kinds)):
+        table.add_column(column)
+    for operation in library.OPERATIONS:
+        table.add_row(operation, *map(implementation, kinds))
+    console.print(table)
+    for status in kinds:
+        lines = {"why": status.why, "library": status.path, "threads": _threads(status)}
+        text = [f"{status.kind}: {implementation(status)}", *(f"  {k:8}{v}" for k, v in lines.items() if v)]
+        console.print("\n".join(text), soft_wrap=True, markup=False, highlight=False)
+    return table
+
+
+def _threads(status: Status) -> str:
+    if status.kind == "cuda":
+        return ""
+    lib = library.cpu()
+    pool = "torch's" if lib is None else {"openmp": "OpenMP's, as torch's"}.get(lib.lt_cpu_pool().decode(), "own")
+    return f"{torch.get_num_threads()} ({pool})"

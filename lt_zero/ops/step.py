@@ -1,0 +1,106 @@
+"""What all optimizer kernels share: the lists, the scaling of gradients, the low-precision copy.
+
+Note [Skipping on the device]
+    Whether a step is taken may be known to the device only. So the kernels take ``found_inf``, and write nothing if it
+    is not zero; the host need not wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lt_zero.ops import library
+from lt_zero.ops.lists import DTYPES, LOW_STATE, address, check_list, check_scalar, pointers, sizes
+
+# The arguments that every optimizer op has, as a torch.library schema.
+COMMON = "bool maximize=False, Tensor? scale=None, Tensor? clip=None, Tensor? found_inf=None"
+
+
+def step_tensors(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    outs: Sequence[Tensor],
+    *,
+    maximize: bool = False,
+    scale: Tensor | None = None,
+    clip: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    **_: Any,
+) -> library.Tensors:
+    """The ``lt_tensors`` of one step, checked; the optimizer's own options are left aside.
+
+    It keeps its arrays alive, not the tensors.
+
+    Raises:
+        ValueError: a list does not fit to ``params``, or a dtype is not supported.
+    """
+    device = params[0].device
+    check_list("params", params, params, [torch.float32])
+    grad_dtype = check_list("grads", grads, params, list(DTYPES))
+    state_dtypes = {check_list("state", state, params, LOW_STATE) for state in states}
+    if len(state_dtypes) > 1:
+        raise ValueError(f"the optimizer's states have the dtypes {sorted(map(str, state_dtypes))}; one is needed.")
+    out_dtype = check_list("outs", outs, params, list(DTYPES)) if outs else torch.float32
+    for name, scalar in (("scale", scale), ("clip", clip), ("found_inf", found_inf)):
+        check_scalar(name, scalar, device)
+    return library.Tensors(
+        count=len(params),
+        numel=sizes(params),
+        param=pointers(params),
+        grad=pointers(grads),
+        state1=pointers(states[0]) if states else None,
+        state2=pointers(states[1]) if len(states) > 1 else None,
+        out=pointers(outs),
+        grad_dtype=DTYPES[grad_dtype],
+        state_dtype=DTYPES[next(iter(state_dtypes), torch.float32)],
+        out_dtype=DTYPES[out_dtype],
+        maximize=maximize,
+        scale=address(scale),
+        clip=address(clip),
+        found_inf=address(found_inf),
+    )
+
+
+def skipped(found_inf: Tensor | None) -> bool:
+    """For references: whether nothing is to be written. Waits for the device."""
+    return found_inf is not None and bool(found_inf)
+
+
+def gradient(grad: Tensor, factor: Tensor | None, maximize: bool) -> Tensor:
+    """For references: the fp32 gradient that the update sees; a new tensor if it differs from ``grad``."""
+    g = grad.float()
+    g = g * factor if factor is not None else g
+    return g.neg() if maximize else g
+
+
+def widened(state: Tensor) -> Tensor:
+    """For references: a state in fp32; the same tensor if it is."""
+    return state.float()
+
+
+def store_state(state: Tensor, value: Tensor) -> None:
+    """For references: write back what ``widened`` returned."""
+    if value is not state:
+        state.copy_(value)
+
+
+def store_copy(out: Tensor | None, param: Tensor) -> None:
+    """For references: the low-precision copy of the updated weights."""
+    if out is not None:
+        out.copy_(param)
+
+
+def register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Make ``run`` the operator ``lt_zero::name`` on CPU and CUDA, with ``fake`` for tracing."""
+    torch.library.define(f"lt_zero::{name}", schema)
+    torch.library.impl(f"lt_zero::{name}", ("CPU", "CUDA"), run)
+    torch.library.register_fake(f"lt_zero::{name}", fake)
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """The fake kernel of operators that only write into their arguments."""

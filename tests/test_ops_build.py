@@ -1,0 +1,588 @@
+"""How the native kernels are built, cached, loaded and reported, on small stand-ins for their sources."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from lt_zero import cli
+from lt_zero.ops import build, library
+from lt_zero.ops.build import BuildError, Recipe, cached, find_compiler, recipe_of
+from lt_zero.ops.library import Loader
+
+KERNELS = """
+#include "lt_zero.h"
+#define FUNCTION(type, name) extern "C" __attribute__((visibility("default"))) type name
+FUNCTION(int, lt_KIND_abi)() { return LT_ABI_VERSION; }
+FUNCTION(const char *, lt_KIND_isa)() { return "portable"; }
+FUNCTION(const char *, lt_KIND_pool)() { return "own"; }
+FUNCTION(const char *, lt_KIND_error)(int) { return "bad argument"; }
+FUNCTION(int, lt_KIND_use_isa)(const char *) { return 0; }
+FUNCTION(long, lt_KIND_scratch)(long, const long *) { return 64; }
+""" + "".join(f"FUNCTION(int, lt_KIND_{name})(const void *) {{ return 0; }}\n" for name in library.OPERATIONS)
+HOLDER = "import sys, time, filelock\nlock = filelock.FileLock(sys.argv[1])\nlock.acquire()\nprint('held', flush=True)"
+# build.py alone: the package would import torch and Lightning.
+BUILDER = f"""
+import importlib.util, pathlib, sys
+spec = importlib.util.spec_from_file_location("build", {build.__file__!r})
+build = sys.modules["build"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(build)
+try:
+    print(build.build(build.recipe_of("cpu", pathlib.Path(sys.argv[1])), pathlib.Path(sys.argv[2])).path)
+except build.BuildError as error:
+    print("failed:", error)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("LT_ZERO_NATIVE", "LOCAL_RANK", "CXX", "NVCC", "CUDA_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LT_ZERO_CACHE", str(tmp_path / "a cache"))
+
+
+@pytest.fixture
+def csrc(tmp_path: Path) -> Path:
+    """Sources of two tiny libraries, in a folder with a space."""
+    root = tmp_path / "the sources"
+    for kind, name in (("cpu", "api.cpp"), ("cuda", "api.cu")):
+        (root / kind).mkdir(parents=True)
+        (root / kind / name).write_text(KERNELS.replace("KIND", kind))
+    (root / "cpu" / "portable.cpp").write_text("int portable;\n")
+    (root / "cpu" / ("neon.cpp" if build.MACHINE == "x86_64" else "avx512.cpp")).write_text("#error another machine\n")
+    (root / "lt_zero.h").write_text("#define LT_ABI_VERSION 1\n")
+    return root
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "a cache"
+
+
+def script(path: Path, text: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("#!/bin/sh\n" + text)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A compiler that notes each file it makes, at a path with a space; returns the notes."""
+    notes = tmp_path / "notes"
+    notes.touch()
+    real = find_compiler("cpu").command[0]
+    text = f'case "$*" in *" -o "*) echo "$@" >> "{notes}";; esac\nexec {real} "$@"\n'
+    monkeypatch.setenv("CXX", str(script(tmp_path / "the tools" / "c++", text)))
+    return notes
+
+
+@pytest.fixture
+def holder(csrc: Path, cache: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock of the CPU library."""
+    cache.mkdir()
+    recipe = recipe_of("cpu", csrc)
+    assert recipe.compiler is not None
+    lock = cache / f"{recipe.key(recipe.compiler)}.lock"
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER + "\ntime.sleep(60)", str(lock)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def count(notes: Path) -> int:
+    return len(notes.read_text().splitlines())
+
+
+def test_first_use_compiles_and_later_ones_do_not(csrc: Path, cache: Path, runs: Path) -> None:
+    first = Loader(csrc)
+    assert first.get("cpu") is first.get("cpu") is not None
+    assert count(runs) == 3  # two sources and the library; the source for other machines is left out
+    status = first.status("cpu")
+    assert (status.available, status.isa) == (True, "portable")
+    assert status.path is not None
+    assert status.path.parent == cache
+    assert status.seconds is not None
+    again = Loader(csrc)
+    assert again.get("cpu") is not None
+    assert again.status("cpu").seconds is None
+    assert count(runs) == 3
+    assert {file.suffix for file in cache.iterdir()} == {".so", ".log", ".lock"}
+
+
+def test_threads_compile_once(csrc: Path, runs: Path) -> None:
+    loader = Loader(csrc)
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(loader.get("cpu"))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({id(lib) for lib in found}) == 1
+    assert count(runs) == 3
+
+
+def test_the_key(csrc: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def key() -> str:
+        recipe = recipe_of("cpu", csrc)
+        assert recipe.compiler is not None
+        return recipe.key(recipe.compiler)
+
+    keys = [key()]
+    assert key() == keys[0]
+    (csrc / "cpu" / "portable.cpp").write_text("int portable = 1;\n")
+    keys.append(key())
+    (csrc / "lt_zero.h").write_text("#define LT_ABI_VERSION 1 \n")
+    keys.append(key())
+    (csrc / "cpu" / "more.h").write_text("\n")
+    keys.append(key())
+    monkeypatch.setattr(build, "CPU_FLAGS", (*build.CPU_FLAGS, "-g"))
+    keys.append(key())
+    tool = script(tmp_path / "tool", "echo version 1\n")
+    monkeypatch.setenv("CXX", str(tool))
+    keys.append(key())
+    script(tool, "echo version 2\n")
+    keys.append(key())
+    assert len(set(keys)) == len(keys)
+    (csrc / "cuda" / "api.cu").write_text("another library's source\n")
+    assert key() == keys[-1]
+    csrc.rename(tmp_path / "moved")  # where the sources lie does not count
+    csrc = tmp_path / "moved"
+    assert key() == keys[-1]
+
+
+def test_processes_compile_once(csrc: Path, cache: Path, runs: Path) -> None:
+    command = [sys.executable, "-c", BUILDER, str(csrc), str(cache)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    paths = {process.communicate(timeout=60)[0] for process in processes}
+    assert len(paths) == 1
+    assert paths.pop().strip().endswith(".so")
+    assert count(runs) == 3
+
+
+def test_who_waited_for_a_failure_does_not_repeat_it(
+    csrc: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    notes = tmp_path / "notes"
+    wait = f'echo x >> "{notes}"; until [ -e "{tmp_path}/go" ]; do sleep 0.02; done; echo error: never; exit 1'
+    monkeypatch.setenv("CXX", str(script(tmp_path / "tool", f'case "$*" in *" -o "*) {wait};; esac\n')))
+    monkeypatch.setattr(build, "PATIENCE", 0.1)
+    (csrc / "cpu" / "portable.cpp").unlink()
+    reasons: list[str] = []
+
+    def attempt() -> None:
+        try:
+            build.build(recipe_of("cpu", csrc), cache)
+        except BuildError as error:
+            reasons.append(str(error))
+
+    threads = [threading.Thread(target=attempt) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    until(lambda: caplog.text.count("waiting") == 2)
+    (tmp_path / "go").touch()
+    for thread in threads:
+        thread.join()
+    assert reasons == [f"{tmp_path / 'tool'} ended with code 1: error: never"] * 3
+    assert count(notes) == 1
+
+
+def test_a_killed_process_leaves_no_lock(
+    holder: subprocess.Popen[str],
+    csrc: Path,
+    cache: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(build, "PATIENCE", 0.1)
+    killer = threading.Thread(target=lambda: (until(lambda: "waiting" in caplog.text), holder.kill()))
+    killer.start()
+    assert build.build(recipe_of("cpu", csrc), cache).path.exists()
+    killer.join()
+    assert holder.wait() < 0
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "waiting" in line
+    assert str(cache) in line
+
+
+def test_waiting_is_limited(
+    holder: subprocess.Popen[str], csrc: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(build.TIME_LIMIT, "cpu", 0.2 - build.MARGIN)
+    with pytest.raises(BuildError, match="another process has held"):
+        build.build(recipe_of("cpu", csrc), cache)
+
+
+def test_a_compiler_that_hangs_is_ended(
+    csrc: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f'case "$*" in *" -o "*) sleep 60 & echo $! > "{tmp_path}/child"; wait;; esac\n'
+    monkeypatch.setenv("CXX", str(script(tmp_path / "tool", text)))
+    (csrc / "cpu" / "portable.cpp").unlink()
+    monkeypatch.setitem(build.TIME_LIMIT, "cpu", 1.0)
+    with pytest.raises(BuildError, match="tool did not end within 1 s") as caught:
+        build.build(recipe_of("cpu", csrc), cache)
+    assert caught.value.log is not None
+    assert "Failed: " in caught.value.log.read_text()
+    child = int((tmp_path / "child").read_text())
+    until(lambda: not alive(child))
+
+
+def until(condition: Callable[[], bool], limit: float = 30.0) -> None:
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def spoil(path: Path, content: bytes, honest: bool) -> Path:
+    """Replace a library in the cache; ``honest``: under a name that fits to its content."""
+    path.unlink()
+    path.write_bytes(content)
+    return path.rename(path.parent / f"{path.stem.rpartition('-')[0]}-{build._content(path)}.so") if honest else path
+
+
+@pytest.mark.parametrize("damage", ["cut short", "no library", "another version"])
+def test_a_corrupt_library_is_rebuilt(csrc: Path, cache: Path, runs: Path, tmp_path: Path, damage: str) -> None:
+    path = build.build(recipe_of("cpu", csrc), cache).path
+    if damage == "cut short":
+        spoiled = spoil(path, path.read_bytes()[:5000], honest=False)
+    elif damage == "no library":
+        spoiled = spoil(path, b"\x7fELF and so on", honest=True)
+    else:
+        (tmp_path / "x.cpp").write_text('extern "C" int lt_cpu_abi() { return 99; }\n')
+        command = [*find_compiler("cpu").command, "-shared", "-fPIC", tmp_path / "x.cpp", "-o", tmp_path / "x.so"]
+        subprocess.run(command, check=True)
+        spoiled = spoil(path, (tmp_path / "x.so").read_bytes(), honest=True)
+    before = count(runs)
+    loader = Loader(csrc)
+    assert loader.get("cpu") is not None
+    assert count(runs) == before + 3
+    assert Loader(csrc).get("cpu") is not None
+    assert count(runs) == before + 3
+    assert list(cache.glob("*.so")) == [loader.status("cpu").path]
+    assert not spoiled.exists() or spoiled == path
+
+
+def test_a_library_of_another_abi_is_not_published(csrc: Path, cache: Path) -> None:
+    (csrc / "lt_zero.h").write_text("#define LT_ABI_VERSION 2\n")
+    with pytest.warns(UserWarning, match="has ABI version 2, not 1"):
+        assert Loader(csrc).get("cpu") is None
+    assert not list(cache.glob("*.so"))
+    assert not list(cache.glob("*.tmp"))
+
+
+def test_a_failed_build_is_told_once(csrc: Path, cache: Path, runs: Path) -> None:
+    (csrc / "cpu" / "portable.cpp").write_text("int portable = no_such_thing;\n")
+    loader = Loader(csrc)
+    with pytest.warns(UserWarning, match="Reason: .*no_such_thing") as caught:
+        assert loader.get("cpu") is None
+    (warning,) = caught
+    (record,) = cache.glob("*.log")
+    assert all(word in str(warning.message) for word in ("CXX", "LT_ZERO_CACHE", "lt-zero ops build", str(record)))
+    assert "-ffp-contract=off" in record.read_text()
+    before = count(runs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert loader.get("cpu") is None
+    assert count(runs) == before
+    status = loader.status("cpu")
+    assert (status.available, status.path) == (False, None)
+    assert "no_such_thing" in status.why
+
+
+def test_a_warning_made_an_error_is_raised_once(csrc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    loader = Loader(csrc)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="CXX='no-such-compiler'"):
+            loader.get("cpu")
+        assert loader.get("cpu") is None
+
+
+def test_other_ranks_do_not_warn(csrc: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with warnings.catch_warnings(), caplog.at_level(logging.INFO, "lt_zero"):
+        warnings.simplefilter("error")
+        assert Loader(csrc).get("cpu") is None
+    assert "no-such-compiler" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("tool", "reason"),
+    [
+        ("exit 0\n", "wrote no api.cpp.o: is it a compiler?"),
+        ("exit 3\n", "ended with code 3"),
+        ("echo 'tool: error: no space' >&2; [ $1 = --version ]\n", "ended with code 1: tool: error: no space"),
+    ],
+)
+def test_no_compiler_at_all(
+    csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str, reason: str
+) -> None:
+    monkeypatch.setenv("CXX", str(script(tmp_path / "tool", tool)))
+    with pytest.warns(UserWarning, match=re.escape(reason)):
+        assert Loader(csrc).get("cpu") is None
+
+
+def test_a_program_for_another_machine(csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tool").write_bytes(b"\x7fELF")
+    (tmp_path / "tool").chmod(0o755)
+    monkeypatch.setenv("CXX", str(tmp_path / "tool"))
+    with pytest.warns(UserWarning, match="ended with code 126: .*Exec format error"):
+        assert Loader(csrc).get("cpu") is None
+
+
+def test_a_compiler_with_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = find_compiler("cpu")
+    monkeypatch.setenv("CXX", f"{real.command[0]} -march=x")
+    assert find_compiler("cpu").command == (real.command[0], "-march=x")
+
+
+def test_without_a_compiler_a_prebuilt_library_does(csrc: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = build.build(recipe_of("cpu", csrc), cache)
+    monkeypatch.setenv("PATH", "/nowhere")
+    loader = Loader(csrc)
+    assert loader.get("cpu") is not None
+    assert loader.status("cpu").path == built.path
+    (csrc / "lt_zero.h").write_text("#define LT_ABI_VERSION 1 // another\n")
+    with pytest.warns(UserWarning, match=r"no C\+\+ compiler: there is none of c\+\+, g\+\+, clang\+\+"):
+        assert Loader(csrc).get("cpu") is None
+
+
+def test_a_cache_that_cannot_be_written(
+    csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LT_ZERO_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    loader = Loader(csrc)
+    assert loader.get("cpu") is not None
+    path = loader.status("cpu").path
+    assert path is not None
+    assert path.parent == tmp_path / f"lt_zero-{os.getuid()}"
+    assert path.parent.stat().st_mode & 0o077 == 0
+    assert "file/cache cannot be written" in caplog.text
+    path.parent.chmod(0o777)  # others could have put a library there
+    other = Loader(csrc)
+    assert other.get("cpu") is not None
+    assert other.status("cpu").path.parent != path.parent
+
+
+def test_a_cache_that_cannot_be_executed_from(csrc: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))
+    with pytest.warns(UserWarning, match="a cache' is mounted noexec"):
+        assert Loader(csrc).get("cpu") is None
+    assert count(runs) == 0
+
+
+def test_default_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("LT_ZERO_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert library.cache_dir() == tmp_path / ".cache" / "lt_zero"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert library.cache_dir() == tmp_path / "xdg" / "lt_zero"
+    monkeypatch.setenv("LT_ZERO_CACHE", "~/here")
+    assert library.cache_dir() == tmp_path / "here"
+
+
+def test_switched_off(csrc: Path, cache: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LT_ZERO_NATIVE", "0")
+    loader = Loader(csrc)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert loader.get("cpu") is None
+    assert loader.status("cpu").why == "LT_ZERO_NATIVE=0"
+    assert count(runs) == 0
+    assert not cache.exists()
+
+
+@pytest.fixture
+def nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for nvcc 12.4, which knows no sm_100; returns its notes."""
+    notes = tmp_path / "nvcc notes"
+    real = find_compiler("cpu").command[0]
+    text = f"""
+case "$*" in *--version) echo fake; exit;; *--list-gpu-code) echo sm_75 sm_80 sm_86 sm_90; exit;; esac
+echo "$@" >> "{notes}"
+for last; do true; done
+case "$*" in
+  *" -c "*) while [ "$1" != -c ]; do shift; done; {real} -fPIC -I"$(dirname "$2")/.." -x c++ -c "$2" -o "$last";;
+  *) {real} -shared "$1" -o "$last";;
+esac
+"""
+    monkeypatch.setenv("CUDA_HOME", str(script(tmp_path / "bin" / "nvcc", text).parent.parent))
+    return notes
+
+
+def test_cuda(csrc: Path, nvcc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    loader = Loader(csrc)
+    assert loader.get("cuda") is None
+    assert "torch" in loader.status("cuda").why
+    lib = loader.get("cuda", force=True)
+    assert lib is not None
+    assert lib.lt_cuda_scratch(1, (ctypes.c_int64 * 1)(5)) == 64
+    assert loader.status("cuda").isa == "cuda"
+    assert re.findall(r"-gencode=\S+", nvcc.read_text().splitlines()[0]) == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90,code=sm_90",
+        "-gencode=arch=compute_90,code=compute_90",  # the driver makes of it what sm_100 needs
+    ]
+    # A machine with a device takes the library for all devices, if it is there, else one for its own device.
+    monkeypatch.setattr("torch.version.cuda", "12.4")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (8, 6))
+    prebuilt = Loader(csrc).status("cuda")
+    assert prebuilt.path == loader.status("cuda").path
+    assert prebuilt.path is not None
+    prebuilt.path.unlink()
+    own = Loader(csrc).status("cuda")
+    assert own.path is not None
+    assert own.path.name.startswith("cuda_sm_86-")
+    assert "-gencode=arch=compute_86,code=sm_86" in nvcc.read_text().splitlines()[-1]
+
+
+def test_an_unknown_device_gets_ptx(csrc: Path, nvcc: Path) -> None:
+    assert recipe_of("cuda", csrc, ["sm_120"]).codes == ("compute_90",)
+
+
+def test_sources_for_this_machine(csrc: Path) -> None:
+    names = [source.name for source in Recipe("cpu", csrc, None).sources()]
+    assert names == ["api.cpp", "portable.cpp"]
+
+
+def test_an_unreadable_cache_has_nothing(csrc: Path, tmp_path: Path) -> None:
+    assert cached(recipe_of("cpu", csrc), tmp_path / "none") is None
+
+
+def test_check(csrc: Path) -> None:
+    lib = Loader(csrc).get("cpu")
+    assert lib is not None
+    library.check(lib, 0)
+    with pytest.raises(RuntimeError, match=r"cpu kernel failed: bad argument \(code 1\)"):
+        library.check(lib, 1)
+    with pytest.raises(ValueError, match="kind is 'tpu'"):
+        library.status("tpu")
+
+
+STRUCTURES = ("Tensors", "Adam", "Lion", "Adagrad", "Sgd", "Lamb", "Mixed", "Pairs")
+
+
+def test_structures_are_those_of_the_header(tmp_path: Path) -> None:
+    lines, expected = [], []
+    for name in STRUCTURES:
+        structure = getattr(library, name)
+        lines.append(f'printf("%zu\\n", sizeof(lt_{name.lower()}));')
+        expected.append(ctypes.sizeof(structure))
+        for field, *_ in structure._fields_:
+            member = f"lt_{name.lower()}, {field}"
+            lines.append(f'printf("%zu\\n%zu\\n", offsetof({member}), sizeof((({member.replace(", ", " *)0)->")}));')
+            expected += [getattr(structure, field).offset, getattr(structure, field).size]
+    source = "#include <stdio.h>\n#include <stddef.h>\n#include <lt_zero.h>\nint main() {\n" + "\n".join(lines) + "}\n"
+    (tmp_path / "layout.cpp").write_text(source)
+    program = tmp_path / "layout"
+    command = [*find_compiler("cpu").command, f"-I{build.CSRC}", tmp_path / "layout.cpp", "-o", program]
+    subprocess.run(command, check=True)
+    printed = subprocess.run([program], check=True, capture_output=True, text=True).stdout
+    assert [int(line) for line in printed.split()] == expected
+
+
+def test_functions_are_those_of_the_header() -> None:
+    header = re.sub(r"//.*", "", (build.CSRC / "lt_zero.h").read_text())
+    assert f"#define LT_ABI_VERSION {build.ABI_VERSION}\n" in header
+    fields = {name: re.search(rf"([^}}]*)}} {name};", header) for name in (f"lt_{s.lower()}" for s in STRUCTURES)}
+    for structure in STRUCTURES:
+        found = fields[f"lt_{structure.lower()}"]
+        assert found is not None
+        names = re.findall(r"(\w+)(?=[,;])", found[1].rpartition("{")[2])
+        assert names == [field for field, *_ in getattr(library, structure)._fields_]
+    for kind in ("cpu", "cuda"):
+        functions: dict[str, Any] = {}
+
+        class Recorder:
+            def __getattr__(self, name: str, functions: dict[str, Any] = functions) -> Any:
+                return functions.setdefault(name, SimpleNamespace())
+
+        library.declare(Recorder(), kind)  # type: ignore[arg-type]
+        declared = dict(re.findall(rf"(lt_{kind}_\w+)\(([^;]*)\);", header))
+        counts = {name: 0 if text == "void" else text.count(",") + 1 for name, text in declared.items()}
+        assert {name: len(function.argtypes) for name, function in functions.items()} == counts
+
+
+def test_the_command_builds(csrc: Path, cache: Path, tmp_path: Path, nvcc: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(build, "CSRC", csrc)
+    runner = CliRunner()
+    result = runner.invoke(cli.app, ["ops", "build"])
+    assert result.exit_code == 0, result.output
+    (path,) = cache.glob("*.so")
+    assert f"cpu: {path} (compiled in " in result.output
+    assert f"cpu: {path} (was there)" in runner.invoke(cli.app, ["ops", "build"]).output
+    elsewhere = tmp_path / "some where"
+    result = runner.invoke(cli.app, ["ops", "build", "--cuda", "--force", "--cache", str(elsewhere)])
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name.split("-")[0] for path in elsewhere.glob("*.so")) == ["cpu", "cuda_all"]
+    assert f"LT_ZERO_CACHE={elsewhere}" in result.output
+
+
+def test_the_command_fails(csrc: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "CSRC", csrc)
+    (csrc / "cpu" / "portable.cpp").write_text("int portable = no_such_thing;\n")
+    result = CliRunner().invoke(cli.app, ["ops", "build"])
+    assert result.exit_code == 1
+    assert "no_such_thing" in result.output
+    assert str(next(cache.glob("*.log"))) in result.output
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(cli.app, ["ops", "build", "--cache", str(tmp_path / "file")])
+    assert result.exit_code == 1
+    assert "cannot be used" in result.output
+
+
+def test_the_command_reports(csrc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(library, "_loader", Loader(csrc))
+    result = CliRunner().invoke(cli.app, ["ops", "report"])
+    assert result.exit_code == 0, result.output
+    path = library.status("cpu").path
+    assert all(word in result.output for word in ("adam_step", "native portable", "torch reference", str(path)))
+    monkeypatch.setattr(library, "_loader", Loader(csrc))
+    monkeypatch.setenv("LT_ZERO_NATIVE", "0")
+    result = CliRunner().invoke(cli.app, ["ops", "report"])
+    assert "LT_ZERO_NATIVE=0" in result.output
+    assert "native portable" not in result.output
+
+
+def test_the_command_imports_little() -> None:
+    code = (
+        "import sys, types; package = types.ModuleType('lt_zero'); sys.modules['lt_zero'] = package\n"
+        f"package.__path__ = [{str(build.CSRC.parent)!r}]\n"
+        "import lt_zero.cli; print(sorted({'torch', 'lightning'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
