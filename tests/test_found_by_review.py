@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -291,3 +293,18 @@ class RawBackward(GPT):
 
 def test_raw_backward(pool: Pool) -> None:
     _compare(pool, RawBackward, STAGES)
+
+
+def _dropped(stage: int) -> None:
+    net = Net()
+    engine = lt_zero.shard(net, config_of(stage))
+    next_token_loss(net, 0, 0, 0).backward()
+    left = [weakref.ref(thing) for thing in (engine, engine.comm, *engine.buckets)]
+    del net, engine
+    gc.collect()
+    assert not any(ref() for ref in left), "gradients and graphs keep weights and process groups alive"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_dropped_model_is_freed(pool: Pool, stage: int) -> None:
+    pool.run(2, _dropped, stage)

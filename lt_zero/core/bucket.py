@@ -8,7 +8,7 @@ Note [Storages of a bucket]
                 the compute copy stays in memory and has the master's dtype, ``master`` *is* a slice of ``flat``.
     ``home``    what a gather reads: the master, or for frozen buckets a shard in the compute dtype.
     ``grad``    accumulator (fp32 by default) over the same elements as ``master``; holds something for the parameters
-                in ``valid``.
+                in ``valid``, zeros in the gaps, and is still to be multiplied by ``factor`` if there is one.
 
 Note [Data, not nn.Parameter views]
     ``p.data = view`` keeps a parameter's identity and gives it a version counter of its own. A view that shared the
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lt_zero import ops
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.core.comm import Comm, Pending
 from lt_zero.core.edits import EditWatch
@@ -93,6 +94,8 @@ class Bucket:
         self.views = [self.flat[s.lo : s.hi].view(s.shape) for s in self.layout.spans]
         self.master: Tensor | None = None  # 1D, elements [own)
         self.grad: Tensor | None = None  # 1D, elements [own)
+        self.factor: Tensor | None = None  # 0D fp32; see fused.py, Note [Deferred factor]
+        self.written = False  # the step at hand has put the updated weights into the compute copy already
         self.valid: set[int] = set()  # parameters that were reduced since their gradient was cleared
         self.used: set[int] = set()  # those of them that had a gradient on this rank
         self.local: Tensor | None = None  # 1D, all elements: gradients not reduced yet (stages 0 and 1)
@@ -255,6 +258,7 @@ class Bucket:
 
         Absent ones count as zeros.
         """
+        targets, grads = [], []  # what takes two passes in torch
         for index, (parameter, span) in enumerate(zip(self.params, self.layout.spans, strict=True)):
             grad, target = parameter.grad, out[span.lo : span.hi].view(span.shape)
             if grad is None:
@@ -262,7 +266,10 @@ class Bucket:
                     target.zero_()
                 continue
             grad = grad.to_dense() if grad.layout is not torch.strided else grad
-            if add:
+            if (grad.dtype != out.dtype or factor != 1.0) and ops.fits(out, grad, add):
+                targets.append(target)
+                grads.append(grad)
+            elif add:
                 target.add_(grad)
             elif factor == 1.0 or target.dtype.itemsize > grad.dtype.itemsize:
                 target.copy_(grad)
@@ -271,6 +278,10 @@ class Bucket:
                 torch.mul(grad, factor, out=target)  # multiplied before it is rounded
             self.used.add(index)
             parameter.grad = None
+        if targets and add:
+            ops.accumulate(targets, grads)
+        elif targets:
+            ops.cast_scale(targets, grads, factor=factor)
         if not add:
             for lo, hi in self.layout.gaps:
                 out[lo:hi].zero_()
@@ -287,6 +298,7 @@ class Bucket:
         """Start averaging ``send`` (1D, all elements) over the ranks into the accumulator."""
         if self.grad is None:
             self.grad = flat_empty(self.own[1] - self.own[0], self.grad_dtype, send.device)
+        self.settle_factor()
         add = bool(self.valid)
         self.valid.update(i for i, p in enumerate(self.params) if p.requires_grad)
         collective = self.comm.all_reduce if self.own == (0, self.layout.numel) else self.comm.reduce_scatter
@@ -298,7 +310,7 @@ class Bucket:
         self.valid -= indices
         self.used -= indices
         if not self.valid and not self.used:
-            self.local = self.grad = None  # forward has the memory; the next reduction starts from zero
+            self.local = self.grad = self.factor = None  # forward has the memory; the next reduction starts from zero
             return
         for index in indices:
             span = self.layout.spans[index]
@@ -320,8 +332,26 @@ class Bucket:
 
     def grad_of(self, piece: Piece) -> Tensor:
         """The accumulated gradient (1D) of one of this rank's pieces."""
+        self.settle_factor()
         assert self.grad is not None
         return self.grad[piece.offset : piece.offset + piece.numel]
+
+    def defer(self, factor: Tensor) -> None:
+        """Multiply the accumulated gradients by ``factor`` (0D fp32) when somebody needs them."""
+        self.factor = factor if self.factor is None else self.factor * factor
+
+    @torch.no_grad()
+    def settle_factor(self) -> None:
+        """Multiply by what was deferred."""
+        factor, self.factor = self.factor, None
+        if factor is not None and self.grad is not None:
+            self.widen_fp16()
+            self.grad.mul_(factor)
+
+    def widen_fp16(self) -> None:
+        """Before unscaling: an fp16 accumulator goes on in fp32, as without the scale small gradients would vanish."""
+        if self.grad is not None and self.grad.dtype == torch.float16:
+            self.grad = self.grad.float()
 
     @property
     def staged(self) -> bool:
@@ -331,9 +361,10 @@ class Bucket:
     @torch.no_grad()
     def write_back(self) -> None:
         """Put the updated master weights into the compute copy; a gathered copy of sharded parameters is dropped."""
+        written, self.written = self.written, False
         if self.sharding.params:
             self.release()
-        elif self.master is not None and not self.aliased:
+        elif self.master is not None and not self.aliased and not written:
             self.flat[self.own[0] : self.own[1]].copy_(self.master)
 
     @torch.no_grad()

@@ -11,7 +11,8 @@ Note [Stand-ins]
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from lt_zero.core.comm import Comm
 from lt_zero.core.guard import passes
 from lt_zero.core.walk import map_tensors
 
+T = TypeVar("T")
 Place = tuple[Bucket, int]
 
 _IN_PLACE = {Tensor.mul_, Tensor.div_, Tensor.zero_, Tensor.clamp_, Tensor.clip_, Tensor.nan_to_num_, Tensor.neg_}
@@ -69,7 +71,8 @@ def _local(bucket: Bucket, index: int) -> list[Tensor]:
     return [bucket.grad_of(piece) for piece in bucket.pieces_of(index)]
 
 
-def _is_whole(bucket: Bucket) -> bool:
+def is_view(bucket: Bucket) -> bool:
+    """Whether ``p.grad`` shows the accumulators themselves. See Note [Stand-ins]."""
     dtype = bucket.grad.dtype if bucket.grad is not None else bucket.grad_dtype
     return bucket.own == (0, bucket.layout.numel) and dtype == bucket.dtype
 
@@ -78,7 +81,7 @@ def stand_in(place: Place, norms: Norms) -> Tensor:
     """What ``p.grad`` shows. See Note [Stand-ins]."""
     bucket, index = place
     local = _local(bucket, index)
-    return local[0].view(bucket.shapes[index]) if _is_whole(bucket) and local else ShardedGrad.make(place, norms)
+    return local[0].view(bucket.shapes[index]) if is_view(bucket) and local else ShardedGrad.make(place, norms)
 
 
 @torch.no_grad()
@@ -89,17 +92,34 @@ def replace_grad(bucket: Bucket, index: int, grad: Tensor) -> None:
         RuntimeError: this rank holds a piece of the gradient only.
     """
     name = bucket.layout.spans[index].name
-    if not _is_whole(bucket):
+    if not is_view(bucket):
         raise RuntimeError(f"`p.grad` of {name!r} was replaced, but its gradient is sharded over the ranks. {_REMEDY}")
     for local in _local(bucket, index):
         local.copy_(grad.reshape(-1))
 
 
 class ShardedGrad(Tensor):
-    """The gradient of a parameter whose pieces lie on several ranks. Asking for a norm is collective."""
+    """The gradient of a parameter whose pieces lie on several ranks. Asking for a norm is collective.
 
-    _place: Place
-    _norms: Norms
+    It refers weakly to its bucket and norms: the garbage collector does not see ``p.grad``, so that a parameter, its
+    stand-in and its bucket, with the process groups of the run, would keep each other alive for ever.
+    """
+
+    _refs: tuple[weakref.ref[Bucket], int, weakref.ref[Norms]]
+
+    @property
+    def _place(self) -> Place:
+        return self._alive(self._refs[0]()), self._refs[1]
+
+    @property
+    def _norms(self) -> Norms:
+        return self._alive(self._refs[2]())
+
+    @staticmethod
+    def _alive(owner: T | None) -> T:
+        if owner is None:
+            raise RuntimeError("A gradient of a model whose ZeRO engine is gone was read.")
+        return owner
 
     @classmethod
     def make(cls, place: Place, norms: Norms) -> ShardedGrad:
@@ -107,7 +127,7 @@ class ShardedGrad(Tensor):
         parameter = bucket.params[index]
         fill = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
         grad = fill.expand(bucket.shapes[index]).as_subclass(cls)
-        grad._place, grad._norms = place, norms
+        grad._refs = (weakref.ref(bucket), index, weakref.ref(norms))
         return grad
 
     def _apply(self, func: Any, *args: Any, **kwargs: Any) -> ShardedGrad:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lt_zero import ops
 from lt_zero.core.engine import Engine
 from lt_zero.core.optimizer import ShardedOptimizer
 
@@ -33,10 +34,7 @@ def clip_grad_norm(sharded: ShardedOptimizer, max_norm: float, norm: Tensor | No
         The norm (0D) of the unscaled gradients before clipping.
     """
     norm = grad_norm(sharded) / sharded.loss_scale if norm is None else norm
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) / sharded.loss_scale
-    sharded.widen_fp16()
-    for grad in sharded.grads():
-        grad.mul_(factor)
+    sharded.multiply_grads(torch.clamp(max_norm / (norm + 1e-6), max=1.0) / sharded.loss_scale)
     sharded.loss_scale = 1.0
     return norm
 
@@ -52,25 +50,38 @@ def clip_grad_value(sharded: ShardedOptimizer, limit: float) -> None:
 def unscale(sharded: ShardedOptimizer) -> None:
     """Divide the accumulated gradients by the loss scale that they carry. Collective."""
     if sharded.loss_scale != 1.0:
-        sharded.widen_fp16()
-        for grad in sharded.grads():
-            grad.mul_(1.0 / sharded.loss_scale)
+        device = sharded.engine.comm.device
+        sharded.multiply_grads(torch.full((), 1.0 / sharded.loss_scale, device=device))
         sharded.loss_scale = 1.0
 
 
 @torch.no_grad()
 def total_norm(engine: Engine, grads: list[Tensor], norm_type: float) -> Tensor:
-    """The norm over all ranks' pieces, each element counted once."""
-    # 16-bit gradients one by one, added up in fp32: the foreach kernels add in the dtype that they are given.
-    low = [grad for grad in grads if grad.dtype in (torch.float16, torch.bfloat16)]
-    parts = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32) for grad in low]
-    wide = [grad for grad in grads if grad.dtype not in (torch.float16, torch.bfloat16)]
-    parts += [torch.nn.utils.get_total_norm(wide, norm_type)] if wide else []
-    empty = torch.zeros((), device=engine.comm.device)
-    local = torch.linalg.vector_norm(torch.stack(parts), norm_type) if parts else empty
+    """The norm (0D fp32) over all ranks' pieces, each element counted once."""
+    comm = engine.comm
+    if norm_type == 2.0:
+        total = _squares(grads, comm.device)
+        if engine.sharded_optim:
+            total = comm.sum_scalar(total, "gradient norm")
+        return total.sqrt().float()
+    parts = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32) for grad in grads]
+    local = torch.linalg.vector_norm(torch.stack(parts), norm_type) if parts else torch.zeros((), device=comm.device)
     if not engine.sharded_optim:
         return local
     if norm_type == float("inf"):
-        return engine.comm.max_scalar(local, "gradient norm")
-    total = engine.comm.sum_scalar(local.to(torch.float64) ** norm_type, "gradient norm")
+        return comm.max_scalar(local, "gradient norm")
+    total = comm.sum_scalar(local.to(torch.float64) ** norm_type, "gradient norm")
     return (total ** (1.0 / norm_type)).to(local.dtype)
+
+
+def _squares(grads: list[Tensor], device: torch.device) -> Tensor:
+    """The sum of squares (0D fp64)."""
+    simple: list[Tensor] = []
+    others: list[Tensor] = []
+    for grad in grads:
+        fits = grad.dtype in ops.DTYPES and grad.is_contiguous() and grad.device == device
+        (simple if fits else others).append(grad)
+    total = ops.norm_squared(simple) if simple else torch.zeros((), dtype=torch.float64, device=device)
+    for grad in others:  # of parameters that the engine does not own
+        total = total + grad.to_dense().double().square().sum().to(device)
+    return total

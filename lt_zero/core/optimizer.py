@@ -17,7 +17,6 @@ Note [Staged buckets]
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -27,37 +26,10 @@ from torch.optim import Optimizer
 
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.engine import Engine
-from lt_zero.core.layout import Piece
-
-_ELEMENTWISE = {
-    "SGD",
-    "Adam",
-    "AdamW",
-    "Adagrad",
-    "Adadelta",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "ASGD",
-    "Lion",
-}
-_WHOLE_MATRICES = {
-    "Muon",
-    "Adafactor",
-    "Shampoo",
-    "SOAP",
-    "DistributedShampoo",
-    "Kron",
-    "PSGD",
-    "Lamb",
-    "LAMB",
-    "Lars",
-    "LARS",
-}
-_CLOSURES = {"LBFGS"}
-_SPARSE = {"SparseAdam"}
+from lt_zero.core.fused import FusedAdam, Member
+from lt_zero.core.grads import is_view
+from lt_zero.core.layout import ALIGN
+from lt_zero.core.supported import check_supported
 
 
 class ShardedOptimizer:
@@ -72,7 +44,7 @@ class ShardedOptimizer:
     """
 
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
-        _check_supported(engine, optimizer)
+        check_supported(optimizer, engine.sharded_optim)
         self.engine, self.optimizer = engine, optimizer
         self._fragments: dict[int, list[Parameter]] = {}
         self._wide: list[list[Parameter]] | None = None
@@ -80,6 +52,9 @@ class ShardedOptimizer:
         self._depth = 0  # nested calls of step
         self._entered = 0  # after how many backwards the running step began
         self._staging = False  # the running step is of one bucket's copies
+        self.found_inf: Tensor | None = None  # 0D fp32: not 0 if the step at hand is to change nothing; see gate.py
+        fused = engine.config.fused_step and FusedAdam.fits(optimizer)
+        self.fused = FusedAdam(optimizer) if fused else None
         self._adopt_state()
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -112,12 +87,46 @@ class ShardedOptimizer:
         owner = self.engine.owner
         return [(*owner[id(p)], p) for p in self.parameters() if id(p) in owner]
 
-    def grads(self) -> list[Tensor]:
-        """This rank's pieces (1D) of the reduced gradients, where any rank has one. Collective."""
+    def _used(self) -> dict[Bucket, list[int]]:
+        """The parameters that have a gradient on any rank, in order. Collective."""
         used = self.engine.settle_grads()
-        places = [(b, i) for b, i, _ in self._places() if used(b, i)]
-        foreign = [p.grad for p in self.parameters() if id(p) not in self.engine.owner and p.grad is not None]
-        return [bucket.grad_of(piece) for bucket, index in places for piece in bucket.pieces_of(index)] + foreign
+        found: dict[Bucket, list[int]] = {}
+        for bucket, index, _ in self._places():
+            if used(bucket, index):
+                found.setdefault(bucket, []).append(index)
+        return {bucket: sorted(indices) for bucket, indices in found.items()}
+
+    def _foreign_grads(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters() if id(p) not in self.engine.owner and p.grad is not None]
+
+    def grads(self) -> list[Tensor]:
+        """This rank's part (1D rows) of the reduced gradients, where any rank has one. Collective.
+
+        Neighbours in a bucket share a row, with the zeros between them.
+        """
+        rows = [row for bucket, indices in self._used().items() for row in _rows(bucket, indices)]
+        return rows + self._foreign_grads()
+
+    @torch.no_grad()
+    def multiply_grads(self, factor: Tensor) -> None:
+        """Multiply the reduced gradients by one fp32 number (0D), now or in the kernel that steps them. Collective."""
+        for bucket, indices in self._used().items():
+            if self._defers(bucket):
+                bucket.defer(factor)
+                continue
+            bucket.widen_fp16()
+            for row in _rows(bucket, indices):
+                row.mul_(factor)
+        for grad in self._foreign_grads():
+            grad.mul_(factor)
+
+    def _defers(self, bucket: Bucket) -> bool:
+        """See fused.py, Note [Deferred factor]. A view in ``p.grad`` can be read without anybody noticing."""
+        mine = {index for other, index, _ in self._places() if other is bucket}
+        return self._takes(bucket) and bucket.valid <= mine and not is_view(bucket)
+
+    def _takes(self, bucket: Bucket) -> bool:
+        return self.fused is not None and self.fused.takes(bucket)
 
     def has_grads(self) -> bool:
         """Whether any rank has a gradient for this optimizer; the same answer on all ranks. Collective."""
@@ -135,22 +144,15 @@ class ShardedOptimizer:
             for piece in bucket.pieces_of(index) if index in bucket.valid else ():
                 bucket.grad_of(piece).mul_(factor)
 
-    def widen_fp16(self) -> None:
-        """Before unscaling: fp16 accumulators go on in fp32, as without the scale small gradients would vanish."""
-        for bucket in dict.fromkeys(bucket for bucket, _, _ in self._places()):
-            if bucket.grad is not None and bucket.grad.dtype == torch.float16:
-                bucket.grad = bucket.grad.float()
-
-    def _fragment_grads(self) -> dict[Bucket, list[tuple[Parameter, Piece, Tensor | None]]]:
-        """The fragments by bucket, each with its gradient. Collective."""
+    def _members(self) -> dict[Bucket, list[Member]]:
+        """The fragments by bucket, in order. Collective."""
         used = self.engine.settle_grads()
-        found: dict[Bucket, list[tuple[Parameter, Piece, Tensor | None]]] = {}
+        found: dict[Bucket, list[Member]] = {}
         for bucket, index, parameter in self._places():
             members = found.setdefault(bucket, [])
             for piece, fragment in zip(bucket.pieces_of(index), self.fragments(parameter), strict=True):
-                grad = bucket.grad_of(piece).view(fragment.shape) if used(bucket, index) else None
-                members.append((fragment, piece, grad))
-        return found
+                members.append(Member(fragment, piece, used(bucket, index)))
+        return {bucket: sorted(members, key=lambda m: m.piece.offset) for bucket, members in found.items()}
 
     # ---- step --------------------------------------------------------------------------------------------------
 
@@ -170,42 +172,52 @@ class ShardedOptimizer:
             with torch.enable_grad():  # the closure runs backward; step must see its result, on fragments
                 result = closure()
             args, kwargs = args[:1], {**kwargs, "closure": lambda: result}
-        members = self._fragment_grads()
+        members = self._members()
         self.narrow()
         self._depth, self._entered = 1, self.engine.backwards
         self.engine.comm.before_write()
+        fused = {bucket: members.pop(bucket) for bucket in list(members) if self._takes(bucket)}
+        if self.fused is not None and fused:
+            self.fused.step(fused, self.found_inf)
+            self._drop({id(member.fragment) for bucket in fused.values() for member in bucket})
         for bucket, fragments in members.items():
             if bucket.staged:
                 self._step_staged(bucket, fragments)
                 continue
-            for fragment, _, grad in fragments:
-                fragment.grad = grad
+            for member in fragments:
+                member.fragment.grad = _grad_of(bucket, member)
         return args, kwargs
 
+    def _drop(self, done: set[int]) -> None:
+        """Take fragments that were stepped out of the groups, until ``widen``."""
+        for group in self.optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) not in done]
+
     @torch.no_grad()
-    def _step_staged(self, bucket: Bucket, members: list[tuple[Parameter, Piece, Tensor | None]]) -> None:
+    def _step_staged(self, bucket: Bucket, members: list[Member]) -> None:
         """Step the fragments of one bucket, and take them out of the groups. See Note [Staged buckets]."""
         assert bucket.master is not None
-        groups, mine = self.optimizer.param_groups, {id(fragment) for fragment, _, _ in members}
+        groups, mine = self.optimizer.param_groups, {id(member.fragment) for member in members}
         # What an optimizer counts per group is counted once, by the step of the rest.
         numbers = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         others = [[p for p in group["params"] if id(p) not in mine] for group in groups]
-        rows = [bucket.master[p.offset : p.offset + p.numel].view(f.shape) for f, p, _ in members]
-        for (fragment, _, grad), row in zip(members, rows, strict=True):
-            fragment.data = row.to(bucket.step_dtype, copy=True)
-            fragment.grad = grad.to(bucket.step_dtype) if grad is not None else None
+        rows = [_row_of(bucket.master, member).view(member.fragment.shape) for member in members]
+        for member, row in zip(members, rows, strict=True):
+            member.fragment.data = row.to(bucket.step_dtype, copy=True)
+            grad = _grad_of(bucket, member)
+            member.fragment.grad = grad.to(bucket.step_dtype) if grad is not None else None
         for group in groups:
             group["params"] = [p for p in group["params"] if id(p) in mine]
         self._staging = True
         try:
             type(self.optimizer).step(self.optimizer)
-            for (fragment, _, _), row in zip(members, rows, strict=True):
-                row.copy_(fragment)
+            for member, row in zip(members, rows, strict=True):
+                row.copy_(member.fragment)
         finally:
             self._staging = False
-            for (fragment, _, _), row in zip(members, rows, strict=True):
-                fragment.grad = None
-                fragment.data = row
+            for member, row in zip(members, rows, strict=True):
+                member.fragment.grad = None
+                member.fragment.data = row
             for group, rest, saved in zip(groups, others, numbers, strict=True):
                 group.clear()
                 group.update(saved, params=rest)
@@ -288,31 +300,33 @@ def cut_state(value: Any, shape: tuple[int, ...], lo: int, hi: int) -> Any:
     return _shaped(value.reshape(-1)[lo:hi].clone(), shape)
 
 
+def _row_of(flat: Tensor, member: Member) -> Tensor:
+    return flat[member.piece.offset : member.piece.offset + member.piece.numel]
+
+
+def _grad_of(bucket: Bucket, member: Member) -> Tensor | None:
+    return bucket.grad_of(member.piece).view(member.fragment.shape) if member.used else None
+
+
+def _rows(bucket: Bucket, indices: list[int]) -> list[Tensor]:
+    """The accumulated gradients of these parameters; pieces with nothing but alignment between them as one row."""
+    edges: list[list[int]] = []
+    wanted = set(indices)
+    for piece in bucket.pieces():
+        if piece.index not in wanted:
+            continue
+        if edges and piece.offset - edges[-1][1] < ALIGN and piece.index - 1 in wanted:
+            edges[-1][1] = piece.offset + piece.numel
+        else:
+            edges.append([piece.offset, piece.offset + piece.numel])
+    bucket.settle_factor()
+    assert bucket.grad is not None or not edges
+    return [bucket.grad[lo:hi] for lo, hi in edges] if bucket.grad is not None else []
+
+
 def _shaped(row: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A piece that is the whole parameter gets its shape; others stay 1D."""
     return row.view(shape) if row.numel() == torch.Size(shape).numel() else row
-
-
-def _check_supported(engine: Engine, optimizer: Optimizer) -> None:
-    names = {cls.__name__ for cls in type(optimizer).__mro__}
-    name = type(optimizer).__name__
-    if names & _CLOSURES:
-        raise TypeError(f"{name} evaluates its closure several times per step, which ZeRO does not support. Use AdamW.")
-    if names & _SPARSE:
-        raise TypeError(f"{name} needs sparse gradients; ZeRO reduces dense buckets. Use Adam and sparse=False.")
-    if not engine.sharded_optim:
-        return
-    if names & _WHOLE_MATRICES:
-        raise TypeError(
-            f"{name} computes its update from whole matrices or per-parameter norms, but at this stage a rank holds "
-            "flat pieces of parameters. Use stage 0, or an element-wise optimizer such as AdamW."
-        )
-    if not names & _ELEMENTWISE:
-        warnings.warn(
-            f"{name} is not known to lt_zero: it is run on flat pieces of parameters, which is exact only if its "
-            "update is element-wise.",
-            stacklevel=3,
-        )
 
 
 def _intercept_zero_grad(optimizer: Optimizer, sharded: ShardedOptimizer) -> None:

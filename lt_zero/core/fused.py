@@ -1,0 +1,209 @@
+"""The user's Adam or AdamW through one kernel: unscale, clip, update and low-precision copy in one pass over memory.
+
+The optimizer stays the user's: its groups are read at every step, its state has torch's keys and shapes. Only the
+arithmetic runs elsewhere, and agrees with torch's to the last bits (``lt_zero.ops``).
+
+Note [Runs]
+    Fragments that lie side by side in a bucket and belong to one parameter group are one run: a single row of master
+    weights, gradients and moments for the kernel, however many parameters there are. The alignment gaps between them
+    hold zeros, which Adam leaves at zero. State per fragment is a view of the run's; state that somebody else put
+    there (a checkpoint, user code) is copied in when it is met.
+
+Note [Deferred factor]
+    Unscaling and clipping multiply all gradients by one number. Where the kernel takes all gradients of a bucket,
+    the number is only noted (``Bucket.defer``) and multiplied in by the kernel. Whoever else reads the gradients has
+    it multiplied first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Adam, AdamW, Optimizer
+
+from lt_zero import ops
+from lt_zero.core.bucket import Bucket
+from lt_zero.core.layout import ALIGN, Piece
+
+log = logging.getLogger("lt_zero")
+
+_SPECIAL = ("amsgrad", "capturable", "differentiable")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Member:
+    """A fragment in the step at hand."""
+
+    fragment: Parameter
+    piece: Piece
+    used: bool  # whether any rank has a gradient for its parameter
+
+
+class Run:
+    """Neighbouring fragments of one parameter group. See Note [Runs]."""
+
+    def __init__(self, bucket: Bucket, members: list[Member]) -> None:
+        self.bucket = bucket
+        self.lo = members[0].piece.offset
+        self.hi = members[-1].piece.offset + members[-1].piece.numel
+        device = members[0].fragment.device
+        self.moments = [torch.zeros(self.hi - self.lo, device=device) for _ in _MOMENTS]  # 1D fp32
+        self.steps = torch.zeros(len(members))  # 1D; torch keeps its counters on the CPU, too
+        self._views = [self._view(number, member) for number, member in enumerate(members)]
+
+    def _view(self, number: int, member: Member) -> dict[str, Tensor]:
+        lo = member.piece.offset - self.lo
+        rows = [moment[lo : lo + member.piece.numel].view(member.fragment.shape) for moment in self.moments]
+        return {"step": self.steps[number], **dict(zip(_MOMENTS, rows, strict=True))}
+
+    def adopt(self, members: list[Member], state: dict[Any, Any]) -> None:
+        """Make the optimizer's state of each fragment a view of this run's, keeping its values."""
+        for member, views in zip(members, self._views, strict=True):
+            found = state.setdefault(member.fragment, {})
+            for key, view in views.items():
+                given = found.get(key)
+                if given is view:
+                    continue
+                if given is None:
+                    view.zero_()
+                else:
+                    view.copy_(given) if isinstance(given, Tensor) else view.fill_(given)
+                found[key] = view
+
+    def segments(self, members: list[Member]) -> Iterator[tuple[float, int, int]]:
+        """(step number, first element, end) of the parts that have a gradient, in the run; counts the step."""
+        used = torch.tensor([member.used for member in members])
+        self.steps += used
+        counts = self.steps.tolist()
+        numbered = [(counts[i] if members[i].used else 0.0, members[i].piece) for i in range(len(members))]
+        for count, part in groupby(numbered, key=lambda item: item[0]):
+            pieces = [piece for _, piece in part]
+            if count:
+                yield count, pieces[0].offset - self.lo, pieces[-1].offset + pieces[-1].numel - self.lo
+
+
+class FusedAdam:
+    """Steps what it can of one Adam or AdamW.
+
+    Args:
+        optimizer: of exactly these classes; subclasses may compute something else.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._runs: dict[Bucket, tuple[list[tuple[int, int]], list[Run]]] = {}
+        self._told = False
+
+    @staticmethod
+    def fits(optimizer: Optimizer) -> bool:
+        """Whether this is an optimizer whose arithmetic the kernel has."""
+        return type(optimizer).__module__ in (Adam.__module__, AdamW.__module__)  # optimizer.py subclasses it there
+
+    def takes(self, bucket: Bucket) -> bool:
+        """Whether a step of ``bucket`` goes through the kernel."""
+        return (
+            bucket.step_dtype == bucket.master_dtype == torch.float32
+            and all(map(_is_plain, self._optimizer.param_groups))
+            and ops.available(bucket.flat.device)
+        )
+
+    @torch.no_grad()
+    def step(self, bucket_members: dict[Bucket, list[Member]], found_inf: Tensor | None = None) -> None:
+        """Step the fragments; ``param_groups`` and ``state`` have fragments at this time (optimizer.py)."""
+        groups = self._optimizer.param_groups
+        number_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+        calls: dict[tuple[Any, ...], _Call] = {}
+        for bucket, members in bucket_members.items():
+            numbers = [number_of[id(member.fragment)] for member in members]
+            for number, run, part in self._runs_of(bucket, members, numbers):
+                run.adopt(part, self._optimizer.state)
+                for count, lo, hi in run.segments(part):
+                    key = (number, count, bucket.grad_dtype, bucket.dtype, id(bucket.factor))
+                    calls.setdefault(key, _Call(bucket.factor)).add(run, lo, hi)
+            bucket.written = True
+        for (number, count, *_), call in calls.items():
+            self._launch(groups[number], count, call, found_inf)
+        if not self._told:
+            self._told = True
+            log.info("%s is stepped by lt_zero's kernel; fused_step=false turns it off", type(self._optimizer).__name__)
+
+    def _runs_of(
+        self, bucket: Bucket, members: list[Member], numbers: list[int]
+    ) -> Iterator[tuple[int, Run, list[Member]]]:
+        """(group's number, run, its members), in order; runs are made anew where groups or parameters changed."""
+        signature = [(member.piece.index, number) for member, number in zip(members, numbers, strict=True)]
+        parts = _neighbours(members, numbers)
+        known, runs = self._runs.get(bucket, ([], []))
+        if known != signature:
+            runs = [Run(bucket, part) for _, part in parts]
+            self._runs[bucket] = (signature, runs)
+        for run, (number, part) in zip(runs, parts, strict=True):
+            yield number, run, part
+
+    def _launch(self, group: dict[str, Any], count: float, call: _Call, found_inf: Tensor | None) -> None:
+        beta1, beta2 = map(float, group["betas"])
+        ops.adam_step(
+            call.params,
+            call.grads,
+            *call.moments,
+            call.outs,
+            lr=float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=count,
+            decoupled=group.get("decoupled_weight_decay", isinstance(self._optimizer, AdamW)),
+            maximize=group["maximize"],
+            scale=call.factor,
+            found_inf=found_inf,
+        )
+
+
+class _Call:
+    """Rows that one kernel call takes."""
+
+    def __init__(self, factor: Tensor | None) -> None:
+        self.factor = factor
+        self.params: list[Tensor] = []
+        self.grads: list[Tensor] = []
+        self.moments: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self.outs: list[Tensor] = []
+
+    def add(self, run: Run, lo: int, hi: int) -> None:
+        """Elements [lo, hi) of ``run``."""
+        bucket, first, last = run.bucket, run.lo + lo, run.lo + hi
+        assert bucket.master is not None and bucket.grad is not None  # noqa: PT018
+        self.params.append(bucket.master[first:last])
+        self.grads.append(bucket.grad[first:last])
+        for rows, moment in zip(self.moments, run.moments, strict=True):
+            rows.append(moment[lo:hi])
+        if bucket.separate and not bucket.sharding.params:
+            self.outs.append(bucket.flat[bucket.own[0] + first : bucket.own[0] + last])
+
+
+def _neighbours(members: list[Member], numbers: list[int]) -> list[tuple[int, list[Member]]]:
+    """The members cut where the group changes or something that is not stepped lies in between."""
+    parts: list[tuple[int, list[Member]]] = []
+    end = -1
+    for member, number in zip(members, numbers, strict=True):
+        if not parts or parts[-1][0] != number or member.piece.offset - end >= ALIGN:
+            parts.append((number, []))
+        parts[-1][1].append(member)
+        end = member.piece.offset + member.piece.numel
+    return parts
+
+
+def _is_plain(group: dict[str, Any]) -> bool:
+    """Whether the kernel has all that the group asks for, and the host knows the numbers."""
+    numbers = [group["lr"], *group["betas"]]
+    on_host = all(not isinstance(n, Tensor) or (n.device.type == "cpu" and n.numel() == 1) for n in numbers)
+    return on_host and not any(group.get(key) for key in _SPECIAL)

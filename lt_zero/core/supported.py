@@ -1,0 +1,68 @@
+"""Which optimizers compute the same on flat pieces of parameters as on whole ones."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch.optim import Optimizer
+
+_ELEMENTWISE = {
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adagrad",
+    "Adadelta",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+    "Lion",
+}
+_WHOLE_MATRICES = {
+    "Muon",
+    "Adafactor",
+    "Shampoo",
+    "SOAP",
+    "DistributedShampoo",
+    "Kron",
+    "PSGD",
+    "Lamb",
+    "LAMB",
+    "Lars",
+    "LARS",
+}
+_CLOSURES = {"LBFGS"}
+_SPARSE = {"SparseAdam"}
+
+
+def check_supported(optimizer: Optimizer, sharded: bool) -> None:
+    """Refuse what cannot be exact; warn about what nobody knows.
+
+    Args:
+        optimizer: any.
+        sharded: whether ranks hold pieces of parameters.
+
+    Raises:
+        TypeError: the optimizer needs whole matrices, sparse gradients or repeated closures.
+    """
+    names = {cls.__name__ for cls in type(optimizer).__mro__}
+    name = type(optimizer).__name__
+    if names & _CLOSURES:
+        raise TypeError(f"{name} evaluates its closure several times per step, which ZeRO does not support. Use AdamW.")
+    if names & _SPARSE:
+        raise TypeError(f"{name} needs sparse gradients; ZeRO reduces dense buckets. Use Adam and sparse=False.")
+    if not sharded:
+        return
+    if names & _WHOLE_MATRICES:
+        raise TypeError(
+            f"{name} computes its update from whole matrices or per-parameter norms, but at this stage a rank holds "
+            "flat pieces of parameters. Use stage 0, or an element-wise optimizer such as AdamW."
+        )
+    if not names & _ELEMENTWISE:
+        warnings.warn(
+            f"{name} is not known to lt_zero: it is run on flat pieces of parameters, which is exact only if its "
+            "update is element-wise.",
+            stacklevel=4,
+        )
