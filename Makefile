@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench clean
+.PHONY: help demo test test-slow lint bench bench-ops gpu clean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -26,6 +26,14 @@ lint: $(STAMP) ## Check style, format and types
 
 bench: $(STAMP) ## Measure step time and memory against DDP, FSDP2 and DeepSpeed
 	$(BIN)/python benchmarks/step_time.py
+
+bench-ops: $(STAMP) ## Measure the kernels against torch's and DeepSpeed's
+	$(BIN)/python benchmarks/ops.py
+
+gpu: $(STAMP) ## On a machine with a GPU: build the CUDA kernels, test them against the CPU, measure them
+	$(BIN)/lt-zero ops build --cuda
+	$(BIN)/python -m pytest -m gpu tests/test_ops_cuda.py
+	$(BIN)/python benchmarks/ops.py --device cuda
 
 clean: ## Remove the virtual environment, caches and outputs
 	rm -rf $(VENV) build dist out lightning_logs *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,5 +1,5 @@
-// Adam and AdamW on CUDA. A file for each of the larger rules: kernels for all dtypes take seconds to compile, and files
-// compile in parallel.
+// Adam and AdamW on CUDA. Rules are spread over files because their kernels, for all dtypes, take seconds to compile, and
+// files compile in parallel.
 #include "step.cuh"
 
 using namespace lt_cuda;

@@ -110,6 +110,7 @@ LT_DEVICE void for_each_element(const Chunk &chunk, bool aligned, Body body) {
         tail = chunk.end - (chunk.end - chunk.begin) % W;
         for (int64_t i = chunk.begin + (int64_t)threadIdx.x * W; i < tail; i += kThreads * W) body(Width<W>(), i);
     }
+#pragma unroll 1  // a tail is short; an unaligned tensor is rare
     for (int64_t i = tail + threadIdx.x; i < chunk.end; i += kThreads) body(Width<1>(), i);
 }
 

@@ -48,11 +48,12 @@ struct Segments {
     int64_t start[capacity + 1];
 };
 
-// sums[i][j] = the sum of partial[chunk][j] over the chunks of segment i; one block a segment. When a step is skipped the
-// first pass has not written its sums, and all are 0.
+// sums[i][j] = the sum of partial[chunk][j] over the chunks of segment i; one block a segment. Where a step is skipped,
+// the first pass has left no partial sums, and the results are 0.
 template <int COLUMNS>
-__global__ void __launch_bounds__(kSumThreads)
-    sum_segments(const __grid_constant__ Segments segments, const double *partial, double *sums, const float *found_inf) {
+__global__ void __launch_bounds__(kSumThreads) sum_segments(const __grid_constant__ Segments segments,
+                                                            const double *partial, double *sums,
+                                                            const float *found_inf) {
     const bool skipped = found_inf && *found_inf != 0.0f;
     const int64_t begin = segments.start[blockIdx.x], end = skipped ? begin : segments.start[blockIdx.x + 1];
     for (int column = 0; column < COLUMNS; ++column) {

@@ -1,13 +1,13 @@
 // What callers ask about the library itself, and how it is built.
 //
-//   nvcc -std=c++17 -O3 -fmad=false -Werror all-warnings
-//        -Xcompiler -Wall,-Wextra,-Werror,-fPIC,-fvisibility=hidden,-ffp-contract=off
-//        -gencode arch=compute_90,code=sm_90 -t 0 -shared -cudart static -o liblt_zero_cuda.so *.cu
+//   nvcc -std=c++17 -O3 -fmad=false -Xcompiler -fPIC,-fvisibility=hidden,-ffp-contract=off
+//        -gencode arch=compute_90,code=sm_90 --threads 0 -shared -cudart static -o lt_zero_cuda.so *.cu
 //
 // Notes:
-// - Needed for equal results: -fmad=false on the device and -ffp-contract=off on the host, where make_rule computes in
-//   fp64 (gcc fuses by default on Arm). -use_fast_math must not be given.
+// - Equal results need -fmad=false for the device, and -ffp-contract=off for the host, where make_rule computes in fp64
+//   and compilers for Arm fuse unless told not to. -use_fast_math would break both.
 // - The runtime is linked statically, so that the library needs nothing but the driver, whatever CUDA torch brings.
+//   Its symbols are hidden, and so never mixed up with those of torch's own runtime.
 #include "launch.cuh"
 
 using namespace lt_cuda;
@@ -15,11 +15,12 @@ using namespace lt_cuda;
 LT_EXPORT int lt_cuda_abi(void) { return LT_ABI_VERSION; }
 
 LT_EXPORT const char *lt_cuda_error(int code) {
+    if (code > LT_CUDA_ERROR) return cudaGetErrorString((cudaError_t)(code - LT_CUDA_ERROR));
     switch (code) {
-        case LT_OK: return "success";
-        case LT_BAD_ARGUMENT: return "bad argument";
-        case LT_OUT_OF_MEMORY: return "out of memory";
-        default: return code > LT_CUDA_ERROR ? cudaGetErrorString((cudaError_t)(code - LT_CUDA_ERROR)) : "unknown error";
+        case LT_OK: return "no error";
+        case LT_BAD_ARGUMENT: return "bad argument: a missing array, a negative size or an unknown dtype";
+        case LT_OUT_OF_MEMORY: return "out of host memory";
+        default: return "unknown error";
     }
 }
 

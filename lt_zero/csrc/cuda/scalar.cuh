@@ -3,8 +3,8 @@
 // Notes:
 // - All arithmetic is fp32 on Float, one rounding an operation. `*` and `+` must stay two operations: build with
 //   -fmad=false. Division and square root are nvcc's default IEEE ones, and denormals are kept: never -use_fast_math.
-// - Float's functions are hidden friends. As functions of this namespace they would hide <math.h>'s double versions
-//   from update.h's host code.
+// - Float's functions are hidden friends: only an argument that is a Float finds them, so that none of them takes the
+//   place of a double function of <math.h> in host code.
 #pragma once
 
 #include <cuda_fp16.h>

@@ -1,0 +1,97 @@
+"""The CPU library under AddressSanitizer and UndefinedBehaviorSanitizer, driven without torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lt_zero.ops import build
+
+# Buffers end exactly where the data does, so that one element too many is found.
+DRIVER = """
+import ctypes, random, sys
+from ctypes import POINTER, Structure, c_char_p, c_double, c_int32, c_int64, c_void_p
+
+lib = ctypes.CDLL(sys.argv[1])
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = c_void_p, [ctypes.c_size_t], [c_void_p]
+
+class Tensors(Structure):
+    _fields_ = [("count", c_int64), *[(n, c_void_p) for n in ("numel", "param", "grad", "state1", "state2", "out")],
+                *[(n, c_int32) for n in ("grad_dtype", "state_dtype", "out_dtype", "maximize")],
+                *[(n, c_void_p) for n in ("scale", "clip", "found_inf")]]
+
+class Options(Structure):
+    _fields_ = [*[(f"d{i}", c_double) for i in range(6)], ("a", c_int32), ("b", c_int32)]
+
+class Mixed(Structure):
+    _fields_ = [("count", c_int64), ("numel", c_void_p), ("data", c_void_p), ("dtype", c_void_p)]
+
+class Pairs(Structure):
+    _fields_ = [("count", c_int64), ("numel", c_void_p), ("dst", c_void_p), ("src", c_void_p),
+                ("dst_dtype", c_int32), ("src_dtype", c_int32), ("factor", c_double), ("scale", c_void_p)]
+
+WIDTH = [4, 2, 2]
+
+def buffers(sizes, dtype):
+    found = []
+    for size in sizes:
+        address = libc.malloc(max(1, size * WIDTH[dtype]))
+        ctypes.memset(address, 1, size * WIDTH[dtype])
+        found.append(address)
+    return (c_void_p * len(sizes))(*found)
+
+def main():
+    rng = random.Random(0)
+    for isa in (b"avx512", b"avx2", b"neon", b"portable"):
+        if lib.lt_cpu_use_isa(c_char_p(isa)) != 0:
+            continue
+        for trial in range(60):
+            sizes = [rng.choice([0, 1, 3, 8, 15, 16, 17, 31, 33, 40000]) for _ in range(3)]
+            numel = (c_int64 * 3)(*sizes)
+            g, s, o = rng.randrange(3), rng.randrange(2), rng.randrange(3)
+            lists = [buffers(sizes, d) for d in (0, g, s, s, o, 0)]
+            p, grad, m, v, out, update = [ctypes.cast(l, c_void_p) for l in lists]
+            t = Tensors(3, ctypes.cast(numel, c_void_p), p, grad, m, v, out, g, s, o, 0, None, None, None)
+            norms = (c_double * 6)()
+            for threads in (1, 3):
+                adam, sgd = Options(1e-3, 0.9, 0.999, 1e-8, 0.1, 3.0, 1), Options(0.1, 0.9, 0.0, 0.1)
+                r = ctypes.byref
+                assert lib.lt_cpu_adam_step(r(t), r(adam), threads) == 0
+                assert lib.lt_cpu_lion_step(r(t), r(Options(1e-3, 0.9, 0.99, 0.1)), threads) == 0
+                assert lib.lt_cpu_adagrad_step(r(t), r(Options(1e-3, 1e-8, 0.1)), threads) == 0
+                assert lib.lt_cpu_sgd_step(r(t), r(sgd), threads) == 0
+                assert lib.lt_cpu_lamb_update(r(t), r(Options(0.9, 0.99, 1e-6, 0.1, 2.0)), update, norms, threads) == 0
+                mixed = Mixed(3, ctypes.cast(numel, c_void_p), grad, ctypes.cast((c_int32 * 3)(g, g, g), c_void_p))
+                assert lib.lt_cpu_norm_squared(r(mixed), r(c_double()), threads) == 0
+                pairs = Pairs(3, ctypes.cast(numel, c_void_p), p, grad, 0, g, 0.5, None)
+                assert lib.lt_cpu_accumulate(r(pairs), threads) == 0
+                cast = Pairs(3, ctypes.cast(numel, c_void_p), out, grad, o, g, 0.5, None)
+                assert lib.lt_cpu_cast_scale(r(cast), threads) == 0
+            for addresses in lists:
+                for address in addresses:
+                    libc.free(address)
+    print("clean")
+
+main()
+"""
+
+
+@pytest.mark.slow
+def test_no_kernel_touches_what_is_not_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g")
+    monkeypatch.setattr(build, "CPU_FLAGS", (*build.CPU_FLAGS, *checks))
+    monkeypatch.setattr(build, "CPU_LINK", (*build.CPU_LINK, *checks))
+    monkeypatch.setattr(build, "load", lambda path, kind: None)  # only a process that starts with ASan can
+    made = build.build(build.recipe_of("cpu"), tmp_path)
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER)
+    asan = subprocess.check_output(["g++", "-print-file-name=libasan.so"], text=True).strip()
+    env = {**os.environ, "LD_PRELOAD": asan, "ASAN_OPTIONS": "detect_leaks=0"}
+    done = subprocess.run([sys.executable, str(script), str(made.path)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "clean" in done.stdout
