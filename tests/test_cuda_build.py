@@ -145,13 +145,13 @@ class InPlaceOfCpu:
     @staticmethod
     def _operation(cuda: ctypes.CDLL, name: str) -> Callable[..., int]:
         def operation(*args: Any) -> int:
-            scratch = []
-            if name in ("lamb_update", "norm_squared"):
-                tensors = args[0]._obj
-                nbytes = cuda.lt_cuda_scratch(tensors.count, tensors.numel)
-                scratch.append(torch.full((nbytes // 8,), torch.nan, dtype=torch.float64).data_ptr())
-            code: int = getattr(cuda, f"lt_cuda_{name}")(*args[:-1], *scratch, None)
-            return code
+            run = getattr(cuda, f"lt_cuda_{name}")
+            if name not in ("lamb_update", "norm_squared"):
+                return run(*args[:-1], None)
+            tensors = args[0]._obj
+            nbytes = cuda.lt_cuda_scratch(tensors.count, tensors.numel)
+            scratch = torch.full((nbytes // 8,), torch.nan, dtype=torch.float64)  # nothing may rely on its content
+            return run(*args[:-1], scratch.data_ptr(), None)
 
         return operation
 
@@ -207,19 +207,22 @@ def same_bits(actual: Tensor, expected: Tensor) -> bool:
     return bool((actual.isnan() == expected.isnan()).all() and same[ordered].all())
 
 
-def compare(name: str, device: torch.device, arenas: list[Arena | None], **options: Any) -> None:
-    """Run operator ``name`` and its reference on the same lists; all buffers must be equal, gaps too."""
+def compare(name: str, device: torch.device, arenas: list[Any], **options: Any) -> tuple[Any, Any]:
+    """Run operator ``name`` and its reference on the same lists; all buffers must be equal, gaps too. Their results."""
     expected = [arena.flat.clone() if arena else None for arena in arenas]
     actual = [arena.flat.to(device, copy=True) if arena else None for arena in arenas]
     on_device = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in options.items()}
-    for function, flats, arguments in (
-        (getattr(ops, f"{name}_reference"), expected, options),
-        (getattr(ops, name), actual, on_device),
-    ):
-        lists = [arena.views(flat) if arena else [] for arena, flat in zip(arenas, flats, strict=True)]
-        function(*lists, **arguments)
+
+    def lists(flats: list[Any]) -> list[Any]:
+        return [arena.views(flat) if arena else [] for arena, flat in zip(arenas, flats, strict=True)]
+
+    results = (
+        getattr(ops, name)(*lists(actual), **on_device),
+        getattr(ops, f"{name}_reference")(*lists(expected), **options),
+    )
     for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
         assert one is None or same_bits(one, other), f"list {number} of {name}"
+    return results
 
 
 ADAM = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3.0}
@@ -278,23 +281,28 @@ def test_sgd_without_momentum_has_no_state(device: torch.device) -> None:
     compare("sgd_step", device, [*arenas[:2], None, arenas[-1]], **options)
 
 
-@pytest.mark.parametrize("sizes", [SIZES, MANY], ids=["sizes", "many"])
-@pytest.mark.parametrize(("grad", "state"), [(FP32, FP32), (BF16, BF16), (FP16, FP32)], ids=str)
-def test_lamb(device: torch.device, sizes: list[int], grad: torch.dtype, state: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "grad", "state", "found_inf"),
+    [
+        (SIZES, FP32, FP32, 0.0),
+        (SIZES, BF16, BF16, 0.0),
+        (SIZES, FP16, FP32, 1.0),
+        (MANY[:70], BF16, FP32, 0.0),  # two batches
+    ],
+    ids=["fp32", "bf16", "skipped", "many"],
+)
+def test_lamb(device: torch.device, sizes: list[int], grad: torch.dtype, state: torch.dtype, found_inf: float) -> None:
     options = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.01, "step": 2.0}
+    skip = torch.tensor(found_inf)
     param, update, out = Arena(sizes, FP32, 0), Arena(sizes, FP32, 5), Arena(sizes, BF16, 4)
     moments = [Arena(sizes, state, 2), Arena(sizes, state, 3, "squares")]
-    for found_inf in (0.0, 1.0):
-        skip, norms = torch.tensor(found_inf), {}
-        arenas = [param, Arena(sizes, grad, 1), *moments, update]
-        compare("lamb_update", device, arenas, **options, found_inf=skip)
-        for where, function in ((device, ops.lamb_update), (torch.device("cpu"), ops.lamb_update_reference)):
-            lists = [arena.views(arena.flat.to(where, copy=True)) for arena in arenas]
-            norms[function] = function(*lists, **options, found_inf=skip.to(where)).cpu()
-        torch.testing.assert_close(*norms.values(), rtol=1e-14, atol=0.0)
-        trust = torch.rand(len(sizes), generator=torch.Generator().manual_seed(6)) + 0.5
-        lists_and_trust = SimpleNamespace(flat=trust, views=lambda flat: flat)
-        compare("lamb_apply", device, [param, update, lists_and_trust, out], lr=1e-3, found_inf=skip)
+    arenas = [param, Arena(sizes, grad, 1), *moments, update]
+    norms, expected = compare("lamb_update", device, arenas, **options, scale=torch.tensor(0.3), found_inf=skip)
+    torch.testing.assert_close(norms.cpu(), expected, rtol=1e-14, atol=0.0)
+
+    trust = torch.rand(len(sizes), generator=torch.Generator().manual_seed(6)) + 0.5
+    trust_ratios = SimpleNamespace(flat=trust, views=lambda flat: flat)
+    compare("lamb_apply", device, [param, update, trust_ratios, out], lr=1e-3, found_inf=skip)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)

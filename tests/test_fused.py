@@ -120,6 +120,34 @@ def test_gradients_read_before_the_step_are_clipped(pool: Pool) -> None:
     pool.run(2, _read_before_step)
 
 
+def _persistent(dtype: torch.dtype) -> None:
+    """Stage 3 with parameters that stay whole beside such that are released."""
+    for clip in (0.1, 1e9):
+        torch.manual_seed(0)
+        results = []
+        for fused in (True, False):
+            torch.manual_seed(0)
+            model = Net()
+            zero = {"stage3_param_persistence_threshold": 40}
+            engine = lt_zero.shard(model, config_of(3, zero, dtype=dtype, fused_step=fused))
+            assert {bucket.sharding.params for bucket in engine.buckets} == {True, False}
+            opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            sharded = lt_zero.ShardedOptimizer(engine, opt)
+            for step in range(3):
+                opt.zero_grad()
+                next_token_loss(model, step, 0, dist.get_rank()).backward()
+                clip_grad_norm(sharded, clip)
+                opt.step()
+            results.append(full_values(engine))
+        for name, value in results[0].items():
+            torch.testing.assert_close(value, results[1][name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_persistent_parameters_beside_released_ones(pool: Pool, dtype: torch.dtype) -> None:
+    pool.run(2, _persistent, dtype)
+
+
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()

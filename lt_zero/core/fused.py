@@ -116,7 +116,7 @@ class FusedAdam:
         )
 
     @torch.no_grad()
-    def step(self, bucket_members: dict[Bucket, list[Member]], found_inf: Tensor | None = None) -> None:
+    def step(self, bucket_members: dict[Bucket, list[Member]]) -> None:
         """Step the fragments; ``param_groups`` and ``state`` have fragments at this time (optimizer.py)."""
         groups = self._optimizer.param_groups
         number_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
@@ -126,11 +126,13 @@ class FusedAdam:
             for number, run, part in self._runs_of(bucket, members, numbers):
                 run.adopt(part, self._optimizer.state)
                 for count, lo, hi in run.segments(part):
-                    key = (number, count, bucket.grad_dtype, bucket.dtype, id(bucket.factor))
+                    assert bucket.grad is not None
+                    out_dtype = bucket.dtype if _has_copy(bucket) else None
+                    key = (number, count, bucket.grad.dtype, out_dtype, id(bucket.factor))
                     calls.setdefault(key, _Call(bucket.factor)).add(run, lo, hi)
             bucket.written = True
         for (number, count, *_), call in calls.items():
-            self._launch(groups[number], count, call, found_inf)
+            self._launch(groups[number], count, call)
         if not self._told:
             self._told = True
             log.info("%s is stepped by lt_zero's kernel; fused_step=false turns it off", type(self._optimizer).__name__)
@@ -148,7 +150,7 @@ class FusedAdam:
         for run, (number, part) in zip(runs, parts, strict=True):
             yield number, run, part
 
-    def _launch(self, group: dict[str, Any], count: float, call: _Call, found_inf: Tensor | None) -> None:
+    def _launch(self, group: dict[str, Any], count: float, call: _Call) -> None:
         beta1, beta2 = map(float, group["betas"])
         ops.adam_step(
             call.params,
@@ -164,7 +166,6 @@ class FusedAdam:
             decoupled=group.get("decoupled_weight_decay", isinstance(self._optimizer, AdamW)),
             maximize=group["maximize"],
             scale=call.factor,
-            found_inf=found_inf,
         )
 
 
@@ -186,8 +187,13 @@ class _Call:
         self.grads.append(bucket.grad[first:last])
         for rows, moment in zip(self.moments, run.moments, strict=True):
             rows.append(moment[lo:hi])
-        if bucket.separate and not bucket.sharding.params:
+        if _has_copy(bucket):
             self.outs.append(bucket.flat[bucket.own[0] + first : bucket.own[0] + last])
+
+
+def _has_copy(bucket: Bucket) -> bool:
+    """Whether a compute copy stays in memory beside the master weights."""
+    return bucket.separate and not bucket.sharding.params
 
 
 def _neighbours(members: list[Member], numbers: list[int]) -> list[tuple[int, list[Member]]]:

@@ -52,7 +52,6 @@ class ShardedOptimizer:
         self._depth = 0  # nested calls of step
         self._entered = 0  # after how many backwards the running step began
         self._staging = False  # the running step is of one bucket's copies
-        self.found_inf: Tensor | None = None  # 0D fp32: not 0 if the step at hand is to change nothing; see gate.py
         fused = engine.config.fused_step and FusedAdam.fits(optimizer)
         self.fused = FusedAdam(optimizer) if fused else None
         self._adopt_state()
@@ -178,7 +177,7 @@ class ShardedOptimizer:
         self.engine.comm.before_write()
         fused = {bucket: members.pop(bucket) for bucket in list(members) if self._takes(bucket)}
         if self.fused is not None and fused:
-            self.fused.step(fused, self.found_inf)
+            self.fused.step(fused)
             self._drop({id(member.fragment) for bucket in fused.values() for member in bucket})
         for bucket, fragments in members.items():
             if bucket.staged:

@@ -1,4 +1,4 @@
-// Adam and AdamW on CUDA. Rules are spread over files because their kernels, for all dtypes, take seconds to compile, and
+// Adam and AdamW on CUDA. The rules are spread over files because kernels for all dtypes take seconds to compile, and
 // files compile in parallel.
 #include "step.cuh"
 

@@ -1,8 +1,8 @@
 // One tensor of a batch as a kernel reads and writes it: elements of any format in memory, Float in registers.
 //
 // Notes:
-// - An access is 16 bytes a thread for the widest format among a kernel's tensors, and as many elements, so fewer bytes,
-//   for the others. Two 16-byte accesses in a row would leave gaps between the threads of a warp in each of the two.
+// - An access is 16 bytes a thread for the widest format among a kernel's tensors, and as many elements (8 bytes) for
+//   the others. With more elements, fp32 would take two accesses, each with gaps between the threads of a warp.
 // - Only the alignment of the element type is promised. `aligned` decides at run time, per chunk; chunks begin at
 //   multiples of kChunk, so that an aligned tensor has aligned chunks.
 #pragma once

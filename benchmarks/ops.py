@@ -1,0 +1,158 @@
+"""The kernels against torch's and DeepSpeed's, on one device: interleaved rounds, medians, GB/s of necessary traffic.
+
+    python benchmarks/ops.py [--numel 50e6] [--rounds 9] [--threads 1 2] [--device cpu] [--out results.md]
+
+The roof is traffic of the same kind with next to no arithmetic: three streams read, two of them written back.
+"Necessary" counts each byte that a one-pass step must move, so a sequence of several passes shows fewer GB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lt_zero import ops
+from lt_zero.ops import library
+
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "step": 5}
+Cases = dict[str, tuple[Callable[[], Any], float]]  # name -> (what to time, bytes that it must move)
+
+
+class State:
+    """Flat fp32 weights, gradients in fp32 and bf16, moments, and a bf16 copy."""
+
+    def __init__(self, numel: int, device: str) -> None:
+        self.numel = numel
+        self.p, self.g, self.m = (torch.randn(numel, device=device) for _ in range(3))
+        self.v = torch.rand(numel, device=device)
+        self.low, self.out = self.g.bfloat16(), torch.empty(numel, dtype=torch.bfloat16, device=device)
+        self.scale = torch.full((), 0.5, device=device)
+
+    def cut(self, size: int) -> list[list[Tensor]]:
+        return [list(t.split(size)) for t in (self.p, self.g, self.m, self.v)]
+
+
+def torch_optimizer(tensors: list[Tensor], grads: list[Tensor], **kind: Any) -> torch.optim.Optimizer:
+    parameters = [torch.nn.Parameter(t) for t in tensors]
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, **kind)
+    optimizer.step()
+    return optimizer
+
+
+def deepspeed_adam(state: State) -> Any:
+    """DeepSpeed's CPU Adam; None if it is not installed or does not build."""
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        parameter = torch.nn.Parameter(state.p)
+        parameter.grad = state.g
+        optimizer = DeepSpeedCPUAdam([parameter], lr=1e-3, weight_decay=0.01)
+        optimizer.step()
+    except Exception as error:
+        print(f"DeepSpeedCPUAdam is left out: {type(error).__name__}: {str(error)[:200]}")
+        return None
+    return optimizer
+
+
+def sequence(state: State, step: Callable[[], Any]) -> Callable[[], None]:
+    """From bf16 gradients to bf16 weights, as torch and DeepSpeed do it: cast, norm, scale, step, copy."""
+
+    def run() -> None:
+        state.g.copy_(state.low)
+        torch.linalg.vector_norm(state.g)
+        state.g.mul_(state.scale)
+        step()
+        state.out.copy_(state.p)
+
+    return run
+
+
+def cases_of(state: State, device: str) -> Cases:
+    n, fused = state.numel, torch_optimizer([state.p], [state.g], fused=True)
+    lists = [[state.p], [state.g], [state.m], [state.v]]
+    low = [[state.p], [state.low], [state.m], [state.v], [state.out]]
+
+    def whole() -> None:
+        ops.norm_squared([state.low])
+        ops.adam_step(*low, scale=state.scale, **OPTIONS)
+
+    # The roof moves the step's streams through the cheapest arithmetic that the library has: one multiply-add.
+    roof = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "first": False}
+    cases: Cases = {
+        "read-modify-write (roof)": (lambda: ops.sgd_step(*lists[:3], lr=1e-3, **roof), 20 * n),
+        "step: torch fused": (fused.step, 28 * n),
+        "step: lt_zero": (lambda: ops.adam_step(*lists, **OPTIONS), 28 * n),
+        "bf16 to bf16: torch fused": (sequence(state, fused.step), 30 * n),
+        "bf16 to bf16: lt_zero": (whole, 30 * n),
+        "norm fp32: torch": (lambda: torch.linalg.vector_norm(state.g), 4 * n),
+        "norm fp32: lt_zero": (lambda: ops.norm_squared([state.g]), 4 * n),
+    }
+    if device == "cpu" and (peer := deepspeed_adam(state)) is not None:
+        cases["step: DeepSpeedCPUAdam"] = (peer.step, 28 * n)
+        cases["bf16 to bf16: DeepSpeedCPUAdam"] = (sequence(state, peer.step), 30 * n)
+    small = state.cut(max(1, n // 5000))
+    many, runs = torch_optimizer(small[0], small[1], fused=True), [[t] for t in (state.p, state.g, state.m, state.v)]
+    cases["5,000 tensors: torch fused"] = (many.step, 28 * n)
+    cases["5,000 tensors: lt_zero, list"] = (lambda: ops.adam_step(*small, **OPTIONS), 28 * n)
+    cases["5,000 tensors: lt_zero, one bucket"] = (lambda: ops.adam_step(*runs, **OPTIONS), 28 * n)
+    return cases
+
+
+def measure(cases: Cases, rounds: int, device: str) -> dict[str, float]:
+    """Median seconds by name; every round runs each case once, in turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(rounds + 1):
+        names = list(cases)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            start = time.perf_counter()
+            cases[name][0]()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            if number > 0:  # the first round warms up
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def table(cases: Cases, seconds: dict[str, float]) -> list[str]:
+    lines = ["| | ms | GB/s of necessary traffic | time / torch fused |", "|---|---|---|---|"]
+    for name, value in sorted(seconds.items(), key=lambda item: item[0]):
+        base = seconds.get(f"{name.split(':')[0]}: torch fused", seconds.get(f"{name.split(':')[0]}: torch"))
+        ratio = f"{value / base:.2f}" if base else "-"
+        lines.append(f"| {name} | {value * 1e3:.1f} | {cases[name][1] / value / 1e9:.1f} | {ratio} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=float, default=50e6)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    status = library.status(args.device)
+    lines = [f"# Kernels on {args.device}", "", f"{platform.machine()}, torch {torch.__version__}, "]
+    lines[-1] += f"{status.isa or status.why}, {int(args.numel):,} parameters, medians of {args.rounds} rounds"
+    for threads in args.threads if args.device == "cpu" else [torch.get_num_threads()]:
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        cases = cases_of(State(int(args.numel), args.device), args.device)
+        head = f"{threads} thread{'s' * (threads > 1)}" if args.device == "cpu" else torch.cuda.get_device_name()
+        lines += ["", f"## {head}", "", *table(cases, measure(cases, args.rounds, args.device))]
+    print("\n".join(lines))
+    if args.out:
+        args.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
