@@ -32,7 +32,7 @@ bench-ops: $(STAMP) ## Measure the kernels against torch's and DeepSpeed's
 
 gpu: $(STAMP) ## On a machine with a GPU: build the CUDA kernels, test them against the CPU, measure them
 	$(BIN)/lt-zero ops build --cuda
-	$(BIN)/python -m pytest -m gpu tests/test_ops_cuda.py
+	$(BIN)/python -m pytest -m gpu tests/test_ops_cuda.py tests/test_cuda_build.py
 	$(BIN)/python benchmarks/ops.py --device cuda
 
 clean: ## Remove the virtual environment, caches and outputs
