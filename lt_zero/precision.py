@@ -165,8 +165,8 @@ class ZeroPrecision(HalfPrecision):
             optimizer.step(**kwargs)
             return result
         self.gate.examine(sharded)
-        skipped = self.gate.skip
         self._after_closure(model, optimizer)
+        skipped = not self.gate.proceeds(sharded)
         if not skipped:
             self.gate.unscale(sharded)  # unless clipping did
             try:
@@ -212,6 +212,7 @@ class ZeroPrecision(HalfPrecision):
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if not trainer.loggers or (trainer.global_step % every and not skipped):
             return
+        norms = {} if self.gate.settle() else norms  # the step was skipped on the device
         values = {name: value.item() for name, value in norms.items()}
         if self.gate.scaler is not None:
             values["loss_scale"] = self.gate.scale

@@ -301,6 +301,7 @@ class ZeroStrategy(DDPStrategy):
         """The full state dict on rank 0, {} on the others. Collective."""
         if self._engine is None or not self._engine.attached or self._engine.root is not self.lightning_module:
             return super().lightning_module_state_dict()
+        self.precision_plugin.gate.settle()  # schedules are saved next
         return full_state_dict(self._engine)
 
     @override
@@ -309,6 +310,7 @@ class ZeroStrategy(DDPStrategy):
         sharded = sharded_of(optimizer)
         if sharded is None:
             return super().optimizer_state(optimizer)
+        self.precision_plugin.gate.settle()
         return full_optimizer_state(sharded)
 
     @override

@@ -90,6 +90,76 @@ def test_every_batch(name: str, run: str) -> None:
         assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_outcomes_that_are_known_late(name: str, run: str) -> None:
+    """A schedule that moved after a step that was none is put back."""
+    mine, theirs, counter = optimizer(), optimizer(), SkipCounter()
+    held, plain = SCHEDULES[name](mine), SCHEDULES[name](theirs)
+    hold_schedule(held, counter)
+    expected = SkipCounter()
+    for number, done in enumerate(RUNS[run]):
+        grads = [p.grad for group in mine.param_groups for p in group["params"]]
+        for p in (p for group in mine.param_groups for p in group["params"]):
+            p.grad = p.grad if done else None
+        mine.step()
+        for p, grad in zip((p for group in mine.param_groups for p in group["params"]), grads, strict=True):
+            p.grad = grad
+        counter.assume_success(lambda outcome=not done: counter.decide(outcome))
+        held.step()
+        counter.find_out()
+        assert not counter.assumed
+        attempt(theirs, expected, done)
+        if done:
+            plain.step()
+        assert rates(mine) == rates(theirs), number
+        assert held.get_last_lr() == plain.get_last_lr()
+        assert _comparable(held) == _comparable(plain)
+        assert counter.state_dict() == expected.state_dict()
+        assert counter.attempts == expected.attempts
+
+
+def test_a_late_outcome_asks_only_what_the_window_needs() -> None:
+    """With a step that was done in its window a schedule stays where it is; one that cannot be put back waits."""
+    o, counter = optimizer(), SkipCounter()
+    scheduler = lrs.ExponentialLR(o, 0.9)
+    hold_schedule(scheduler, counter)
+    attempt(o, counter, True)
+    counter.assume_success(lambda: counter.decide(True))
+    scheduler.step()  # of two steps
+    counter.find_out()
+    assert scheduler.last_epoch == 1
+
+    class Bare:
+        calls = 0
+
+        def step(self) -> None:
+            self.calls += 1
+
+    bare = Bare()
+    hold_schedule(bare, counter)
+    counter.assume_success(lambda: counter.decide(True))
+    bare.step()
+    assert not counter.assumed
+    assert bare.calls == 0
+
+
+def test_a_rate_that_is_a_tensor_stays_the_same_object() -> None:
+    o, counter = optimizer(), SkipCounter()
+    for group in o.param_groups:
+        group["lr"] = torch.tensor(group["lr"])
+    scheduler = lrs.ExponentialLR(o, 0.5)
+    hold_schedule(scheduler, counter)
+    rate = o.param_groups[0]["lr"]
+    o.step()
+    counter.assume_success(lambda: counter.decide(True))
+    scheduler.step()
+    assert rate.item() == pytest.approx(0.05)
+    counter.find_out()
+    assert rate.item() == pytest.approx(0.1)
+    assert o.param_groups[0]["lr"] is rate
+
+
 def _comparable(scheduler: Any) -> Any:
     state = scheduler.state_dict()
     return {key: value for key, value in state.items() if key not in ("lr_lambdas", "_scale_fn_ref", "anneal_func")}

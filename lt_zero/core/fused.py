@@ -57,6 +57,7 @@ class Run:
         device = members[0].fragment.device
         self.moments = [torch.zeros(self.hi - self.lo, device=device) for _ in _MOMENTS]  # 1D fp32
         self.steps = torch.zeros(len(members))  # 1D; torch keeps its counters on the CPU, too
+        self._counted = torch.zeros(len(members))  # what the last step added
         self._views = [self._view(number, member) for number, member in enumerate(members)]
 
     def _view(self, number: int, member: Member) -> dict[str, Tensor]:
@@ -80,14 +81,20 @@ class Run:
 
     def segments(self, members: list[Member]) -> Iterator[tuple[float, int, int]]:
         """(step number, first element, end) of the parts that have a gradient, in the run; counts the step."""
-        used = torch.tensor([member.used for member in members])
+        used = torch.tensor([float(member.used) for member in members])
         self.steps += used
+        self._counted = used
         counts = self.steps.tolist()
         numbered = [(counts[i] if members[i].used else 0.0, members[i].piece) for i in range(len(members))]
         for count, part in groupby(numbered, key=lambda item: item[0]):
             pieces = [piece for _, piece in part]
             if count:
                 yield count, pieces[0].offset - self.lo, pieces[-1].offset + pieces[-1].numel - self.lo
+
+    def uncount(self) -> None:
+        """The last step was none."""
+        self.steps -= self._counted
+        self._counted = torch.zeros_like(self._counted)
 
 
 class FusedAdam:
@@ -100,6 +107,7 @@ class FusedAdam:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._runs: dict[Bucket, tuple[list[tuple[int, int]], list[Run]]] = {}
+        self._last: list[Run] = []  # of the last step
         self._told = False
 
     @staticmethod
@@ -116,8 +124,12 @@ class FusedAdam:
         )
 
     @torch.no_grad()
-    def step(self, bucket_members: dict[Bucket, list[Member]]) -> None:
-        """Step the fragments; ``param_groups`` and ``state`` have fragments at this time (optimizer.py)."""
+    def step(self, bucket_members: dict[Bucket, list[Member]], found_inf: Tensor | None = None) -> None:
+        """Step the fragments; ``param_groups`` and ``state`` have fragments at this time (optimizer.py).
+
+        With ``found_inf`` (0D fp32) not zero nothing is written; see ``uncount``.
+        """
+        self._last = []
         groups = self._optimizer.param_groups
         number_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
         calls: dict[tuple[Any, ...], _Call] = {}
@@ -125,6 +137,7 @@ class FusedAdam:
             numbers = [number_of[id(member.fragment)] for member in members]
             for number, run, part in self._runs_of(bucket, members, numbers):
                 run.adopt(part, self._optimizer.state)
+                self._last.append(run)
                 for count, lo, hi in run.segments(part):
                     assert bucket.grad is not None
                     out_dtype = bucket.dtype if _has_copy(bucket) else None
@@ -132,10 +145,16 @@ class FusedAdam:
                     calls.setdefault(key, _Call(bucket.factor)).add(run, lo, hi)
             bucket.written = True
         for (number, count, *_), call in calls.items():
-            self._launch(groups[number], count, call)
+            self._launch(groups[number], count, call, found_inf)
         if not self._told:
             self._told = True
             log.info("%s is stepped by lt_zero's kernel; fused_step=false turns it off", type(self._optimizer).__name__)
+
+    def uncount(self) -> None:
+        """The last step was skipped on the device; the step counters go back."""
+        for run in self._last:
+            run.uncount()
+        self._last = []
 
     def _runs_of(
         self, bucket: Bucket, members: list[Member], numbers: list[int]
@@ -150,7 +169,7 @@ class FusedAdam:
         for run, (number, part) in zip(runs, parts, strict=True):
             yield number, run, part
 
-    def _launch(self, group: dict[str, Any], count: float, call: _Call) -> None:
+    def _launch(self, group: dict[str, Any], count: float, call: _Call, found_inf: Tensor | None) -> None:
         beta1, beta2 = map(float, group["betas"])
         ops.adam_step(
             call.params,
@@ -166,6 +185,7 @@ class FusedAdam:
             decoupled=group.get("decoupled_weight_decay", isinstance(self._optimizer, AdamW)),
             maximize=group["maximize"],
             scale=call.factor,
+            found_inf=found_inf,
         )
 
 

@@ -8,6 +8,13 @@ Note [The scale that gradients carry]
 Note [One pass]
     The global norm is the overflow test: it is finite exactly if all gradients of all ranks are. The same norm clips,
     and unscaling is multiplied into the clipping factor.
+
+Note [Verdict on the device]
+    On a GPU the host need not wait for the norm: the kernel gets the verdict as a tensor and writes nothing if it is
+    bad. The host goes on as if the step had been taken, and reads the verdict (``settle``) when it matters: before
+    the next backward, whose loss is scaled, and before anything is saved. By then the next forward is queued. If the
+    step was skipped after all, step counters and schedules are put back. Only where all of a step goes through the
+    kernel, and not while an overflow would have to be explained: who is to blame is looked up at once.
 """
 
 from __future__ import annotations
@@ -26,6 +33,7 @@ from lt_zero.core.optimizer import ShardedOptimizer
 from lt_zero.core.overflow import FiniteWatch, nonfinite_parameters, overflow_report
 from lt_zero.core.scaler import LossScaler
 from lt_zero.core.skips import SkipCounter
+from lt_zero.core.verdict import Verdict
 
 log = logging.getLogger("lt_zero")
 
@@ -52,6 +60,9 @@ class StepGate:
         self._watch: FiniteWatch | None = None
         self._examined: ShardedOptimizer | None = None  # whose gradients the verdict is about
         self._some = False  # whether it had any
+        self.on_device: bool | None = None  # see Note [Verdict on the device]; None: where there is a GPU
+        self._open: Verdict | None = None  # of a step that the host takes for done
+        self._watching_late = False  # the watch was opened after the running step's first forward
 
     @property
     def scale(self) -> float:
@@ -60,7 +71,8 @@ class StepGate:
 
     @property
     def skipped(self) -> int:
-        """Steps of all optimizers that were skipped."""
+        """Steps of all optimizers that were skipped. Waits for the GPU."""
+        self.settle()
         return sum(counter.skipped for counter in self._counters)
 
     def counter(self, number: int) -> SkipCounter:
@@ -72,7 +84,8 @@ class StepGate:
 
     def before_backward(self, optimizers: list[ShardedOptimizer]) -> None:
         """Gradients of the current scale are about to be added. See Note [The scale that gradients carry]."""
-        self._examined = None
+        self.settle()
+        self._forget()
         for sharded in optimizers:
             if sharded.loss_scale != self.scale:
                 sharded.rescale(self.scale / sharded.loss_scale)
@@ -81,17 +94,42 @@ class StepGate:
     # ---- step --------------------------------------------------------------------------------------------------
 
     def examine(self, sharded: ShardedOptimizer) -> None:
-        """Decide whether this optimizer's step is taken. Collective, and waits for the GPU, if steps are checked.
+        """Decide whether this optimizer's step is taken, if steps are checked. Collective.
 
-        The verdict holds until the step or the next backward: clipping by value would make overflow look finite.
+        The verdict holds until the step or the next backward: clipping by value would make overflow look finite. It
+        waits for the GPU unless the verdict stays there, see Note [Verdict on the device].
         """
         if self._examined is sharded:
             return
-        self.norm, self.skip, self._examined = None, False, sharded
+        self.settle()
+        self._forget()
+        self._examined = sharded
         if self.checks:
             self._some = sharded.has_grads()
             self.norm = grad_norm(sharded) / sharded.loss_scale
-            self.skip = not bool(torch.isfinite(self.norm))
+            if self._some and self._leaves_it_to_the_device(sharded):
+                sharded.found_inf = torch.isfinite(self.norm).logical_not().float()
+            else:
+                self.skip = not bool(torch.isfinite(self.norm))
+
+    def _forget(self) -> None:
+        if self._examined is not None:
+            self._examined.found_inf = None
+        self.norm, self.skip, self._examined, self._some = None, False, None, False
+
+    def _leaves_it_to_the_device(self, sharded: ShardedOptimizer) -> bool:
+        wanted = self.on_device if self.on_device is not None else sharded.engine.comm.device.type == "cuda"
+        if not wanted or self._watch is not None or not sharded.skips_on_device():
+            return False
+        if self.scaler is not None and self.scaler.rules.dynamic:
+            return self.scaler.scale * self.scaler.rules.backoff > self.scaler.rules.minimum
+        return all(counter.consecutive == 0 for counter in self._counters)
+
+    def proceeds(self, sharded: ShardedOptimizer) -> bool:
+        """Whether ``step`` is to be called now; user code may have run since ``examine``."""
+        if sharded.found_inf is not None and not sharded.skips_on_device():
+            self.skip, sharded.found_inf = bool(sharded.found_inf), None
+        return not self.skip
 
     def unscale(self, sharded: ShardedOptimizer) -> None:
         """Divide the gradients by the scale that they carry. Collective."""
@@ -117,19 +155,45 @@ class StepGate:
     def conclude(self, sharded: ShardedOptimizer, number: int) -> None:
         """Account for the step of optimizer ``number`` that was taken or skipped. Collective if it was skipped.
 
+        If only the device knows, it counts as taken until ``settle``.
+
         Raises:
             LossScaleError: overflow at the minimum scale, if ``on_min_scale`` says so.
         """
-        skip, some = self.skip, self._some
-        self.skip, self.norm, self._examined, self._some = False, None, None, False
+        skip, some, found_inf = self.skip, self._some, sharded.found_inf
+        self._forget()
         if not self.checks or not some:
             return
-        counter, before = self.counter(number), self.scale
+        counter = self.counter(number)
+        if found_inf is not None:
+            counter.assume_success(self.settle)
+            self._open = Verdict(found_inf, sharded, counter)
+            sharded.before_state_dict = self.settle
+            return
         counter.skip() if skip else counter.succeed()
+        self._account(sharded.engine, counter, skip)
+        self._watching_late = False
+
+    def settle(self) -> bool:
+        """Read a verdict that the device holds; returns whether there was one, and it said skipped. Waits for the GPU.
+
+        See Note [Verdict on the device].
+        """
+        verdict, self._open = self._open, None
+        if verdict is None:
+            return False
+        skip = verdict.take()
+        watched = self._watch is not None
+        self._account(verdict.sharded.engine, verdict.counter, skip)
+        self._watching_late = not watched
+        return skip
+
+    def _account(self, engine: Engine, counter: SkipCounter, skip: bool) -> None:
+        before = self.scale
         possible = self.scaler.update(skip) if self.scaler is not None else True
         if skip:
-            self._tell(sharded.engine, counter, before, possible)
-        self._keep_watch(sharded.engine, counter)
+            self._tell(engine, counter, before, possible)
+        self._keep_watch(engine, counter)
 
     def _tell(self, engine: Engine, counter: SkipCounter, before: float, possible: bool) -> None:
         log.info("Gradients overflowed: step skipped, loss scale %g -> %g", before, self.scale)
@@ -139,8 +203,8 @@ class StepGate:
         again = stuck and counter.consecutive > 1 and counter.consecutive & (counter.consecutive - 1) == 0
         if not fatal and (not again or self._on_min_scale == "hold"):
             return
-        culprit = self._watch.first() if self._watch is not None else None
-        culprits = engine.comm.host_gather(culprit, "overflow") if self._watch is not None else []
+        watch = self._watch if not self._watching_late else None
+        culprits = engine.comm.host_gather(watch.first(), "overflow") if watch is not None else []
         report = overflow_report(nonfinite_parameters(engine), culprits, self.skipped, before)
         if fatal:
             raise LossScaleError(f"{report} The scale is at its minimum; on_min_scale=hold or warn goes on.")
@@ -160,6 +224,7 @@ class StepGate:
 
     def stop_watching(self) -> None:
         """Remove the hooks that look at module outputs."""
+        self.settle()
         if self._watch is not None:
             self._watch.close()
             self._watch = None
@@ -175,6 +240,7 @@ class StepGate:
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers only; {} if nothing is checked."""
+        self.settle()
         if not self.checks:
             return {}
         scaler = self.scaler.state_dict() if self.scaler is not None else None
@@ -182,6 +248,7 @@ class StepGate:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the state was taken; what the running precision has no use for is left out."""
+        self.settle()
         if self.scaler is not None and state.get("scaler") is not None:
             self.scaler.load_state_dict(state["scaler"])
         for number, counter in enumerate(state.get("skips", [])):

@@ -17,6 +17,7 @@ Note [Staged buckets]
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ class ShardedOptimizer:
         self._fragments: dict[int, list[Parameter]] = {}
         self._wide: list[list[Parameter]] | None = None
         self.loss_scale = 1.0  # that the accumulated gradients carry; see gate.py
+        self.found_inf: Tensor | None = None  # 0D fp32: the kernel skips the step if it is not zero
+        self.before_state_dict: Callable[[], object] = lambda: None  # waits for the outcome of the last step
         self._depth = 0  # nested calls of step
         self._entered = 0  # after how many backwards the running step began
         self._staging = False  # the running step is of one bucket's copies
@@ -57,6 +60,7 @@ class ShardedOptimizer:
         self._adopt_state()
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
+        optimizer.register_state_dict_pre_hook(self._on_state_dict)
         _intercept_zero_grad(optimizer, self)
 
     # ---- fragments ---------------------------------------------------------------------------------------------
@@ -127,6 +131,16 @@ class ShardedOptimizer:
     def _takes(self, bucket: Bucket) -> bool:
         return self.fused is not None and self.fused.takes(bucket)
 
+    def skips_on_device(self) -> bool:
+        """Whether all of a step goes through kernels that take ``found_inf``."""
+        places = self._places()
+        return len(places) == len(self.parameters()) and all(map(self._takes, {bucket for bucket, _, _ in places}))
+
+    def uncount_step(self) -> None:
+        """The last step was skipped on the device: its number is that of the next one."""
+        assert self.fused is not None
+        self.fused.uncount()
+
     def has_grads(self) -> bool:
         """Whether any rank has a gradient for this optimizer; the same answer on all ranks. Collective."""
         used = self.engine.settle_grads()
@@ -153,6 +167,9 @@ class ShardedOptimizer:
                 members.append(Member(fragment, piece, used(bucket, index)))
         return {bucket: sorted(members, key=lambda m: m.piece.offset) for bucket, members in found.items()}
 
+    def _on_state_dict(self, optimizer: Optimizer) -> None:
+        self.before_state_dict()
+
     # ---- step --------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -177,7 +194,7 @@ class ShardedOptimizer:
         self.engine.comm.before_write()
         fused = {bucket: members.pop(bucket) for bucket in list(members) if self._takes(bucket)}
         if self.fused is not None and fused:
-            self.fused.step(fused)
+            self.fused.step(fused, self.found_inf)
             self._drop({id(member.fragment) for bucket in fused.values() for member in bucket})
         for bucket, fragments in members.items():
             if bucket.staged:

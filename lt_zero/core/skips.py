@@ -6,14 +6,21 @@ that the scheduler came before the optimizer.
 Note [Held schedulers]
     As with optimizers (optimizer.py) ``step`` is overridden by class: the scheduler's ``__dict__`` is what it saves in
     checkpoints, and stays as it is. Copies and pickles have the original class and are not held.
+
+Note [Assumed steps]
+    Where only the device knows whether a step was skipped, the counter assumes that it was not, and schedules move
+    (gate.py, Note [Verdict on the device]). Each remembers where it was, and is put back if it should have waited.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -27,6 +34,39 @@ class SkipCounter:
         self.succeeded = 0  # done since the last one that was skipped
         self.attempts = 0  # in this process, of either kind
         self._last_success = 0  # the attempt's number
+        self._before: tuple[int, int, int, int] | None = None  # an assumed success
+        self._find_out: Callable[[], object] = lambda: None
+        self._undo: list[Callable[[], None]] = []  # what moved since
+
+    @property
+    def assumed(self) -> bool:
+        """Whether the last success is only assumed. See Note [Assumed steps]."""
+        return self._before is not None
+
+    def assume_success(self, find_out: Callable[[], object]) -> None:
+        """A step was launched; ``find_out`` waits for its outcome and calls ``decide``."""
+        self._before = (self.attempts, self._last_success, self.succeeded, self.consecutive)
+        self._find_out = find_out
+        self.succeed()
+
+    def find_out(self) -> None:
+        """Wait for the outcome of an assumed step."""
+        if self.assumed:
+            self._find_out()
+
+    def if_skipped(self, undo: Callable[[], None]) -> None:
+        """Have ``undo`` called if the assumed step turns out to be skipped."""
+        self._undo.append(undo)
+
+    def decide(self, skipped: bool) -> None:
+        """The outcome of the assumed step."""
+        before, self._before, undo, self._undo = self._before, None, self._undo, []
+        if before is None or not skipped:
+            return
+        self.attempts, self._last_success, self.succeeded, self.consecutive = before
+        self.skip()
+        for call in reversed(undo):
+            call()
 
     def skip(self) -> None:
         """A step was skipped."""
@@ -60,10 +100,35 @@ class _Hold:
     counter: SkipCounter
     mark: int  # the counter's attempts at the scheduler's last call
 
-    def waits(self) -> bool:
+    def waits(self, scheduler: Any) -> bool:
         """Whether this call of the scheduler is to do nothing; the next call is judged by what comes after this."""
+        if self.counter.assumed and not _restorable(scheduler):
+            self.counter.find_out()
         mark, self.mark = self.mark, self.counter.attempts
+        if self.counter.assumed and mark < self.mark:
+            put_back = _snapshot(scheduler)
+            self.counter.if_skipped(lambda: put_back() if self.counter.only_skips_after(mark) else None)
         return self.counter.only_skips_after(mark)
+
+
+def _restorable(scheduler: Any) -> bool:
+    return all(hasattr(scheduler, name) for name in ("optimizer", "state_dict", "load_state_dict"))
+
+
+def _snapshot(scheduler: Any) -> Callable[[], None]:
+    """What puts a scheduler, and the hyperparameters that it sets, back to where they are now."""
+    state = copy.deepcopy(scheduler.state_dict())
+    groups = scheduler.optimizer.param_groups
+    numbers = [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in groups]
+
+    def put_back() -> None:
+        scheduler.load_state_dict(state)
+        for group, before in zip(groups, numbers, strict=False):
+            for key, value in before.items():
+                # A learning rate that is a tensor stays the same object.
+                group[key].copy_(value) if isinstance(group[key], Tensor) else group.update({key: value})
+
+    return put_back
 
 
 _holds: WeakIdKeyDictionary = WeakIdKeyDictionary()  # scheduler -> _Hold
@@ -89,7 +154,7 @@ def _held_class(cls: type) -> type:
     @functools.wraps(original.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         hold = _holds.get(self)
-        return None if hold is not None and hold.waits() else original.step(self, *args, **kwargs)
+        return None if hold is not None and hold.waits(self) else original.step(self, *args, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
         """See Note [Held schedulers]."""
