@@ -27,17 +27,26 @@ def check_list(
     """
     if len(tensors) != len(like):
         raise ValueError(f"{name} has {len(tensors)} tensors, but {len(like)} are needed: one for each parameter.")
-    dtype = tensors[0].dtype
+    dtype, device = tensors[0].dtype, like[0].device
+    # One look at each property in a loop of its own: thousands of tensors take a quarter of the time.
+    if (
+        dtype in dtypes
+        and {t.dtype for t in tensors} == {dtype}
+        and {t.device for t in tensors} == {device}
+        and (tensors is like or list(map(Tensor.numel, tensors)) == list(map(Tensor.numel, like)))
+        and all(map(Tensor.is_contiguous, tensors))
+    ):
+        return dtype
     for number, (tensor, other) in enumerate(zip(tensors, like, strict=True)):
         if tensor.dtype not in dtypes or tensor.dtype != dtype:
             names = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
             raise ValueError(
                 f"{name}[{number}] has dtype {tensor.dtype}; one dtype for all of {name} is needed, out of: {names}."
             )
-        if tensor.numel() != other.numel() or tensor.device != other.device or not tensor.is_contiguous():
+        if tensor.numel() != other.numel() or tensor.device != device or not tensor.is_contiguous():
             raise ValueError(
                 f"{name}[{number}] has shape {tuple(tensor.shape)} on {tensor.device}, contiguous: "
-                f"{tensor.is_contiguous()}; {other.numel()} contiguous elements on {other.device} are needed."
+                f"{tensor.is_contiguous()}; {other.numel()} contiguous elements on {device} are needed."
             )
     return dtype
 
@@ -57,12 +66,12 @@ def check_scalar(name: str, scalar: Tensor | None, device: torch.device) -> None
 
 def pointers(tensors: Sequence[Tensor]) -> Any:
     """``void *[]``; None for an empty list."""
-    return (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors]) if tensors else None
+    return (ctypes.c_void_p * len(tensors))(*map(Tensor.data_ptr, tensors)) if tensors else None
 
 
 def sizes(tensors: Sequence[Tensor]) -> Any:
     """``int64_t[]`` of elements."""
-    return (ctypes.c_int64 * len(tensors))(*[t.numel() for t in tensors])
+    return (ctypes.c_int64 * len(tensors))(*map(Tensor.numel, tensors))
 
 
 def address(tensor: Tensor | None) -> int | None:
