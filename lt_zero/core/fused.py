@@ -6,13 +6,18 @@ arithmetic runs elsewhere, and agrees with torch's to the last bits (``lt_zero.o
 Note [Runs]
     Fragments that lie side by side in a bucket and belong to one parameter group are one run: a single row of master
     weights, gradients and moments for the kernel, however many parameters there are. The alignment gaps between them
-    hold zeros, which Adam leaves at zero. State per fragment is a view of the run's; state that somebody else put
-    there (a checkpoint, user code) is copied in when it is met.
+    hold zeros, which Adam leaves at zero. Parameters that were never used have no state and are in no run. State per
+    fragment is a view of the run's; state that somebody else put there (a checkpoint, user code) is copied in when it
+    is met.
 
 Note [Deferred factor]
     Unscaling and clipping multiply all gradients by one number. Where the kernel takes all gradients of a bucket,
     the number is only noted (``Bucket.defer``) and multiplied in by the kernel. Whoever else reads the gradients has
     it multiplied first.
+
+Note [Who steps]
+    The kernel runs where torch's step would begin. So hooks that somebody put around ``step`` would come too late or
+    find nothing; with such hooks, and with a ``GradScaler`` that hands its scale to the step, torch's step runs.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from torch.nn import Parameter
 from torch.optim import Adam, AdamW, Optimizer
 
 from lt_zero import ops
+from lt_zero.compat import step_hooks
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.layout import ALIGN, Piece
 
@@ -55,9 +61,10 @@ class Run:
         self.lo = members[0].piece.offset
         self.hi = members[-1].piece.offset + members[-1].piece.numel
         device = members[0].fragment.device
-        self.moments = [torch.zeros(self.hi - self.lo, device=device) for _ in _MOMENTS]  # 1D fp32
-        self.steps = torch.zeros(len(members))  # 1D; torch keeps its counters on the CPU, too
-        self._counted = torch.zeros(len(members))  # what the last step added
+        fp32, cpu = torch.float32, torch.device("cpu")
+        self.moments = [torch.zeros(self.hi - self.lo, dtype=fp32, device=device) for _ in _MOMENTS]  # 1D
+        self.steps = torch.zeros(len(members), dtype=fp32, device=cpu)  # 1D; torch keeps its counters there, too
+        self._counted = torch.zeros_like(self.steps)  # what the last step added
         self._views = [self._view(number, member) for number, member in enumerate(members)]
 
     def _view(self, number: int, member: Member) -> dict[str, Tensor]:
@@ -75,13 +82,20 @@ class Run:
                     continue
                 if given is None:
                     view.zero_()
+                elif not isinstance(given, Tensor):
+                    view.fill_(given)
+                elif given.numel() == view.numel():
+                    view.copy_(given.view(view.shape))
                 else:
-                    view.copy_(given) if isinstance(given, Tensor) else view.fill_(given)
+                    raise ValueError(
+                        f"The state {key!r} of a parameter has shape {tuple(given.shape)}, {tuple(view.shape)} is "
+                        "needed. Load a state that was saved for the same parameters."
+                    )
                 found[key] = view
 
     def segments(self, members: list[Member]) -> Iterator[tuple[float, int, int]]:
         """(step number, first element, end) of the parts that have a gradient, in the run; counts the step."""
-        used = torch.tensor([float(member.used) for member in members])
+        used = torch.tensor([float(member.used) for member in members], dtype=torch.float32, device=self.steps.device)
         self.steps += used
         self._counted = used
         counts = self.steps.tolist()
@@ -113,14 +127,24 @@ class FusedAdam:
     @staticmethod
     def fits(optimizer: Optimizer) -> bool:
         """Whether this is an optimizer whose arithmetic the kernel has."""
-        return type(optimizer).__module__ in (Adam.__module__, AdamW.__module__)  # optimizer.py subclasses it there
+        cls = next(c for c in type(optimizer).__mro__ if "_lt_zero_made" not in vars(c))
+        return cls in (Adam, AdamW)
 
     def takes(self, bucket: Bucket) -> bool:
         """Whether a step of ``bucket`` goes through the kernel."""
         return (
             bucket.step_dtype == bucket.master_dtype == torch.float32
             and all(map(_is_plain, self._optimizer.param_groups))
+            and not self._is_watched()
             and ops.available(bucket.flat.device)
+        )
+
+    def _is_watched(self) -> bool:
+        """See Note [Who steps]."""
+        if any(getattr(self._optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
+            return True
+        return any(
+            type(getattr(h, "__self__", None)).__name__ != "ShardedOptimizer" for h in step_hooks(self._optimizer)
         )
 
     @torch.no_grad()
@@ -133,7 +157,8 @@ class FusedAdam:
         groups = self._optimizer.param_groups
         number_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
         calls: dict[tuple[Any, ...], _Call] = {}
-        for bucket, members in bucket_members.items():
+        for bucket, everyone in bucket_members.items():
+            members = [m for m in everyone if m.used or m.fragment in self._optimizer.state]
             numbers = [number_of[id(member.fragment)] for member in members]
             for number, run, part in self._runs_of(bucket, members, numbers):
                 run.adopt(part, self._optimizer.state)
@@ -232,4 +257,5 @@ def _is_plain(group: dict[str, Any]) -> bool:
     """Whether the kernel has all that the group asks for, and the host knows the numbers."""
     numbers = [group["lr"], *group["betas"]]
     on_host = all(not isinstance(n, Tensor) or (n.device.type == "cpu" and n.numel() == 1) for n in numbers)
-    return on_host and not any(group.get(key) for key in _SPECIAL)
+    # Without eps the zeros in alignment gaps would become NaN.
+    return on_host and group["eps"] > 0 and not any(group.get(key) for key in _SPECIAL)

@@ -47,6 +47,18 @@ class Norms:
             self._tables[norm_type] = self._compute(norm_type)
         return self._tables[norm_type][place]
 
+    def prepare(self) -> None:
+        """Compute the 2-norms, so that one rank alone may ask for them. Collective."""
+        if self._places:
+            self.of(self._places[0], 2.0)
+
+    def scale(self, places: list[Place], factor: Tensor | float) -> None:
+        """The gradients of some parameters were multiplied by ``factor`` (0D, not negative)."""
+        for table in self._tables.values():
+            for place in places:
+                if place in table:
+                    table[place] = table[place] * factor
+
     def forget(self) -> None:
         """Gradients have changed."""
         self._tables.clear()
@@ -180,7 +192,7 @@ def _open(value: Any) -> Any:
         if not isinstance(tensor, ShardedGrad):
             return tensor
         bucket, index = tensor._place
-        (local,) = _local(bucket, index)
-        return local.view(bucket.shapes[index])
+        local = _local(bucket, index)  # none if it has no elements
+        return local[0].view(bucket.shapes[index]) if local else bucket.views[index].new_empty(bucket.shapes[index])
 
     return map_tensors(value, whole)

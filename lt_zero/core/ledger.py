@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.comm import Comm, Pending
@@ -106,6 +107,18 @@ class GradLedger:
         for (bucket, index), grad in self._shown.items():
             bucket.params[index].grad = grad
 
+    def scaled(self, places: list[tuple[Bucket, int, Parameter]], factor: Tensor | float) -> None:
+        """Gradients were multiplied; norms that are known are, too. Not collective."""
+        if self._norms is not None:
+            self._norms.scale([(bucket, index) for bucket, index, _ in places], factor)
+
+    def changed(self) -> None:
+        """Gradients were changed in some other way. Collective."""
+        if self._norms is not None:
+            self._norms.forget()
+            if self._hold:
+                self._norms.prepare()
+
     @contextmanager
     def looked_at(self) -> Iterator[None]:
         """Around user code between backward and step: ``p.grad`` is there exactly where any rank used the parameter.
@@ -115,8 +128,7 @@ class GradLedger:
         used = self.settle()
         places = [(b, i) for b in self._buckets for i in range(len(b.params)) if used(b, i)]
         norms = Norms(self._comm, places)
-        if places:
-            norms.of(places[0], 2.0)
+        norms.prepare()
         self.show(set(places), norms)
         self._hold = True
         try:

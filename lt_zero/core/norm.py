@@ -44,6 +44,7 @@ def clip_grad_value(sharded: ShardedOptimizer, limit: float) -> None:
     """Clamp each element of the averaged gradients to [-limit, limit]. Collective."""
     for grad in sharded.grads():
         grad.clamp_(-limit, limit)
+    sharded.engine.ledger.changed()
 
 
 @torch.no_grad()
@@ -83,5 +84,7 @@ def _squares(grads: list[Tensor], device: torch.device) -> Tensor:
         (simple if fits else others).append(grad)
     total = ops.norm_squared(simple) if simple else torch.zeros((), dtype=torch.float64, device=device)
     for grad in others:  # of parameters that the engine does not own
-        total = total + grad.to_dense().double().square().sum().to(device)
+        dense = grad.to_dense() if grad.layout is not torch.strided else grad
+        dense = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+        total = total + dense.double().square().sum().to(device)
     return total

@@ -113,7 +113,9 @@ class ShardedOptimizer:
     @torch.no_grad()
     def multiply_grads(self, factor: Tensor) -> None:
         """Multiply the reduced gradients by one fp32 number (0D), now or in the kernel that steps them. Collective."""
-        for bucket, indices in self._used().items():
+        used = self._used()
+        self.engine.ledger.scaled(self._places(), factor)
+        for bucket, indices in used.items():
             if self._defers(bucket):
                 bucket.defer(factor)
                 continue
@@ -150,6 +152,7 @@ class ShardedOptimizer:
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
         """Multiply what was accumulated so far, reduced or not. Not collective."""
+        self.engine.ledger.scaled(self._places(), factor)
         for bucket, index, _ in self._places():
             span = bucket.layout.spans[index]
             if bucket.local is not None:
@@ -358,4 +361,6 @@ def _intercept_zero_grad(optimizer: Optimizer, sharded: ShardedOptimizer) -> Non
         self._lt_zero.clear_grads() if set_to_none else self._lt_zero.zero_grads()
 
     optimizer._lt_zero = sharded  # type: ignore[attr-defined]
-    optimizer.__class__ = type(cls.__name__, (cls,), {"zero_grad": zero_grad, "__module__": cls.__module__})
+    optimizer.__class__ = type(
+        cls.__name__, (cls,), {"zero_grad": zero_grad, "__module__": cls.__module__, "_lt_zero_made": True}
+    )

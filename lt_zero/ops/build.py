@@ -129,7 +129,7 @@ def find_compiler(kind: str) -> Compiler:
         if path := shutil.which(words[0]):
             # Called as found: compilers behind links (ccache's) look at the name that they are called by.
             version = _ask(path, *words[1:], "--version")
-            return Compiler((path, *words[1:]), f"{os.path.realpath(path)}\n{version}")
+            return Compiler((path, *words[1:]), "\n".join([os.path.realpath(path), *words[1:], version]))
     missing = f"{_VARIABLE[kind]}={chosen!r} names no program" if chosen else f"there is none of {', '.join(names)}"
     raise BuildError(f"no {'C++' if kind == 'cpu' else 'CUDA'} compiler: {missing}.")
 

@@ -17,6 +17,7 @@ from lt_zero.ops.lists import (
     check_scalar,
     chunks,
     native,
+    pointer,
     pointers,
     scratch,
     sizes,
@@ -111,16 +112,17 @@ def _scaled(value: Tensor, factor: float, scale: Tensor | None) -> Tensor:
 def _run_norm(tensors: list[Tensor]) -> Tensor:
     device = tensors[0].device
     for number, tensor in enumerate(tensors):
-        check_list(f"tensors[{number}:]", [tensor], [tensor], list(DTYPES))
         if tensor.device != device:
             raise ValueError(f"tensors[{number}] is on {tensor.device}, the first one on {device}.")
+        check_list(f"tensors[{number}:]", [tensor], [tensor], list(DTYPES))
     lib = native(device)
     if lib is None:
         return norm_squared_reference(tensors)
     total = torch.empty((), dtype=torch.float64, device=device)
     dtypes = (ctypes.c_int32 * len(tensors))(*[DTYPES[t.dtype] for t in tensors])
     mixed = library.Mixed(count=len(tensors), numel=sizes(tensors), data=pointers(tensors), dtype=dtypes)
-    call(lib, "norm_squared", device, ctypes.byref(mixed), address(total), *scratch(lib, tensors, device))
+    room = scratch(lib, tensors, device)
+    call(lib, "norm_squared", device, ctypes.byref(mixed), address(total), *pointer(room))
     return total
 
 

@@ -14,7 +14,18 @@ import torch
 from torch import Tensor
 
 from lt_zero.ops import library
-from lt_zero.ops.lists import address, call, check_list, chunks, exact_sqrt, factor_of, native, pointers, scratch
+from lt_zero.ops.lists import (
+    address,
+    call,
+    check_list,
+    chunks,
+    exact_sqrt,
+    factor_of,
+    native,
+    pointer,
+    pointers,
+    scratch,
+)
 from lt_zero.ops.step import (
     COMMON,
     gradient,
@@ -166,7 +177,7 @@ def lamb_apply_reference(
         return
     steps = trust_ratios * -lr
     for number, (param, update) in enumerate(zip(params, updates, strict=True)):
-        param.addcmul_(update, steps[number])
+        param.addcmul_(update.view(param.shape), steps[number])
         store_copy(outs[number] if outs else None, param)
 
 
@@ -188,7 +199,8 @@ def _run_update(
     norms = torch.empty(len(params), 2, dtype=torch.float64, device=device)
     numbers = library.Lamb(*[options[n] for n in ("beta1", "beta2", "eps", "weight_decay", "step")], bias_correction)
     arguments = (ctypes.byref(tensors), ctypes.byref(numbers), pointers(updates), address(norms))
-    call(lib, "lamb_update", device, *arguments, *scratch(lib, params, device))
+    room = scratch(lib, params, device)
+    call(lib, "lamb_update", device, *arguments, *pointer(room))
     return norms
 
 
@@ -203,7 +215,7 @@ def _run_apply(
 ) -> None:
     tensors = step_tensors(params, updates, (), outs, found_inf=found_inf)
     check_list("updates", updates, params, [torch.float32])
-    check_list("trust_ratios", [trust_ratios], [trust_ratios.new_empty(len(params))], [torch.float32])
+    check_list("trust_ratios", [trust_ratios], [params[0].new_empty(len(params))], [torch.float32])
     lib, device = native(params[0].device), params[0].device
     if lib is None:
         lamb_apply_reference(params, updates, trust_ratios, outs, lr=lr, found_inf=found_inf)

@@ -7,6 +7,7 @@ That is told once per process; ``LT_ZERO_NATIVE=0`` asks for it and is silent.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import logging
 import os
 import tempfile
@@ -174,7 +175,10 @@ def cache_dir() -> Path:
     if chosen := os.environ.get("LT_ZERO_CACHE", "").strip():
         return Path(os.path.expanduser(chosen)).absolute()
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")).absolute() / "lt_zero"
+    base = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
+    if not os.path.isabs(base):  # a user without a home
+        return Path(tempfile.gettempdir()) / f"lt_zero-{os.getuid()}"
+    return Path(base) / "lt_zero"
 
 
 def writable(cache: Path) -> Path:
@@ -225,6 +229,11 @@ class Loader:
     def __init__(self, csrc: Path = CSRC) -> None:
         self._csrc = csrc
         self._known: dict[str, tuple[ctypes.CDLL | None, Status]] = {}
+        self._renew_lock()
+        if hasattr(os, "register_at_fork"):  # another thread may be building when somebody forks
+            os.register_at_fork(after_in_child=self._renew_lock)
+
+    def _renew_lock(self) -> None:
         self._lock = threading.Lock()
 
     def get(self, kind: str, force: bool = False) -> ctypes.CDLL | None:
@@ -269,8 +278,14 @@ class Loader:
                 except BuildError as error:  # from another system that shares the cache: built anew, once
                     log.info("%s", error)
                     reject = path
-        built = build(recipes[-1], writable(cache), reject=reject)
-        return built, load(built.path, kind)
+        try:
+            built = build(recipes[-1], writable(cache), reject=reject)
+            return built, load(built.path, kind)
+        except BuildError:
+            # A compiler that is not whole, in a container whose kernels another one has built.
+            if reject is None and (path := cached(dataclasses.replace(recipes[-1], compiler=None), cache)):
+                return Built(path), load(path, kind)
+            raise
 
     def _recipes(self, kind: str) -> list[Recipe]:
         """What would do, the last being what to build."""

@@ -112,13 +112,20 @@ def call(lib: ctypes.CDLL, operation: str, device: torch.device, *args: Any) -> 
     library.check(lib, code)
 
 
-def scratch(lib: ctypes.CDLL, tensors: Sequence[Tensor], device: torch.device) -> tuple[int, ...]:
-    """The argument for partial sums that kernels with a result take on CUDA; none on the CPU."""
+def scratch(lib: ctypes.CDLL, tensors: Sequence[Tensor], device: torch.device) -> Tensor | None:
+    """Room for partial sums, which kernels with a result take on CUDA; None on the CPU.
+
+    To be kept until the kernel is launched. Then it may go: whoever gets it next uses it on the same stream.
+    """
     if device.type == "cpu":
-        return ()
+        return None
     nbytes = lib.lt_cuda_scratch(len(tensors), sizes(tensors))
-    # Freed at once, which is safe: whoever gets the memory next uses it on the same stream, after the kernel.
-    return (torch.empty(max(1, nbytes), dtype=torch.uint8, device=device).data_ptr(),)
+    return torch.empty(max(1, nbytes), dtype=torch.uint8, device=device)
+
+
+def pointer(room: Tensor | None) -> tuple[int, ...]:
+    """The last argument of kernels that take ``scratch``, if they take it on this device."""
+    return (room.data_ptr(),) if room is not None else ()
 
 
 def factor_of(scale: Tensor | None, clip: Tensor | None) -> Tensor | None:

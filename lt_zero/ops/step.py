@@ -7,6 +7,7 @@ Note [Skipping on the device]
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ def step_tensors(
     scale: Tensor | None = None,
     clip: Tensor | None = None,
     found_inf: Tensor | None = None,
-    **_: Any,
+    **options: Any,
 ) -> library.Tensors:
     """The ``lt_tensors`` of one step, checked; the optimizer's own options are left aside.
 
@@ -40,6 +41,8 @@ def step_tensors(
         ValueError: a list does not fit to ``params``, or a dtype is not supported.
     """
     device = params[0].device
+    if (step := options.get("step", 1.0)) < 1:
+        raise ValueError(f"step is {step}; the first step is number 1.")
     check_list("params", params, params, [torch.float32])
     grad_dtype = check_list("grads", grads, params, list(DTYPES))
     state_dtypes = {check_list("state", state, params, LOW_STATE) for state in states}
@@ -97,10 +100,31 @@ def store_copy(out: Tensor | None, param: Tensor) -> None:
 
 def register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Make ``run`` the operator ``lt_zero::name`` on CPU and CUDA, with ``fake`` for tracing."""
+    written = ["!" in argument for argument in schema.split("*,")[0].split(",")]
+
+    def checked(*args: Any, **options: Any) -> Any:
+        # What autograd does for torch's own in-place operations: refuse leaves, and notice lost saved values.
+        if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(*args)):
+            raise RuntimeError(f"lt_zero::{name} has no gradient: call it under `torch.no_grad()`.")
+        result = run(*args, **options)
+        torch.autograd.graph.increment_version(_tensors(*itertools.compress(args, written)))
+        return result
+
+    def faked(*args: Any, **options: Any) -> Any:
+        devices = {t.device for t in _tensors(*args, *options.values())}
+        if len(devices) > 1:  # a single meta tensor is enough to come here
+            raise ValueError(f"lt_zero::{name} got tensors on {sorted(map(str, devices))}; one device is needed.")
+        return fake(*args, **options)
+
     torch.library.define(f"lt_zero::{name}", schema)
-    torch.library.impl(f"lt_zero::{name}", ("CPU", "CUDA"), run)
-    torch.library.register_fake(f"lt_zero::{name}", fake)
+    torch.library.impl(f"lt_zero::{name}", ("CPU", "CUDA"), checked)
+    torch.library.register_fake(f"lt_zero::{name}", faked)
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
     """The fake kernel of operators that only write into their arguments."""
+
+
+def _tensors(*args: Any) -> list[Tensor]:
+    lists = [arg if isinstance(arg, (list, tuple)) else [arg] for arg in args]
+    return [item for items in lists for item in items if isinstance(item, Tensor)]
