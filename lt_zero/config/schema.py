@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from lt_zero.config.fields import Block, Dtype, Elements, PositiveElements
+from lt_zero.config.offload import Aio, OffloadOptimizer, OffloadParam, check_offload, modernise
 from lt_zero.config.precision import Bf16, DataTypes, Fp16, check_precision
 
 
@@ -51,6 +52,21 @@ class ZeroOptimization(Block):
         description="a parameter stays gathered if it is used again within this many elements; 0 releases at once",
     )
     leaf_module: LeafModule = LeafModule()
+    offload_optimizer: OffloadOptimizer = OffloadOptimizer()
+    offload_param: OffloadParam = OffloadParam()
+    sub_group_size: PositiveElements = Field(
+        1_000_000_000, description="elements of a bucket at most, if the optimizer is offloaded"
+    )
+
+    @field_validator("offload_optimizer", "offload_param", mode="before")
+    @classmethod
+    def _absent(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _old_spellings(cls, value: Any) -> Any:
+        return modernise(value) if isinstance(value, Mapping) else value
 
 
 class ZeroConfig(Block):
@@ -64,6 +80,7 @@ class ZeroConfig(Block):
     fp16: Fp16 = Fp16()
     bf16: Bf16 = Field(Bf16(), validation_alias=AliasChoices("bf16", "bfloat16"))
     data_types: DataTypes = DataTypes()
+    aio: Aio = Aio()
     communication_data_type: Dtype | None = Field(None, description="dtype of gradients on the wire")
     prescale_gradients: bool = Field(False, description="gradients are divided before the reduction, not after")
     gradient_predivide_factor: float = Field(1.0, gt=0, description="the part of that division that comes before")
@@ -76,6 +93,7 @@ class ZeroConfig(Block):
     @model_validator(mode="after")
     def _consistent(self) -> ZeroConfig:
         check_precision(self)
+        check_offload(self)
         return self
 
     @classmethod
@@ -85,7 +103,13 @@ class ZeroConfig(Block):
         Raises:
             ValueError: a key is unknown or a value is wrong, or ``stage`` contradicts the config.
         """
-        parsed = config if isinstance(config, cls) else cls.model_validate(dict(config or {}))
+        if not isinstance(config, cls):
+            values = dict(config or {})
+            zero = values.get("zero_optimization", {})
+            if stage is not None and isinstance(zero, Mapping):  # rules between keys need to know the stage
+                values["zero_optimization"] = {"stage": stage, **zero}
+            config = cls.model_validate(values)
+        parsed = config
         if stage is None:
             return parsed
         block = parsed.zero_optimization
@@ -94,4 +118,6 @@ class ZeroConfig(Block):
                 f"stage={stage} contradicts zero_optimization.stage={block.stage} of the config. Remove one of them."
             )
         values = {name: getattr(block, name) for name in block.model_fields_set} | {"stage": stage}
-        return parsed.model_copy(update={"zero_optimization": ZeroOptimization.model_validate(values)})
+        changed = parsed.model_copy(update={"zero_optimization": ZeroOptimization.model_validate(values)})
+        check_offload(changed)  # copies are not validated
+        return changed

@@ -6,13 +6,20 @@ Note [Storages of a bucket]
                 are valid again after every gather.
     ``master``  what the optimizer updates: this rank's shard (or everything, if the optimizer is not sharded). Where
                 the compute copy stays in memory and has the master's dtype, ``master`` *is* a slice of ``flat``.
-    ``home``    what a gather reads: the master, or for frozen buckets a shard in the compute dtype.
+    ``home``    the values as precise as they are kept: the master, or for frozen buckets a shard in the compute dtype.
+                A gather reads it, unless ``source`` is something else.
     ``grad``    accumulator (fp32 by default) over the same elements as ``master``; holds something for the parameters
                 in ``valid``, zeros in the gaps, and is still to be multiplied by ``factor`` if there is one.
 
 Note [Data, not nn.Parameter views]
     ``p.data = view`` keeps a parameter's identity and gives it a version counter of its own. A view that shared the
     flat tensor's counter would make autograd report "modified by an inplace operation" after each refill.
+
+Note [States in files]
+    With a shelf, the master weights and the optimizer's states rest in files (offload/home.py). Whoever asks for
+    ``master`` gets it read; the optimizer asks for bucket after bucket, so that reading overlaps with stepping. As
+    gathers cannot wait for that, sharded parameters have a copy of their own in the compute dtype (``weights``), in
+    memory or, if parameters are offloaded, in another file; a master of the same dtype does both.
 """
 
 from __future__ import annotations
@@ -32,7 +39,9 @@ from lt_zero.core.comm import Comm, Pending
 from lt_zero.core.edits import EditWatch
 from lt_zero.core.guard import Owner, guard, own, sentinel, unguard
 from lt_zero.core.layout import BucketLayout, Piece, plan_bucket
+from lt_zero.core.shelf import Shelf
 from lt_zero.core.storage import FlatStorage, flat_empty
+from lt_zero.offload.home import FileHome, tidy
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,7 @@ class Bucket:
         comm: the collectives.
         owner: who answers for released parameters.
         policy: dtypes of master weights, accumulators and gradients on the wire.
+        shelf: where states rest; None: in memory.
     """
 
     def __init__(
@@ -76,8 +86,10 @@ class Bucket:
         comm: Comm,
         owner: Callable[[], Owner | None],
         policy: DtypePolicy | None = None,
+        shelf: Shelf | None = None,
     ) -> None:
         self.name, self.sharding, self.comm = name, sharding, comm
+        self.shelf = shelf or Shelf()
         self.params = [p for _, p in parameters]
         self.layout: BucketLayout = plan_bucket([(n, p.shape) for n, p in parameters], comm.world)
         self.shapes = [span.shape for span in self.layout.spans]
@@ -92,7 +104,7 @@ class Bucket:
             self._storage = FlatStorage(self.layout.numel, dtype, comm.device)
         self.flat = self._storage.tensor if self._storage else comm.allocate(self.layout.numel, dtype)  # 1D
         self.views = [self.flat[s.lo : s.hi].view(s.shape) for s in self.layout.spans]
-        self.master: Tensor | None = None  # 1D, elements [own)
+        self._master: Tensor | None = None  # 1D, elements [own); None if there is none, or it rests in a file
         self.grad: Tensor | None = None  # 1D, elements [own)
         self.factor: Tensor | None = None  # 0D fp32; see fused.py, Note [Deferred factor]
         self.written = False  # the step at hand has put the updated weights into the compute copy already
@@ -101,6 +113,7 @@ class Bucket:
         self.local: Tensor | None = None  # 1D, all elements: gradients not reduced yet (stages 0 and 1)
         self.state = State.RESIDENT
         self._home: Tensor | None = None
+        self._weights: Tensor | None = None  # 1D, elements [own): what gathers read if the master is in a file
         self._owner = owner
         self.edits = EditWatch(self)
         self._pending: Pending | None = None
@@ -126,28 +139,50 @@ class Bucket:
         self.comm.broadcast(full, self.name)
         if full is not self.flat:
             self.flat.copy_(full)
-            self._home = self._kept(full[self.own[0] : self.own[1]], self.master_dtype)
-            if train:
-                self.master, self._home = self._home, None
+            self._keep(full[self.own[0] : self.own[1]], train)
         elif train:
             self.enable_training()
         elif self.sharding.params:
-            self._home = self._kept(self.flat[self.own[0] : self.own[1]], self.dtype)
+            self._keep(self.flat[self.own[0] : self.own[1]], train)
         self.edits.note()
         self.release()
+        self.tidy()
+
+    def _keep(self, values: Tensor, train: bool) -> None:
+        """Keep this rank's part beside the compute copy: as master weights, or as the home of frozen ones."""
+        dtype = self.master_dtype if train or self.flat.dtype != values.dtype else self.dtype
+        if train and self.shelf.optim:
+            self.shelf.home("master", dtype).tensor.copy_(values)
+            self._keep_weights(values)
+        elif train:
+            self._master = self._kept(values, dtype)
+        elif self.shelf.params and self.sharding.params:
+            self.shelf.home("weights", dtype).tensor.copy_(values)
+        else:
+            self._home = self._kept(values, dtype)
+
+    def _keep_weights(self, values: Tensor) -> None:
+        """See Note [States in files]."""
+        if not self.sharding.params:
+            return
+        if not self.shelf.params:
+            self._weights = self._kept(values, self.dtype)
+        elif self.master_dtype != self.dtype:
+            self.shelf.home("weights", self.dtype).tensor.copy_(values)
 
     @torch.no_grad()
     def enable_training(self) -> None:
         """Make the master weights (again a no-op when they exist); called late when frozen parameters are unfrozen."""
-        if self.master is not None:
+        if self.trains:
             return
         lo, hi = self.own
         if self.aliased:
-            self.master = self.flat[lo:hi]
+            self._master = self.flat[lo:hi]
+        elif self._home is not None and self._home.dtype == self.master_dtype and not self.shelf.optim:
+            self._master, self._home = self._home, None
         else:
-            kept = self._home if self._home is not None else self.flat[lo:hi]
-            reuse = self._home is not None and kept.dtype == self.master_dtype
-            self.master, self._home = kept if reuse else self._kept(kept, self.master_dtype), None
+            self._keep(self.home if self.separate or self.sharding.params else self.flat[lo:hi], train=True)
+            self._home = None
 
     def _kept(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """A copy that stays; what gathers read lies where all ranks of the host can read it."""
@@ -161,13 +196,76 @@ class Bucket:
     @property
     def aliased(self) -> bool:
         """Whether the master weights are a slice of the compute copy. See Note [Storages of a bucket]."""
-        return not self.sharding.params and self.master_dtype == self.dtype
+        return not self.sharding.params and self.master_dtype == self.dtype and not self.shelf.optim
+
+    @property
+    def trains(self) -> bool:
+        """Whether there are master weights."""
+        return self._master is not None or "master" in self.shelf.homes
+
+    @property
+    def master(self) -> Tensor | None:
+        """What the optimizer updates (1D, elements [own)). Read from its file if it rests there."""
+        home = self.shelf.homes.get("master")
+        return home.bring() if home is not None else self._master
+
+    @property
+    def master_rows(self) -> Tensor:
+        """``master`` as it lies, whether or not its values are there."""
+        home = self.shelf.homes.get("master")
+        rows = home.tensor if home is not None else self._master
+        assert rows is not None
+        return rows
 
     @property
     def home(self) -> Tensor:
-        home = self.master if self.master is not None else self._home
-        assert home is not None
-        return home
+        return self._brought(write=True)
+
+    def _brought(self, write: bool) -> Tensor:
+        """``home``; without ``write`` nothing has to be written back."""
+        if self._master is not None:
+            return self._master
+        home = self.shelf.homes.get("master") or self.shelf.homes.get("weights")
+        if home is not None:
+            return home.bring(write)
+        assert self._home is not None
+        return self._home
+
+    def values(self) -> Tensor:
+        """``home``, for reading only."""
+        return self._brought(write=False)
+
+    @property
+    def source(self) -> Tensor | FileHome:
+        """What a gather reads. See Note [States in files]."""
+        if self._weights is not None:
+            return self._weights
+        homes = self.shelf.homes
+        return homes.get("weights") or homes.get("master") or self.home
+
+    @property
+    def weights_nbytes(self) -> int:
+        """Bytes of what gathers read, if that is a tensor of its own."""
+        return self._weights.nbytes if self._weights is not None else 0
+
+    def refresh(self) -> None:
+        """Bring the copy that gathers read up to date with the master weights, which are in memory."""
+        target = self.copy_target()
+        if "weights" in self.shelf.homes and self.sharding.params:
+            self.shelf.homes["weights"].hold().copy_(self.master_rows)
+        elif target is not None and not self.written:
+            target.copy_(self.master_rows)
+        self.written = True
+
+    def copy_target(self) -> Tensor | None:
+        """Where the compute copy of this rank's weights stays in memory, if it does."""
+        if not self.sharding.params:
+            return self.flat[self.own[0] : self.own[1]] if self.separate else None
+        return self._weights
+
+    def tidy(self) -> None:
+        """Put what rests in files away."""
+        tidy(list(self.shelf.homes.values()))
 
     # ---- residency ---------------------------------------------------------------------------------------------
 
@@ -177,8 +275,12 @@ class Bucket:
         with torch.inference_mode(False), torch.no_grad():
             assert self._storage is not None
             self._storage.allocate()
-            self.flat[self.own[0] : self.own[1]].copy_(self.home)
-            self._pending = self.comm.all_gather(self.flat, self.name, self.home)
+            source = self.source
+            if isinstance(source, FileHome):
+                source.prefetch()
+            else:
+                self.flat[self.own[0] : self.own[1]].copy_(source)
+                self._pending = self.comm.all_gather(self.flat, self.name, source)
         self.state = State.GATHERING
 
     def gather(self) -> None:
@@ -186,24 +288,31 @@ class Bucket:
         if self.state is State.RELEASED:
             self.launch_gather()
         if self.state is State.GATHERING:
-            assert self._pending is not None
-            self._pending.wait()
-            self._pending = None
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), torch.no_grad():
+                self._land()
                 for parameter, view in zip(self.params, self.views, strict=True):
                     unguard(parameter)
                     parameter.data = view
             self.state = State.RESIDENT
             self.edits.note()
 
+    def _land(self) -> None:
+        """Wait for a gather that was launched."""
+        source = self.source
+        if self._pending is None:
+            assert isinstance(source, FileHome)
+            self.flat[self.own[0] : self.own[1]].copy_(source.bring(write=False))
+            tidy([source])
+            self._pending = self.comm.all_gather(self.flat, self.name)
+        self._pending.wait()
+        self._pending = None
+
     def release(self) -> None:
         """To RELEASED, if the parameters are sharded: give the memory back, leave sentinels."""
         if not self.sharding.params or self.state is State.RELEASED:
             return
         if self.state is State.GATHERING:
-            assert self._pending is not None
-            self._pending.wait()  # freeing memory that is being written into corrupts whoever gets it next
-            self._pending = None
+            self._land()  # freeing memory that is being written into corrupts whoever gets it next
             self.state = State.RELEASED
         else:
             self.edits.check()
@@ -364,13 +473,14 @@ class Bucket:
         written, self.written = self.written, False
         if self.sharding.params:
             self.release()
-        elif self.master is not None and not self.aliased and not written:
-            self.flat[self.own[0] : self.own[1]].copy_(self.master)
+        elif self.trains and not self.aliased and not written:
+            self.refresh()
+            self.written = False
 
     @torch.no_grad()
     def launch_publish(self) -> Pending | None:
         """Start bringing the other ranks' updates into the compute copy; ``write_back`` of all buckets came before."""
-        if self.master is None or self.sharding.params or not self.sharding.optim:
+        if not self.trains or self.sharding.params or not self.sharding.optim:
             return None
         return self.comm.all_gather(self.flat, self.name, self.flat)
 
@@ -384,10 +494,20 @@ class Bucket:
         for piece in self.pieces():
             if piece.index == index:
                 self.home_or_flat()[piece.offset : piece.offset + piece.numel].copy_(row[piece.lo : piece.hi])
+        if self.shelf.homes:
+            self._refresh_all()
         self.comm.after_write()
 
+    def _refresh_all(self) -> None:
+        """The home was changed by hand."""
+        if "master" in self.shelf.homes and self.sharding.params:
+            self.written = False
+            self.refresh()
+            self.written = False
+        self.tidy()
+
     def home_or_flat(self) -> Tensor:
-        if self.master is not None or self._home is not None:
+        if self.trains or self._home is not None or self.shelf.homes:
             return self.home
         return self.flat[self.own[0] : self.own[1]]
 
@@ -403,7 +523,7 @@ class Bucket:
     @property
     def separate(self) -> bool:
         """Whether something more precise than the compute copy, or at least apart from it, is kept."""
-        return not self.aliased and (self.master is not None or self._home is not None)
+        return not self.aliased and (self.trains or self._home is not None or bool(self.shelf.homes))
 
     @torch.no_grad()
     def keep_edits(self) -> None:
@@ -413,6 +533,8 @@ class Bucket:
             # Only what was edited: the master is more precise than the copy that was shown.
             edited = self.home.to(self.dtype) != self.flat[self.own[0] : self.own[1]]
             self.home[edited] = mine[edited]
+            if self.shelf.homes:
+                self._refresh_all()
 
 
 def weak_owner(owner: Owner) -> Callable[[], Owner | None]:

@@ -6,6 +6,7 @@ unit, so no rank ever holds the whole model), or already cut at construction (co
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
 
@@ -32,6 +33,7 @@ from lt_zero.core.layout import split_by_size
 from lt_zero.core.reducer import Reducer
 from lt_zero.core.schedule import Residency
 from lt_zero.core.sequence import debug_enabled
+from lt_zero.core.shelf import open_shelves
 from lt_zero.core.unit import Unit
 from lt_zero.core.units import UnitPlan, UnitRules, find_units
 from lt_zero.core.values import install_load_hooks
@@ -75,21 +77,25 @@ def shard(
 
     factory = _BucketFactory(config, comm, policy, islands.parameters, owner)
     materializer = Materializer(module, comm)
-    units: list[Unit] = []
     persistent: list[Named] = []
+    parts: list[list[Bucket]] = []
     for plan in plans:
         small, large = factory.divide(plan)
         persistent += small
+        parts.append(factory.buckets(plan.name or "the root module", large, factory.sharding))
+    whole = Sharding(factory.sharding.optim, factory.sharding.grads, params=False)
+    rest = factory.buckets("small parameters", persistent, whole)
+    shelves = open_shelves([*itertools.chain(*parts), *rest], config, device)
+    units: list[Unit] = []
+    for plan, buckets in zip(plans, parts, strict=True):
         materializer.fill([p for _, p in plan.parameters])
-        buckets = factory.buckets(plan.name or "the root module", large, factory.sharding)
         for bucket in buckets:
             bucket.adopt(materializer.fetch)
         if plan.name:
             units.append(Unit(plan.name, plan.module, buckets, not isinstance(plan.module, _WEIGHTLESS_BACKWARD)))
         else:
             root = Unit("", module, buckets, needs_weights=True)
-    whole = Sharding(factory.sharding.optim, factory.sharding.grads, params=False)
-    for bucket in factory.buckets("small parameters", persistent, whole):
+    for bucket in rest:
         bucket.adopt(materializer.fetch)
         root.buckets.append(bucket)
     materializer.fill_buffers()
@@ -102,6 +108,7 @@ def shard(
         zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size
     )
     engine = Engine(module, units, root, comm, reducer, residency, config, policy)
+    engine.shelves = shelves
     engine.kept = find_islands(module, policy.keep_fp32).parameters
     if policy.compute is not None:
         engine.handles += install_islands(islands, policy.compute, device.type, cast_back=not policy.autocast)
@@ -156,7 +163,8 @@ class _BucketFactory:
         # A bucket is reduced as one, and below stage 3 gathered as one after the step.
         whole_after_step = self.sharding.optim and not self.sharding.params
         gather_limit = zero.allgather_bucket_size if whole_after_step else zero.reduce_bucket_size
-        self._limit = max(1, min(zero.reduce_bucket_size, gather_limit))
+        step_limit = zero.sub_group_size if zero.offload_optimizer.device != "none" else gather_limit
+        self._limit = max(1, min(zero.reduce_bucket_size, gather_limit, step_limit))
         self._threshold = zero.stage3_param_persistence_threshold
         self._comm, self._policy, self._kept, self._owner = comm, policy, kept, owner
 

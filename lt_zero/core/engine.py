@@ -47,6 +47,7 @@ from lt_zero.core.guard import HANDS_OUT
 from lt_zero.core.ledger import GradLedger
 from lt_zero.core.reducer import Reducer
 from lt_zero.core.schedule import Order, Residency
+from lt_zero.core.shelf import Shelves
 from lt_zero.core.unit import (
     Call,
     Unit,
@@ -89,6 +90,7 @@ class Engine:
         policy: DtypePolicy,
     ) -> None:
         self.config, self.policy = config, policy
+        self.shelves = Shelves()  # what rests in files
         self.kept: frozenset[Parameter] = frozenset()  # what the user wants in fp32, exports included
         self.root, self.units, self.root_unit = root, units, root_unit
         self.comm, self.reducer, self.residency = comm, reducer, residency
@@ -213,7 +215,7 @@ class Engine:
             bucket.unguard()
 
     def _prefetch(self, order: Order[Unit]) -> None:
-        if not self.comm.gathers_in_background:
+        if not self.comm.gathers_in_background and self.shelves.params is None:
             return
         flying, live = 0, sum(u.numel for u in self.units if u.resident)
         for unit in order.upcoming():

@@ -62,7 +62,11 @@ class Run:
         self.hi = members[-1].piece.offset + members[-1].piece.numel
         device = members[0].fragment.device
         fp32, cpu = torch.float32, torch.device("cpu")
-        self.moments = [torch.zeros(self.hi - self.lo, dtype=fp32, device=device) for _ in _MOMENTS]  # 1D
+        rows = [bucket.shelf.state_rows(key, fp32) for key in _MOMENTS]
+        self.moments = [  # 1D
+            torch.zeros(self.hi - self.lo, dtype=fp32, device=device) if row is None else row[self.lo : self.hi]
+            for row in rows
+        ]
         self.steps = torch.zeros(len(members), dtype=fp32, device=cpu)  # 1D; torch keeps its counters there, too
         self._counted = torch.zeros_like(self.steps)  # what the last step added
         self._views = [self._view(number, member) for number, member in enumerate(members)]
@@ -85,7 +89,8 @@ class Run:
                 elif not isinstance(given, Tensor):
                     view.fill_(given)
                 elif given.numel() == view.numel():
-                    view.copy_(given.view(view.shape))
+                    if given.data_ptr() != view.data_ptr():
+                        view.copy_(given.view(view.shape))
                 else:
                     raise ValueError(
                         f"The state {key!r} of a parameter has shape {tuple(given.shape)}, {tuple(view.shape)} is "
@@ -137,6 +142,7 @@ class FusedAdam:
             and all(map(_is_plain, self._optimizer.param_groups))
             and not self._is_watched()
             and ops.available(bucket.flat.device)
+            and (not bucket.shelf.homes or bucket.grad is None or bucket.grad.device.type == "cpu")
         )
 
     def _is_watched(self) -> bool:
@@ -153,7 +159,6 @@ class FusedAdam:
 
         With ``found_inf`` (0D fp32) not zero nothing is written; see ``uncount``.
         """
-        self._last = []
         groups = self._optimizer.param_groups
         number_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
         calls: dict[tuple[Any, ...], _Call] = {}
@@ -165,7 +170,7 @@ class FusedAdam:
                 self._last.append(run)
                 for count, lo, hi in run.segments(part):
                     assert bucket.grad is not None
-                    out_dtype = bucket.dtype if _has_copy(bucket) else None
+                    out_dtype = bucket.dtype if bucket.copy_target() is not None else None
                     key = (number, count, bucket.grad.dtype, out_dtype, id(bucket.factor))
                     calls.setdefault(key, _Call(bucket.factor)).add(run, lo, hi)
             bucket.written = True
@@ -174,6 +179,10 @@ class FusedAdam:
         if not self._told:
             self._told = True
             log.info("%s is stepped by lt_zero's kernel; fused_step=false turns it off", type(self._optimizer).__name__)
+
+    def begin(self) -> None:
+        """A step begins, which may take several calls of ``step``."""
+        self._last = []
 
     def uncount(self) -> None:
         """The last step was skipped on the device; the step counters go back."""
@@ -227,18 +236,14 @@ class _Call:
     def add(self, run: Run, lo: int, hi: int) -> None:
         """Elements [lo, hi) of ``run``."""
         bucket, first, last = run.bucket, run.lo + lo, run.lo + hi
-        assert bucket.master is not None and bucket.grad is not None  # noqa: PT018
-        self.params.append(bucket.master[first:last])
+        assert bucket.grad is not None
+        self.params.append(bucket.master_rows[first:last])
         self.grads.append(bucket.grad[first:last])
         for rows, moment in zip(self.moments, run.moments, strict=True):
             rows.append(moment[lo:hi])
-        if _has_copy(bucket):
-            self.outs.append(bucket.flat[bucket.own[0] + first : bucket.own[0] + last])
-
-
-def _has_copy(bucket: Bucket) -> bool:
-    """Whether a compute copy stays in memory beside the master weights."""
-    return bucket.separate and not bucket.sharding.params
+        copy = bucket.copy_target()
+        if copy is not None:
+            self.outs.append(copy[first:last])
 
 
 def _neighbours(members: list[Member], numbers: list[int]) -> list[tuple[int, list[Member]]]:

@@ -73,10 +73,9 @@ class ShardedOptimizer:
         bucket, index = place
         if id(parameter) not in self._fragments:
             bucket.enable_training()
-            assert bucket.master is not None
             shape = bucket.shapes[index]
             self._fragments[id(parameter)] = [
-                Parameter(_shaped(bucket.master[p.offset : p.offset + p.numel], shape))
+                Parameter(_shaped(bucket.master_rows[p.offset : p.offset + p.numel], shape))
                 for p in bucket.pieces()
                 if p.index == index
             ]
@@ -136,7 +135,10 @@ class ShardedOptimizer:
     def skips_on_device(self) -> bool:
         """Whether all of a step goes through kernels that take ``found_inf``."""
         places = self._places()
-        return len(places) == len(self.parameters()) and all(map(self._takes, {bucket for bucket, _, _ in places}))
+        buckets = {bucket for bucket, _, _ in places}
+        if any(bucket.shelf.homes for bucket in buckets):
+            return False  # what is not written by the kernel would be written to the files
+        return len(places) == len(self.parameters()) and all(map(self._takes, buckets))
 
     def uncount_step(self) -> None:
         """The last step was skipped on the device: its number is that of the next one."""
@@ -195,6 +197,9 @@ class ShardedOptimizer:
         self.narrow()
         self._depth, self._entered = 1, self.engine.backwards
         self.engine.comm.before_write()
+        if self.fused is not None:
+            self.fused.begin()
+        self._step_resting(members)
         fused = {bucket: members.pop(bucket) for bucket in list(members) if self._takes(bucket)}
         if self.fused is not None and fused:
             self.fused.step(fused, self.found_inf)
@@ -213,16 +218,47 @@ class ShardedOptimizer:
             group["params"] = [p for p in group["params"] if id(p) not in done]
 
     @torch.no_grad()
+    def _step_resting(self, members: dict[Bucket, list[Member]]) -> None:
+        """Step the buckets whose states rest in files, one by one. See offload/home.py, Note [Walking]."""
+        resting = [b for b in members if "master" in b.shelf.homes and any(m.used for m in members[b])]
+        idle = [b for b in members if "master" in b.shelf.homes and b not in resting]
+        for bucket in self.engine.shelves.walk(resting) if resting else ():
+            mine = members.pop(bucket)
+            self._shelve_state(bucket, mine)
+            if self.fused is not None and self._takes(bucket):
+                self.fused.step({bucket: mine}, self.found_inf)
+                self._drop({id(member.fragment) for member in mine})
+            else:
+                self._step_staged(bucket, mine)
+            self._shelve_state(bucket, mine)
+            bucket.refresh()
+        for bucket in idle:
+            self._drop({id(member.fragment) for member in members.pop(bucket)})
+
+    def _shelve_state(self, bucket: Bucket, members: list[Member]) -> None:
+        """Move element-wise states that somebody else made (a first step, a checkpoint) to where the bucket's rest."""
+        for member in members:
+            state, piece = self.optimizer.state.get(member.fragment, {}), member.piece
+            for key, value in state.items():
+                if not isinstance(value, Tensor) or value.dim() == 0 or value.numel() != piece.numel:
+                    continue
+                rows = bucket.shelf.state_rows(key, value.dtype)
+                assert rows is not None
+                row = rows[piece.offset : piece.offset + piece.numel].view(value.shape)
+                if row.data_ptr() != value.data_ptr():
+                    bucket.shelf.homes[key].bring()
+                    state[key] = row.copy_(value)
+
+    @torch.no_grad()
     def _step_staged(self, bucket: Bucket, members: list[Member]) -> None:
         """Step the fragments of one bucket, and take them out of the groups. See Note [Staged buckets]."""
-        assert bucket.master is not None
         groups, mine = self.optimizer.param_groups, {id(member.fragment) for member in members}
         # What an optimizer counts per group is counted once, by the step of the rest.
         numbers = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         others = [[p for p in group["params"] if id(p) not in mine] for group in groups]
-        rows = [_row_of(bucket.master, member).view(member.fragment.shape) for member in members]
+        rows = [_row_of(bucket.master_rows, member).view(member.fragment.shape) for member in members]
         for member, row in zip(members, rows, strict=True):
-            member.fragment.data = row.to(bucket.step_dtype, copy=True)
+            member.fragment.data = row.to(bucket.step_dtype, copy=True) if bucket.staged else row
             grad = _grad_of(bucket, member)
             member.fragment.grad = grad.to(bucket.step_dtype) if grad is not None else None
         for group in groups:
@@ -231,7 +267,7 @@ class ShardedOptimizer:
         try:
             type(self.optimizer).step(self.optimizer)
             for member, row in zip(members, rows, strict=True):
-                row.copy_(member.fragment)
+                row.copy_(member.fragment) if bucket.staged else None
         finally:
             self._staging = False
             for member, row in zip(members, rows, strict=True):

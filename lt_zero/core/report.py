@@ -70,10 +70,12 @@ def _short(dtype: torch.dtype) -> str:
 def _held(bucket: Bucket) -> int:
     """Bytes of weights: the compute copy if it is in memory, and the master where it is a tensor of its own."""
     flat = 0 if bucket.state is State.RELEASED else bucket.flat.nbytes
-    own = bucket.master if bucket.master is not None else None
-    separate = own.nbytes if own is not None and not bucket.aliased else 0
-    frozen = bucket.home.nbytes if own is None and bucket.separate else 0
-    return flat + separate + frozen
+    homes = {kind: home for kind, home in bucket.shelf.homes.items() if kind in ("master", "weights")}
+    resting = sum(home.tensor.nbytes for home in homes.values() if home.takes_memory)
+    if "master" in homes:
+        return flat + resting + bucket.weights_nbytes
+    separate = bucket.home.nbytes if bucket.separate and not homes else 0
+    return flat + separate + resting
 
 
 def memory_report(engine: Engine, optimizers: list[ShardedOptimizer]) -> dict[str, tuple[int, int]]:
@@ -87,8 +89,8 @@ def memory_report(engine: Engine, optimizers: list[ShardedOptimizer]) -> dict[st
         size = sum(numel[id(p)] for p in bucket.params)
         weights += _held(bucket)
         whole_weights += size * bucket.dtype.itemsize
-        if bucket.master is not None:
-            whole_weights += 0 if bucket.grad_dtype == bucket.dtype else size * bucket.master.element_size()
+        if bucket.trains:
+            whole_weights += 0 if bucket.grad_dtype == bucket.dtype else size * bucket.master_dtype.itemsize
             whole_grads += size * bucket.grad_dtype.itemsize
         grads += sum(t.nbytes for t in (bucket.grad, bucket.local) if t is not None)
     states = whole_states = 0

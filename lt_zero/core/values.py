@@ -81,6 +81,7 @@ def full_parameters(engine: Engine) -> Iterator[FullParameter]:
         flat = full_flat(bucket)
         for parameter, span in zip(bucket.params, bucket.layout.spans, strict=True):
             yield FullParameter(span.name, parameter, flat[span.lo : span.hi].view(span.shape))
+        bucket.tidy()
 
 
 @torch.no_grad()
@@ -89,7 +90,7 @@ def full_flat(bucket: Bucket) -> Tensor:
     bucket.edits.check()
     if bucket.state is State.RESIDENT and not bucket.separate:
         return bucket.flat
-    return gather_own(bucket, bucket.home)
+    return gather_own(bucket, bucket.values())
 
 
 @torch.no_grad()

@@ -1,0 +1,122 @@
+"""What of a bucket rests in files: the master weights, the optimizer's states, the weights that gathers read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lt_zero.config import ZeroConfig
+from lt_zero.config.offload import OffloadOptimizer
+from lt_zero.offload.home import FileHome, Tier
+
+if TYPE_CHECKING:
+    from lt_zero.core.bucket import Bucket
+
+log = logging.getLogger("lt_zero")
+
+
+class Shelf:
+    """The homes of one bucket.
+
+    Args:
+        optim: keeps master weights and the optimizer's states; None: they stay in memory.
+        params: keeps the weights that gathers read; None: they stay in memory.
+        record: the bucket's number in the files.
+    """
+
+    def __init__(self, optim: Tier | None = None, params: Tier | None = None, record: int = 0) -> None:
+        self.optim, self.params, self._record = optim, params, record
+        self.homes: dict[str, FileHome] = {}
+
+    def home(self, kind: str, dtype: torch.dtype) -> FileHome:
+        """The home of a kind of state, which is made if there is none: here, and zero."""
+        if kind not in self.homes:
+            tier = self.params if kind == "weights" else self.optim
+            assert tier is not None
+            self.homes[kind] = tier.home(kind, self._record, dtype)
+        return self.homes[kind]
+
+    def step_homes(self) -> list[FileHome]:
+        """What a step reads and writes."""
+        return [home for kind, home in self.homes.items() if kind != "weights"]
+
+    def state_rows(self, key: str, dtype: torch.dtype) -> Tensor | None:
+        """Where an optimizer's element-wise states of the bucket lie side by side (1D), if they rest in files."""
+        if self.optim is None:
+            return None
+        if key in self.homes and self.homes[key].tensor.dtype != dtype:  # loaded from a run with other dtypes
+            del self.homes[key]
+        return self.home(key, dtype).tensor
+
+
+@dataclass
+class Shelves:
+    """The files of one engine."""
+
+    optim: Tier | None = None
+    params: Tier | None = None
+    how: OffloadOptimizer = OffloadOptimizer()
+
+    def walk(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
+        """Visit buckets with what a step needs; the next is read and the last written meanwhile."""
+        assert self.optim is not None
+        groups = [_homes_of(bucket.shelf) for bucket in buckets]
+        for number in self.optim.walk(groups, self.how.pipeline_read, self.how.pipeline_write):
+            yield buckets[number]
+
+    def close(self) -> None:
+        """Remove the files."""
+        for tier in {id(t): t for t in (self.optim, self.params) if t is not None}.values():
+            tier.close()
+        self.optim = self.params = None
+
+
+def _homes_of(shelf: Shelf) -> Callable[[], list[FileHome]]:
+    def homes() -> list[FileHome]:
+        copy = shelf.homes.get("weights")
+        return [*shelf.step_homes(), *([copy] if copy is not None and copy.here else [])]
+
+    return homes
+
+
+def open_shelves(buckets: Sequence[Bucket], config: ZeroConfig, device: torch.device) -> Shelves:
+    """Give each bucket that is to rest in files a shelf; the others keep their states in memory.
+
+    Raises:
+        SwapError: a path cannot be used.
+        ValueError: the device is one from which nothing can be offloaded.
+    """
+    zero, shelves = config.zero_optimization, Shelves()
+    optim, params = zero.offload_optimizer, zero.offload_param
+    for name, block in (("offload_optimizer", optim), ("offload_param", params)):
+        if block.device != "none" and device.type != "cpu":
+            raise ValueError(
+                f"zero_optimization.{name}.device={block.device!r} works with accelerator='cpu' only: states of a "
+                f"{device.type} device cannot be offloaded in this version. Remove {name}."
+            )
+        if block.device == "cpu":
+            log.info("zero_optimization.%s.device=cpu: the model is on the CPU, states are there anyway", name)
+    if not buckets or "nvme" not in (optim.device, params.device):
+        return shelves
+    numels, rank = [b.own[1] - b.own[0] for b in buckets], buckets[0].comm.rank
+    if optim.device == "nvme":
+        assert optim.nvme_path is not None
+        shelves.optim = Tier(optim.nvme_path, rank, config.aio, numels, room=optim.buffer_count)
+        shelves.how = optim
+    if params.device == "nvme":
+        assert params.nvme_path is not None
+        same = shelves.optim is not None and optim.nvme_path == params.nvme_path
+        shelves.params = shelves.optim if same else Tier(params.nvme_path, rank, config.aio, numels)
+    whole, moved, kept = sum(b.layout.numel for b in buckets), 0, 0
+    for record, bucket in enumerate(buckets):
+        moves = shelves.optim is not None and moved + bucket.layout.numel <= optim.ratio * whole
+        moved += bucket.layout.numel if moves else 0
+        kept += bucket.layout.numel
+        away = bucket.sharding.params and kept > params.max_in_cpu
+        bucket.shelf = Shelf(shelves.optim if moves else None, shelves.params if away else None, record)
+    return shelves

@@ -1,0 +1,89 @@
+"""Memory that a disk can read and write directly, and checksums of it.
+
+Note [Buffers and fork]
+    Direct I/O into private memory while the process forks can end in the wrong copy of a page (open(2)), and a
+    ``DataLoader`` forks whenever an epoch begins. Buffers are therefore not inherited (MADV_DONTFORK): the disk and
+    the parent keep the only copy, and a child that touches one is killed by SIGSEGV.
+
+Note [Checksums]
+    A block's sum is the weighted sum of its pages' sums, over 64-bit words with wrap-around. It runs at the speed of
+    memory and without the GIL; CRC and hashes of the standard library are several times slower than the disk. Any
+    change within one word is seen, since nothing that follows loses a bit of a page's sum (weights are odd); pages
+    that changed places, since weights differ; blocks of other places or times, since sums are kept per block in
+    memory and never read from the disk. A page's sum is folded before it is weighted: sums of round fp64 numbers
+    have high bits only, which the product would push out. Not seen: words that changed places within a page, and
+    changes of several words of a page that cancel out modulo 2**64.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import torch
+from torch import Tensor
+
+BLOCK = 4096  # alignment of memory, offsets and sizes
+_WORDS = BLOCK // 8  # int64 words of a page
+_GOLDEN = -7046029254386353131  # 2**64 / golden ratio: its multiples are spread evenly
+
+
+def rounded(nbytes: int, unit: int = BLOCK) -> int:
+    """``nbytes`` rounded up to a multiple of ``unit``."""
+    return -(-nbytes // unit) * unit
+
+
+def aligned_buffer(nbytes: int) -> Tensor:
+    """At least ``nbytes`` zeros (1D uint8), a multiple of ``BLOCK``, on whole pages: huge ones where there are some.
+
+    The memory goes back to the system when the last tensor on it dies. See Note [Buffers and fork].
+    """
+    if nbytes < 0:
+        raise ValueError(f"a buffer cannot hold {nbytes} bytes.")
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    pages = mmap.mmap(-1, rounded(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if advice := getattr(mmap, name, None):
+            try:
+                pages.madvise(advice)
+            except OSError:
+                # A kernel without huge pages: slower (the disk gets a list of 4 KiB pages), and as correct.
+                continue
+    return torch.frombuffer(pages, dtype=torch.uint8)  # 1D; its storage keeps the mapping
+
+
+def view_of(tensor: Tensor) -> memoryview:
+    """The bytes of a 1D uint8 tensor, to be read and written in place. It does not keep the tensor alive."""
+    # Not through numpy: a tensor that was exported to numpy can never give its storage back.
+    return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
+
+
+def check_buffer(tensor: Tensor, nbytes: int, what: str) -> None:
+    """Refuse memory that direct I/O cannot use for ``what``, a record of ``nbytes``.
+
+    Raises:
+        ValueError: not 1D contiguous uint8 on the CPU, another size, or an address that is not aligned.
+    """
+    problem = None
+    if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        layout = "contiguous" if tensor.is_contiguous() else "not contiguous"
+        problem = f"the tensor is {tensor.dtype}, {tensor.dim()}D, {layout}, on {tensor.device}"
+    elif tensor.numel() != nbytes:
+        problem = f"the tensor has {tensor.numel()} bytes, the record {nbytes}"
+    elif tensor.data_ptr() % BLOCK:
+        problem = f"the tensor's address {tensor.data_ptr():#x} is not a multiple of {BLOCK}"
+    if problem:
+        raise ValueError(f"{what}: {problem}. Pass a slice of aligned_buffer() that begins and ends at full blocks.")
+
+
+def checksum_weights(nbytes: int) -> Tensor:
+    """Odd weights for the pages of a block of up to ``nbytes``."""
+    return (torch.arange(nbytes // BLOCK) * 2 + 1) * _GOLDEN  # odd times odd: 1D int64
+
+
+def checksum(block: Tensor, weights: Tensor) -> int:
+    """The sum of a block (1D uint8, a multiple of ``BLOCK``). See Note [Checksums]."""
+    pages = block.view(torch.int64).view(-1, _WORDS).sum(1)  # 1D
+    folded = pages ^ ((pages >> 32) & 0xFFFFFFFF)
+    return int((folded * weights[: pages.numel()]).sum())
