@@ -25,17 +25,24 @@ from lt_zero.core.values import full_parameters, gather_own
 def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
     """The optimizer's ``state_dict`` with full tensors on the CPU of rank 0, {} elsewhere. Collective."""
     optimizer, engine = sharded.optimizer, sharded.engine
-    packed = optimizer.state_dict()
+    sharded.by_bucket = True
+    try:
+        packed = optimizer.state_dict()
+    finally:
+        sharded.by_bucket = False
     numbers = {id(p): n for n, p in zip(_numbers(packed), sharded.parameters(), strict=True)}
     keep = engine.comm.rank == 0
     state: dict[int, dict[str, Any]] = {}
     for bucket in engine.buckets:
         mine = {i: p for i, p in enumerate(bucket.params) if id(p) in numbers}
         local = {i: optimizer.state[p] for i, p in mine.items() if p in optimizer.state}
+        for home in bucket.shelf.step_homes() if local else ():
+            home.bring(write=False)
         for key, dtype in sorted(_keys(bucket, local).items()):
             for index, value in _collect(bucket, local, key, dtype).items():
                 if keep and index in mine:
                     state.setdefault(numbers[id(mine[index])], {})[key] = value
+        bucket.tidy()
     if not keep:
         return {}
     foreign = {numbers[id(p)]: optimizer.state[p] for p in sharded.parameters() if _is_foreign(engine, p, optimizer)}
@@ -123,6 +130,7 @@ def load_full_optimizer_state(sharded: ShardedOptimizer, full: Mapping[str, Any]
             loaded = sharded.optimizer.state[parameter]
             if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
                 loaded[key] = value.to(loaded[key].device, copy=True)
+    sharded.shelve_states()
 
 
 def export(engine: Engine, path: str | os.PathLike[str], dtype: torch.dtype = torch.float16) -> None:

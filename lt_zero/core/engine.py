@@ -218,11 +218,16 @@ class Engine:
         if not self.comm.gathers_in_background and self.shelves.params is None:
             return
         flying, live = 0, sum(u.numel for u in self.units if u.resident)
+        limit, count = self.residency.prefetch, 0
+        if self.shelves.params is not None:
+            limit = min(limit, self.shelves.param_blocks.buffer_size)
         for unit in order.upcoming():
             if unit.resident:
                 continue
-            flying, live = flying + unit.numel, live + unit.numel
-            if flying > self.residency.prefetch or live > self.residency.max_live:
+            flying, live, count = flying + unit.numel, live + unit.numel, count + len(unit.sharded)
+            if flying > limit or live > self.residency.max_live:
+                return
+            if self.shelves.params is not None and count > self.shelves.param_blocks.buffer_count:
                 return
             for bucket in unit.sharded:
                 if bucket.state is State.RELEASED:

@@ -29,7 +29,7 @@ from lt_zero.core.bucket import Bucket
 from lt_zero.core.engine import Engine
 from lt_zero.core.fused import FusedAdam, Member
 from lt_zero.core.grads import is_view
-from lt_zero.core.layout import ALIGN
+from lt_zero.core.layout import ALIGN, Piece
 from lt_zero.core.supported import check_supported
 
 
@@ -52,6 +52,7 @@ class ShardedOptimizer:
         self.loss_scale = 1.0  # that the accumulated gradients carry; see gate.py
         self.found_inf: Tensor | None = None  # 0D fp32: the kernel skips the step if it is not zero
         self.before_state_dict: Callable[[], object] = lambda: None  # waits for the outcome of the last step
+        self.by_bucket = False  # who asks for a state dict reads states in files bucket by bucket
         self._depth = 0  # nested calls of step
         self._entered = 0  # after how many backwards the running step began
         self._staging = False  # the running step is of one bucket's copies
@@ -174,6 +175,10 @@ class ShardedOptimizer:
 
     def _on_state_dict(self, optimizer: Optimizer) -> None:
         self.before_state_dict()
+        if not self.by_bucket:
+            for bucket in {bucket for bucket, _, _ in self._places()}:
+                for home in bucket.shelf.step_homes():
+                    home.bring(write=False)
 
     # ---- step --------------------------------------------------------------------------------------------------
 
@@ -224,21 +229,34 @@ class ShardedOptimizer:
         idle = [b for b in members if "master" in b.shelf.homes and b not in resting]
         for bucket in self.engine.shelves.walk(resting) if resting else ():
             mine = members.pop(bucket)
-            self._shelve_state(bucket, mine)
+            self._shelve_state(bucket, [(member.fragment, member.piece) for member in mine])
             if self.fused is not None and self._takes(bucket):
                 self.fused.step({bucket: mine}, self.found_inf)
                 self._drop({id(member.fragment) for member in mine})
             else:
                 self._step_staged(bucket, mine)
-            self._shelve_state(bucket, mine)
+            self._shelve_state(bucket, [(member.fragment, member.piece) for member in mine])
             bucket.refresh()
         for bucket in idle:
             self._drop({id(member.fragment) for member in members.pop(bucket)})
 
-    def _shelve_state(self, bucket: Bucket, members: list[Member]) -> None:
+    @torch.no_grad()
+    def shelve_states(self) -> None:
+        """Put states that were loaded where they rest, bucket by bucket. Not collective."""
+        places: dict[Bucket, list[tuple[Parameter, Piece]]] = {}
+        for bucket, index, parameter in self._places():
+            if "master" in bucket.shelf.homes:
+                places.setdefault(bucket, []).extend((parameter, piece) for piece in bucket.pieces_of(index))
+        for bucket, holders in places.items():
+            for home in bucket.shelf.step_homes():
+                home.bring()
+            self._shelve_state(bucket, holders)
+            bucket.tidy()
+
+    def _shelve_state(self, bucket: Bucket, holders: list[tuple[Parameter, Piece]]) -> None:
         """Move element-wise states that somebody else made (a first step, a checkpoint) to where the bucket's rest."""
-        for member in members:
-            state, piece = self.optimizer.state.get(member.fragment, {}), member.piece
+        for holder, piece in holders:
+            state = self.optimizer.state.get(holder, {})
             for key, value in state.items():
                 if not isinstance(value, Tensor) or value.dim() == 0 or value.numel() != piece.numel:
                     continue

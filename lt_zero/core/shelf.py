@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.config import ZeroConfig
-from lt_zero.config.offload import OffloadOptimizer
+from lt_zero.config.offload import OffloadOptimizer, OffloadParam
 from lt_zero.offload.home import FileHome, Tier
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class Shelves:
     optim: Tier | None = None
     params: Tier | None = None
     how: OffloadOptimizer = OffloadOptimizer()
+    param_blocks: OffloadParam = OffloadParam()
 
     def walk(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
         """Visit buckets with what a step needs; the next is read and the last written meanwhile."""
@@ -112,6 +113,7 @@ def open_shelves(buckets: Sequence[Bucket], config: ZeroConfig, device: torch.de
         assert params.nvme_path is not None
         same = shelves.optim is not None and optim.nvme_path == params.nvme_path
         shelves.params = shelves.optim if same else Tier(params.nvme_path, rank, config.aio, numels)
+        shelves.param_blocks = params
     whole, moved, kept = sum(b.layout.numel for b in buckets), 0, 0
     for record, bucket in enumerate(buckets):
         moves = shelves.optim is not None and moved + bucket.layout.numel <= optim.ratio * whole
