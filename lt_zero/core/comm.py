@@ -271,6 +271,14 @@ class Comm:
         self._announce("flags", name, flags.numel())
         return _All([dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._host, async_op=True)])
 
+    def problems(self, problem: str | None, name: str) -> list[str]:
+        """What went wrong on any rank ("rank 1: ..."), on every rank; [] if nothing did."""
+        flag = torch.tensor([problem is not None], dtype=torch.uint8)
+        self.host_max(flag, name).wait()
+        if not flag.item():
+            return []
+        return [f"rank {rank}: {text}" for rank, text in enumerate(self.host_gather(problem, name)) if text is not None]
+
     def host_broadcast(self, value: Any, name: str) -> Any:
         """Rank 0's (small, picklable) Python value on every rank."""
         if self.world == 1:

@@ -62,18 +62,22 @@ class Run:
         self.hi = members[-1].piece.offset + members[-1].piece.numel
         device = members[0].fragment.device
         fp32, cpu = torch.float32, torch.device("cpu")
-        rows = [bucket.shelf.state_rows(key, fp32) for key in _MOMENTS]
+        self._homes = [bucket.shelf.state_home(key, fp32) for key in _MOMENTS]
         self.moments = [  # 1D
-            torch.zeros(self.hi - self.lo, dtype=fp32, device=device) if row is None else row[self.lo : self.hi]
-            for row in rows
+            torch.zeros(self.hi - self.lo, dtype=fp32, device=device) if h is None else h.tensor[self.lo : self.hi]
+            for h in self._homes
         ]
         self.steps = torch.zeros(len(members), dtype=fp32, device=cpu)  # 1D; torch keeps its counters there, too
         self._counted = torch.zeros_like(self.steps)  # what the last step added
         self._views = [self._view(number, member) for number, member in enumerate(members)]
 
     def _view(self, number: int, member: Member) -> dict[str, Tensor]:
-        lo = member.piece.offset - self.lo
-        rows = [moment[lo : lo + member.piece.numel].view(member.fragment.shape) for moment in self.moments]
+        piece, shape = member.piece, member.fragment.shape
+        lo = piece.offset - self.lo
+        rows = [
+            moment[lo : lo + piece.numel].view(shape) if home is None else home.lend(piece.offset, shape)
+            for moment, home in zip(self.moments, self._homes, strict=True)
+        ]
         return {"step": self.steps[number], **dict(zip(_MOMENTS, rows, strict=True))}
 
     def adopt(self, members: list[Member], state: dict[Any, Any]) -> None:

@@ -18,6 +18,7 @@ Note [Staged buckets]
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ from lt_zero.core.engine import Engine
 from lt_zero.core.fused import FusedAdam, Member
 from lt_zero.core.grads import is_view
 from lt_zero.core.layout import ALIGN, Piece
-from lt_zero.core.supported import check_supported
+from lt_zero.core.shelf import together
+from lt_zero.core.supported import check_supported, states_per_element
 
 
 class ShardedOptimizer:
@@ -46,6 +48,8 @@ class ShardedOptimizer:
 
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
         check_supported(optimizer, engine.sharded_optim)
+        if engine.shelves.optim is not None:
+            engine.shelves.require(states_per_element(optimizer))
         self.engine, self.optimizer = engine, optimizer
         self._fragments: dict[int, list[Parameter]] = {}
         self._wide: list[list[Parameter]] | None = None
@@ -227,18 +231,22 @@ class ShardedOptimizer:
         """Step the buckets whose states rest in files, one by one. See offload/home.py, Note [Walking]."""
         resting = [b for b in members if "master" in b.shelf.homes and any(m.used for m in members[b])]
         idle = [b for b in members if "master" in b.shelf.homes and b not in resting]
-        for bucket in self.engine.shelves.walk(resting) if resting else ():
-            mine = members.pop(bucket)
-            self._shelve_state(bucket, [(member.fragment, member.piece) for member in mine])
-            if self.fused is not None and self._takes(bucket):
-                self.fused.step({bucket: mine}, self.found_inf)
-                self._drop({id(member.fragment) for member in mine})
-            else:
-                self._step_staged(bucket, mine)
-            self._shelve_state(bucket, [(member.fragment, member.piece) for member in mine])
-            bucket.refresh()
+        with together(self.engine.comm, "states in files") if resting else nullcontext():
+            for bucket in self.engine.shelves.walk(resting) if resting else ():
+                self._step_resting_bucket(bucket, members.pop(bucket))
         for bucket in idle:
             self._drop({id(member.fragment) for member in members.pop(bucket)})
+
+    def _step_resting_bucket(self, bucket: Bucket, members: list[Member]) -> None:
+        holders = [(member.fragment, member.piece) for member in members]
+        self._shelve_state(bucket, holders)
+        if self.fused is not None and self._takes(bucket):
+            self.fused.step({bucket: members}, self.found_inf)
+            self._drop({id(fragment) for fragment, _ in holders})
+        else:
+            self._step_staged(bucket, members)
+        self._shelve_state(bucket, holders)
+        bucket.refresh()
 
     @torch.no_grad()
     def shelve_states(self) -> None:
@@ -260,12 +268,10 @@ class ShardedOptimizer:
             for key, value in state.items():
                 if not isinstance(value, Tensor) or value.dim() == 0 or value.numel() != piece.numel:
                     continue
-                rows = bucket.shelf.state_rows(key, value.dtype)
-                assert rows is not None
-                row = rows[piece.offset : piece.offset + piece.numel].view(value.shape)
-                if row.data_ptr() != value.data_ptr():
-                    bucket.shelf.homes[key].bring()
-                    state[key] = row.copy_(value)
+                home = bucket.shelf.state_home(key, value.dtype)
+                if home is not None and not home.owns(value):
+                    home.bring()
+                    state[key] = home.lend(piece.offset, value.shape).copy_(value)
 
     @torch.no_grad()
     def _step_staged(self, bucket: Bucket, members: list[Member]) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from lt_zero.config import ZeroConfig
 from lt_zero.config.offload import OffloadOptimizer, OffloadParam
+from lt_zero.core.comm import Comm
 from lt_zero.offload.home import FileHome, Tier
+from lt_zero.offload.pool import SwapError
 
 if TYPE_CHECKING:
     from lt_zero.core.bucket import Bucket
@@ -45,13 +47,13 @@ class Shelf:
         """What a step reads and writes."""
         return [home for kind, home in self.homes.items() if kind != "weights"]
 
-    def state_rows(self, key: str, dtype: torch.dtype) -> Tensor | None:
-        """Where an optimizer's element-wise states of the bucket lie side by side (1D), if they rest in files."""
+    def state_home(self, key: str, dtype: torch.dtype) -> FileHome | None:
+        """Where an optimizer's element-wise states of the bucket rest, if they rest in files."""
         if self.optim is None:
             return None
         if key in self.homes and self.homes[key].tensor.dtype != dtype:  # loaded from a run with other dtypes
             del self.homes[key]
-        return self.home(key, dtype).tensor
+        return self.home(key, dtype)
 
 
 @dataclass
@@ -70,11 +72,36 @@ class Shelves:
         for number in self.optim.walk(groups, self.how.pipeline_read, self.how.pipeline_write):
             yield buckets[number]
 
+    def require(self, states: int) -> None:
+        """Check that there is room for that many fp32 states of each element.
+
+        Raises:
+            SwapError: there is none.
+        """
+        if self.optim is not None:
+            self.optim.require(states * 4)
+
     def close(self) -> None:
         """Remove the files."""
         for tier in {id(t): t for t in (self.optim, self.params) if t is not None}.values():
             tier.close()
         self.optim = self.params = None
+
+
+@contextmanager
+def together(comm: Comm, name: str) -> Iterator[None]:
+    """Around file accesses that all ranks do: an error of one is an error of all. Collective.
+
+    Raises:
+        SwapError: on all ranks, naming the ranks, files and remedies.
+    """
+    problem = None
+    try:
+        yield
+    except SwapError as error:
+        problem = error
+    if found := comm.problems(str(problem) if problem is not None else None, name):
+        raise SwapError(" ".join(found)) from problem
 
 
 def _homes_of(shelf: Shelf) -> Callable[[], list[FileHome]]:
@@ -105,6 +132,21 @@ def open_shelves(buckets: Sequence[Bucket], config: ZeroConfig, device: torch.de
     if not buckets or "nvme" not in (optim.device, params.device):
         return shelves
     numels, rank = [b.own[1] - b.own[0] for b in buckets], buckets[0].comm.rank
+    with together(buckets[0].comm, "the folder for states"):
+        _open_tiers(shelves, config, numels, rank)
+    whole, moved, kept = sum(b.layout.numel for b in buckets), 0, 0
+    for record, bucket in enumerate(buckets):
+        moves = shelves.optim is not None and moved + bucket.layout.numel <= optim.ratio * whole
+        moved += bucket.layout.numel if moves else 0
+        kept += bucket.layout.numel
+        away = bucket.sharding.params and kept > params.max_in_cpu
+        bucket.shelf = Shelf(shelves.optim if moves else None, shelves.params if away else None, record)
+    return shelves
+
+
+def _open_tiers(shelves: Shelves, config: ZeroConfig, numels: list[int], rank: int) -> None:
+    zero = config.zero_optimization
+    optim, params = zero.offload_optimizer, zero.offload_param
     if optim.device == "nvme":
         assert optim.nvme_path is not None
         shelves.optim = Tier(optim.nvme_path, rank, config.aio, numels, room=optim.buffer_count)
@@ -114,11 +156,3 @@ def open_shelves(buckets: Sequence[Bucket], config: ZeroConfig, device: torch.de
         same = shelves.optim is not None and optim.nvme_path == params.nvme_path
         shelves.params = shelves.optim if same else Tier(params.nvme_path, rank, config.aio, numels)
         shelves.param_blocks = params
-    whole, moved, kept = sum(b.layout.numel for b in buckets), 0, 0
-    for record, bucket in enumerate(buckets):
-        moves = shelves.optim is not None and moved + bucket.layout.numel <= optim.ratio * whole
-        moved += bucket.layout.numel if moves else 0
-        kept += bucket.layout.numel
-        away = bucket.sharding.params and kept > params.max_in_cpu
-        bucket.shelf = Shelf(shelves.optim if moves else None, shelves.params if away else None, record)
-    return shelves

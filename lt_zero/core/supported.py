@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 _ELEMENTWISE = {
@@ -66,3 +70,18 @@ def check_supported(optimizer: Optimizer, sharded: bool) -> None:
             "update is element-wise.",
             stacklevel=4,
         )
+
+
+def states_per_element(optimizer: Optimizer) -> int:
+    """How many element-wise states the optimizer keeps, found out with a parameter of a few elements."""
+    cls = next(c for c in type(optimizer).__mro__ if "_lt_zero_made" not in vars(c))
+    parameter = Parameter(torch.zeros(3, dtype=torch.float32, device="cpu"))
+    parameter.grad = torch.ones_like(parameter)
+    group = {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "initial_lr")}
+    try:
+        with torch.enable_grad():
+            trial: Any = cls([{**group, "params": [parameter]}])
+            trial.step()
+    except Exception:  # a class of the user's own that wants something else
+        return 2
+    return sum(isinstance(v, Tensor) and v.numel() == 3 for v in trial.state[parameter].values())

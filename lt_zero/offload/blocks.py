@@ -104,9 +104,8 @@ class Blocks:
                 continue
             except OSError as error:
                 if error.errno not in _PASSING or failures == self.retries:
-                    raise trouble(
-                        self._what(writes, len(view) - done, offset + done), self.path.parent, error
-                    ) from None
+                    what = self._what(writes, len(view) - done, offset + done)
+                    raise trouble(what, self.path.parent, error) from None
                 count = 0
             # A short request can end within a sector, and the next must not begin there.
             progress = count if done + count == len(view) else (done + count) // self.unit * self.unit - done

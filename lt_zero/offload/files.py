@@ -19,6 +19,7 @@ import contextlib
 import errno
 import fcntl
 import functools
+import itertools
 import os
 import threading
 import weakref
@@ -92,14 +93,15 @@ class SwapFile:
         self._unit = max(BLOCK, logical_block(path.parent))
         self._step = rounded(pool.block_size, self._unit)
         self._weights = checksum_weights(self._step)  # 1D
-        self._records: list[_Record] = []
-        self._lock = threading.Lock()  # of `_Record.last`
-        self.nbytes = 0
-        for index, size in enumerate(sizes):
-            nbytes = rounded(size, self._unit)
-            self._records.append(_Record(index, self.nbytes, nbytes, -(-nbytes // self._step)))
-            self.nbytes += nbytes
+        lengths = [rounded(size, self._unit) for size in sizes]
+        self.nbytes = sum(lengths)
         fd = _allocate(path, self.nbytes)
+        offsets = itertools.accumulate(lengths, initial=0)
+        self._records = [
+            _Record(index, offset, nbytes, -(-nbytes // self._step))
+            for index, (offset, nbytes) in enumerate(zip(offsets, lengths, strict=False))
+        ]
+        self._lock = threading.Lock()  # of `_Record.last`
         self.direct = go_direct(fd, self._unit, self.nbytes)
         if not self.direct and "direct" not in _told:
             _told.add("direct")

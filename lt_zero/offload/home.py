@@ -5,7 +5,7 @@ ZeRO-Infinity, arXiv:2104.07857, section 5: states live on NVMe and stream throu
 Note [Life of a home]
     here      the tensor has its values
     leaving   they are being written; the memory is still taken
-    away      the memory is given back; views of the tensor stay valid as objects, and read zeros
+    away      the memory is given back; views of the tensor stay valid as objects, those that were lent read NaN
     coming    memory is there again, the values are being read
     ``bring`` leads to *here* from everywhere. A home that is leaving is here again without a read.
 
@@ -20,6 +20,7 @@ Note [On demand]
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
@@ -60,6 +61,7 @@ class FileHome:
         self._file, self._record = file, record
         self._at, self._transfer = _At.HERE, None
         self._dirty = True  # the file does not have the values
+        self._lent: list[tuple[weakref.ref[Tensor], int]] = []
 
     _transfer: Transfer | None
 
@@ -70,6 +72,26 @@ class FileHome:
     @property
     def takes_memory(self) -> bool:
         return self._at is not _At.AWAY
+
+    def lend(self, offset: int, shape: torch.Size) -> Tensor:
+        """A view of some elements for others to keep: while the values are away it reads NaN instead of zeros."""
+        view = self._part(offset, shape)
+        self._lent = [(ref, lo) for ref, lo in self._lent if ref() is not None]
+        self._lent.append((weakref.ref(view), offset))
+        return view
+
+    def owns(self, value: Tensor) -> bool:
+        """Whether ``value`` is something that was lent."""
+        return any(ref() is value for ref, _ in self._lent)
+
+    def _part(self, offset: int, shape: torch.Size) -> Tensor:
+        return self.tensor[offset : offset + shape.numel()].view(shape)
+
+    def _show(self, there: bool) -> None:
+        nan = torch.full((), torch.nan, dtype=self.tensor.dtype, device=_CPU)
+        for ref, offset in self._lent:
+            if (view := ref()) is not None:
+                view.data = self._part(offset, view.shape) if there else nan.expand(view.shape)
 
     def prefetch(self) -> None:
         """Start reading, if it is away."""
@@ -85,8 +107,11 @@ class FileHome:
             SwapError: a write or read failed.
         """
         self.prefetch()
-        self._wait()
-        self._at = _At.HERE
+        if self._at is not _At.HERE:
+            coming = self._at is _At.COMING
+            self._wait()
+            self._at = _At.HERE
+            self._show(True) if coming else None
         self._dirty |= write
         return self.tensor
 
@@ -95,14 +120,15 @@ class FileHome:
         self._wait()
         if self._at is _At.AWAY:
             self._storage.allocate()
+        if self._at in (_At.AWAY, _At.COMING):
+            self._show(True)
         self._at, self._dirty = _At.HERE, True
         return self.tensor
 
     def put_away(self) -> None:
         """Start writing, if values were changed, else give the memory back. ``settle`` ends it."""
         if self._at is _At.COMING:
-            self._wait()
-            self._at = _At.HERE
+            self.bring(write=False)
         if self._at is not _At.HERE:
             return
         self._at = _At.LEAVING
@@ -116,6 +142,7 @@ class FileHome:
             self._wait()
             self._storage.free()
             self._at = _At.AWAY
+            self._show(False)
 
     def _wait(self) -> None:
         transfer, self._transfer = self._transfer, None
@@ -155,6 +182,14 @@ class Tier:
         home = FileHome(self._numels[record], dtype, self._files[name], record)
         self._homes.append(home)
         return home
+
+    def require(self, bytes_per_element: int) -> None:
+        """Check that the disk has room for states that are not there yet.
+
+        Raises:
+            SwapError: it has not.
+        """
+        self.folder.require(bytes_per_element * sum(self._numels))
 
     def walk(self, groups: Sequence[Callable[[], list[FileHome]]], read_ahead: bool, behind: bool) -> Iterator[int]:
         """Visit groups of homes (one group per bucket; asked for when needed). See Note [Walking].

@@ -243,6 +243,7 @@ def _start(line: Queue, count: int) -> list[threading.Thread]:
 def _serve(line: Queue, ready: threading.Barrier) -> None:
     # Holds no pool: a pool that nobody has any more ends its threads.
     torch.set_num_threads(1)
+    torch.get_num_threads()  # the first use in a thread takes over what counts for new threads; now that is 1 too
     ready.wait()
     while (item := line.get()) is not None:
         item[0].run(item[1])
