@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import errno
-import gc
-import importlib
-import logging
+import mmap
 import os
 import random
 import resource
-import signal
-import socket
-import subprocess
-import sys
-import textwrap
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,12 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import lt_zero
-from lt_zero.offload import blocks, files, folder
+from lt_zero.offload import blocks, files
 from lt_zero.offload.files import IoPool, SwapError, SwapFile
-from lt_zero.offload.folder import SwapFolder, filesystem_of
+from lt_zero.offload.folder import filesystem_of
 from lt_zero.offload.memory import BLOCK, aligned_buffer, checksum, checksum_weights, rounded
-from lt_zero.offload.probe import Speed, forecast, probe
+from tests.offload_tools import change, fail_with, in_child, noise, read, write
 
 SIZES = [1, 511, 4096, 4097, (3 << 20) + 3, 0, 65536, 12345]
 STEP = 64 << 10  # block size of most tests: records of several blocks stay small
@@ -49,49 +40,6 @@ def file(tmp_path: Path, pool: IoPool) -> Iterator[SwapFile]:
     file = SwapFile(tmp_path / "records", [4 * STEP, 4 * STEP], pool)
     yield file
     file.close()
-
-
-def noise(nbytes: int, seed: int = 0) -> Tensor:
-    buffer = aligned_buffer(nbytes)
-    return buffer.random_(0, 256, generator=torch.Generator().manual_seed(seed))
-
-
-def write(file: SwapFile, record: int, seed: int = 0) -> Tensor:
-    source = noise(file.size_of(record), seed)
-    file.write(record, source).wait()
-    return source
-
-
-def read(file: SwapFile, record: int) -> Tensor:
-    target = aligned_buffer(file.size_of(record))
-    file.read(record, target).wait()
-    return target
-
-
-def change(path: Path, offset: int, content: bytes) -> None:
-    with path.open("r+b") as raw:
-        raw.seek(offset)
-        raw.write(content)
-        os.fsync(raw.fileno())
-
-
-def in_child(work: Callable[[], None]) -> int:
-    """Run in a forked process, without its exit handlers; its status."""
-    if (pid := os.fork()) == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    return os.waitpid(pid, 0)[1]
-
-
-def fail_with(code: int) -> Callable[[int, memoryview, int], int]:
-    def call(fd: int, view: memoryview, offset: int) -> int:
-        raise OSError(code, os.strerror(code))
-
-    return call
 
 
 # --- memory
@@ -120,7 +68,16 @@ def test_a_buffer_goes_back_with_its_last_tensor_and_stays_out_of_children() -> 
     del buffer
     assert _mapped(start)
     assert part.sum() == 0
-    assert in_child(lambda: os._exit(_mapped(start))) == 0
+
+    def work() -> None:
+        nonlocal part
+        assert not _mapped(start)
+        mine = mmap.mmap(-1, 64 << 20)  # the kernel may well put it where the buffer was
+        mine[:] = bytes(64 << 20)
+        del part
+        assert not mine[-1]
+
+    assert in_child(work) == 0
     del part
     assert not _mapped(start)
 
@@ -579,146 +536,6 @@ def test_larger_blocks_of_the_disk_are_kept(tmp_path: Path, monkeypatch: pytest.
     pool.close()
 
 
-# --- folders
-
-
-def _start_child(work: Callable[[], None]) -> int:
-    """A forked process that works, says so, and lives on; its number."""
-    ready, done = os.pipe()
-    if (pid := os.fork()) == 0:
-        try:
-            work()
-            os.write(done, b"x")
-            time.sleep(60)
-        finally:
-            os._exit(1)
-    os.close(done)
-    assert os.read(ready, 1) == b"x"
-    os.close(ready)
-    return pid
-
-
-def test_a_folder_is_private_and_vanishes(tmp_path: Path) -> None:
-    made = SwapFolder(tmp_path, 3)
-    assert made.path.parent == tmp_path
-    assert made.path.stat().st_mode & 0o777 == 0o700
-    assert f"-{os.getpid()}-" in made.path.name
-    assert (made.path / "lock").read_text().startswith(f"rank 3, process {os.getpid()} on {socket.gethostname()}")
-    (made.path / "records").write_bytes(b"x")
-    made.close()
-    made.close()
-    assert not list(tmp_path.iterdir())
-    forgotten = SwapFolder(tmp_path, 0)
-    del forgotten
-    gc.collect()
-    assert not list(tmp_path.iterdir())
-
-
-def test_folders_of_the_living_stay_and_of_the_dead_go(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def work() -> None:
-        _kept.append(SwapFolder(tmp_path, 0))
-        (_kept[0].path / "records").write_bytes(bytes(1 << 20))
-        # A worker that outlives the process must not keep its folder.
-        if os.fork() == 0:
-            time.sleep(3)
-            os._exit(0)
-
-    # Names that are not ours: they stay, whatever is in them.
-    host = socket.gethostname()
-    others = [f"lt_zero-other.{host}-1-0123abcd", f"lt_zero-{host}-1-0123abc", f"x-lt_zero-{host}-1-0123abcd", "lock"]
-    others += [f"lt_zero-{host}-2-0123abcd", f"lt_zero-{host}-3-0123abcd.new"]  # without a lock; not old
-    for name in others:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").touch()
-    (tmp_path / f"lt_zero-{host}-4-0123abcd").symlink_to(tmp_path / others[0])
-    child = _start_child(work)
-    with caplog.at_level(logging.WARNING, "lt_zero"):
-        mine = SwapFolder(tmp_path, 0)
-        assert len(list(tmp_path.glob(f"lt_zero-{host}-{child}-*/records"))) == 1
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        caplog.clear()
-        second = SwapFolder(tmp_path, 0)
-    assert not list(tmp_path.glob(f"lt_zero-{host}-{child}-*"))
-    assert len(caplog.records) == 1
-    assert "of killed runs" in caplog.records[0].message
-    assert int(caplog.records[0].message.split(": ")[1].split()[0]) >= 1 << 20
-    mine.close()
-    second.close()
-    assert len(list(tmp_path.iterdir())) == len(others) + 1
-
-
-_kept: list[SwapFolder] = []
-
-
-def test_old_unfinished_and_empty_folders_go(tmp_path: Path) -> None:
-    host = socket.gethostname()
-    empty, unfinished = tmp_path / f"lt_zero-{host}-2-0123abcd", tmp_path / f"lt_zero-{host}-3-0123abcd.new"
-    empty.mkdir()
-    unfinished.mkdir()
-    (unfinished / "lock").touch()
-    os.utime(unfinished, (0, 0))
-    SwapFolder(tmp_path, 0).close()
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_with_folders_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = SwapFolder(tmp_path, 0)
-    (made.path / "results").mkdir()
-    made.close()
-    assert (made.path / "results").is_dir()
-    assert "cannot be removed" in caplog.text
-
-
-def test_file_systems_without_locks_keep_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def no_locks(fd: int, flags: int) -> None:
-        raise OSError(errno.ENOLCK, "no locks")
-
-    monkeypatch.setattr(folder.fcntl, "flock", no_locks)
-    first, second = SwapFolder(tmp_path, 0), SwapFolder(tmp_path, 1)
-    assert first.path.is_dir()
-    assert "takes no locks" in caplog.text
-    first.close()
-    second.close()
-
-
-def test_places_that_cannot_be_used_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    for place in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(SwapError, match=f"nvme_path='{place}' cannot be used.*[Ss]et .*to a folder"):
-            SwapFolder(place, 0)
-    monkeypatch.setattr(os, "access", lambda *args: False)
-    with pytest.raises(SwapError, match=r"Permission denied \(EACCES\)\. Give the user the right"):
-        SwapFolder(tmp_path, 0)
-    real = os.statvfs(tmp_path)
-    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result([*real[:8], os.ST_RDONLY, real[9]]))
-    with pytest.raises(SwapError, match=r"Read-only file system \(EROFS\)"):
-        SwapFolder(tmp_path, 0)
-
-
-def test_a_missing_place_is_made_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = SwapFolder(tmp_path / "a" / "b", 0)
-    assert f"nvme_path {tmp_path / 'a' / 'b'} did not exist; it was made" in caplog.text
-    free = made.free_bytes()
-    made.require(1)
-    with pytest.raises(SwapError, match=rf"rank 0 needs {1 << 60} bytes \(.* GiB\), and [0-9]+ bytes .*are free"):
-        made.require(1 << 60)
-    assert free > 0
-    made.close()
-
-
-def test_memory_is_told_from_disks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    place = Path("/dev/shm")
-    if not place.is_dir() or filesystem_of(place) != "tmpfs" or not os.access(place, os.W_OK):
-        pytest.skip("no tmpfs")
-    monkeypatch.setattr(folder, "_told", set())
-    for _ in range(2):
-        SwapFolder(place, 0).close()
-    assert caplog.text.count("is on tmpfs, which is memory and no disk") == 1
-
-
 # --- processes
 
 
@@ -737,56 +554,23 @@ def test_a_forked_child_is_refused(file: SwapFile) -> None:
     assert torch.equal(read(file, 0)[:9], noise(4 * STEP)[:9])
 
 
-def test_exit_removes_everything_and_the_exit_of_a_child_nothing(tmp_path: Path) -> None:
-    script = """
-        import os, sys, types
-        from pathlib import Path
-        # All of lt_zero takes seconds to import.
-        sys.modules["lt_zero"] = package = types.ModuleType("lt_zero")
-        package.__path__ = [sys.argv[2]]
-        from lt_zero.offload.files import IoPool, SwapFile
-        from lt_zero.offload.folder import SwapFolder
-        from lt_zero.offload.memory import aligned_buffer
+def test_closing_at_exit_gives_up_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = IoPool(threads=1, block_size=STEP)
+    file = SwapFile(tmp_path / "records", [4 * STEP], pool)
+    started, gate = threading.Event(), threading.Event()
 
-        folder = SwapFolder(Path(sys.argv[1]), 0)
-        pool = IoPool(threads=2, block_size=4096)
-        file = SwapFile(folder.path / "records", [1 << 20] * 64, pool)
-        source = aligned_buffer(1 << 20)
-        file.write(0, source).wait()
-        if os.fork() == 0:
-            sys.exit(0)  # with finalizers
-        assert os.wait()[1] == 0
-        assert file.path.exists()
-        target = aligned_buffer(1 << 20)
-        file.read(0, target).wait()
-        transfers = [file.write(i, source) for i in range(64) for _ in range(4)]  # under way at exit
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path), str(Path(lt_zero.__file__).parent)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 0, ended.stderr
-    assert not ended.stderr
-    assert not list(tmp_path.iterdir())
+    def slow(fd: int, view: memoryview, offset: int) -> int:
+        started.set()
+        gate.wait()
+        return len(view)
 
-
-# --- speed
-
-
-def test_the_probe_measures_and_cleans_up(tmp_path: Path, pool: IoPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("lt_zero.offload.probe"), "_SECONDS", 0.05)
-    made = SwapFolder(tmp_path, 0)
-    speed = probe(made, pool, nbytes=1 << 20)
-    assert speed.read > 1e6
-    assert speed.write > 1e6
-    assert [path.name for path in made.path.iterdir()] == ["lock"]
-    with pytest.raises(SwapError, match="too little space"):
-        probe(made, pool, nbytes=1 << 60)
-    real = blocks.write_some
-    monkeypatch.setattr(blocks, "write_some", lambda *args: (time.sleep(0.004), real(*args))[1])
-    start = time.monotonic()
-    probe(made, pool)  # all of it would take 4 seconds
-    assert time.monotonic() - start < 10
-    made.close()
-
-
-def test_forecasts_add_reads_and_writes() -> None:
-    assert forecast(6 << 30, 2 << 30, Speed(read=3 << 30, write=1 << 30)) == pytest.approx(4.0)
+    monkeypatch.setattr(blocks, "write_some", slow)
+    transfers = [file.write(0, noise(4 * STEP)) for _ in range(2)]
+    started.wait()
+    threading.Timer(0.05, gate.set).start()
+    file._finalizer()
+    for transfer in transfers:
+        with pytest.raises(SwapError, match="was closed at exit before record 0 was moved"):
+            transfer.wait()
+    assert not file.path.exists()
+    pool.close()

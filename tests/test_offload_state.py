@@ -126,7 +126,7 @@ def _memory(path: str) -> tuple[int, int]:
     engine = lt_zero.shard(model, config_of(3, zero=zero))
     sharded = lt_zero.ShardedOptimizer(engine, torch.optim.AdamW(model.parameters(), lr=1e-3))
     most = 0
-    group = max(4 * 3 * (b.own[1] - b.own[0]) for b in engine.buckets)
+    group = max(4 * 4 * (b.own[1] - b.own[0]) for b in engine.buckets)
     for _ in range(2):
         model(torch.ones(2, 512)).sum().backward()
         homes = [h for b in engine.buckets for h in b.shelf.homes.values()]
@@ -136,7 +136,7 @@ def _memory(path: str) -> tuple[int, int]:
             def counted(write: bool = True, bring: Any = bring) -> Tensor:
                 nonlocal most
                 value: Tensor = bring(write)
-                now = sum(h.tensor.nbytes for b in engine.buckets for h in b.shelf.homes.values() if h.takes_memory)
+                now = sum(h.nbytes for b in engine.buckets for h in b.shelf.homes.values() if h.takes_memory)
                 most = max(most, now)
                 return value
 

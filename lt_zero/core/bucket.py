@@ -105,7 +105,8 @@ class Bucket:
         self.flat = self._storage.tensor if self._storage else comm.allocate(self.layout.numel, dtype)  # 1D
         self.views = [self.flat[s.lo : s.hi].view(s.shape) for s in self.layout.spans]
         self._master: Tensor | None = None  # 1D, elements [own); None if there is none, or it rests in a file
-        self.grad: Tensor | None = None  # 1D, elements [own)
+        self._grad: Tensor | None = None  # 1D, elements [own); None if there is none, or it rests in a file
+        self.accumulated = False  # whether there is an accumulator
         self.factor: Tensor | None = None  # 0D fp32; see fused.py, Note [Deferred factor]
         self.written = False  # the step at hand has put the updated weights into the compute copy already
         self.valid: set[int] = set()  # parameters that were reduced since their gradient was cleared
@@ -406,13 +407,57 @@ class Bucket:
 
     def launch_reduce(self, send: Tensor, scratch: Tensor) -> Pending:
         """Start averaging ``send`` (1D, all elements) over the ranks into the accumulator."""
-        if self.grad is None:
+        if not self.accumulated and self.shelf.optim is None:
             self.grad = flat_empty(self.own[1] - self.own[0], self.grad_dtype, send.device)
+        elif not self.accumulated:
+            self.shelf.home("grad", self.grad_dtype).hold()
+            self.accumulated = True
         self.settle_factor()
-        add = bool(self.valid)
+        add, out = bool(self.valid), self.grad
+        assert out is not None
         self.valid.update(i for i, p in enumerate(self.params) if p.requires_grad)
         collective = self.comm.all_reduce if self.own == (0, self.layout.numel) else self.comm.reduce_scatter
-        return collective(self.grad, send, scratch, add, self.name)
+        return collective(out, send, scratch, add, self.name)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The accumulator (1D, elements [own)). Read from its file if it rests there."""
+        if not self.accumulated or self._grad is not None:
+            return self._grad
+        return self.shelf.homes["grad"].bring()
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if self.rests_grad:
+            self.shelf.homes["grad"].discard()
+        self._grad, self.accumulated = value, value is not None
+
+    def read_grad(self) -> Tensor:
+        """``grad``, which is there, for reading only."""
+        return self._grad if self._grad is not None else self.shelf.homes["grad"].bring(write=False)
+
+    @property
+    def rests_grad(self) -> bool:
+        """Whether there is an accumulator that rests in a file."""
+        return self.accumulated and self._grad is None
+
+    def put_grad_away(self) -> None:
+        """Start writing an accumulator that rests in a file; ``stow_grad`` ends it."""
+        if self.rests_grad:
+            self.shelf.homes["grad"].put_away()
+
+    def stow_grad(self) -> None:
+        """Have no memory for an accumulator that rests in a file."""
+        if self.rests_grad:
+            tidy([self.shelf.homes["grad"]])
+
+    @property
+    def grad_nbytes(self) -> int:
+        """Bytes of memory of the accumulator."""
+        home = self.shelf.homes.get("grad")
+        if self._grad is None and home is not None:
+            return home.nbytes if home.takes_memory else 0
+        return self._grad.nbytes if self._grad is not None else 0
 
     @torch.no_grad()
     def clear_grads(self, indices: set[int]) -> None:
@@ -420,15 +465,16 @@ class Bucket:
         self.valid -= indices
         self.used -= indices
         if not self.valid and not self.used:
-            self.local = self.grad = self.factor = None  # forward has the memory; the next reduction starts from zero
+            self.local, self.grad, self.factor = None, None, None  # the next reduction starts from zero
             return
         for index in indices:
             span = self.layout.spans[index]
             if self.local is not None:
                 self.local[span.lo : span.hi].zero_()
         for piece in self.pieces():
-            if self.grad is not None and piece.index in indices:
-                self.grad[piece.offset : piece.offset + piece.numel].zero_()
+            if self.accumulated and piece.index in indices:
+                self.grad_of(piece).zero_()
+        self.stow_grad()
 
     # ---- values ------------------------------------------------------------------------------------------------
 
@@ -440,11 +486,12 @@ class Bucket:
         """What this rank holds of parameter ``index``: nothing or one piece."""
         return [p for p in self._pieces if p.index == index]
 
-    def grad_of(self, piece: Piece) -> Tensor:
-        """The accumulated gradient (1D) of one of this rank's pieces."""
+    def grad_of(self, piece: Piece, write: bool = True) -> Tensor:
+        """The accumulated gradient (1D) of one of this rank's pieces; without ``write`` for reading only."""
         self.settle_factor()
-        assert self.grad is not None
-        return self.grad[piece.offset : piece.offset + piece.numel]
+        grad = self.grad if write else self.read_grad()
+        assert grad is not None
+        return grad[piece.offset : piece.offset + piece.numel]
 
     def defer(self, factor: Tensor) -> None:
         """Multiply the accumulated gradients by ``factor`` (0D fp32) when somebody needs them."""
@@ -454,14 +501,18 @@ class Bucket:
     def settle_factor(self) -> None:
         """Multiply by what was deferred."""
         factor, self.factor = self.factor, None
-        if factor is not None and self.grad is not None:
+        if factor is not None and self.accumulated:
             self.widen_fp16()
-            self.grad.mul_(factor)
+            grad = self.grad
+            assert grad is not None
+            grad.mul_(factor)
 
     def widen_fp16(self) -> None:
         """Before unscaling: an fp16 accumulator goes on in fp32, as without the scale small gradients would vanish."""
-        if self.grad is not None and self.grad.dtype == torch.float16:
-            self.grad = self.grad.float()
+        if self.accumulated and self.grad_dtype == torch.float16:
+            grad = self.grad
+            assert grad is not None
+            self.grad = grad.float()
 
     @property
     def staged(self) -> bool:

@@ -63,13 +63,15 @@ class Run:
         device = members[0].fragment.device
         fp32, cpu = torch.float32, torch.device("cpu")
         self._homes = [bucket.shelf.state_home(key, fp32) for key in _MOMENTS]
-        self.moments = [  # 1D
-            torch.zeros(self.hi - self.lo, dtype=fp32, device=device) if h is None else h.tensor[self.lo : self.hi]
-            for h in self._homes
-        ]
+        self._own = [torch.zeros(self.hi - self.lo, dtype=fp32, device=device) for h in self._homes if h is None]  # 1D
         self.steps = torch.zeros(len(members), dtype=fp32, device=cpu)  # 1D; torch keeps its counters there, too
         self._counted = torch.zeros_like(self.steps)  # what the last step added
         self._views = [self._view(number, member) for number, member in enumerate(members)]
+
+    @property
+    def moments(self) -> list[Tensor]:
+        """exp_avg and exp_avg_sq (1D); those that rest in files have to be here."""
+        return self._own or [home.tensor[self.lo : self.hi] for home in self._homes if home is not None]
 
     def _view(self, number: int, member: Member) -> dict[str, Tensor]:
         piece, shape = member.piece, member.fragment.shape
@@ -146,7 +148,6 @@ class FusedAdam:
             and all(map(_is_plain, self._optimizer.param_groups))
             and not self._is_watched()
             and ops.available(bucket.flat.device)
-            and (not bucket.shelf.homes or bucket.grad is None or bucket.grad.device.type == "cpu")
         )
 
     def _is_watched(self) -> bool:
@@ -173,9 +174,9 @@ class FusedAdam:
                 run.adopt(part, self._optimizer.state)
                 self._last.append(run)
                 for count, lo, hi in run.segments(part):
-                    assert bucket.grad is not None
+                    grad = bucket.read_grad()
                     out_dtype = bucket.dtype if bucket.copy_target() is not None else None
-                    key = (number, count, bucket.grad.dtype, out_dtype, id(bucket.factor))
+                    key = (number, count, grad.dtype, out_dtype, id(bucket.factor))
                     calls.setdefault(key, _Call(bucket.factor)).add(run, lo, hi)
             bucket.written = True
         for (number, count, *_), call in calls.items():
@@ -240,9 +241,9 @@ class _Call:
     def add(self, run: Run, lo: int, hi: int) -> None:
         """Elements [lo, hi) of ``run``."""
         bucket, first, last = run.bucket, run.lo + lo, run.lo + hi
-        assert bucket.grad is not None
+        grad = bucket.read_grad()
         self.params.append(bucket.master_rows[first:last])
-        self.grads.append(bucket.grad[first:last])
+        self.grads.append(grad[first:last])
         for rows, moment in zip(self.moments, run.moments, strict=True):
             rows.append(moment[lo:hi])
         copy = bucket.copy_target()

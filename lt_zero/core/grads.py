@@ -73,6 +73,8 @@ class Norms:
             for grad in _local(bucket, index):
                 norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
                 row[number] = norm if infinite else norm**norm_type
+            if number + 1 == len(self._places) or self._places[number + 1][0] is not bucket:
+                bucket.stow_grad()
         reduce = self._comm.max_scalar if infinite else self._comm.sum_scalar
         row = reduce(row, "gradient norms")
         row = row if infinite else row ** (1.0 / norm_type)
@@ -85,6 +87,8 @@ def _local(bucket: Bucket, index: int) -> list[Tensor]:
 
 def is_view(bucket: Bucket) -> bool:
     """Whether ``p.grad`` shows the accumulators themselves. See Note [Stand-ins]."""
+    if bucket.shelf.optim is not None:
+        return False  # the accumulators rest in files
     dtype = bucket.grad.dtype if bucket.grad is not None else bucket.grad_dtype
     return bucket.own == (0, bucket.layout.numel) and dtype == bucket.dtype
 
@@ -92,8 +96,8 @@ def is_view(bucket: Bucket) -> bool:
 def stand_in(place: Place, norms: Norms) -> Tensor:
     """What ``p.grad`` shows. See Note [Stand-ins]."""
     bucket, index = place
-    local = _local(bucket, index)
-    return local[0].view(bucket.shapes[index]) if is_view(bucket) and local else ShardedGrad.make(place, norms)
+    local = _local(bucket, index) if is_view(bucket) else []
+    return local[0].view(bucket.shapes[index]) if local else ShardedGrad.make(place, norms)
 
 
 @torch.no_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ def grad_norm(sharded: ShardedOptimizer, norm_type: float = 2.0) -> Tensor:
 
     It is not finite exactly if a gradient of any rank is not, or too large to be squared.
     """
-    return total_norm(sharded.engine, sharded.grads(), norm_type)
+    return total_norm(sharded.engine, sharded.grads_by_bucket(), norm_type)
 
 
 @torch.no_grad()
@@ -42,8 +44,9 @@ def clip_grad_norm(sharded: ShardedOptimizer, max_norm: float, norm: Tensor | No
 @torch.no_grad()
 def clip_grad_value(sharded: ShardedOptimizer, limit: float) -> None:
     """Clamp each element of the averaged gradients to [-limit, limit]. Collective."""
-    for grad in sharded.grads():
-        grad.clamp_(-limit, limit)
+    for rows in sharded.grads_by_bucket(write=True):
+        for grad in rows:
+            grad.clamp_(-limit, limit)
     sharded.engine.ledger.changed()
 
 
@@ -57,15 +60,17 @@ def unscale(sharded: ShardedOptimizer) -> None:
 
 
 @torch.no_grad()
-def total_norm(engine: Engine, grads: list[Tensor], norm_type: float) -> Tensor:
-    """The norm (0D fp32) over all ranks' pieces, each element counted once."""
+def total_norm(engine: Engine, grads: Iterable[list[Tensor]], norm_type: float) -> Tensor:
+    """The norm (0D fp32) over all ranks' pieces, each element counted once; pieces are asked for in groups."""
     comm = engine.comm
     if norm_type == 2.0:
-        total = _squares(grads, comm.device)
+        total = torch.zeros((), dtype=torch.float64, device=comm.device)
+        for rows in grads:
+            total = total + _squares(rows, comm.device)
         if engine.sharded_optim:
             total = comm.sum_scalar(total, "gradient norm")
         return total.sqrt().float()
-    parts = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32) for grad in grads]
+    parts = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32) for rows in grads for grad in rows]
     local = torch.linalg.vector_norm(torch.stack(parts), norm_type) if parts else torch.zeros((), device=comm.device)
     if not engine.sharded_optim:
         return local

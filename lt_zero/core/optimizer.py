@@ -17,9 +17,9 @@ Note [Staged buckets]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -78,11 +78,13 @@ class ShardedOptimizer:
         bucket, index = place
         if id(parameter) not in self._fragments:
             bucket.enable_training()
-            shape = bucket.shapes[index]
+            shape = torch.Size(bucket.shapes[index])
+            home = bucket.shelf.homes.get("master")
             self._fragments[id(parameter)] = [
                 Parameter(_shaped(bucket.master_rows[p.offset : p.offset + p.numel], shape))
-                for p in bucket.pieces()
-                if p.index == index
+                if home is None
+                else cast(Parameter, home.lend(p.offset, _shape_of(p, shape), Parameter))
+                for p in bucket.pieces_of(index)
             ]
         return self._fragments[id(parameter)]
 
@@ -111,8 +113,17 @@ class ShardedOptimizer:
 
         Neighbours in a bucket share a row, with the zeros between them.
         """
-        rows = [row for bucket, indices in self._used().items() for row in _rows(bucket, indices)]
-        return rows + self._foreign_grads()
+        return [row for rows in self.grads_by_bucket(write=True) for row in rows]
+
+    def grads_by_bucket(self, write: bool = False) -> Iterator[list[Tensor]]:
+        """``grads``, bucket by bucket: what rests in a file is here until the next is asked for. Collective.
+
+        ``write``: they are changed.
+        """
+        for bucket, indices in self._used().items():
+            yield _rows(bucket, indices, write)
+            bucket.stow_grad()
+        yield self._foreign_grads()
 
     @torch.no_grad()
     def multiply_grads(self, factor: Tensor) -> None:
@@ -126,6 +137,7 @@ class ShardedOptimizer:
             bucket.widen_fp16()
             for row in _rows(bucket, indices):
                 row.mul_(factor)
+            bucket.stow_grad()
         for grad in self._foreign_grads():
             grad.mul_(factor)
 
@@ -166,6 +178,7 @@ class ShardedOptimizer:
                 bucket.local[span.lo : span.hi].mul_(factor)
             for piece in bucket.pieces_of(index) if index in bucket.valid else ():
                 bucket.grad_of(piece).mul_(factor)
+            bucket.stow_grad()
 
     def _members(self) -> dict[Bucket, list[Member]]:
         """The fragments by bucket, in order. Collective."""
@@ -355,8 +368,9 @@ class ShardedOptimizer:
             if bucket.local is not None:
                 bucket.local[span.lo : span.hi].zero_()
             for piece in bucket.pieces_of(index):
-                if bucket.grad is not None:
+                if bucket.accumulated:
                     bucket.grad_of(piece).zero_()
+            bucket.stow_grad()
 
     def _adopt_state(self) -> None:
         """Cut state that the constructor made in the parameters' full shape (Adagrad)."""
@@ -384,11 +398,14 @@ def _row_of(flat: Tensor, member: Member) -> Tensor:
 
 
 def _grad_of(bucket: Bucket, member: Member) -> Tensor | None:
-    return bucket.grad_of(member.piece).view(member.fragment.shape) if member.used else None
+    return bucket.grad_of(member.piece, write=False).view(member.fragment.shape) if member.used else None
 
 
-def _rows(bucket: Bucket, indices: list[int]) -> list[Tensor]:
-    """The accumulated gradients of these parameters; pieces with nothing but alignment between them as one row."""
+def _rows(bucket: Bucket, indices: list[int], write: bool = True) -> list[Tensor]:
+    """The accumulated gradients of these parameters; pieces with nothing but alignment between them as one row.
+
+    Without ``write`` for reading only.
+    """
     edges: list[list[int]] = []
     wanted = set(indices)
     for piece in bucket.pieces():
@@ -399,13 +416,21 @@ def _rows(bucket: Bucket, indices: list[int]) -> list[Tensor]:
         else:
             edges.append([piece.offset, piece.offset + piece.numel])
     bucket.settle_factor()
-    assert bucket.grad is not None or not edges
-    return [bucket.grad[lo:hi] for lo, hi in edges] if bucket.grad is not None else []
+    if not edges:
+        return []
+    grad = bucket.grad if write else bucket.read_grad()
+    assert grad is not None
+    return [grad[lo:hi] for lo, hi in edges]
 
 
 def _shaped(row: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A piece that is the whole parameter gets its shape; others stay 1D."""
     return row.view(shape) if row.numel() == torch.Size(shape).numel() else row
+
+
+def _shape_of(piece: Piece, shape: torch.Size) -> torch.Size:
+    """See ``_shaped``."""
+    return shape if piece.numel == shape.numel() else torch.Size([piece.numel])
 
 
 def _intercept_zero_grad(optimizer: Optimizer, sharded: ShardedOptimizer) -> None:

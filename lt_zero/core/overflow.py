@@ -163,9 +163,10 @@ def nonfinite_parameters(engine: Engine) -> list[str]:
     names, flags = [], []
     for bucket in engine.buckets:
         for piece in bucket.pieces():
-            if bucket.grad is not None and piece.index in bucket.valid:
+            if bucket.accumulated and piece.index in bucket.valid:
                 names.append(bucket.layout.spans[piece.index].name)
-                flags.append(_extremes(bucket.grad[piece.offset : piece.offset + piece.numel])[0])
+                flags.append(_extremes(bucket.grad_of(piece, write=False))[0])
+        bucket.stow_grad()
     finite = torch.stack(flags).tolist() if flags else []
     mine = [name for name, ok in zip(names, finite, strict=True) if not ok]
     found = {name for some in engine.comm.host_gather(mine, "overflowed gradients") for name in some}

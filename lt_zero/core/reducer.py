@@ -46,7 +46,8 @@ class Reducer:
         self._learnt = False
         self._slots: dict[torch.dtype, deque[tuple[Tensor, Tensor]]] = {}  # free (send, scratch) pairs
         self._made: dict[torch.dtype, int] = {}  # how many of them exist, free or not
-        self._flying: deque[tuple[Pending, tuple[Tensor, Tensor] | None]] = deque()
+        self._flying: deque[tuple[Bucket, Pending, tuple[Tensor, Tensor] | None]] = deque()
+        self._leaving: deque[Bucket] = deque()  # buckets whose accumulators are being written to files
         self.sync = True  # False inside no_sync: buckets whose gradients are not sharded stay local
 
     def mark_ready(self, bucket: Bucket) -> None:
@@ -122,7 +123,7 @@ class Reducer:
             slot = self._slot(bucket)
             send, scratch = slot[0][:numel], slot[1][:numel]
             bucket.take_grads(send, add=False, factor=self._comm.factors(send.dtype)[0])
-        self._flying.append((bucket.launch_reduce(send, scratch), slot))
+        self._flying.append((bucket, bucket.launch_reduce(send, scratch), slot))
         if not self._overlap:
             self._land()
 
@@ -142,9 +143,14 @@ class Reducer:
         return free.popleft()
 
     def _land(self) -> None:
-        pending, slot = self._flying.popleft()
+        bucket, pending, slot = self._flying.popleft()
         with torch.no_grad():
             pending.wait()
+        if bucket.shelf.optim is not None:
+            bucket.put_grad_away()
+            self._leaving.append(bucket)
+            if len(self._leaving) > 1:
+                self._leaving.popleft().stow_grad()
         if slot is not None and slot[0].numel() == self._largest.get(slot[0].dtype):
             self._slots[slot[0].dtype].append(slot)
 
@@ -159,6 +165,8 @@ class Reducer:
         """Wait for all launched reductions."""
         while self._flying:
             self._land()
+        while self._leaving:
+            self._leaving.popleft().stow_grad()
 
     @property
     def buffer_bytes(self) -> int:

@@ -71,7 +71,7 @@ def _held(bucket: Bucket) -> int:
     """Bytes of weights: the compute copy if it is in memory, and the master where it is a tensor of its own."""
     flat = 0 if bucket.state is State.RELEASED else bucket.flat.nbytes
     homes = {kind: home for kind, home in bucket.shelf.homes.items() if kind in ("master", "weights")}
-    resting = sum(home.tensor.nbytes for home in homes.values() if home.takes_memory)
+    resting = sum(home.nbytes for home in homes.values() if home.takes_memory)
     if "master" in homes:
         return flat + resting + bucket.weights_nbytes
     separate = bucket.home.nbytes if bucket.separate and not homes else 0
@@ -92,7 +92,7 @@ def memory_report(engine: Engine, optimizers: list[ShardedOptimizer]) -> dict[st
         if bucket.trains:
             whole_weights += 0 if bucket.grad_dtype == bucket.dtype else size * bucket.master_dtype.itemsize
             whole_grads += size * bucket.grad_dtype.itemsize
-        grads += sum(t.nbytes for t in (bucket.grad, bucket.local) if t is not None)
+        grads += bucket.grad_nbytes + (bucket.local.nbytes if bucket.local is not None else 0)
     states = whole_states = 0
     for sharded in optimizers:
         for parameter in sharded.parameters():

@@ -45,13 +45,13 @@ class Shelf:
 
     def step_homes(self) -> list[FileHome]:
         """What a step reads and writes."""
-        return [home for kind, home in self.homes.items() if kind != "weights"]
+        return [home for kind, home in self.homes.items() if kind not in ("weights", "grad")]
 
     def state_home(self, key: str, dtype: torch.dtype) -> FileHome | None:
         """Where an optimizer's element-wise states of the bucket rest, if they rest in files."""
         if self.optim is None:
             return None
-        if key in self.homes and self.homes[key].tensor.dtype != dtype:  # loaded from a run with other dtypes
+        if key in self.homes and self.homes[key].dtype != dtype:  # loaded from a run with other dtypes
             del self.homes[key]
         return self.home(key, dtype)
 
@@ -68,7 +68,7 @@ class Shelves:
     def walk(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
         """Visit buckets with what a step needs; the next is read and the last written meanwhile."""
         assert self.optim is not None
-        groups = [_homes_of(bucket.shelf) for bucket in buckets]
+        groups = [_homes_of(bucket) for bucket in buckets]
         for number in self.optim.walk(groups, self.how.pipeline_read, self.how.pipeline_write):
             yield buckets[number]
 
@@ -104,10 +104,13 @@ def together(comm: Comm, name: str) -> Iterator[None]:
         raise SwapError(" ".join(found)) from problem
 
 
-def _homes_of(shelf: Shelf) -> Callable[[], list[FileHome]]:
+def _homes_of(bucket: Bucket) -> Callable[[], list[FileHome]]:
+    shelf = bucket.shelf
+
     def homes() -> list[FileHome]:
         copy = shelf.homes.get("weights")
-        return [*shelf.step_homes(), *([copy] if copy is not None and copy.here else [])]
+        grad = [shelf.homes["grad"]] if bucket.rests_grad else []
+        return [*shelf.step_homes(), *grad, *([copy] if copy is not None and copy.here else [])]
 
     return homes
 

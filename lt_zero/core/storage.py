@@ -19,24 +19,15 @@ _PAGES = sys.platform == "linux" and hasattr(mmap, "MADV_DONTNEED")
 
 
 class FlatStorage:
-    """One 1D tensor of ``numel`` zeros whose memory can be freed and allocated.
+    """One 1D tensor of ``numel`` zeros whose memory can be freed and allocated."""
 
-    Args:
-        numel: elements.
-        dtype: of the tensor.
-        device: where it lies.
-        round_to: bytes of ``raw``, which begins with the tensor's; 0: no more than the tensor's.
-    """
-
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, round_to: int = 0) -> None:
-        nbytes = max(numel * dtype.itemsize, round_to)
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        nbytes = numel * dtype.itemsize
         self._pages: mmap.mmap | None = None
         if _PAGES and device.type == "cpu" and nbytes > 0:
             self._pages = _map(nbytes)
-            self.raw: Tensor = torch.frombuffer(self._pages, dtype=torch.uint8)
-            self.tensor: Tensor = self.raw[: numel * dtype.itemsize].view(dtype)
+            self.tensor: Tensor = torch.frombuffer(self._pages, dtype=dtype, count=numel)
         else:
-            self.raw = torch.zeros(0, dtype=torch.uint8)
             self.tensor = torch.zeros(numel, dtype=dtype, device=device)
         self._nbytes = nbytes
 

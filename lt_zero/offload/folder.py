@@ -3,11 +3,13 @@
 Note [Leftovers]
     A folder is ``lt_zero-<host>-<pid>-<random>`` with a file ``lock`` that its process holds a lock on (flock: the
     kernel releases it with the process, however that ends). Who gets the lock of another's folder knows that its
-    process is dead, and removes it. The process number is for people only: containers share numbers.
+    process is dead, and removes it. The process number is for people only: containers share numbers. Of a file
+    system that may be shared with other hosts, whose locks nobody guarantees, only folders of this host's name go; on
+    a local disk all do, since containers change their names and leave their folders.
 
     A folder is locked before it gets that name by a rename: nobody finds it without a lock. Until then it ends in
-    ``.new``; such a folder is left over when it is old. Other names, other users' folders, links, folders in ours
-    and other hosts' folders on a shared file system are never touched.
+    ``.new``; such a folder is left over when it is old. Other names, other users' folders, links and folders in ours
+    are never touched.
 
     The lock belongs to the open file, which a forked child has too: a data loader's worker that outlives its parent
     would keep the folder. A child therefore closes the file first of all; that does not unlock it for the parent.
@@ -34,6 +36,7 @@ _LOCK = "lock"
 _NEW = ".new"
 _NEW_AGE = 3600.0  # seconds after which a folder that never got its name is left over
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+_LOCAL = {"ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "tmpfs"}  # no other host mounts these at the same time
 _told: set[str] = set()
 
 
@@ -182,7 +185,8 @@ def _lock(fd: int) -> bool:
 
 def _remove_leftovers(base: Path) -> None:
     """Remove what dead processes of this host left in ``base``. See Note [Leftovers]."""
-    pattern = re.compile(rf"lt_zero-{re.escape(_host())}-\d+-[0-9a-f]{{8}}({re.escape(_NEW)})?")
+    host = ".+" if filesystem_of(base) in _LOCAL else re.escape(_host())
+    pattern = re.compile(rf"lt_zero-{host}-\d+-[0-9a-f]{{8}}({re.escape(_NEW)})?")
     count, freed = 0, 0
     try:
         names = [entry.name for entry in os.scandir(base) if entry.is_dir(follow_symlinks=False)]

@@ -5,7 +5,7 @@ ZeRO-Infinity, arXiv:2104.07857, section 5: states live on NVMe and stream throu
 Note [Life of a home]
     here      the tensor has its values
     leaving   they are being written; the memory is still taken
-    away      the memory is given back; views of the tensor stay valid as objects, those that were lent read NaN
+    away      the memory is given back; views that were lent read NaN
     coming    memory is there again, the values are being read
     ``bring`` leads to *here* from everywhere. A home that is leaving is here again without a read.
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum, auto
 from pathlib import Path
 
@@ -30,9 +31,9 @@ import torch
 from torch import Tensor
 
 from lt_zero.config.offload import Aio
-from lt_zero.core.storage import FlatStorage
 from lt_zero.offload.files import SwapFile
 from lt_zero.offload.folder import SwapFolder
+from lt_zero.offload.memory import aligned_buffer
 from lt_zero.offload.pool import IoPool, Transfer
 
 _CPU = torch.device("cpu")
@@ -45,6 +46,40 @@ class _At(Enum):
     COMING = auto()
 
 
+class Buffers:
+    """Memory for what is here: what one home gives back the next one gets, without new pages.
+
+    Args:
+        spare: buffers that are kept although nobody uses them.
+    """
+
+    def __init__(self, spare: int = 2) -> None:
+        self._spare, self._free = spare, list[Tensor]()
+
+    def take(self, nbytes: int) -> Tensor:
+        """A buffer (1D uint8) of ``nbytes``, with any content."""
+        fitting = [b for b in self._free if nbytes <= b.numel() <= nbytes + nbytes // 4]
+        if not fitting:
+            return aligned_buffer(nbytes)
+        best = min(fitting, key=lambda b: b.numel())
+        self._free = [b for b in self._free if b is not best]
+        return best
+
+    def give(self, buffer: Tensor) -> None:
+        """Take a buffer back; nobody may use it any more."""
+        self._free = [*self._free, buffer][-self._spare :]
+
+    @contextmanager
+    def many(self, count: int) -> Iterator[None]:
+        """Keep more spare buffers while something walks over all homes."""
+        before, self._spare = self._spare, count
+        try:
+            yield
+        finally:
+            self._spare = before
+            self._free = self._free[-before:]
+
+
 class FileHome:
     """A 1D tensor in host memory that rests in a file. It starts here, with zeros.
 
@@ -53,17 +88,36 @@ class FileHome:
         dtype: of the tensor.
         file: has the record.
         record: number of the record, which has room for the tensor.
+        buffers: where memory comes from.
+        scratch: what a step does with the values is not kept.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, file: SwapFile, record: int) -> None:
-        self._storage = FlatStorage(numel, dtype, _CPU, round_to=file.size_of(record))
-        self.tensor = self._storage.tensor
-        self._file, self._record = file, record
-        self._at, self._transfer = _At.HERE, None
-        self._dirty = True  # the file does not have the values
+    def __init__(
+        self, numel: int, dtype: torch.dtype, file: SwapFile, record: int, buffers: Buffers, scratch: bool = False
+    ) -> None:
+        self.numel, self.dtype, self._scratch = numel, dtype, scratch
+        self._file, self._record, self._buffers = file, record, buffers
         self._lent: list[tuple[weakref.ref[Tensor], int]] = []
+        self._transfer: Transfer | None = None
+        self._buffer: Tensor | None = None
+        self._allocate().zero_()
+        self._at = _At.HERE
+        self._dirty = True  # the file does not have the values
 
-    _transfer: Transfer | None
+    def _allocate(self) -> Tensor:
+        self._buffer = self._buffers.take(self._file.size_of(self._record))
+        return self._buffer[: self._file.size_of(self._record)]
+
+    @property
+    def tensor(self) -> Tensor:
+        """The values while they are here; otherwise NaN in their shape. It is another tensor each time."""
+        if self._buffer is None:
+            return torch.full((), torch.nan, dtype=self.dtype, device=_CPU).expand(self.numel)
+        return self._buffer[: self.numel * self.dtype.itemsize].view(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
     @property
     def here(self) -> bool:
@@ -71,11 +125,15 @@ class FileHome:
 
     @property
     def takes_memory(self) -> bool:
-        return self._at is not _At.AWAY
+        return self._buffer is not None
 
-    def lend(self, offset: int, shape: torch.Size) -> Tensor:
-        """A view of some elements for others to keep: while the values are away it reads NaN instead of zeros."""
+    def lend(self, offset: int, shape: torch.Size, kind: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """A view of some elements for others to keep, which follows them: while they are away it reads NaN.
+
+        ``kind`` makes something else of the view that has ``data``, such as a ``Parameter``.
+        """
         view = self._part(offset, shape)
+        view = kind(view) if kind is not None else view
         self._lent = [(ref, lo) for ref, lo in self._lent if ref() is not None]
         self._lent.append((weakref.ref(view), offset))
         return view
@@ -85,19 +143,18 @@ class FileHome:
         return any(ref() is value for ref, _ in self._lent)
 
     def _part(self, offset: int, shape: torch.Size) -> Tensor:
-        return self.tensor[offset : offset + shape.numel()].view(shape)
+        part = self.tensor[offset : offset + shape.numel()]
+        return part.view(shape) if self._buffer is not None else part[:1].view([1] * len(shape)).expand(shape)
 
-    def _show(self, there: bool) -> None:
-        nan = torch.full((), torch.nan, dtype=self.tensor.dtype, device=_CPU)
+    def _show(self) -> None:
         for ref, offset in self._lent:
             if (view := ref()) is not None:
-                view.data = self._part(offset, view.shape) if there else nan.expand(view.shape)
+                view.data = self._part(offset, view.shape)
 
     def prefetch(self) -> None:
         """Start reading, if it is away."""
         if self._at is _At.AWAY:
-            self._storage.allocate()
-            self._transfer = self._file.read(self._record, self._storage.raw)
+            self._transfer = self._file.read(self._record, self._allocate())
             self._at = _At.COMING
 
     def bring(self, write: bool = True) -> Tensor:
@@ -108,41 +165,55 @@ class FileHome:
         """
         self.prefetch()
         if self._at is not _At.HERE:
-            coming = self._at is _At.COMING
             self._wait()
             self._at = _At.HERE
-            self._show(True) if coming else None
+            self._show()
         self._dirty |= write
         return self.tensor
+
+    def bring_for_step(self) -> None:
+        """The values, to be changed by an optimizer's step."""
+        self.bring(write=not self._scratch)
 
     def hold(self) -> Tensor:
         """The tensor with undefined values, to be overwritten as a whole."""
         self._wait()
         if self._at is _At.AWAY:
-            self._storage.allocate()
-        if self._at in (_At.AWAY, _At.COMING):
-            self._show(True)
+            self._allocate()
         self._at, self._dirty = _At.HERE, True
+        self._show()
         return self.tensor
 
     def put_away(self) -> None:
-        """Start writing, if values were changed, else give the memory back. ``settle`` ends it."""
+        """Start writing, if values were changed. ``settle`` ends it and gives the memory back."""
         if self._at is _At.COMING:
             self.bring(write=False)
         if self._at is not _At.HERE:
             return
         self._at = _At.LEAVING
         if self._dirty:
-            self._transfer = self._file.write(self._record, self._storage.raw)
+            assert self._buffer is not None
+            self._transfer = self._file.write(self._record, self._buffer[: self._file.size_of(self._record)])
             self._dirty = False
 
     def settle(self) -> None:
         """Wait until what is leaving has left."""
         if self._at is _At.LEAVING:
             self._wait()
-            self._storage.free()
-            self._at = _At.AWAY
-            self._show(False)
+            self._leave()
+
+    def discard(self) -> None:
+        """Give the memory back; the values are not needed any more, and must not be asked for."""
+        self._wait()
+        if self._buffer is not None:
+            self._leave()
+        self._dirty = False
+
+    def _leave(self) -> None:
+        assert self._buffer is not None
+        self._buffers.give(self._buffer)
+        self._buffer, self._at = None, _At.AWAY
+        self._show()
 
     def _wait(self) -> None:
         transfer, self._transfer = self._transfer, None
@@ -166,7 +237,7 @@ class Tier:
         self.pool = IoPool(aio.intra_op_parallelism, aio.block_size, aio.in_flight, aio.checksum)
         self._numels, self._room = list(numels), room
         self._files: dict[str, SwapFile] = {}
-        self._homes: list[FileHome] = []
+        self._buffers = Buffers()
 
     def home(self, kind: str, record: int, dtype: torch.dtype) -> FileHome:
         """A new home for ``kind`` ("master", "exp_avg") of bucket ``record``.
@@ -179,9 +250,8 @@ class Tier:
             sizes = [numel * dtype.itemsize for numel in self._numels]
             self.folder.require(sum(sizes))
             self._files[name] = SwapFile(self.folder.path / name, sizes, self.pool)
-        home = FileHome(self._numels[record], dtype, self._files[name], record)
-        self._homes.append(home)
-        return home
+        scratch = kind == "grad"
+        return FileHome(self._numels[record], dtype, self._files[name], record, self._buffers, scratch)
 
     def require(self, bytes_per_element: int) -> None:
         """Check that the disk has room for states that are not there yet.
@@ -202,6 +272,10 @@ class Tier:
         Yields:
             The number of the group that is here.
         """
+        with self._buffers.many(16):
+            yield from self._walk(groups, read_ahead, behind)
+
+    def _walk(self, groups: Sequence[Callable[[], list[FileHome]]], read_ahead: bool, behind: bool) -> Iterator[int]:
         leaving: deque[list[FileHome]] = deque()
         for number, group in enumerate(groups):
             for home in group():
@@ -210,7 +284,7 @@ class Tier:
                 for home in groups[number + 1]():
                     home.prefetch()
             for home in group():
-                home.bring()
+                home.bring_for_step()
             yield number
             for home in group():
                 home.put_away()
@@ -224,7 +298,7 @@ class Tier:
         """Remove the files."""
         for file in self._files.values():
             file.close()
-        self._files, self._homes = {}, []
+        self._files = {}
         self.pool.close()
         self.folder.close()
 

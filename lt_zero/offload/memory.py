@@ -3,7 +3,8 @@
 Note [Buffers and fork]
     Direct I/O into private memory while the process forks can end in the wrong copy of a page (open(2)), and a
     ``DataLoader`` forks whenever an epoch begins. Buffers are therefore not inherited (MADV_DONTFORK): the disk and
-    the parent keep the only copy, and a child that touches one is killed by SIGSEGV.
+    the parent keep the only copy, and a child that touches one is killed by SIGSEGV. A child may have put something
+    else at the address when it drops such a buffer, so there a buffer is never unmapped.
 
 Note [Checksums]
     A block's sum is the weighted sum of its pages' sums, over 64-bit words with wrap-around. It runs at the speed of
@@ -19,12 +20,17 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import weakref
 
 import torch
 from torch import Tensor
 
 BLOCK = 4096  # alignment of memory, offsets and sizes
 _WORDS = BLOCK // 8  # int64 words of a page
+_mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_inherited: list[mmap.mmap] = []  # of a forked child
+os.register_at_fork(after_in_child=lambda: _inherited.extend(_mapped))
 _GOLDEN = -7046029254386353131  # 2**64 / golden ratio: its multiples are spread evenly
 
 
@@ -50,6 +56,7 @@ def aligned_buffer(nbytes: int) -> Tensor:
             except OSError:
                 # A kernel without huge pages: slower (the disk gets a list of 4 KiB pages), and as correct.
                 continue
+    _mapped.add(pages)
     return torch.frombuffer(pages, dtype=torch.uint8)  # 1D; its storage keeps the mapping
 
 

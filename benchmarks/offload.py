@@ -1,0 +1,144 @@
+"""A model whose states do not fit: one rank, optimizer and parameters in files. Memory, time and disk speed.
+
+    python benchmarks/offload.py [--depth 31] [--width 1024] [--steps 3] [--path /tmp] [--out results.md]
+
+Each case runs in a process of its own, so that its peak memory is its own. "raw" is what plain reads and writes of the
+same blocks reach in the same process, right before and after; "busy" is the part of the step for which files moved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+CASES = {
+    "in memory": {},
+    "optimizer in files": {"optimizer": True},
+    "optimizer and parameters in files": {"optimizer": True, "params": True},
+    "the same without checksums": {"optimizer": True, "params": True, "checksum": False},
+}
+
+
+def config_of(case: dict[str, Any], path: str) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": 3, "stage3_max_reuse_distance": 0}
+    if case.get("optimizer"):
+        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": path}
+    if case.get("params"):
+        zero["offload_param"] = {"device": "nvme", "nvme_path": path, "max_in_cpu": 0, "buffer_count": 1}
+    return {"zero_optimization": zero, "aio": {"checksum": case.get("checksum", True)}}
+
+
+def resident() -> float:
+    """MB now."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) / 1024
+
+
+def run(name: str, depth: int, width: int, steps: int, path: str) -> dict[str, Any]:
+    import torch
+
+    import lt_zero
+    from benchmarks.peers import GPT, batches
+    from lt_zero.core.norm import clip_grad_norm
+    from lt_zero.offload.probe import probe
+
+    bare = resident()
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+    with torch.device("meta"):
+        model = GPT(depth, width)
+    engine = lt_zero.shard(model, lt_zero.ZeroConfig.of(config_of(CASES[name], path)), torch.device("cpu"))
+    sharded = lt_zero.ShardedOptimizer(engine, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    data, tier = batches(0), engine.shelves.optim
+    raw = [probe(tier.folder, tier.pool, 512 << 20)] if tier is not None else []
+    phases: list[tuple[float, float, float]] = []
+    losses = []
+    for _ in range(steps + 1):  # the first makes the optimizer's states
+        start = time.perf_counter()
+        loss = model(*(part[:1] for part in next(data)))  # one sequence: activations are not what this is about
+        loss.backward()
+        middle = time.perf_counter()
+        clip_grad_norm(sharded, 1.0)
+        clipped = time.perf_counter()
+        sharded.optimizer.step()
+        end = time.perf_counter()
+        sharded.optimizer.zero_grad()
+        losses.append(loss.item())
+        phases.append((middle - start, clipped - middle, end - clipped))
+    raw += [probe(tier.folder, tier.pool, 512 << 20)] if tier is not None else []
+    moved = 12 * sum(b.own[1] - b.own[0] for b in engine.buckets) if tier is not None else 0
+    compute, norm, step = (statistics.median(row[i] for row in phases[1:]) for i in range(3))
+    found = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "bare": bare,
+        "compute": compute,
+        "norm": norm,
+        "step": step,
+        "loss": losses,
+        "GB": moved / 1e9,
+    }
+    if raw:
+        read, write = (statistics.mean(getattr(s, side) for s in raw) for side in ("read", "write"))
+        found |= {"raw_read": read / 1e9, "raw_write": write / 1e9}
+        found["limit"] = moved / read + moved / write  # reads and writes share the path
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--depth", type=int, default=31)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--path", default="/tmp")
+    parser.add_argument("--cases", nargs="+", default=list(CASES))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.run:
+        print("RESULT " + json.dumps(run(args.run, args.depth, args.width, args.steps, args.path)))
+        return
+    rows = []
+    for case in args.cases:
+        command = [sys.executable, __file__, *sys.argv[1:], "--run", case]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        if not lines:
+            raise SystemExit(f"{case} failed:\n{done.stderr[-3000:]}")
+        rows.append((case, json.loads(lines[0].removeprefix("RESULT "))))
+        print(case, rows[-1][1])
+    text = table(rows)
+    print(text)
+    if args.out:
+        args.out.write_text(text)
+
+
+def table(rows: list[tuple[str, dict[str, Any]]]) -> str:
+    numel = rows[0][1]["parameters"]
+    lines = [f"# Offload: {numel / 1e6:.0f}M parameters in fp32, AdamW, clipping, one rank, two threads", ""]
+    lines += [
+        "| | peak RSS MB (bare process) | forward + backward s | norm s | step s | GB in and out | GB/s | raw r / w |"
+    ]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    for case, r in rows:
+        speed, raw = "-", "-"
+        if r["GB"]:
+            speed = f"{2 * r['GB'] / r['step']:.2f} = {r['limit'] / r['step']:.0%} of raw"
+            raw = f"{r['raw_read']:.2f} / {r['raw_write']:.2f}"
+        memory = f"{r['peak']:.0f} ({r['bare']:.0f})"
+        times = f"{r['compute']:.2f} | {r['norm']:.2f} | {r['step']:.2f}"
+        lines.append(f"| {case} | {memory} | {times} | {r['GB']:.1f} + {r['GB']:.1f} | {speed} | {raw} |")
+    same = all(r["loss"] == rows[0][1]["loss"] for _, r in rows)
+    lines += ["", f"Losses of all cases are {'bitwise equal' if same else 'NOT equal'}.", ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
