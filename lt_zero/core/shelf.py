@@ -14,6 +14,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.offload import OffloadOptimizer, OffloadParam
 from lt_zero.core.comm import Comm
 from lt_zero.offload.home import FileHome, Tier
+from lt_zero.offload.memory import return_large_blocks
 from lt_zero.offload.pool import SwapError
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ def open_shelves(buckets: Sequence[Bucket], config: ZeroConfig, device: torch.de
             log.info("zero_optimization.%s.device=cpu: the model is on the CPU, states are there anyway", name)
     if not buckets or "nvme" not in (optim.device, params.device):
         return shelves
+    return_large_blocks()
     numels, rank = [b.own[1] - b.own[0] for b in buckets], buckets[0].comm.rank
     with together(buckets[0].comm, "the folder for states"):
         _open_tiers(shelves, config, numels, rank)

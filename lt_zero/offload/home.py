@@ -132,8 +132,9 @@ class FileHome:
 
         ``kind`` makes something else of the view that has ``data``, such as a ``Parameter``.
         """
-        view = self._part(offset, shape)
+        view = torch.empty(0, dtype=self.dtype, device=_CPU)  # a real view would keep the first buffer alive
         view = kind(view) if kind is not None else view
+        view.data = self._part(offset, shape)
         self._lent = [(ref, lo) for ref, lo in self._lent if ref() is not None]
         self._lent.append((weakref.ref(view), offset))
         return view

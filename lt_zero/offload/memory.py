@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 4096  # alignment of memory, offsets and sizes
+_M_MMAP_THRESHOLD = -3  # malloc.h of glibc
 _WORDS = BLOCK // 8  # int64 words of a page
 _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 _inherited: list[mmap.mmap] = []  # of a forked child
@@ -94,3 +95,19 @@ def checksum(block: Tensor, weights: Tensor) -> int:
     pages = block.view(torch.int64).view(-1, _WORDS).sum(1)  # 1D
     folded = pages ^ ((pages >> 32) & 0xFFFFFFFF)
     return int((folded * weights[: pages.numel()]).sum())
+
+
+def return_large_blocks() -> None:
+    """Have malloc give every block of a megabyte or more back to the system when it is freed. A no-op without glibc.
+
+    By default glibc raises that limit to the largest block that was ever freed, up to 32 MB, and keeps those below in
+    its heap. Gradients and activations then leave holes there that are as large as what offloading saves.
+    ``MALLOC_MMAP_THRESHOLD_`` in the environment has precedence.
+    """
+    if "MALLOC_MMAP_THRESHOLD_" in os.environ:
+        return
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(_M_MMAP_THRESHOLD, 1 << 20)
