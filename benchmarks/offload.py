@@ -73,7 +73,8 @@ def run(name: str, depth: int, width: int, steps: int, path: str) -> dict[str, A
         losses.append(loss.item())
         phases.append((middle - start, clipped - middle, end - clipped))
     raw += [probe(tier.folder, tier.pool, 512 << 20)] if tier is not None else []
-    moved = 12 * sum(b.own[1] - b.own[0] for b in engine.buckets) if tier is not None else 0
+    elements = sum(b.own[1] - b.own[0] for b in engine.buckets) if tier is not None else 0
+    reads, writes = 16 * elements, 12 * elements  # master, two moments; the gradient is read only
     compute, norm, step = (statistics.median(row[i] for row in phases[1:]) for i in range(3))
     found = {
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -83,12 +84,13 @@ def run(name: str, depth: int, width: int, steps: int, path: str) -> dict[str, A
         "norm": norm,
         "step": step,
         "loss": losses,
-        "GB": moved / 1e9,
+        "reads": reads / 1e9,
+        "writes": writes / 1e9,
     }
     if raw:
         read, write = (statistics.mean(getattr(s, side) for s in raw) for side in ("read", "write"))
         found |= {"raw_read": read / 1e9, "raw_write": write / 1e9}
-        found["limit"] = moved / read + moved / write  # reads and writes share the path
+        found["limit"] = reads / read + writes / write  # reads and writes share the path
     return found
 
 
@@ -129,12 +131,12 @@ def table(rows: list[tuple[str, dict[str, Any]]]) -> str:
     lines += ["|---|---|---|---|---|---|---|---|"]
     for case, r in rows:
         speed, raw = "-", "-"
-        if r["GB"]:
-            speed = f"{2 * r['GB'] / r['step']:.2f} = {r['limit'] / r['step']:.0%} of raw"
+        if r["reads"]:
+            speed = f"{(r['reads'] + r['writes']) / r['step']:.2f} = {r['limit'] / r['step']:.0%} of raw"
             raw = f"{r['raw_read']:.2f} / {r['raw_write']:.2f}"
         memory = f"{r['peak']:.0f} ({r['bare']:.0f})"
         times = f"{r['compute']:.2f} | {r['norm']:.2f} | {r['step']:.2f}"
-        lines.append(f"| {case} | {memory} | {times} | {r['GB']:.1f} + {r['GB']:.1f} | {speed} | {raw} |")
+        lines.append(f"| {case} | {memory} | {times} | {r['reads']:.1f} + {r['writes']:.1f} | {speed} | {raw} |")
     same = all(r["loss"] == rows[0][1]["loss"] for _, r in rows)
     lines += ["", f"Losses of all cases are {'bitwise equal' if same else 'NOT equal'}.", ""]
     return "\n".join(lines)

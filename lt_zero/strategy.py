@@ -16,6 +16,7 @@ from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from rich.console import Console
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -34,6 +35,7 @@ from lt_zero.core.optimizer import ShardedOptimizer
 from lt_zero.core.report import dtype_table, memory_report, unit_table
 from lt_zero.core.sequence import debug_enabled
 from lt_zero.core.skips import hold_schedule
+from lt_zero.core.supported import states_per_element
 from lt_zero.core.values import full_state_dict, restore_whole
 from lt_zero.precision import ZeroPrecision, sharded_of
 
@@ -160,8 +162,15 @@ class ZeroStrategy(DDPStrategy):
         plugin.engine, plugin.device_type = self._engine, self.root_device.type
         if fitting:
             self.setup_optimizers(trainer)
+            self._announce_offload()
             plugin.gate.start_watching(self._engine)
         self.setup_precision_plugin()
+
+    def _announce_offload(self) -> None:
+        states = max([states_per_element(o) for o in self.optimizers], default=0)
+        line = self.engine.shelves.announce(self.engine.buckets, states)
+        if line and self.is_global_zero:
+            Console().print(line)
 
     def _find_or_build(self) -> Engine:
         module = self.lightning_module
@@ -285,14 +294,17 @@ class ZeroStrategy(DDPStrategy):
     @override
     def on_validation_end(self) -> None:
         self.engine.release_all()
+        self.engine.shelves.check(self.engine.comm, "weights in files")
 
     @override
     def on_test_end(self) -> None:
         self.engine.release_all()
+        self.engine.shelves.check(self.engine.comm, "weights in files")
 
     @override
     def on_predict_end(self) -> None:
         self.engine.release_all()
+        self.engine.shelves.check(self.engine.comm, "weights in files")
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
                 if keep and index in mine:
                     state.setdefault(numbers[id(mine[index])], {})[key] = value
         bucket.tidy()
+    engine.shelves.check(engine.comm, "optimizer states in files")
     if not keep:
         return {}
     foreign = {numbers[id(p)]: optimizer.state[p] for p in sharded.parameters() if _is_foreign(engine, p, optimizer)}

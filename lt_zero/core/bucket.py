@@ -39,7 +39,7 @@ from lt_zero.core.comm import Comm, Pending
 from lt_zero.core.edits import EditWatch
 from lt_zero.core.guard import Owner, guard, own, sentinel, unguard
 from lt_zero.core.layout import BucketLayout, Piece, plan_bucket
-from lt_zero.core.shelf import Shelf, together
+from lt_zero.core.shelf import Shelf
 from lt_zero.core.storage import FlatStorage, flat_empty
 from lt_zero.offload.home import FileHome, tidy
 
@@ -302,9 +302,8 @@ class Bucket:
         source = self.source
         if self._pending is None:
             assert isinstance(source, FileHome)
-            with together(self.comm, self.name):
-                self.flat[self.own[0] : self.own[1]].copy_(source.bring(write=False))
-                tidy([source])
+            self.flat[self.own[0] : self.own[1]].copy_(source.bring(write=False))
+            tidy([source])
             self._pending = self.comm.all_gather(self.flat, self.name)
         self._pending.wait()
         self._pending = None

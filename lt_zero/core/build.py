@@ -108,7 +108,7 @@ def shard(
         zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size
     )
     engine = Engine(module, units, root, comm, reducer, residency, config, policy)
-    engine.shelves = shelves
+    engine.use_files(shelves)
     engine.kept = find_islands(module, policy.keep_fp32).parameters
     if policy.compute is not None:
         engine.handles += install_islands(islands, policy.compute, device.type, cast_back=not policy.autocast)

@@ -90,7 +90,6 @@ class Engine:
         policy: DtypePolicy,
     ) -> None:
         self.config, self.policy = config, policy
-        self.shelves = Shelves()  # what rests in files
         self.kept: frozenset[Parameter] = frozenset()  # what the user wants in fp32, exports included
         self.root, self.units, self.root_unit = root, units, root_unit
         self.comm, self.reducer, self.residency = comm, reducer, residency
@@ -109,6 +108,7 @@ class Engine:
         self._forward_order: Order[Unit] = Order()
         self._backward_order: Order[Unit] = Order()
         self.ledger = GradLedger(comm, reducer, self.buckets)
+        self.shelves = Shelves()  # what rests in files
         self.handles = [h for u in units for h in install_unit_hooks(self, u)] + install_root_hooks(self)
         self.handles += hook_bare_parameters(root, self.owner, self._arm)
 
@@ -342,6 +342,16 @@ class Engine:
                 refuse_ungathered(unit, self.ledger.late)
 
     # ---- between backward and step -----------------------------------------------------------------------------
+
+    def use_files(self, shelves: Shelves) -> None:
+        """States rest there. Collective.
+
+        Raises:
+            SwapError: a file could not be made or written.
+        """
+        self.shelves = shelves
+        shelves.check(self.comm, "the files of states")
+        self.ledger.problem = shelves.find_problem
 
     @property
     def sharded_optim(self) -> bool:

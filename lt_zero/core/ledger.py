@@ -18,6 +18,7 @@ from lt_zero.core.bucket import Bucket
 from lt_zero.core.comm import Comm, Pending
 from lt_zero.core.grads import Norms, replace_grad, stand_in
 from lt_zero.core.reducer import Reducer
+from lt_zero.offload.pool import SwapError
 
 
 class GradLedger:
@@ -29,6 +30,7 @@ class GradLedger:
         self._flags: tuple[Pending, Tensor] | None = None  # which parameters had a gradient on any rank
         self._hold = False  # user code is looking at p.grad: settle leaves it
         self._shown: dict[tuple[Bucket, int], Tensor] = {}  # what p.grad shows
+        self.problem: Callable[[], SwapError | None] = lambda: None  # of files, on this rank
         self._norms: Norms | None = None  # of what is shown; the stand-ins refer to them weakly
 
     def record(self) -> None:
@@ -52,7 +54,8 @@ class GradLedger:
         used = [i in b.used or p.grad is not None for b in self._buckets for i, p in enumerate(b.params)]
         self.late = {b for b in self._buckets if b.has_grads()}
         lost = any(b.edits.lost for b in self._buckets)
-        flags = torch.tensor([*used, *(b in self.late for b in self._buckets), lost], dtype=torch.uint8)
+        failed = self.problem() is not None
+        flags = torch.tensor([*used, *(b in self.late for b in self._buckets), failed, lost], dtype=torch.uint8)
         self._flags = (self._comm.host_max(flags, "used parameters"), flags)
 
     def settle(self) -> Callable[[Bucket, int], bool]:
@@ -71,10 +74,14 @@ class GradLedger:
         pending, flags = self._flags
         pending.wait()
         row = flags.tolist()
-        count = len(self._buckets) + 1
+        count = len(self._buckets) + 2
+        if row[-2]:
+            self._flags = None
+            problem = self.problem()
+            raise SwapError(" ".join(self._comm.problems(str(problem) if problem else None, "files")))
         if row[-1]:
             self._raise_lost_edits()
-        late = [bucket for bucket, flag in zip(self._buckets, row[-count:-1], strict=True) if flag]
+        late = [bucket for bucket, flag in zip(self._buckets, row[-count:-2], strict=True) if flag]
         if late:
             self._reducer.reduce_again(late)
             flags[-count:] = 0

@@ -18,7 +18,6 @@ Note [Staged buckets]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -31,7 +30,6 @@ from lt_zero.core.engine import Engine
 from lt_zero.core.fused import FusedAdam, Member
 from lt_zero.core.grads import is_view
 from lt_zero.core.layout import ALIGN, Piece
-from lt_zero.core.shelf import together
 from lt_zero.core.supported import check_supported, states_per_element
 
 
@@ -49,7 +47,7 @@ class ShardedOptimizer:
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
         check_supported(optimizer, engine.sharded_optim)
         if engine.shelves.optim is not None:
-            engine.shelves.require(states_per_element(optimizer))
+            engine.shelves.require(engine.comm, states_per_element(optimizer))
         self.engine, self.optimizer = engine, optimizer
         self._fragments: dict[int, list[Parameter]] = {}
         self._wide: list[list[Parameter]] | None = None
@@ -244,9 +242,9 @@ class ShardedOptimizer:
         """Step the buckets whose states rest in files, one by one. See offload/home.py, Note [Walking]."""
         resting = [b for b in members if "master" in b.shelf.homes and any(m.used for m in members[b])]
         idle = [b for b in members if "master" in b.shelf.homes and b not in resting]
-        with together(self.engine.comm, "states in files") if resting else nullcontext():
-            for bucket in self.engine.shelves.walk(resting) if resting else ():
-                self._step_resting_bucket(bucket, members.pop(bucket))
+        for bucket in self.engine.shelves.walk(resting) if resting else ():
+            self._step_resting_bucket(bucket, members.pop(bucket))
+        self.engine.shelves.check(self.engine.comm, "states in files")
         for bucket in idle:
             self._drop({id(member.fragment) for member in members.pop(bucket)})
 

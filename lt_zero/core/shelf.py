@@ -16,11 +16,14 @@ from lt_zero.core.comm import Comm
 from lt_zero.offload.home import FileHome, Tier
 from lt_zero.offload.memory import return_large_blocks
 from lt_zero.offload.pool import SwapError
+from lt_zero.offload.probe import Speed, forecast, probe
 
 if TYPE_CHECKING:
     from lt_zero.core.bucket import Bucket
 
 log = logging.getLogger("lt_zero")
+
+_PROBE = 256 << 20  # bytes that a look at the disk moves at most
 
 
 class Shelf:
@@ -73,20 +76,79 @@ class Shelves:
         for number in self.optim.walk(groups, self.how.pipeline_read, self.how.pipeline_write):
             yield buckets[number]
 
-    def require(self, states: int) -> None:
-        """Check that there is room for that many fp32 states of each element.
+    def find_problem(self) -> SwapError | None:
+        """What went wrong on this rank. See offload/home.py, Note [A failing disk]."""
+        return next((t.problem for t in (self.optim, self.params) if t is not None and t.problem is not None), None)
+
+    def check(self, comm: Comm, name: str) -> None:
+        """Agree whether files are what they should be. Collective, if there are any.
+
+        Raises:
+            SwapError: on all ranks, naming ranks, files and remedies.
+        """
+        if self.optim is not None or self.params is not None:
+            with together(comm, name):
+                if (problem := self.find_problem()) is not None:
+                    raise problem
+
+    def require(self, comm: Comm, states: int) -> None:
+        """Check that there is room for that many fp32 states of each element. Collective, if there are files.
 
         Raises:
             SwapError: there is none.
         """
         if self.optim is not None:
-            self.optim.require(states * 4)
+            with together(comm, "room for optimizer states"):
+                self.optim.require(states * 4)
+
+    def announce(self, buckets: Sequence[Bucket], states: int) -> str:
+        """What the disks can do and how long they are busy in a step, measured now on all ranks at once. Collective.
+
+        Args:
+            buckets: all of the engine.
+            states: element-wise fp32 states of the optimizer.
+
+        Returns:
+            A line for the user; '' if nothing rests in files.
+        """
+        tier = self.optim or self.params
+        if tier is None:
+            return ""
+        comm, read, written = buckets[0].comm, *_traffic(buckets, states)
+        mine = Speed(1.0, 1.0)
+        with together(comm, "the speed of the disk"):
+            mine = probe(tier.folder, tier.pool, min(_PROBE, max(1 << 20, read)))
+        slowest = Speed(
+            *(min(side) for side in zip(*comm.host_gather(tuple(mine), "the speed of the disk"), strict=True))
+        )
+        seconds = forecast(read, written, slowest)
+        return (
+            f"{tier.folder.path.parent}: {slowest.read / 1e9:.2f} GB/s read, {slowest.write / 1e9:.2f} GB/s written by "
+            f"each of {comm.world} rank(s) at once. A step reads {read / 1e9:.2f} GB and writes {written / 1e9:.2f} GB "
+            f"per rank: about {seconds:.1f} s, part of it while others compute."
+        )
 
     def close(self) -> None:
         """Remove the files."""
         for tier in {id(t): t for t in (self.optim, self.params) if t is not None}.values():
             tier.close()
         self.optim = self.params = None
+
+
+def _traffic(buckets: Sequence[Bucket], states: int) -> tuple[int, int]:
+    """Bytes that this rank reads and writes for one optimizer step with one backward, clipping included."""
+    read = written = 0
+    for bucket in buckets:
+        numel = bucket.own[1] - bucket.own[0]
+        kept = numel * (bucket.master_dtype.itemsize + 4 * states)
+        grad = numel * bucket.grad_dtype.itemsize
+        if "master" in bucket.shelf.homes:
+            read, written = read + kept + 2 * grad, written + kept + grad
+        source = bucket.source if bucket.sharding.params else None
+        if isinstance(source, FileHome):
+            read += 2 * numel * source.dtype.itemsize  # in forward and in backward
+            written += numel * bucket.dtype.itemsize if {"weights", "master"} <= set(bucket.shelf.homes) else 0
+    return read, written
 
 
 @contextmanager

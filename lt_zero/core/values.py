@@ -82,6 +82,7 @@ def full_parameters(engine: Engine) -> Iterator[FullParameter]:
         for parameter, span in zip(bucket.params, bucket.layout.spans, strict=True):
             yield FullParameter(span.name, parameter, flat[span.lo : span.hi].view(span.shape))
         bucket.tidy()
+        engine.shelves.check(engine.comm, "weights in files")
 
 
 @torch.no_grad()

@@ -16,6 +16,11 @@ Note [Walking]
 Note [On demand]
     Code that asks for a tensor that is away gets it (``use``); correctness does not depend on plans. Whoever walks over
     many buckets that way calls ``tidy`` after each.
+
+Note [A failing disk]
+    The disk of one rank fails while the others go on to the next collective. So nothing is raised where it happens: the
+    first problem is kept (``Tier.problem``), values that could not be read or kept become NaN, and the ranks agree on
+    raising where they meet anyway: before a step, after it, and before weights leave the engine (Shelves.check).
 """
 
 from __future__ import annotations
@@ -33,8 +38,8 @@ from torch import Tensor
 from lt_zero.config.offload import Aio
 from lt_zero.offload.files import SwapFile
 from lt_zero.offload.folder import SwapFolder
-from lt_zero.offload.memory import aligned_buffer
-from lt_zero.offload.pool import IoPool, Transfer
+from lt_zero.offload.memory import aligned_buffer, rounded
+from lt_zero.offload.pool import IoPool, SwapError, Transfer
 
 _CPU = torch.device("cpu")
 
@@ -89,12 +94,21 @@ class FileHome:
         file: has the record.
         record: number of the record, which has room for the tensor.
         buffers: where memory comes from.
+        report: is told what goes wrong. See Note [A failing disk].
         scratch: what a step does with the values is not kept.
     """
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, file: SwapFile, record: int, buffers: Buffers, scratch: bool = False
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        file: SwapFile | _Nowhere,
+        record: int,
+        buffers: Buffers,
+        report: Callable[[SwapError], None],
+        scratch: bool = False,
     ) -> None:
+        self._report = report
         self.numel, self.dtype, self._scratch = numel, dtype, scratch
         self._file, self._record, self._buffers = file, record, buffers
         self._lent: list[tuple[weakref.ref[Tensor], int]] = []
@@ -155,15 +169,12 @@ class FileHome:
     def prefetch(self) -> None:
         """Start reading, if it is away."""
         if self._at is _At.AWAY:
-            self._transfer = self._file.read(self._record, self._allocate())
+            buffer = self._allocate()
             self._at = _At.COMING
+            self._start(self._file.read, buffer)
 
     def bring(self, write: bool = True) -> Tensor:
-        """The tensor with its values; ``write``: they will be changed.
-
-        Raises:
-            SwapError: a write or read failed.
-        """
+        """The tensor with its values; ``write``: they will be changed."""
         self.prefetch()
         if self._at is not _At.HERE:
             self._wait()
@@ -194,8 +205,8 @@ class FileHome:
         self._at = _At.LEAVING
         if self._dirty:
             assert self._buffer is not None
-            self._transfer = self._file.write(self._record, self._buffer[: self._file.size_of(self._record)])
             self._dirty = False
+            self._start(self._file.write, self._buffer[: self._file.size_of(self._record)])
 
     def settle(self) -> None:
         """Wait until what is leaving has left."""
@@ -216,10 +227,42 @@ class FileHome:
         self._buffer, self._at = None, _At.AWAY
         self._show()
 
+    def _start(self, move: Callable[[int, Tensor], Transfer], buffer: Tensor) -> None:
+        try:
+            self._transfer = move(self._record, buffer)
+        except SwapError as error:
+            self._fail(error)
+
     def _wait(self) -> None:
         transfer, self._transfer = self._transfer, None
-        if transfer is not None:
-            transfer.wait()
+        try:
+            if transfer is not None:
+                transfer.wait()
+        except SwapError as error:
+            self._fail(error)
+
+    def _fail(self, error: SwapError) -> None:
+        self._report(error)
+        if self._buffer is not None and self.dtype.is_floating_point:
+            self.tensor.fill_(torch.nan)
+
+
+class _Nowhere:
+    """Takes the place of a file that could not be made."""
+
+    def __init__(self, sizes: list[int], error: SwapError) -> None:
+        self._sizes, self._error = sizes, error
+
+    def size_of(self, record: int) -> int:
+        return rounded(self._sizes[record])
+
+    def read(self, record: int, target: Tensor) -> Transfer:
+        raise self._error
+
+    write = read
+
+    def close(self) -> None:
+        """Nothing to do."""
 
 
 class Tier:
@@ -237,22 +280,28 @@ class Tier:
         self.folder = SwapFolder(path, rank)
         self.pool = IoPool(aio.intra_op_parallelism, aio.block_size, aio.in_flight, aio.checksum)
         self._numels, self._room = list(numels), room
-        self._files: dict[str, SwapFile] = {}
+        self._files: dict[str, SwapFile | _Nowhere] = {}
+        self.problem: SwapError | None = None  # the first; see Note [A failing disk]
         self._buffers = Buffers()
 
     def home(self, kind: str, record: int, dtype: torch.dtype) -> FileHome:
-        """A new home for ``kind`` ("master", "exp_avg") of bucket ``record``.
-
-        Raises:
-            SwapError: the disk has no room for all buckets' states of this kind.
-        """
+        """A new home for ``kind`` ("master", "exp_avg") of bucket ``record``."""
         name = f"{kind}-{str(dtype).removeprefix('torch.')}"
         if name not in self._files:
-            sizes = [numel * dtype.itemsize for numel in self._numels]
-            self.folder.require(sum(sizes))
-            self._files[name] = SwapFile(self.folder.path / name, sizes, self.pool)
+            self._files[name] = self._make(name, [numel * dtype.itemsize for numel in self._numels])
         scratch = kind == "grad"
-        return FileHome(self._numels[record], dtype, self._files[name], record, self._buffers, scratch)
+        return FileHome(self._numels[record], dtype, self._files[name], record, self._buffers, self._note, scratch)
+
+    def _make(self, name: str, sizes: list[int]) -> SwapFile | _Nowhere:
+        try:
+            self.folder.require(sum(sizes))
+            return SwapFile(self.folder.path / name, sizes, self.pool)
+        except SwapError as error:
+            self._note(error)
+            return _Nowhere(sizes, error)
+
+    def _note(self, error: SwapError) -> None:
+        self.problem = self.problem or error
 
     def require(self, bytes_per_element: int) -> None:
         """Check that the disk has room for states that are not there yet.
