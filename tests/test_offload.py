@@ -44,12 +44,14 @@ def train(
     params: bool = True,
     clip: float | None = 0.5,
     keys: dict[str, Any] | None = None,
+    zero: dict[str, Any] | None = None,
     **more: Any,
 ) -> tuple[dict[str, Tensor], Any, Any]:
     torch.manual_seed(0)
     model = Net()
     engine = lt_zero.shard(
-        model, config_of(stage, zero=blocks(path, params and stage == 3, **more), dtype=dtype, **(keys or {}))
+        model,
+        config_of(stage, zero=zero or blocks(path, params and stage == 3, **more), dtype=dtype, **(keys or {})),
     )
     opt = getattr(torch.optim, optimizer)(model.parameters(), **OPTIMIZERS[optimizer])
     sharded = lt_zero.ShardedOptimizer(engine, opt)
@@ -126,3 +128,44 @@ def _options(path: str) -> None:
 
 def test_options(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _options, str(tmp_path))
+
+
+# ---- host memory ---------------------------------------------------------------------------------------------------
+
+
+def _host(optimizer: str, dtype: torch.dtype | None) -> None:
+    """As with a GPU: host memory apart from the device's, although both are the same here."""
+    import lt_zero.core.shelf as shelf
+
+    for stage in STAGES:
+        want, plain, one = train(stage, None, optimizer, dtype=dtype)
+        for params in ("cpu", "none") if stage == 3 else ("none",):
+            shelf._apart = True
+            try:
+                zero = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": params}}
+                got, engine, sharded = train(stage, None, optimizer, dtype=dtype, zero=zero)
+            finally:
+                shelf._apart = False
+            same(got, want, (stage, params))
+            assert all(b.shelf.host_optim for b in engine.buckets)
+            assert all(b.shelf.host_params == (params == "cpu") for b in engine.buckets if b.sharding.params)
+            for bucket in engine.buckets:
+                assert bucket.master is not None
+                assert bucket.master.untyped_storage().data_ptr() != bucket.flat.untyped_storage().data_ptr()
+            with lt_zero.gathered(engine.root, write=True), torch.no_grad():
+                for p in engine.root.parameters():
+                    p.mul_(0.5)
+            before = full_values(engine)
+            for name, value in full_values(plain).items():
+                assert torch.equal(before[name], (value * 0.5).to(before[name].dtype)) or dtype is not None
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_host_memory_apart_from_the_device(pool: Pool, optimizer: str) -> None:
+    for world in (1, 2, 3):
+        pool.run(world, _host, optimizer, None)
+
+
+def test_host_memory_with_sixteen_bits(pool: Pool) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        pool.run(2, _host, "AdamW", dtype)

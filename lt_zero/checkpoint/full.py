@@ -129,8 +129,10 @@ def load_full_optimizer_state(sharded: ShardedOptimizer, full: Mapping[str, Any]
         for key, value in cut.get(number, {}).items():
             # torch casts state to the parameter's dtype; ours belongs to the master weights.
             loaded = sharded.optimizer.state[parameter]
-            if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
-                loaded[key] = value.to(loaded[key].device, copy=True)
+            place = engine.owner.get(id(parameter))
+            moves = place is not None and place[0].shelf.moves_optim
+            if isinstance(value, Tensor) and (loaded[key].dtype != value.dtype or moves):
+                loaded[key] = value.to("cpu" if moves else loaded[key].device, copy=True)
     sharded.shelve_states()
 
 

@@ -20,6 +20,11 @@ Note [States in files]
     ``master`` gets it read; the optimizer asks for bucket after bucket, so that reading overlaps with stepping. As
     gathers cannot wait for that, sharded parameters have a copy of their own in the compute dtype (``weights``), in
     memory or, if parameters are offloaded, in another file; a master of the same dtype does both.
+
+Note [States in host memory]
+    With a device that has memory of its own, offloaded states live in host memory (ZeRO-Offload, arXiv:2101.06840):
+    gradients are reduced on the device and added there, the CPU kernel steps, the compute copy returns. ``copy_``
+    between the two orders itself with what runs on the device, and the host waits for it.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,7 +41,7 @@ from torch.nn import Parameter
 
 from lt_zero import ops
 from lt_zero.config.precision import DtypePolicy
-from lt_zero.core.comm import Comm, Pending
+from lt_zero.core.comm import After, Comm, Pending
 from lt_zero.core.edits import EditWatch
 from lt_zero.core.guard import Owner, guard, own, sentinel, unguard
 from lt_zero.core.layout import BucketLayout, Piece, plan_bucket
@@ -155,10 +161,15 @@ class Bucket:
         if train and self.shelf.optim:
             self.shelf.home("master", dtype).tensor.copy_(values)
             self._keep_weights(values)
+        elif train and self.shelf.host_optim:
+            self._master = self.shelf.host_empty(values.numel(), dtype).copy_(values)
+            self._keep_weights(values)
         elif train:
             self._master = self._kept(values, dtype)
         elif self.shelf.params and self.sharding.params:
             self.shelf.home("weights", dtype).tensor.copy_(values)
+        elif self.shelf.host_params:
+            self._home = self.shelf.host_empty(values.numel(), dtype).copy_(values)
         else:
             self._home = self._kept(values, dtype)
 
@@ -166,9 +177,11 @@ class Bucket:
         """See Note [States in files]."""
         if not self.sharding.params:
             return
-        if not self.shelf.params:
+        if self.shelf.params is None and self.shelf.host_params:
+            self._weights = self.shelf.host_empty(values.numel(), self.dtype).copy_(values)
+        elif self.shelf.params is None:
             self._weights = self._kept(values, self.dtype)
-        elif self.master_dtype != self.dtype:
+        elif "master" not in self.shelf.homes or self.master_dtype != self.dtype:
             self.shelf.home("weights", self.dtype).tensor.copy_(values)
 
     @torch.no_grad()
@@ -179,7 +192,7 @@ class Bucket:
         lo, hi = self.own
         if self.aliased:
             self._master = self.flat[lo:hi]
-        elif self._home is not None and self._home.dtype == self.master_dtype and not self.shelf.optim:
+        elif self._home is not None and self._home.dtype == self.master_dtype and not self.shelf.moves_optim:
             self._master, self._home = self._home, None
         else:
             self._keep(self.home if self.separate or self.sharding.params else self.flat[lo:hi], train=True)
@@ -197,7 +210,7 @@ class Bucket:
     @property
     def aliased(self) -> bool:
         """Whether the master weights are a slice of the compute copy. See Note [Storages of a bucket]."""
-        return not self.sharding.params and self.master_dtype == self.dtype and not self.shelf.optim
+        return not self.sharding.params and self.master_dtype == self.dtype and not self.shelf.moves_optim
 
     @property
     def trains(self) -> bool:
@@ -252,7 +265,7 @@ class Bucket:
     def refresh(self) -> None:
         """Bring the copy that gathers read up to date with the master weights, which are in memory."""
         target = self.copy_target()
-        if "weights" in self.shelf.homes and self.sharding.params:
+        if "weights" in self.shelf.homes and self.sharding.params and self.trains:
             self.shelf.homes["weights"].hold().copy_(self.master_rows)
         elif target is not None and not self.written:
             target.copy_(self.master_rows)
@@ -406,8 +419,11 @@ class Bucket:
 
     def launch_reduce(self, send: Tensor, scratch: Tensor) -> Pending:
         """Start averaging ``send`` (1D, all elements) over the ranks into the accumulator."""
+        numel = self.own[1] - self.own[0]
         if not self.accumulated and self.shelf.optim is None:
-            self.grad = flat_empty(self.own[1] - self.own[0], self.grad_dtype, send.device)
+            host = self.shelf.host_optim
+            make = self.shelf.host_empty if host else partial(flat_empty, device=send.device)
+            self.grad = make(numel, self.grad_dtype)
         elif not self.accumulated:
             self.shelf.home("grad", self.grad_dtype).hold()
             self.accumulated = True
@@ -416,7 +432,11 @@ class Bucket:
         assert out is not None
         self.valid.update(i for i, p in enumerate(self.params) if p.requires_grad)
         collective = self.comm.all_reduce if self.own == (0, self.layout.numel) else self.comm.reduce_scatter
-        return collective(out, send, scratch, add, self.name)
+        if not self.shelf.host_optim:
+            return collective(out, send, scratch, add, self.name)
+        landing = flat_empty(numel, out.dtype, send.device)
+        pending = collective(landing, send, scratch, False, self.name)
+        return After(pending, lambda: out.add_(landing.to(out.device)) if add else out.copy_(landing))
 
     @property
     def grad(self) -> Tensor | None:
@@ -504,7 +524,7 @@ class Bucket:
             self.widen_fp16()
             grad = self.grad
             assert grad is not None
-            grad.mul_(factor)
+            grad.mul_(factor.to(grad.device))
 
     def widen_fp16(self) -> None:
         """Before unscaling: an fp16 accumulator goes on in fp32, as without the scale small gradients would vanish."""
@@ -521,12 +541,14 @@ class Bucket:
     @torch.no_grad()
     def write_back(self) -> None:
         """Put the updated master weights into the compute copy; a gathered copy of sharded parameters is dropped."""
-        written, self.written = self.written, False
         if self.sharding.params:
             self.release()
-        elif self.trains and not self.aliased and not written:
+        copied = self.shelf.host_optim or not self.sharding.params
+        # What rests in files was refreshed bucket by bucket.
+        if self.trains and not self.aliased and copied and self.shelf.optim is None:
             self.refresh()
-            self.written = False
+            self.tidy()
+        self.written = False
 
     @torch.no_grad()
     def launch_publish(self) -> Pending | None:
@@ -545,13 +567,13 @@ class Bucket:
         for piece in self.pieces():
             if piece.index == index:
                 self.home_or_flat()[piece.offset : piece.offset + piece.numel].copy_(row[piece.lo : piece.hi])
-        if self.shelf.homes:
+        if self.shelf.homes or self.shelf.host_optim:
             self._refresh_all()
         self.comm.after_write()
 
     def _refresh_all(self) -> None:
         """The home was changed by hand."""
-        if "master" in self.shelf.homes and self.sharding.params:
+        if self.trains and self.shelf.moves_optim and self.sharding.params:
             self.written = False
             self.refresh()
             self.written = False
@@ -580,10 +602,11 @@ class Bucket:
     def keep_edits(self) -> None:
         """Take over what was changed in this rank's part of the (resident) compute copy."""
         if self.separate:
-            mine = self.flat[self.own[0] : self.own[1]].to(self.home.dtype)
+            home = self.home
+            shown = self.flat[self.own[0] : self.own[1]].to(home.device)
             # Only what was edited: the master is more precise than the copy that was shown.
-            edited = self.home.to(self.dtype) != self.flat[self.own[0] : self.own[1]]
-            self.home[edited] = mine[edited]
+            edited = home.to(self.dtype) != shown
+            home[edited] = shown[edited].to(home.dtype)
             if self.shelf.homes:
                 self._refresh_all()
 

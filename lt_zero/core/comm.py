@@ -41,6 +41,17 @@ class _Done:
         return None
 
 
+class After:
+    """A launched work, and what is done with its result when it is waited for."""
+
+    def __init__(self, pending: Pending, finish: Callable[[], object]) -> None:
+        self._pending, self._finish = pending, finish
+
+    def wait(self) -> None:
+        self._pending.wait()
+        self._finish()
+
+
 class _All:
     """Several launched works that are waited for together, and what is computed from them afterwards."""
 

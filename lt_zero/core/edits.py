@@ -51,4 +51,4 @@ class EditWatch:
     def _equal(self, piece: Piece) -> bool:
         bucket, part = self._bucket, slice(piece.offset, piece.offset + piece.numel)
         own = bucket.flat[bucket.own[0] : bucket.own[1]]
-        return torch.equal(own[part], bucket.home[part].to(bucket.dtype))
+        return torch.equal(own[part], bucket.home[part].to(own.device, bucket.dtype))

@@ -147,7 +147,7 @@ class FusedAdam:
             bucket.step_dtype == bucket.master_dtype == torch.float32
             and all(map(_is_plain, self._optimizer.param_groups))
             and not self._is_watched()
-            and ops.available(bucket.flat.device)
+            and ops.available(torch.device("cpu") if bucket.shelf.moves_optim else bucket.flat.device)
         )
 
     def _is_watched(self) -> bool:
@@ -175,10 +175,10 @@ class FusedAdam:
                 self._last.append(run)
                 for count, lo, hi in run.segments(part):
                     grad = bucket.read_grad()
-                    out_dtype = bucket.dtype if bucket.copy_target() is not None else None
+                    out_dtype = bucket.dtype if _kernel_target(bucket) is not None else None
                     key = (number, count, grad.dtype, out_dtype, id(bucket.factor))
                     calls.setdefault(key, _Call(bucket.factor)).add(run, lo, hi)
-            bucket.written = True
+            bucket.written = _kernel_target(bucket) is not None
         for (number, count, *_), call in calls.items():
             self._launch(groups[number], count, call, found_inf)
         if not self._told:
@@ -223,7 +223,7 @@ class FusedAdam:
             step=count,
             decoupled=group.get("decoupled_weight_decay", isinstance(self._optimizer, AdamW)),
             maximize=group["maximize"],
-            scale=call.factor,
+            scale=call.factor.to(call.params[0].device) if call.factor is not None else None,
             found_inf=found_inf,
         )
 
@@ -246,9 +246,15 @@ class _Call:
         self.grads.append(grad[first:last])
         for rows, moment in zip(self.moments, run.moments, strict=True):
             rows.append(moment[lo:hi])
-        copy = bucket.copy_target()
+        copy = _kernel_target(bucket)
         if copy is not None:
             self.outs.append(copy[first:last])
+
+
+def _kernel_target(bucket: Bucket) -> Tensor | None:
+    """Where the kernel can write the compute copy: not into another device's memory."""
+    target = bucket.copy_target()
+    return target if target is not None and target.device == bucket.master_rows.device else None
 
 
 def _neighbours(members: list[Member], numbers: list[int]) -> list[tuple[int, list[Member]]]:

@@ -87,8 +87,8 @@ def _local(bucket: Bucket, index: int) -> list[Tensor]:
 
 def is_view(bucket: Bucket) -> bool:
     """Whether ``p.grad`` shows the accumulators themselves. See Note [Stand-ins]."""
-    if bucket.shelf.optim is not None:
-        return False  # the accumulators rest in files
+    if bucket.shelf.moves_optim:
+        return False  # the accumulators are in files, or in host memory
     dtype = bucket.grad.dtype if bucket.grad is not None else bucket.grad_dtype
     return bucket.own == (0, bucket.layout.numel) and dtype == bucket.dtype
 

@@ -82,12 +82,14 @@ def total_norm(engine: Engine, grads: Iterable[list[Tensor]], norm_type: float) 
 
 def _squares(grads: list[Tensor], device: torch.device) -> Tensor:
     """The sum of squares (0D fp64)."""
-    simple: list[Tensor] = []
+    simple: dict[torch.device, list[Tensor]] = {}
     others: list[Tensor] = []
     for grad in grads:
-        fits = grad.dtype in ops.DTYPES and grad.is_contiguous() and grad.device == device
-        (simple if fits else others).append(grad)
-    total = ops.norm_squared(simple) if simple else torch.zeros((), dtype=torch.float64, device=device)
+        fits = grad.dtype in ops.DTYPES and grad.is_contiguous()
+        (simple.setdefault(grad.device, []) if fits else others).append(grad)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for rows in simple.values():
+        total = total + ops.norm_squared(rows).to(device)
     for grad in others:  # of parameters that the engine does not own
         dense = grad.to_dense() if grad.layout is not torch.strided else grad
         dense = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense

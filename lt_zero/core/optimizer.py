@@ -134,7 +134,7 @@ class ShardedOptimizer:
                 continue
             bucket.widen_fp16()
             for row in _rows(bucket, indices):
-                row.mul_(factor)
+                row.mul_(factor.to(row.device))
             bucket.stow_grad()
         for grad in self._foreign_grads():
             grad.mul_(factor)
@@ -151,8 +151,8 @@ class ShardedOptimizer:
         """Whether all of a step goes through kernels that take ``found_inf``."""
         places = self._places()
         buckets = {bucket for bucket, _, _ in places}
-        if any(bucket.shelf.homes for bucket in buckets):
-            return False  # what is not written by the kernel would be written to the files
+        if any(bucket.shelf.moves_optim for bucket in buckets):
+            return False  # what the kernel does not write would be copied or written all the same
         return len(places) == len(self.parameters()) and all(map(self._takes, buckets))
 
     def uncount_step(self) -> None:

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from lt_zero.config import ZeroConfig
 from lt_zero.config.offload import OffloadOptimizer, OffloadParam
 from lt_zero.core.comm import Comm
+from lt_zero.core.storage import flat_empty
 from lt_zero.offload.home import FileHome, Tier
 from lt_zero.offload.memory import return_large_blocks
 from lt_zero.offload.pool import SwapError
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lt_zero")
 
+_pin_failed: list[bool] = []  # that was told once
+_apart = False  # tests: host memory counts as apart from the CPU's own
 _PROBE = 256 << 20  # bytes that a look at the disk moves at most
 
 
@@ -33,11 +37,40 @@ class Shelf:
         optim: keeps master weights and the optimizer's states; None: they stay in memory.
         params: keeps the weights that gathers read; None: they stay in memory.
         record: the bucket's number in the files.
+        host_optim: master weights, the optimizer's states and gradients live in host memory, apart from the device.
+        host_params: so do the weights that gathers read.
+        pin: use page-locked host memory if the device is a GPU.
     """
 
-    def __init__(self, optim: Tier | None = None, params: Tier | None = None, record: int = 0) -> None:
+    def __init__(
+        self,
+        optim: Tier | None = None,
+        params: Tier | None = None,
+        record: int = 0,
+        *,
+        host_optim: bool = False,
+        host_params: bool = False,
+        pin: bool = False,
+    ) -> None:
         self.optim, self.params, self._record = optim, params, record
+        self.host_optim, self.host_params, self._pin = host_optim, host_params, pin
         self.homes: dict[str, FileHome] = {}
+
+    @property
+    def moves_optim(self) -> bool:
+        """Whether what the optimizer works on is not where the bucket is: in host memory, or in files."""
+        return self.host_optim or self.optim is not None
+
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1D tensor in host memory for the life of a run."""
+        if self._pin and not _pin_failed:
+            try:
+                return torch.empty(numel, dtype=dtype, pin_memory=True)
+            except RuntimeError as error:  # too much locked memory; torch reports it as a CUDA error
+                _pin_failed.append(True)
+                text = "Page-locked memory is not to be had (%s); pageable memory is used, and copies take longer."
+                log.warning(text, str(error).splitlines()[0])
+        return flat_empty(numel, dtype, torch.device("cpu"))
 
     def home(self, kind: str, dtype: torch.dtype) -> FileHome:
         """The home of a kind of state, which is made if there is none: here, and zero."""
@@ -183,31 +216,34 @@ def open_shelves(buckets: Sequence[Bucket], config: ZeroConfig, device: torch.de
 
     Raises:
         SwapError: a path cannot be used.
-        ValueError: the device is one from which nothing can be offloaded.
     """
     zero, shelves = config.zero_optimization, Shelves()
     optim, params = zero.offload_optimizer, zero.offload_param
+    apart = device.type != "cpu" or _apart
     for name, block in (("offload_optimizer", optim), ("offload_param", params)):
-        if block.device != "none" and device.type != "cpu":
-            raise ValueError(
-                f"zero_optimization.{name}.device={block.device!r} works with accelerator='cpu' only: states of a "
-                f"{device.type} device cannot be offloaded in this version. Remove {name}."
-            )
-        if block.device == "cpu":
+        if block.device == "cpu" and not apart:
             log.info("zero_optimization.%s.device=cpu: the model is on the CPU, states are there anyway", name)
-    if not buckets or "nvme" not in (optim.device, params.device):
+    if not buckets or (optim.device, params.device) == ("none", "none"):
         return shelves
-    return_large_blocks()
-    numels, rank = [b.own[1] - b.own[0] for b in buckets], buckets[0].comm.rank
-    with together(buckets[0].comm, "the folder for states"):
-        _open_tiers(shelves, config, numels, rank)
+    if "nvme" in (optim.device, params.device):
+        return_large_blocks()
+        numels, rank = [b.own[1] - b.own[0] for b in buckets], buckets[0].comm.rank
+        with together(buckets[0].comm, "the folder for states"):
+            _open_tiers(shelves, config, numels, rank)
     whole, moved, kept = sum(b.layout.numel for b in buckets), 0, 0
     for record, bucket in enumerate(buckets):
-        moves = shelves.optim is not None and moved + bucket.layout.numel <= optim.ratio * whole
+        moves = optim.device != "none" and moved + bucket.layout.numel <= optim.ratio * whole
         moved += bucket.layout.numel if moves else 0
         kept += bucket.layout.numel
-        away = bucket.sharding.params and kept > params.max_in_cpu
-        bucket.shelf = Shelf(shelves.optim if moves else None, shelves.params if away else None, record)
+        files = shelves.params if bucket.sharding.params and kept > params.max_in_cpu else None
+        bucket.shelf = Shelf(
+            shelves.optim if moves else None,
+            files,
+            record,
+            host_optim=apart and moves,
+            host_params=apart and bucket.sharding.params and params.device != "none",
+            pin=device.type == "cuda" and optim.pin_memory and params.pin_memory,
+        )
     return shelves
 
 

@@ -99,7 +99,7 @@ def gather_own(bucket: Bucket, own: Tensor) -> Tensor:
     """All ranks' parts of something that lies like the master weights (a moment, the accumulator), 1D. Collective."""
     if bucket.own == (0, bucket.layout.numel):
         return own
-    flat = torch.empty(bucket.layout.numel, dtype=own.dtype, device=own.device)
+    flat = torch.empty(bucket.layout.numel, dtype=own.dtype, device=bucket.comm.device)
     flat[bucket.own[0] : bucket.own[1]] = own
     bucket.comm.all_gather(flat, bucket.name).wait()
     return flat
