@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench bench-ops gpu clean
+.PHONY: help demo test test-slow lint bench bench-ops bench-offload gpu clean
 
 help: ## Show the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 
 demo: $(STAMP) ## Train a small GPT with ZeRO stage 3 on two processes (about 3 minutes)
 	$(BIN)/python examples/train_gpt.py
@@ -29,6 +29,9 @@ bench: $(STAMP) ## Measure step time and memory against DDP, FSDP2 and DeepSpeed
 
 bench-ops: $(STAMP) ## Measure the kernels against torch's and DeepSpeed's
 	$(BIN)/python benchmarks/ops.py
+
+bench-offload: $(STAMP) ## Measure a model of 400M parameters whose states rest in files (5 minutes, 10 GB of disk)
+	$(BIN)/python benchmarks/offload.py
 
 gpu: $(STAMP) ## On a machine with a GPU: build the CUDA kernels, test them against the CPU, measure them
 	$(BIN)/lt-zero ops build --cuda

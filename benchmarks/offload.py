@@ -43,9 +43,9 @@ def resident() -> float:
 
 def run(name: str, depth: int, width: int, steps: int, path: str) -> dict[str, Any]:
     import torch
+    from peers import GPT, batches
 
     import lt_zero
-    from benchmarks.peers import GPT, batches
     from lt_zero.core.norm import clip_grad_norm
     from lt_zero.offload.probe import probe
 
