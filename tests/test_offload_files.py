@@ -7,6 +7,8 @@ import mmap
 import os
 import random
 import resource
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -574,3 +576,15 @@ def test_closing_at_exit_gives_up_what_waits(tmp_path: Path, monkeypatch: pytest
             transfer.wait()
     assert not file.path.exists()
     pool.close()
+
+
+def test_a_process_that_set_its_threads_first_keeps_them(tmp_path: Path) -> None:
+    """In a process of its own: torch takes a number of threads over when it is first used."""
+    script = (
+        "import torch; torch.set_num_threads(3)\n"
+        "from lt_zero.offload.pool import IoPool\n"
+        "pool = IoPool(2)\n"
+        "print(torch.get_num_threads())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "3"

@@ -228,6 +228,7 @@ class IoPool:
 
 
 def _start(line: Queue, count: int) -> list[threading.Thread]:
+    before = torch.get_num_threads()  # asked for now: a thread's first use takes over what ours are about to set
     ready = threading.Barrier(count + 1)
     workers = []
     for index in range(count):
@@ -236,7 +237,7 @@ def _start(line: Queue, count: int) -> list[threading.Thread]:
         worker.start()
         workers.append(worker)
     ready.wait()
-    torch.set_num_threads(torch.get_num_threads())  # see Note [Threads and torch]
+    torch.set_num_threads(before)  # see Note [Threads and torch]
     return workers
 
 
