@@ -53,6 +53,12 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [hook for table in (*everywhere, *own) for hook in table.values()]
 
 
+def bare_step(optimizer: torch.optim.Optimizer) -> Any:
+    """``step`` of the optimizer's class without the hooks around it. Checked on torch 2.10 to 2.13."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
 def in_running_backward() -> bool:
     """Whether the calling thread is executing a backward. Checked on torch 2.10 to 2.13."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -82,7 +82,7 @@ def _equal(path: str, optimizer: str, dtype: torch.dtype | None) -> None:
             kinds = {kind for b in engine.buckets for kind in b.shelf.homes}
             assert kinds >= {"master"}
             if optimizer == "AdamW":
-                assert kinds >= {"exp_avg", "exp_avg_sq"}
+                assert kinds >= {"state exp_avg", "state exp_avg_sq"}
             engine.shelves.close()
     dist.barrier()
     assert not list(Path(path).glob("lt_zero-*")), "files go with the run"

@@ -25,12 +25,14 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lt_zero.compat import bare_step
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.engine import Engine
 from lt_zero.core.fused import FusedAdam, Member
 from lt_zero.core.grads import is_view
 from lt_zero.core.layout import ALIGN, Piece
 from lt_zero.core.supported import check_supported, states_per_element
+from lt_zero.offload.pool import SwapError
 
 
 class ShardedOptimizer:
@@ -45,7 +47,7 @@ class ShardedOptimizer:
     """
 
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
-        check_supported(optimizer, engine.sharded_optim)
+        check_supported(optimizer, engine.sharded_optim or engine.shelves.optim is not None)
         if engine.shelves.optim is not None:
             engine.shelves.require(engine.comm, states_per_element(optimizer))
         self.engine, self.optimizer = engine, optimizer
@@ -193,7 +195,7 @@ class ShardedOptimizer:
         if not self.by_bucket:
             for bucket in {bucket for bucket, _, _ in self._places()}:
                 for home in bucket.shelf.step_homes():
-                    home.bring(write=False)
+                    home.bring()  # whoever has it may edit it
 
     # ---- step --------------------------------------------------------------------------------------------------
 
@@ -219,7 +221,11 @@ class ShardedOptimizer:
         self.engine.comm.before_write()
         if self.fused is not None:
             self.fused.begin()
-        self._step_resting(members)
+        try:
+            self._step_resting(members)
+        except SwapError:
+            self.widen()
+            raise
         fused = {bucket: members.pop(bucket) for bucket in list(members) if self._takes(bucket)}
         if self.fused is not None and fused:
             self.fused.step(fused, self.found_inf)
@@ -255,6 +261,8 @@ class ShardedOptimizer:
             self.fused.step({bucket: members}, self.found_inf)
             self._drop({id(fragment) for fragment, _ in holders})
         else:
+            if bucket.rests_grad:
+                bucket.shelf.homes["grad"].bring()  # torch's step may change gradients in place
             self._step_staged(bucket, members)
         self._shelve_state(bucket, holders)
         bucket.refresh()
@@ -300,7 +308,7 @@ class ShardedOptimizer:
             group["params"] = [p for p in group["params"] if id(p) in mine]
         self._staging = True
         try:
-            type(self.optimizer).step(self.optimizer)
+            bare_step(self.optimizer)(self.optimizer)  # hooks run once, around the whole step
             for member, row in zip(members, rows, strict=True):
                 row.copy_(member.fragment) if bucket.staged else None
         finally:

@@ -99,7 +99,7 @@ def memory_report(engine: Engine, optimizers: list[ShardedOptimizer]) -> dict[st
             place = engine.owner.get(id(parameter))
             for value in sharded.optimizer.state.get(parameter, {}).values():
                 if isinstance(value, Tensor) and value.dim() > 0:
-                    states += value.nbytes
+                    states += min(value.nbytes, value.untyped_storage().nbytes())  # NaN while it is in a file
             if place is not None:
                 whole_states += _replicated_state(sharded, place[0]) * parameter.numel()
     return {

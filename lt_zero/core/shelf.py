@@ -88,9 +88,10 @@ class Shelf:
         """Where an optimizer's element-wise states of the bucket rest, if they rest in files."""
         if self.optim is None:
             return None
-        if key in self.homes and self.homes[key].dtype != dtype:  # loaded from a run with other dtypes
-            del self.homes[key]
-        return self.home(key, dtype)
+        kind = f"state {key}"  # an optimizer may call a state "master"
+        if kind in self.homes and self.homes[kind].dtype != dtype:  # loaded from a run with other dtypes
+            del self.homes[kind]
+        return self.home(kind, dtype)
 
 
 @dataclass

@@ -79,7 +79,7 @@ def states_per_element(optimizer: Optimizer) -> int:
     parameter.grad = torch.ones_like(parameter)
     group = {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "initial_lr")}
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             trial: Any = cls([{**group, "params": [parameter]}])
             trial.step()
     except Exception:  # a class of the user's own that wants something else

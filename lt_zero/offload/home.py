@@ -25,6 +25,7 @@ Note [A failing disk]
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -234,12 +235,12 @@ class FileHome:
             self._fail(error)
 
     def _wait(self) -> None:
-        transfer, self._transfer = self._transfer, None
         try:
-            if transfer is not None:
-                transfer.wait()
+            if self._transfer is not None:
+                self._transfer.wait()
         except SwapError as error:
             self._fail(error)
+        self._transfer = None  # not before: an interrupt may come while it moves
 
     def _fail(self, error: SwapError) -> None:
         self._report(error)
@@ -288,7 +289,10 @@ class Tier:
         """A new home for ``kind`` ("master", "exp_avg") of bucket ``record``."""
         name = f"{kind}-{str(dtype).removeprefix('torch.')}"
         if name not in self._files:
-            self._files[name] = self._make(name, [numel * dtype.itemsize for numel in self._numels])
+            plain = re.sub(r"[^\w.-]", "_", name)  # users' optimizers name states as they like
+            self._files[name] = self._make(
+                f"{len(self._files)}-{plain}"[:100], [numel * dtype.itemsize for numel in self._numels]
+            )
         scratch = kind == "grad"
         return FileHome(self._numels[record], dtype, self._files[name], record, self._buffers, self._note, scratch)
 
