@@ -6,10 +6,21 @@ from lt_zero.config import ZeroConfig
 from lt_zero.core.build import shard
 from lt_zero.core.optimizer import ShardedOptimizer
 from lt_zero.core.values import gathered
+from lt_zero.planning import NotEnoughMemory, Sizes, estimate
 from lt_zero.precision import ZeroPrecision
 from lt_zero.strategy import ZeroStrategy
 
-__all__ = ["ShardedOptimizer", "ZeroConfig", "ZeroPrecision", "ZeroStrategy", "gathered", "shard"]
+__all__ = [
+    "NotEnoughMemory",
+    "ShardedOptimizer",
+    "Sizes",
+    "ZeroConfig",
+    "ZeroPrecision",
+    "ZeroStrategy",
+    "estimate",
+    "gathered",
+    "shard",
+]
 __version__ = "0.1.0"
 
 ZeroStrategy.register_strategies(StrategyRegistry)

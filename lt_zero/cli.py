@@ -9,9 +9,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from lt_zero.planning.command import estimate_command
+
 app = typer.Typer(help="ZeRO for PyTorch Lightning.", no_args_is_help=True, add_completion=False)
 ops = typer.Typer(help="The native kernels.", no_args_is_help=True)
 app.add_typer(ops, name="ops")
+app.command("estimate")(estimate_command)
 
 
 @app.callback()

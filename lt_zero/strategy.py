@@ -37,6 +37,7 @@ from lt_zero.core.sequence import debug_enabled
 from lt_zero.core.skips import hold_schedule
 from lt_zero.core.supported import states_per_element
 from lt_zero.core.values import full_state_dict, restore_whole
+from lt_zero.planning.check import check_optimizers
 from lt_zero.precision import ZeroPrecision, sharded_of
 
 _FULL_COPY_CALLBACKS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
@@ -157,7 +158,7 @@ class ZeroStrategy(DDPStrategy):
             self.model = self._layer_sync.apply(self.lightning_module)
         self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
-        self._engine = self._find_or_build()
+        self._engine = self._find_or_build(fitting)
         plugin = self.precision_plugin
         plugin.engine, plugin.device_type = self._engine, self.root_device.type
         if fitting:
@@ -172,7 +173,7 @@ class ZeroStrategy(DDPStrategy):
         if line and self.is_global_zero:
             Console().print(line)
 
-    def _find_or_build(self) -> Engine:
+    def _find_or_build(self, fitting: bool) -> Engine:
         module = self.lightning_module
         assert module is not None
         owners = {id(e): e for e in map(owner_of, module.parameters()) if isinstance(e, Engine) and e.attached}
@@ -183,7 +184,7 @@ class ZeroStrategy(DDPStrategy):
                 check_identity(engine)
                 return engine
             restore_whole(engine)  # another module's, another configuration's, or layers have changed since
-        engine = shard(module, self.config, self.root_device, self.precision_plugin.policy, self._comm)
+        engine = shard(module, self.config, self.root_device, self.precision_plugin.policy, self._comm, fitting)
         if self._late_state is not None:
             state, strict = self._late_state
             self._late_state = None
@@ -211,6 +212,8 @@ class ZeroStrategy(DDPStrategy):
             owned = any(id(p) in self.engine.owner for group in optimizer.param_groups for p in group["params"])
             if (owned or self.precision_plugin.gate.checks) and (known is None or known.engine is not self.engine):
                 ShardedOptimizer(self.engine, optimizer)
+        accumulates, saves = trainer.accumulate_grad_batches > 1, bool(trainer.checkpoint_callbacks)
+        check_optimizers(self.engine, self.optimizers, accumulates, saves)
         self._hold_schedules()
 
     def _hold_schedules(self) -> None:

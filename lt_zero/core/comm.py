@@ -99,7 +99,8 @@ class Comm:
         self._gloo = group is not None and dist.get_backend(group) == "gloo"
         # Decisions of the host (which parameters were used, in which order) must not make the GPU wait.
         self._host = group
-        if group is not None and not self._gloo:
+        # A simulated group (torch's "fake" backend) has no other processes; it answers for them with this one's values.
+        if group is not None and dist.get_backend(group) not in ("gloo", "fake"):
             self._host = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
         self._check = check
         self._arena: SharedArena | None = None

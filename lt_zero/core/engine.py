@@ -217,8 +217,9 @@ class Engine:
     def _prefetch(self, order: Order[Unit]) -> None:
         if not self.comm.gathers_in_background and self.shelves.params is None:
             return
-        flying, live = 0, sum(u.numel for u in self.units if u.resident)
-        limit, count = self.residency.prefetch, 0
+        ahead = [u for u in self.units if any(b.state is State.GATHERING for b in u.sharded)]
+        flying, live = sum(u.numel for u in ahead), sum(u.numel for u in self.units if u.resident)
+        limit, count = self.residency.prefetch, sum(len(u.sharded) for u in ahead)
         if self.shelves.params is not None:
             limit = min(limit, self.shelves.param_blocks.buffer_size)
         for unit in order.upcoming():

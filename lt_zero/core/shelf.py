@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lt_zero.config import ZeroConfig
 from lt_zero.config.offload import OffloadOptimizer, OffloadParam
+from lt_zero.config.schema import ZeroOptimization
 from lt_zero.core.comm import Comm
 from lt_zero.core.storage import flat_empty
 from lt_zero.offload.home import FileHome, Tier
@@ -231,15 +232,11 @@ def open_shelves(buckets: Sequence[Bucket], config: ZeroConfig, device: torch.de
         numels, rank = [b.own[1] - b.own[0] for b in buckets], buckets[0].comm.rank
         with together(buckets[0].comm, "the folder for states"):
             _open_tiers(shelves, config, numels, rank)
-    whole, moved, kept = sum(b.layout.numel for b in buckets), 0, 0
-    for record, bucket in enumerate(buckets):
-        moves = optim.device != "none" and moved + bucket.layout.numel <= optim.ratio * whole
-        moved += bucket.layout.numel if moves else 0
-        kept += bucket.layout.numel
-        files = shelves.params if bucket.sharding.params and kept > params.max_in_cpu else None
+    places = resting([b.layout.numel for b in buckets], [b.sharding.params for b in buckets], zero)
+    for record, (bucket, (moves, away)) in enumerate(zip(buckets, places, strict=True)):
         bucket.shelf = Shelf(
             shelves.optim if moves else None,
-            files,
+            shelves.params if away else None,
             record,
             host_optim=apart and moves,
             host_params=apart and bucket.sharding.params and params.device != "none",
@@ -260,3 +257,23 @@ def _open_tiers(shelves: Shelves, config: ZeroConfig, numels: list[int], rank: i
         same = shelves.optim is not None and optim.nvme_path == params.nvme_path
         shelves.params = shelves.optim if same else Tier(params.nvme_path, rank, config.aio, numels)
         shelves.param_blocks = params
+
+
+def resting(numels: Sequence[int], sharded: Sequence[bool], zero: ZeroOptimization) -> list[tuple[bool, bool]]:
+    """Which buckets are offloaded: (master weights and states, the weights that gathers read) of each.
+
+    Args:
+        numels: elements of the buckets, in order.
+        sharded: whether their parameters are.
+        zero: ``offload_optimizer.ratio`` and ``offload_param.max_in_cpu`` (which nvme only has) are limits.
+    """
+    optim, params = zero.offload_optimizer, zero.offload_param
+    room = optim.ratio * sum(numels) if optim.device != "none" else -1.0
+    stays = params.max_in_cpu if params.device == "nvme" else 0
+    found, moved, kept = [], 0, 0
+    for numel, shards in zip(numels, sharded, strict=True):
+        moves = moved + numel <= room
+        moved += numel if moves else 0
+        kept += numel
+        found.append((moves, params.device != "none" and shards and kept > stays))
+    return found

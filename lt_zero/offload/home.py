@@ -75,6 +75,11 @@ class Buffers:
         """Take a buffer back; nobody may use it any more."""
         self._free = [*self._free, buffer][-self._spare :]
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the spare ones."""
+        return sum(buffer.numel() for buffer in self._free)
+
     @contextmanager
     def many(self, count: int) -> Iterator[None]:
         """Keep more spare buffers while something walks over all homes."""
@@ -340,9 +345,9 @@ class Tier:
             for home in group():
                 home.bring_for_step()
             yield number
-            for home in group():
+            leaving.append(group())  # asked once: who leaves is not "here" any more, and has to be settled
+            for home in leaving[-1]:
                 home.put_away()
-            leaving.append(group())
             while len(leaving) > (max(0, min(1, self._room - 2)) if behind else 0):
                 _settle(leaving.popleft())
         for rest in leaving:
@@ -355,6 +360,11 @@ class Tier:
         self._files = {}
         self.pool.close()
         self.folder.close()
+
+    @property
+    def spare_nbytes(self) -> int:
+        """Memory that is kept for the next home."""
+        return self._buffers.nbytes
 
     @property
     def bytes_on_disk(self) -> int:

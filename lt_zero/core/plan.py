@@ -1,0 +1,147 @@
+"""What an engine is made of, before anything is allocated: units, and the buckets that each is cut into.
+
+``build.py`` makes buckets of it, memory planning adds up their bytes, so a forecast cannot differ from the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+from torch.nn.utils.parametrize import ParametrizationList
+
+from lt_zero.config import ZeroConfig
+from lt_zero.config.precision import DtypePolicy
+from lt_zero.core.bucket import Sharding
+from lt_zero.core.islands import BATCH_NORMS, DEFAULT_ISLANDS_MIXED, Islands, find_islands
+from lt_zero.core.layout import BucketLayout, plan_bucket, split_by_size
+from lt_zero.core.units import UnitPlan, UnitRules, find_units
+
+_WEIGHTLESS_BACKWARD = (nn.Embedding, nn.EmbeddingBag)  # their backward needs indices only
+
+Named = tuple[str, Parameter]
+
+
+@dataclass(frozen=True, eq=False)
+class BucketPlan:
+    """Parameters of one dtype and one kind (trainable or frozen) that are gathered and reduced together.
+
+    Attributes:
+        name: of the unit, for messages.
+        parameters: with their names; they may be on the meta device.
+        dtype: of the gathered weights.
+        sharding: what a rank holds only a shard of.
+    """
+
+    name: str
+    parameters: tuple[Named, ...]
+    dtype: torch.dtype
+    sharding: Sharding
+
+    @property
+    def trains(self) -> bool:
+        return any(p.requires_grad for _, p in self.parameters)
+
+    def layout(self, world: int) -> BucketLayout:
+        return plan_bucket([(n, p.shape) for n, p in self.parameters], world)
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """A unit of the model and its buckets; the root's has the name ''."""
+
+    plan: UnitPlan
+    buckets: tuple[BucketPlan, ...]
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether its backward reads the weights."""
+        return not self.plan.name or not isinstance(self.plan.module, _WEIGHTLESS_BACKWARD)
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """All buckets of a model, in the order in which they are made: those of ``units``, then ``rest``.
+
+    Attributes:
+        root: the model.
+        units: in registration order, the root last.
+        rest: small parameters of all units, which stay whole; they belong to the root.
+        islands: what stays in fp32.
+    """
+
+    root: nn.Module
+    units: tuple[PlannedUnit, ...]
+    rest: tuple[BucketPlan, ...]
+    islands: Islands
+
+    @property
+    def buckets(self) -> list[BucketPlan]:
+        return [*(bucket for unit in self.units for bucket in unit.buckets), *self.rest]
+
+
+def plan_engine(root: nn.Module, config: ZeroConfig, policy: DtypePolicy) -> EnginePlan:
+    """Find the units of ``root`` and cut their parameters into buckets. Nothing is allocated or changed.
+
+    Raises:
+        ValueError: a pattern of ``fp16_override_modules`` matches nothing.
+        TypeError: a lazy parameter has no shape yet.
+    """
+    zero = config.zero_optimization
+    islands = _islands(root, policy)
+    rules = UnitRules(zero.stage3_param_persistence_threshold, zero.reduce_bucket_size, zero.leaf_module.classes)
+    cutter = _Cutter(config, policy, islands.parameters)
+    small: list[Named] = []
+    units = []
+    for plan in find_units(root, rules):
+        tiny, large = cutter.divide(plan)
+        small += tiny
+        units.append(PlannedUnit(plan, cutter.buckets(plan.name or "the root module", large, cutter.sharding)))
+    whole = Sharding(cutter.sharding.optim, cutter.sharding.grads, params=False)
+    return EnginePlan(root, tuple(units), cutter.buckets("small parameters", small, whole), islands)
+
+
+def _islands(root: nn.Module, policy: DtypePolicy) -> Islands:
+    """What the user wants in fp32, and what cannot run with 16-bit weights."""
+    if policy.compute is None:
+        return Islands((), frozenset())
+    if policy.autocast:
+        found = find_islands(root, policy.keep_fp32, keep=DEFAULT_ISLANDS_MIXED)
+        # Norms that users write: their functions take fp32 activations with fp32 weights only.
+        own = [m for m in root.modules() if not type(m).__module__.startswith("torch.nn.")]
+        vectors = {p for m in own for p in m.parameters(recurse=False) if p.dim() <= 1}
+        return Islands(found.modules, found.parameters | vectors)
+    return find_islands(root, policy.keep_fp32, classes=(ParametrizationList,), keep=BATCH_NORMS)
+
+
+class _Cutter:
+    """Cuts the parameters of a unit into buckets of one dtype and one kind (trainable or frozen) each."""
+
+    def __init__(self, config: ZeroConfig, policy: DtypePolicy, kept: frozenset[Parameter]) -> None:
+        zero = config.zero_optimization
+        self.sharding = Sharding.of_stage(zero.stage)
+        # A bucket is reduced as one, and below stage 3 gathered as one after the step.
+        whole_after_step = self.sharding.optim and not self.sharding.params
+        gather_limit = zero.allgather_bucket_size if whole_after_step else zero.reduce_bucket_size
+        step_limit = zero.sub_group_size if zero.offload_optimizer.device != "none" else gather_limit
+        self._limit = max(1, min(zero.reduce_bucket_size, gather_limit, step_limit))
+        self._threshold = zero.stage3_param_persistence_threshold
+        self._policy, self._kept = policy, kept
+
+    def divide(self, plan: UnitPlan) -> tuple[list[Named], list[Named]]:
+        """Small parameters, which stay whole, and the others."""
+        small = [(n, p) for n, p in plan.parameters if p.numel() < self._threshold]
+        return small, [(n, p) for n, p in plan.parameters if p.numel() >= self._threshold]
+
+    def buckets(self, name: str, parameters: Iterable[Named], sharding: Sharding) -> tuple[BucketPlan, ...]:
+        kinds: dict[tuple[torch.dtype, bool], list[Named]] = {}
+        for n, p in parameters:
+            kinds.setdefault((self._policy.dtype_of(p, p in self._kept), p.requires_grad), []).append((n, p))
+        found = []
+        for (dtype, _), members in kinds.items():
+            for group in split_by_size([p.numel() for _, p in members], self._limit):
+                found.append(BucketPlan(name, tuple(members[i] for i in group), dtype, sharding))
+        return tuple(found)

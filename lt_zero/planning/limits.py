@@ -1,0 +1,179 @@
+"""How much memory is there, and the error if it is not enough.
+
+Note [What counts as free]
+    The kernel's estimate ``MemAvailable``, unless a control group of this process, or one around it, allows less: a
+    container or a batch job is killed at its own limit (exit code -9), whatever the machine has. What a group uses is
+    counted without file pages that the kernel would drop. ``max_cpu_gb`` only ever lowers the result.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+import psutil
+import torch
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+GB = 10**9  # bytes
+_NO_LIMIT = 1 << 62  # version 1 writes a number of this order for "none"
+
+
+class NotEnoughMemory(MemoryError):
+    """A machine has less memory than the run needs; raised before anything is allocated.
+
+    Attributes:
+        need: bytes by kind.
+        have: bytes.
+    """
+
+    def __init__(self, message: str, need: Mapping[str, int], have: int) -> None:
+        super().__init__(message)
+        self.need, self.have = dict(need), have
+
+    def __reduce__(self) -> tuple[type[NotEnoughMemory], tuple[str, dict[str, int], int]]:
+        return type(self), (str(self), self.need, self.have)  # errors of workers are sent to the launcher
+
+
+@dataclass(frozen=True)
+class Available:
+    """Bytes that may still be taken, and what sets the limit."""
+
+    nbytes: int
+    source: str
+
+
+def host_memory(max_cpu_gb: float | None = None, root: Path = Path("/")) -> Available:
+    """What this process may still allocate on the host. See Note [What counts as free].
+
+    Args:
+        max_cpu_gb: the configuration's limit for a node, in GB (1e9 bytes).
+        root: where ``proc`` lies; tests have another one.
+    """
+    limits = [Available(int(psutil.virtual_memory().available), "MemAvailable of this machine"), *cgroup_limits(root)]
+    if max_cpu_gb is not None:
+        limits.append(Available(int(max_cpu_gb * GB), f"max_cpu_gb={max_cpu_gb:g}"))
+    return min(limits, key=lambda limit: limit.nbytes)
+
+
+def cgroup_limits(root: Path = Path("/")) -> list[Available]:
+    """What each control group (version 1 or 2) that holds this process leaves free; [] where none has a limit."""
+    found = []
+    for mount, folder, version in _memory_groups(root):
+        names = ("memory.max", "memory.current", "inactive_file")
+        if version == 1:
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        while True:
+            limit, used = _number(folder / names[0]), _number(folder / names[1])
+            if limit is not None and used is not None and limit < _NO_LIMIT:
+                reclaimable = _stat(folder / "memory.stat", names[2])
+                free = max(0, limit - max(0, used - reclaimable))
+                where = f"/{folder.relative_to(mount)}" if folder != mount else "/"
+                found.append(Available(free, f"the limit {decimal(limit)} of control group {where}"))
+            if folder == mount:
+                break
+            folder = folder.parent
+    return found
+
+
+def _memory_groups(root: Path) -> Iterator[tuple[Path, Path, int]]:
+    """(mount point, this process's own group below it, version) of the hierarchies that count memory."""
+    own: dict[int, str] = {}
+    for line in _lines(root / "proc/self/cgroup"):
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if "memory" in controllers.split(","):
+            own[1] = path
+        elif number == "0" and not controllers:
+            own[2] = path
+    for line in _lines(root / "proc/self/mountinfo"):
+        left, _, right = line.partition(" - ")
+        fields, kind = left.split(), right.split()
+        if len(fields) < 5 or len(kind) < 3:
+            continue
+        version = {"cgroup": 1, "cgroup2": 2}.get(kind[0], 0)
+        if version not in own or (version == 1 and "memory" not in kind[2].split(",")):
+            continue
+        mount = root / fields[4].lstrip("/")
+        # The mount shows the hierarchy from the group fields[3] on, which is "/" unless a container has a part of it.
+        inside = own[version].removeprefix(fields[3]) if fields[3] != "/" else own[version]
+        folder = mount / inside.lstrip("/")
+        yield mount, folder if ".." not in folder.parts and folder.is_dir() else mount, version
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int | None:
+    words = " ".join(_lines(path)).split()
+    return int(words[0]) if len(words) == 1 and words[0].isdigit() else None  # "max": no limit
+
+
+def _stat(path: Path, key: str) -> int:
+    values = dict(line.split(maxsplit=1) for line in _lines(path) if " " in line)
+    return int(values.get(key, "0"))
+
+
+def device_memory(device: torch.device) -> Available | None:
+    """What may still be allocated on a GPU; None for a CPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return Available(free + unused, f"free memory of {torch.cuda.get_device_name(device)}")
+
+
+def check_host_memory(
+    need: Mapping[str, int], have: Available | None = None, *, ranks: int = 1, remedy: str = ""
+) -> None:
+    """Compare what the ranks of a node need with what the node has.
+
+    Args:
+        need: bytes by kind, of all ``ranks`` together.
+        have: what there is; default: what ``host_memory`` finds.
+        ranks: of this node, for the message.
+        remedy: what to do instead; a sentence.
+
+    Raises:
+        NotEnoughMemory: with a table of the kinds.
+    """
+    have = have or host_memory()
+    if sum(need.values()) > have.nbytes:
+        raise NotEnoughMemory(
+            shortage(need, have, f"The host memory of a node with {ranks} rank(s)", remedy), need, have.nbytes
+        )
+
+
+def shortage(need: Mapping[str, int], have: Available, what: str, remedy: str) -> str:
+    """The message: what is short, a table of needs, what there is, what to do."""
+    total = sum(need.values())
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right")
+    for kind, nbytes in need.items():
+        table.add_row(kind, amount(nbytes))
+    table.add_row("together", amount(total))
+    table.add_row(f"available ({have.source})", amount(have.nbytes))
+    table.add_row("missing", amount(total - have.nbytes))
+    text = StringIO()
+    Console(file=text, width=110, color_system=None).print(table)
+    return f"{what} does not suffice; nothing was allocated yet.\n{text.getvalue()}{remedy}".rstrip()
+
+
+def amount(nbytes: int, digits: int = 2) -> str:
+    """Bytes for people, in units of 1000."""
+    return decimal(nbytes, precision=digits) if nbytes else "-"
+
+
+def checks_wanted() -> bool:
+    """Whether memory is checked before it is taken; ``LT_ZERO_MEMORY_CHECK=0`` turns it off."""
+    return os.environ.get("LT_ZERO_MEMORY_CHECK", "1").lower() not in ("0", "false", "no", "off")
