@@ -9,17 +9,28 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lt_zero.planning.command import estimate_command
-
 app = typer.Typer(help="ZeRO for PyTorch Lightning.", no_args_is_help=True, add_completion=False)
 ops = typer.Typer(help="The native kernels.", no_args_is_help=True)
 app.add_typer(ops, name="ops")
-app.command("estimate")(estimate_command)
 
 
 @app.callback()
 def _root() -> None:
     """ZeRO for PyTorch Lightning."""
+
+
+@app.command(
+    "estimate",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def estimate_command(context: typer.Context) -> None:
+    """How much memory a run needs, by stage and offload, on each rank and node."""
+    from lt_zero.planning.command import estimate_command as command  # here: it imports torch
+
+    inner = typer.Typer(add_completion=False)
+    inner.command()(command)
+    inner(context.args, prog_name="lt-zero estimate")
 
 
 @ops.command("build")

@@ -424,7 +424,7 @@ def test_failed_reads_tell_and_can_be_repeated(file: SwapFile, monkeypatch: pyte
     source = write(file, 0)
     with monkeypatch.context() as fails:
         fails.setattr(blocks, "read_some", fail_with(errno.EIO))
-        with pytest.raises(SwapError, match=f"Cannot read {STEP} bytes at offset 0 .*EIO"):
+        with pytest.raises(SwapError, match=rf"Cannot read {STEP} bytes at offset [0-9]+ .*EIO"):
             read(file, 0)
     assert torch.equal(read(file, 0), source)
 
