@@ -77,6 +77,12 @@ def test_contradictions_and_what_is_not_supported() -> None:
         pytest.warns(UserWarning, match="cpu_offload is read as"),
     ):
         of({"cpu_offload": True, "offload_optimizer": {"device": "none"}})
+    with pytest.raises(ValueError, match=r"(?s)block_size.*multiple of 4096"):
+        of({}, aio={"block_size": 5000})
+    with pytest.raises(ValueError, match=r"(?s)nvme_path.*empty"):
+        of({"offload_optimizer": {"device": "nvme", "nvme_path": " "}})
+    home = of({"offload_optimizer": {"device": "nvme", "nvme_path": "~/x"}}).offload_optimizer.nvme_path
+    assert home == Path.home() / "x"
     with pytest.raises(ValueError, match="GPUDirect"):
         of({}, aio={"use_gds": True})
     assert ZeroConfig.of({"aio": {"thread_count": 2}}).aio.intra_op_parallelism == 2

@@ -25,6 +25,13 @@ class _Offload(Block):
     nvme_path: Path | None = Field(None, description="folder for the files, on a fast local disk")
     pin_memory: bool = Field(True, description="page-locked host memory, if there is a GPU")
 
+    @field_validator("nvme_path", mode="before")
+    @classmethod
+    def _folder(cls, value: Any) -> Any:
+        if isinstance(value, (str, Path)) and not str(value).strip():
+            raise ValueError("it is empty; name a folder on a local NVMe disk, or leave it out")
+        return Path(value).expanduser() if isinstance(value, (str, Path)) else value
+
     @field_validator("device", mode="before")
     @classmethod
     def _no_device(cls, value: Any) -> Any:
@@ -63,6 +70,13 @@ class Aio(Block):
     overlap_events: bool = Field(True, description="false: one request in flight")
     use_gds: bool = Field(False, description="not supported: see the error")
     checksum: bool = Field(True, description="what is read is compared with what was written")
+
+    @field_validator("block_size")
+    @classmethod
+    def _whole_blocks(cls, value: int) -> int:
+        if value % 4096:
+            raise ValueError(f"{value} is not a multiple of 4096, which direct reads and writes need")
+        return value
 
     @field_validator("use_gds")
     @classmethod

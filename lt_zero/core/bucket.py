@@ -197,6 +197,7 @@ class Bucket:
         else:
             self._keep(self.home if self.separate or self.sharding.params else self.flat[lo:hi], train=True)
             self._home = None
+            self.tidy()  # a frozen one may never be stepped
 
     def _kept(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """A copy that stays; what gathers read lies where all ranks of the host can read it."""

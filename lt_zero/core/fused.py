@@ -23,7 +23,7 @@ Note [Who steps]
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -141,14 +141,16 @@ class FusedAdam:
         cls = next(c for c in type(optimizer).__mro__ if "_lt_zero_made" not in vars(c))
         return cls in (Adam, AdamW)
 
-    def takes(self, bucket: Bucket) -> bool:
-        """Whether a step of ``bucket`` goes through the kernel."""
-        return (
-            bucket.step_dtype == bucket.master_dtype == torch.float32
-            and all(map(_is_plain, self._optimizer.param_groups))
-            and not self._is_watched()
+    def takes(self, buckets: Iterable[Bucket]) -> set[Bucket]:
+        """Those of ``buckets`` whose step goes through the kernel."""
+        if self._is_watched() or not all(map(_is_plain, self._optimizer.param_groups)):
+            return set()
+        return {
+            bucket
+            for bucket in buckets
+            if bucket.step_dtype == bucket.master_dtype == torch.float32
             and ops.available(torch.device("cpu") if bucket.shelf.moves_optim else bucket.flat.device)
-        )
+        }
 
     def _is_watched(self) -> bool:
         """See Note [Who steps]."""

@@ -17,7 +17,7 @@ Note [Staged buckets]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -128,10 +128,11 @@ class ShardedOptimizer:
     @torch.no_grad()
     def multiply_grads(self, factor: Tensor) -> None:
         """Multiply the reduced gradients by one fp32 number (0D), now or in the kernel that steps them. Collective."""
-        used = self._used()
-        self.engine.ledger.scaled(self._places(), factor)
+        used, places = self._used(), self._places()
+        self.engine.ledger.scaled(places, factor)
+        deferring = self._deferring(used, places)
         for bucket, indices in used.items():
-            if self._defers(bucket):
+            if bucket in deferring:
                 bucket.defer(factor)
                 continue
             bucket.widen_fp16()
@@ -141,13 +142,15 @@ class ShardedOptimizer:
         for grad in self._foreign_grads():
             grad.mul_(factor)
 
-    def _defers(self, bucket: Bucket) -> bool:
+    def _deferring(self, used: Iterable[Bucket], places: list[tuple[Bucket, int, Parameter]]) -> set[Bucket]:
         """See fused.py, Note [Deferred factor]. A view in ``p.grad`` can be read without anybody noticing."""
-        mine = {index for other, index, _ in self._places() if other is bucket}
-        return self._takes(bucket) and bucket.valid <= mine and not is_view(bucket)
+        mine: dict[Bucket, set[int]] = {}
+        for bucket, index, _ in places:
+            mine.setdefault(bucket, set()).add(index)
+        return {b for b in self._taken(used) if b.valid <= mine[b] and not is_view(b)}
 
-    def _takes(self, bucket: Bucket) -> bool:
-        return self.fused is not None and self.fused.takes(bucket)
+    def _taken(self, buckets: Iterable[Bucket]) -> set[Bucket]:
+        return self.fused.takes(buckets) if self.fused is not None else set()
 
     def skips_on_device(self) -> bool:
         """Whether all of a step goes through kernels that take ``found_inf``."""
@@ -155,7 +158,7 @@ class ShardedOptimizer:
         buckets = {bucket for bucket, _, _ in places}
         if any(bucket.shelf.moves_optim for bucket in buckets):
             return False  # what the kernel does not write would be copied or written all the same
-        return len(places) == len(self.parameters()) and all(map(self._takes, buckets))
+        return len(places) == len(self.parameters()) and self._taken(buckets) == buckets
 
     def uncount_step(self) -> None:
         """The last step was skipped on the device: its number is that of the next one."""
@@ -226,7 +229,8 @@ class ShardedOptimizer:
         except SwapError:
             self.widen()
             raise
-        fused = {bucket: members.pop(bucket) for bucket in list(members) if self._takes(bucket)}
+        taken = self._taken(members)
+        fused = {bucket: members.pop(bucket) for bucket in list(members) if bucket in taken}
         if self.fused is not None and fused:
             self.fused.step(fused, self.found_inf)
             self._drop({id(member.fragment) for bucket in fused.values() for member in bucket})
@@ -248,16 +252,17 @@ class ShardedOptimizer:
         """Step the buckets whose states rest in files, one by one. See offload/home.py, Note [Walking]."""
         resting = [b for b in members if "master" in b.shelf.homes and any(m.used for m in members[b])]
         idle = [b for b in members if "master" in b.shelf.homes and b not in resting]
+        taken = self._taken(resting)
         for bucket in self.engine.shelves.walk(resting) if resting else ():
-            self._step_resting_bucket(bucket, members.pop(bucket))
+            self._step_resting_bucket(bucket, members.pop(bucket), bucket in taken)
         self.engine.shelves.check(self.engine.comm, "states in files")
         for bucket in idle:
             self._drop({id(member.fragment) for member in members.pop(bucket)})
 
-    def _step_resting_bucket(self, bucket: Bucket, members: list[Member]) -> None:
+    def _step_resting_bucket(self, bucket: Bucket, members: list[Member], taken: bool) -> None:
         holders = [(member.fragment, member.piece) for member in members]
         self._shelve_state(bucket, holders)
-        if self.fused is not None and self._takes(bucket):
+        if self.fused is not None and taken:
             self.fused.step({bucket: members}, self.found_inf)
             self._drop({id(fragment) for fragment, _ in holders})
         else:

@@ -17,6 +17,7 @@ Note [Leftovers]
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -241,9 +242,8 @@ def _release(path: Path, lock: list[int], pid: int) -> None:
     if os.getpid() != pid:  # the parent's folder stays; see Note [Fork and exit] in pool.py
         return
     try:
-        _clear(path)
-    except FileNotFoundError:
-        pass
+        with contextlib.suppress(FileNotFoundError):  # somebody removed it before
+            _clear(path)
     except OSError as error:
         log.warning("%s cannot be removed: %s. Remove it by hand.", path, error)
     for fd in lock:

@@ -228,7 +228,7 @@ class IoPool:
 
 
 def _start(line: Queue, count: int) -> list[threading.Thread]:
-    before = torch.get_num_threads()  # asked for now: a thread's first use takes over what ours are about to set
+    before = torch.get_num_threads()  # here, not below: a thread's first use takes over what ours are about to set
     ready = threading.Barrier(count + 1)
     workers = []
     for index in range(count):
