@@ -74,11 +74,11 @@ def full_grads(engine: Engine) -> dict[str, Tensor]:
     engine.settle_grads()
     grads: dict[str, Tensor] = {}
     for bucket in engine.buckets:
-        if bucket.grad is None:
+        if bucket.grads.grad is None:
             continue
-        flat = gather_own(bucket, bucket.grad)
+        flat = gather_own(bucket, bucket.grads.grad)
         for index, span in enumerate(bucket.layout.spans):
-            if index in bucket.valid:
+            if index in bucket.grads.valid:
                 grads[span.name] = flat[span.lo : span.hi].view(span.shape).clone()
     return grads
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lt_zero
+from lt_zero.core.accumulator import Accumulator
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.reducer import Reducer
 from lt_zero.core.shared import SharedArena
@@ -48,7 +49,7 @@ def _run(stage: int, dtype: torch.dtype | None, zero: dict[str, Any], slow: bool
 _DELAYED = [
     (Bucket, "write_back"),
     (Bucket, "launch_publish"),
-    (Bucket, "take_grads"),
+    (Accumulator, "take"),
     (Reducer, "_land"),
     (SharedArena, "gather"),
 ]

@@ -78,7 +78,7 @@ def _calls(stage: int, dtype: Any) -> None:
     next_token_loss(model, 0, 0, dist.get_rank()).backward()
     raw = grad_norm(sharded)
     clip_grad_norm(sharded, 0.1)
-    assert any(bucket.factor is not None for bucket in engine.buckets)
+    assert any(bucket.grads.factor is not None for bucket in engine.buckets)
     calls, original = [], ops.adam_step
 
     def counted(params: list[Tensor], *args: Any, **kwargs: Any) -> None:
@@ -90,13 +90,13 @@ def _calls(stage: int, dtype: Any) -> None:
         opt.step()
     finally:
         ops.adam_step = original  # type: ignore[assignment]
-    dtypes = {(bucket.dtype, bucket.grad_dtype) for bucket in engine.buckets}
+    dtypes = {(bucket.dtype, bucket.grads.dtype) for bucket in engine.buckets}
     assert len(calls) <= len(dtypes)
     assert sum(calls) >= sum(piece.numel for bucket in engine.buckets for piece in bucket.pieces())
     # Somebody who reads the gradients afterwards finds them clipped.
     assert raw > 0.2
     torch.testing.assert_close(grad_norm(sharded), torch.tensor(0.1), rtol=1e-3, atol=0)
-    assert all(bucket.factor is None for bucket in engine.buckets)
+    assert all(bucket.grads.factor is None for bucket in engine.buckets)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)

@@ -150,8 +150,8 @@ def _host(optimizer: str, dtype: torch.dtype | None) -> None:
             assert all(b.shelf.host_optim for b in engine.buckets)
             assert all(b.shelf.host_params == (params == "cpu") for b in engine.buckets if b.sharding.params)
             for bucket in engine.buckets:
-                assert bucket.master is not None
-                assert bucket.master.untyped_storage().data_ptr() != bucket.flat.untyped_storage().data_ptr()
+                assert bucket.weights.master is not None
+                assert bucket.weights.master.untyped_storage().data_ptr() != bucket.flat.untyped_storage().data_ptr()
             with lt_zero.gathered(engine.root, write=True), torch.no_grad():
                 for p in engine.root.parameters():
                     p.mul_(0.5)

@@ -357,21 +357,23 @@ def _nonfinite(stage: int) -> None:
     x.sum().backward()
     engine.settle_grads()
     assert nonfinite_parameters(engine) == []
-    held = [(b, p, b.layout.spans[p.index].name) for b in engine.buckets for p in b.pieces() if p.index in b.valid]
-    assert all(b.grad is not None for b, _, _ in held)
+    held = [
+        (b, p, b.layout.spans[p.index].name) for b in engine.buckets for p in b.pieces() if p.index in b.grads.valid
+    ]
+    assert all(b.grads.grad is not None for b, _, _ in held)
     for turn in range(world):
         mine = held if turn == rank else []
         _check_elements([(b, p) for b, p, n in mine if n == "rest.1.norm.bias"], engine)
         for bucket, piece, _ in mine:
-            bucket.grad[piece.offset + piece.numel - 1] = INF
+            bucket.grads.grad[piece.offset + piece.numel - 1] = INF
         names = {name for some in engine.comm.host_gather([n for _, _, n in mine], "test") for name in some}
         assert nonfinite_parameters(engine) == [name for name in registered if name in names]
         for bucket, _, _ in mine:
-            bucket.valid.clear()
+            bucket.grads.valid.clear()
         assert nonfinite_parameters(engine) == []  # what was forgotten is not looked at
         for bucket, piece, _ in mine:
-            bucket.grad.zero_()
-            bucket.valid.add(piece.index)
+            bucket.grads.grad.zero_()
+            bucket.grads.valid.add(piece.index)
     assert nonfinite_parameters(engine) == []
 
 
@@ -380,10 +382,10 @@ def _check_elements(pieces: list[tuple[Bucket, Piece]], engine: Engine) -> None:
     places = [(b, p.offset + k) for b, p in pieces for k in range(p.numel)]
     for number in range(max(engine.comm.host_gather(len(places), "test"))):
         for bucket, place in places[number : number + 1]:
-            bucket.grad[place] = (INF, -INF, NAN)[number % 3]
+            bucket.grads.grad[place] = (INF, -INF, NAN)[number % 3]
         assert nonfinite_parameters(engine) == ["rest.1.norm.bias"]
         for bucket, place in places[number : number + 1]:
-            bucket.grad[place] = 0.0
+            bucket.grads.grad[place] = 0.0
 
 
 @pytest.mark.parametrize("world", [2, 3])

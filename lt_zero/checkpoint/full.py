@@ -42,7 +42,7 @@ def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
             for index, value in _collect(bucket, local, key, dtype).items():
                 if keep and index in mine:
                     state.setdefault(numbers[id(mine[index])], {})[key] = value
-        bucket.tidy()
+        bucket.shelf.tidy()
     engine.shelves.check(engine.comm, "optimizer states in files")
     if not keep:
         return {}

@@ -28,13 +28,13 @@ class EditWatch:
 
     def note(self) -> None:
         """What the parameters hold now is right."""
-        if not self._bucket.aliased:
+        if not self._bucket.weights.aliased:
             self._versions = [version_of(p) for p in self._bucket.params]
 
     def check(self) -> None:
         """Remember the parameters that were edited since ``note``."""
         bucket = self._bucket
-        if not bucket.separate or not bucket.resident:
+        if not bucket.weights.separate or not bucket.resident:
             return
         pairs = zip(bucket.params, self._versions, bucket.layout.spans, strict=True)
         edited = [span.name for p, version, span in pairs if version_of(p) != version]
@@ -49,6 +49,5 @@ class EditWatch:
             self.note()
 
     def _equal(self, piece: Piece) -> bool:
-        bucket, part = self._bucket, slice(piece.offset, piece.offset + piece.numel)
-        own = bucket.flat[bucket.own[0] : bucket.own[1]]
-        return torch.equal(own[part], bucket.home[part].to(own.device, bucket.dtype))
+        bucket, place = self._bucket, slice(piece.offset, piece.offset + piece.numel)
+        return torch.equal(bucket.part[place], bucket.weights.home[place].to(bucket.part.device, bucket.dtype))

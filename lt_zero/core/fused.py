@@ -12,8 +12,8 @@ Note [Runs]
 
 Note [Deferred factor]
     Unscaling and clipping multiply all gradients by one number. Where the kernel takes all gradients of a bucket,
-    the number is only noted (``Bucket.defer``) and multiplied in by the kernel. Whoever else reads the gradients has
-    it multiplied first.
+    the number is only noted (``Accumulator.defer``) and multiplied in by the kernel. Whoever else reads the gradients
+    has it multiplied first.
 
 Note [Who steps]
     The kernel runs where torch's step would begin. So hooks that somebody put around ``step`` would come too late or
@@ -37,6 +37,7 @@ from lt_zero import ops
 from lt_zero.compat import step_hooks
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.layout import ALIGN, Piece
+from lt_zero.core.weights import Weights
 
 log = logging.getLogger("lt_zero")
 
@@ -148,7 +149,7 @@ class FusedAdam:
         return {
             bucket
             for bucket in buckets
-            if bucket.step_dtype == bucket.master_dtype == torch.float32
+            if bucket.step_dtype == bucket.weights.master_dtype == torch.float32
             and ops.available(torch.device("cpu") if bucket.shelf.moves_optim else bucket.flat.device)
         }
 
@@ -170,17 +171,18 @@ class FusedAdam:
         number_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
         calls: dict[tuple[Any, ...], _Call] = {}
         for bucket, everyone in bucket_members.items():
+            weights, grads = bucket.weights, bucket.grads
             members = [m for m in everyone if m.used or m.fragment in self._optimizer.state]
             numbers = [number_of[id(member.fragment)] for member in members]
             for number, run, part in self._runs_of(bucket, members, numbers):
                 run.adopt(part, self._optimizer.state)
                 self._last.append(run)
                 for count, lo, hi in run.segments(part):
-                    grad = bucket.read_grad()
-                    out_dtype = bucket.dtype if _kernel_target(bucket) is not None else None
-                    key = (number, count, grad.dtype, out_dtype, id(bucket.factor))
-                    calls.setdefault(key, _Call(bucket.factor)).add(run, lo, hi)
-            bucket.written = _kernel_target(bucket) is not None
+                    grad = grads.read()
+                    out_dtype = bucket.dtype if _kernel_target(weights) is not None else None
+                    key = (number, count, grad.dtype, out_dtype, id(grads.factor))
+                    calls.setdefault(key, _Call(grads.factor)).add(run, lo, hi)
+            weights.written = _kernel_target(weights) is not None
         for (number, count, *_), call in calls.items():
             self._launch(groups[number], count, call, found_inf)
         if not self._told:
@@ -242,21 +244,21 @@ class _Call:
 
     def add(self, run: Run, lo: int, hi: int) -> None:
         """Elements [lo, hi) of ``run``."""
-        bucket, first, last = run.bucket, run.lo + lo, run.lo + hi
-        grad = bucket.read_grad()
-        self.params.append(bucket.master_rows[first:last])
+        weights, first, last = run.bucket.weights, run.lo + lo, run.lo + hi
+        grad = run.bucket.grads.read()
+        self.params.append(weights.master_rows[first:last])
         self.grads.append(grad[first:last])
         for rows, moment in zip(self.moments, run.moments, strict=True):
             rows.append(moment[lo:hi])
-        copy = _kernel_target(bucket)
+        copy = _kernel_target(weights)
         if copy is not None:
             self.outs.append(copy[first:last])
 
 
-def _kernel_target(bucket: Bucket) -> Tensor | None:
+def _kernel_target(weights: Weights) -> Tensor | None:
     """Where the kernel can write the compute copy: not into another device's memory."""
-    target = bucket.copy_target()
-    return target if target is not None and target.device == bucket.master_rows.device else None
+    target = weights.copy_target()
+    return target if target is not None and target.device == weights.master_rows.device else None
 
 
 def _neighbours(members: list[Member], numbers: list[int]) -> list[tuple[int, list[Member]]]:

@@ -74,7 +74,7 @@ class Norms:
                 norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
                 row[number] = norm if infinite else norm**norm_type
             if number + 1 == len(self._places) or self._places[number + 1][0] is not bucket:
-                bucket.stow_grad()
+                bucket.grads.stow()
         reduce = self._comm.max_scalar if infinite else self._comm.sum_scalar
         row = reduce(row, "gradient norms")
         row = row if infinite else row ** (1.0 / norm_type)
@@ -82,14 +82,15 @@ class Norms:
 
 
 def _local(bucket: Bucket, index: int) -> list[Tensor]:
-    return [bucket.grad_of(piece) for piece in bucket.pieces_of(index)]
+    return [bucket.grads.of(piece) for piece in bucket.pieces_of(index)]
 
 
 def is_view(bucket: Bucket) -> bool:
     """Whether ``p.grad`` shows the accumulators themselves. See Note [Stand-ins]."""
     if bucket.shelf.moves_optim:
         return False  # the accumulators are in files, or in host memory
-    dtype = bucket.grad.dtype if bucket.grad is not None else bucket.grad_dtype
+    grad = bucket.grads.grad
+    dtype = grad.dtype if grad is not None else bucket.grads.dtype
     return bucket.own == (0, bucket.layout.numel) and dtype == bucket.dtype
 
 

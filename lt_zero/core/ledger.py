@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class GradLedger:
         self._flags, self.late = None, {b for b in self._buckets if b.has_grads()}
         if self._reducer.sync:
             self._launch()
-            self.show({(b, i) for b in self._buckets for i in b.valid})
+            self.show({(b, i) for b in self._buckets for i in b.grads.valid})
 
     def abort(self) -> None:
         """A backward failed: nothing of it may be taken for a gradient."""
@@ -51,7 +52,7 @@ class GradLedger:
         """Start agreeing: which parameters had a gradient, which buckets have late ones, whether an edit was lost."""
         for bucket in self._buckets:
             bucket.edits.check()
-        used = [i in b.used or p.grad is not None for b in self._buckets for i, p in enumerate(b.params)]
+        used = [flag for b in self._buckets for flag in b.grads.used_flags()]
         self.late = {b for b in self._buckets if b.has_grads()}
         lost = any(b.edits.lost for b in self._buckets)
         failed = self.problem() is not None
@@ -86,11 +87,13 @@ class GradLedger:
             self._reducer.reduce_again(late)
             flags[-count:] = 0
             self.late = set()
-        places = [(bucket, index) for bucket in self._buckets for index in range(len(bucket.params))]
-        used = {place for place, flag in zip(places, row[:-count], strict=True) if flag and place[1] in place[0].valid}
+        used, flagged = set[tuple[Bucket, int]](), iter(row)
+        for bucket in self._buckets:
+            valid, mine = bucket.grads.valid, islice(flagged, len(bucket.params))
+            used |= {(bucket, index) for index, flag in enumerate(mine) if flag and index in valid}
         if not self._hold:
             self.show(used)
-        return lambda bucket, index: (bucket, index) in used and index in bucket.valid
+        return lambda bucket, index: (bucket, index) in used and index in bucket.grads.valid
 
     def _raise_lost_edits(self) -> None:
         names = [name for bucket in self._buckets for name in bucket.edits.lost]
@@ -157,7 +160,7 @@ class GradLedger:
             parameter = bucket.params[index]
             current, parameter.grad = parameter.grad, None
             if current is None or (fresh and current is not grad):
-                bucket.clear_grads({index})
+                bucket.grads.clear({index})
                 parameter.grad = current
             elif current is not grad:
                 replace_grad(bucket, index, current)

@@ -26,6 +26,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lt_zero.compat import bare_step
+from lt_zero.core.accumulator import Accumulator
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.engine import Engine
 from lt_zero.core.fused import FusedAdam, Member
@@ -77,11 +78,11 @@ class ShardedOptimizer:
             return [parameter]
         bucket, index = place
         if id(parameter) not in self._fragments:
-            bucket.enable_training()
+            bucket.weights.enable_training()
             shape = torch.Size(bucket.shapes[index])
             home = bucket.shelf.homes.get("master")
             self._fragments[id(parameter)] = [
-                Parameter(_shaped(bucket.master_rows[p.offset : p.offset + p.numel], shape))
+                Parameter(_shaped(bucket.weights.master_rows[p.offset : p.offset + p.numel], shape))
                 if home is None
                 else cast(Parameter, home.lend(p.offset, _shape_of(p, shape), Parameter))
                 for p in bucket.pieces_of(index)
@@ -122,7 +123,7 @@ class ShardedOptimizer:
         """
         for bucket, indices in self._used().items():
             yield _rows(bucket, indices, write)
-            bucket.stow_grad()
+            bucket.grads.stow()
         yield self._foreign_grads()
 
     @torch.no_grad()
@@ -133,12 +134,12 @@ class ShardedOptimizer:
         deferring = self._deferring(used, places)
         for bucket, indices in used.items():
             if bucket in deferring:
-                bucket.defer(factor)
+                bucket.grads.defer(factor)
                 continue
-            bucket.widen_fp16()
+            bucket.grads.widen_fp16()
             for row in _rows(bucket, indices):
                 row.mul_(factor.to(row.device))
-            bucket.stow_grad()
+            bucket.grads.stow()
         for grad in self._foreign_grads():
             grad.mul_(factor)
 
@@ -147,7 +148,7 @@ class ShardedOptimizer:
         mine: dict[Bucket, set[int]] = {}
         for bucket, index, _ in places:
             mine.setdefault(bucket, set()).add(index)
-        return {b for b in self._taken(used) if b.valid <= mine[b] and not is_view(b)}
+        return {b for b in self._taken(used) if b.grads.valid <= mine[b] and not is_view(b)}
 
     def _taken(self, buckets: Iterable[Bucket]) -> set[Bucket]:
         return self.fused.takes(buckets) if self.fused is not None else set()
@@ -176,12 +177,12 @@ class ShardedOptimizer:
         """Multiply what was accumulated so far, reduced or not. Not collective."""
         self.engine.ledger.scaled(self._places(), factor)
         for bucket, index, _ in self._places():
-            span = bucket.layout.spans[index]
-            if bucket.local is not None:
-                bucket.local[span.lo : span.hi].mul_(factor)
-            for piece in bucket.pieces_of(index) if index in bucket.valid else ():
-                bucket.grad_of(piece).mul_(factor)
-            bucket.stow_grad()
+            span, grads = bucket.layout.spans[index], bucket.grads
+            if grads.local is not None:
+                grads.local[span.lo : span.hi].mul_(factor)
+            for piece in bucket.pieces_of(index) if index in grads.valid else ():
+                grads.of(piece).mul_(factor)
+            grads.stow()
 
     def _members(self) -> dict[Bucket, list[Member]]:
         """The fragments by bucket, in order. Collective."""
@@ -238,8 +239,9 @@ class ShardedOptimizer:
             if bucket.staged:
                 self._step_staged(bucket, fragments)
                 continue
+            grads = bucket.grads
             for member in fragments:
-                member.fragment.grad = _grad_of(bucket, member)
+                member.fragment.grad = _grad_of(grads, member)
         return args, kwargs
 
     def _drop(self, done: set[int]) -> None:
@@ -266,11 +268,11 @@ class ShardedOptimizer:
             self.fused.step({bucket: members}, self.found_inf)
             self._drop({id(fragment) for fragment, _ in holders})
         else:
-            if bucket.rests_grad:
+            if bucket.grads.rests:
                 bucket.shelf.homes["grad"].bring()  # torch's step may change gradients in place
             self._step_staged(bucket, members)
         self._shelve_state(bucket, holders)
-        bucket.refresh()
+        bucket.weights.refresh()
 
     @torch.no_grad()
     def shelve_states(self) -> None:
@@ -283,7 +285,7 @@ class ShardedOptimizer:
             for home in bucket.shelf.step_homes():
                 home.bring()
             self._shelve_state(bucket, holders)
-            bucket.tidy()
+            bucket.shelf.tidy()
 
     def _shelve_state(self, bucket: Bucket, holders: list[tuple[Parameter, Piece]]) -> None:
         """Move element-wise states that somebody else made (a first step, a checkpoint) to where the bucket's rest."""
@@ -304,10 +306,11 @@ class ShardedOptimizer:
         # What an optimizer counts per group is counted once, by the step of the rest.
         numbers = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         others = [[p for p in group["params"] if id(p) not in mine] for group in groups]
-        rows = [_row_of(bucket.master_rows, member).view(member.fragment.shape) for member in members]
+        weights, grads = bucket.weights, bucket.grads
+        rows = [_row_of(weights.master_rows, member).view(member.fragment.shape) for member in members]
         for member, row in zip(members, rows, strict=True):
             member.fragment.data = row.to(bucket.step_dtype, copy=True) if bucket.staged else row
-            grad = _grad_of(bucket, member)
+            grad = _grad_of(grads, member)
             member.fragment.grad = grad.to(bucket.step_dtype) if grad is not None else None
         for group in groups:
             group["params"] = [p for p in group["params"] if id(p) in mine]
@@ -369,19 +372,19 @@ class ShardedOptimizer:
         for bucket, index, _ in self._places():
             indices.setdefault(bucket, set()).add(index)
         for bucket, which in indices.items():
-            bucket.clear_grads(which)
+            bucket.grads.clear(which)
 
     @torch.no_grad()
     def zero_grads(self) -> None:
         """Set the accumulated gradients of this optimizer's parameters to zero; they count as used."""
         for bucket, index, _ in self._places():
-            span = bucket.layout.spans[index]
-            if bucket.local is not None:
-                bucket.local[span.lo : span.hi].zero_()
+            span, grads = bucket.layout.spans[index], bucket.grads
+            if grads.local is not None:
+                grads.local[span.lo : span.hi].zero_()
             for piece in bucket.pieces_of(index):
-                if bucket.accumulated:
-                    bucket.grad_of(piece).zero_()
-            bucket.stow_grad()
+                if grads.accumulated:
+                    grads.of(piece).zero_()
+            grads.stow()
 
     def _adopt_state(self) -> None:
         """Cut state that the constructor made in the parameters' full shape (Adagrad)."""
@@ -408,8 +411,8 @@ def _row_of(flat: Tensor, member: Member) -> Tensor:
     return flat[member.piece.offset : member.piece.offset + member.piece.numel]
 
 
-def _grad_of(bucket: Bucket, member: Member) -> Tensor | None:
-    return bucket.grad_of(member.piece, write=False).view(member.fragment.shape) if member.used else None
+def _grad_of(grads: Accumulator, member: Member) -> Tensor | None:
+    return grads.of(member.piece, write=False).view(member.fragment.shape) if member.used else None
 
 
 def _rows(bucket: Bucket, indices: list[int], write: bool = True) -> list[Tensor]:
@@ -426,10 +429,10 @@ def _rows(bucket: Bucket, indices: list[int], write: bool = True) -> list[Tensor
             edges[-1][1] = piece.offset + piece.numel
         else:
             edges.append([piece.offset, piece.offset + piece.numel])
-    bucket.settle_factor()
+    bucket.grads.settle_factor()
     if not edges:
         return []
-    grad = bucket.grad if write else bucket.read_grad()
+    grad = bucket.grads.grad if write else bucket.grads.read()
     assert grad is not None
     return [grad[lo:hi] for lo, hi in edges]
 

@@ -162,11 +162,12 @@ def nonfinite_parameters(engine: Engine) -> list[str]:
     """The parameters whose accumulated gradient is not finite on any rank, in registration order. Collective."""
     names, flags = [], []
     for bucket in engine.buckets:
+        grads = bucket.grads
         for piece in bucket.pieces():
-            if bucket.accumulated and piece.index in bucket.valid:
+            if grads.accumulated and piece.index in grads.valid:
                 names.append(bucket.layout.spans[piece.index].name)
-                flags.append(_extremes(bucket.grad_of(piece, write=False))[0])
-        bucket.stow_grad()
+                flags.append(_extremes(grads.of(piece, write=False))[0])
+        grads.stow()
     finite = torch.stack(flags).tolist() if flags else []
     mine = [name for name, ok in zip(names, finite, strict=True) if not ok]
     found = {name for some in engine.comm.host_gather(mine, "overflowed gradients") for name in some}

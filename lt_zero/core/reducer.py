@@ -22,6 +22,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from lt_zero.core.accumulator import Accumulator
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.comm import Comm, Pending
 from lt_zero.core.shared import SEND_BUFFERS
@@ -37,7 +38,7 @@ class Reducer:
         # Elements of a reusable buffer; a larger bucket gets buffers of its own, freed when it has landed.
         self._largest: dict[torch.dtype, int] = {}
         for bucket in buckets:
-            dtype, numel = bucket.send_dtype(bucket.dtype), bucket.layout.numel
+            dtype, numel = bucket.grads.send_dtype(bucket.dtype), bucket.layout.numel
             if numel <= max_buffer:
                 self._largest[dtype] = max(numel, self._largest.get(dtype, 0))
         self._head = 0
@@ -47,7 +48,7 @@ class Reducer:
         self._slots: dict[torch.dtype, deque[tuple[Tensor, Tensor]]] = {}  # free (send, scratch) pairs
         self._made: dict[torch.dtype, int] = {}  # how many of them exist, free or not
         self._flying: deque[tuple[Bucket, Pending, tuple[Tensor, Tensor] | None]] = deque()
-        self._leaving: deque[Bucket] = deque()  # buckets whose accumulators are being written to files
+        self._leaving: deque[Accumulator] = deque()  # are being written to files
         self.sync = True  # False inside no_sync: buckets whose gradients are not sharded stay local
 
     def mark_ready(self, bucket: Bucket) -> None:
@@ -90,46 +91,46 @@ class Reducer:
     def _reduce(self, bucket: Bucket) -> None:
         if not bucket.wants_grad:
             return
-        bucket.enable_training()
+        bucket.weights.enable_training()
         if not self.sync and not bucket.sharding.grads:
-            bucket.accumulate_local()
+            bucket.grads.accumulate_local()
             return
         self._launch(bucket)
 
     def flush(self) -> None:
         """Reduce gradients that were accumulated locally without a final synchronised backward."""
         for bucket in self._order:
-            if bucket.local is not None:
+            if bucket.grads.local is not None:
                 self._launch(bucket)
         self.drain()
 
     def reduce_again(self, buckets: list[Bucket]) -> None:
         """Reduce gradients that came after their bucket's reduction. Collective: the same buckets on all ranks."""
         for bucket in buckets:
-            bucket.enable_training()
+            bucket.weights.enable_training()
             self._launch(bucket)
         self.drain()
 
     def _launch(self, bucket: Bucket) -> None:
         while len(self._flying) >= 2:
             self._land()
-        numel, slot = bucket.layout.numel, None
-        if bucket.local is not None:
-            bucket.take_grads(bucket.local, add=True)
-            dtype = bucket.send_dtype(bucket.local.dtype)
-            send, bucket.local = bucket.local.mul_(self._comm.factors(dtype)[0]).to(dtype), None
+        grads, numel, slot = bucket.grads, bucket.layout.numel, None
+        if grads.local is not None:
+            grads.take(grads.local, add=True)
+            dtype = grads.send_dtype(grads.local.dtype)
+            send, grads.local = grads.local.mul_(self._comm.factors(dtype)[0]).to(dtype), None
             scratch = torch.empty_like(send)
         else:
             slot = self._slot(bucket)
             send, scratch = slot[0][:numel], slot[1][:numel]
-            bucket.take_grads(send, add=False, factor=self._comm.factors(send.dtype)[0])
-        self._flying.append((bucket, bucket.launch_reduce(send, scratch), slot))
+            grads.take(send, add=False, factor=self._comm.factors(send.dtype)[0])
+        self._flying.append((bucket, grads.launch_reduce(send, scratch), slot))
         if not self._overlap:
             self._land()
 
     def _slot(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """Buffers for one reduction: (what is sent, scratch). Reusable ones take turns (shared.py)."""
-        dtype, comm = bucket.send_dtype(bucket.dtype), self._comm
+        dtype, comm = bucket.grads.send_dtype(bucket.dtype), self._comm
         largest = self._largest.get(dtype, 0)
         if bucket.layout.numel > largest:
             send = flat_empty(bucket.layout.numel, dtype, comm.device)
@@ -147,10 +148,10 @@ class Reducer:
         with torch.no_grad():
             pending.wait()
         if bucket.shelf.optim is not None:
-            bucket.put_grad_away()
-            self._leaving.append(bucket)
+            bucket.grads.put_away()
+            self._leaving.append(bucket.grads)
             if len(self._leaving) > 1:
-                self._leaving.popleft().stow_grad()
+                self._leaving.popleft().stow()
         if slot is not None and slot[0].numel() == self._largest.get(slot[0].dtype):
             self._slots[slot[0].dtype].append(slot)
 
@@ -166,7 +167,7 @@ class Reducer:
         while self._flying:
             self._land()
         while self._leaving:
-            self._leaving.popleft().stow_grad()
+            self._leaving.popleft().stow()
 
     @property
     def buffer_bytes(self) -> int:

@@ -58,8 +58,8 @@ def _dtypes(bucket: Bucket, engine: Engine) -> tuple[str, ...]:
     kind += ", kept" if compute is not None and bucket.dtype != compute else ""
     if not bucket.wants_grad:
         return (kind, _short(bucket.dtype), *["-"] * 5)
-    wire = bucket.send_dtype(bucket.dtype)
-    dtypes = (bucket.dtype, bucket.dtype, wire, bucket.grad_dtype, bucket.master_dtype, bucket.step_dtype)
+    wire, master = bucket.grads.send_dtype(bucket.dtype), bucket.weights.master_dtype
+    dtypes = (bucket.dtype, bucket.dtype, wire, bucket.grads.dtype, master, bucket.step_dtype)
     return (kind, *map(_short, dtypes))
 
 
@@ -73,8 +73,8 @@ def _held(bucket: Bucket) -> int:
     homes = {kind: home for kind, home in bucket.shelf.homes.items() if kind in ("master", "weights")}
     resting = sum(home.nbytes for home in homes.values() if home.takes_memory)
     if "master" in homes:
-        return flat + resting + bucket.weights_nbytes
-    separate = bucket.home.nbytes if bucket.separate and not homes else 0
+        return flat + resting + bucket.weights.source_nbytes
+    separate = bucket.weights.home.nbytes if bucket.weights.separate and not homes else 0
     return flat + separate + resting
 
 
@@ -86,13 +86,13 @@ def memory_report(engine: Engine, optimizers: list[ShardedOptimizer]) -> dict[st
     numel = {id(p): p.numel() for b in engine.buckets for p in b.params}
     weights = grads = whole_weights = whole_grads = 0
     for bucket in engine.buckets:
-        size = sum(numel[id(p)] for p in bucket.params)
+        size, held = sum(numel[id(p)] for p in bucket.params), bucket.grads
         weights += _held(bucket)
         whole_weights += size * bucket.dtype.itemsize
-        if bucket.trains:
-            whole_weights += 0 if bucket.grad_dtype == bucket.dtype else size * bucket.master_dtype.itemsize
-            whole_grads += size * bucket.grad_dtype.itemsize
-        grads += bucket.grad_nbytes + (bucket.local.nbytes if bucket.local is not None else 0)
+        if bucket.weights.trains:
+            whole_weights += 0 if held.dtype == bucket.dtype else size * bucket.weights.master_dtype.itemsize
+            whole_grads += size * held.dtype.itemsize
+        grads += held.nbytes + (held.local.nbytes if held.local is not None else 0)
     states = whole_states = 0
     for sharded in optimizers:
         for parameter in sharded.parameters():

@@ -16,7 +16,7 @@ from lt_zero.config.offload import OffloadOptimizer, OffloadParam
 from lt_zero.config.schema import ZeroOptimization
 from lt_zero.core.comm import Comm
 from lt_zero.core.storage import flat_empty
-from lt_zero.offload.home import FileHome, Tier
+from lt_zero.offload.home import FileHome, Tier, tidy
 from lt_zero.offload.memory import return_large_blocks
 from lt_zero.offload.pool import SwapError
 from lt_zero.offload.probe import Speed, forecast, probe
@@ -84,6 +84,10 @@ class Shelf:
     def step_homes(self) -> list[FileHome]:
         """What a step reads and writes."""
         return [home for kind, home in self.homes.items() if kind not in ("weights", "grad")]
+
+    def tidy(self) -> None:
+        """Put everything away."""
+        tidy(list(self.homes.values()))
 
     def state_home(self, key: str, dtype: torch.dtype) -> FileHome | None:
         """Where an optimizer's element-wise states of the bucket rest, if they rest in files."""
@@ -175,11 +179,11 @@ def _traffic(buckets: Sequence[Bucket], states: int) -> tuple[int, int]:
     read = written = 0
     for bucket in buckets:
         numel = bucket.own[1] - bucket.own[0]
-        kept = numel * (bucket.master_dtype.itemsize + 4 * states)
-        grad = numel * bucket.grad_dtype.itemsize
+        kept = numel * (bucket.weights.master_dtype.itemsize + 4 * states)
+        grad = numel * bucket.grads.dtype.itemsize
         if "master" in bucket.shelf.homes:
             read, written = read + kept + 2 * grad, written + kept + grad
-        source = bucket.source if bucket.sharding.params else None
+        source = bucket.weights.source if bucket.sharding.params else None
         if isinstance(source, FileHome):
             read += 2 * numel * source.dtype.itemsize  # in forward and in backward
             written += numel * bucket.dtype.itemsize if {"weights", "master"} <= set(bucket.shelf.homes) else 0
@@ -207,7 +211,7 @@ def _homes_of(bucket: Bucket) -> Callable[[], list[FileHome]]:
 
     def homes() -> list[FileHome]:
         copy = shelf.homes.get("weights")
-        grad = [shelf.homes["grad"]] if bucket.rests_grad else []
+        grad = [shelf.homes["grad"]] if bucket.grads.rests else []
         return [*shelf.step_homes(), *grad, *([copy] if copy is not None and copy.here else [])]
 
     return homes
@@ -234,7 +238,7 @@ def open_shelves(buckets: Sequence[Bucket], config: ZeroConfig, device: torch.de
             _open_tiers(shelves, config, numels, rank)
     places = resting([b.layout.numel for b in buckets], [b.sharding.params for b in buckets], zero)
     for record, (bucket, (moves, away)) in enumerate(zip(buckets, places, strict=True)):
-        bucket.shelf = Shelf(
+        shelf = Shelf(
             shelves.optim if moves else None,
             shelves.params if away else None,
             record,
@@ -242,6 +246,7 @@ def open_shelves(buckets: Sequence[Bucket], config: ZeroConfig, device: torch.de
             host_params=apart and bucket.sharding.params and params.device != "none",
             pin=device.type == "cuda" and optim.pin_memory and params.pin_memory,
         )
+        bucket.use(shelf)
     return shelves
 
 

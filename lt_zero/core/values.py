@@ -81,7 +81,7 @@ def full_parameters(engine: Engine) -> Iterator[FullParameter]:
         flat = full_flat(bucket)
         for parameter, span in zip(bucket.params, bucket.layout.spans, strict=True):
             yield FullParameter(span.name, parameter, flat[span.lo : span.hi].view(span.shape))
-        bucket.tidy()
+        bucket.shelf.tidy()
         engine.shelves.check(engine.comm, "weights in files")
 
 
@@ -89,9 +89,9 @@ def full_parameters(engine: Engine) -> Iterator[FullParameter]:
 def full_flat(bucket: Bucket) -> Tensor:
     """All elements (1D) of the bucket's master weights. Collective."""
     bucket.edits.check()
-    if bucket.state is State.RESIDENT and not bucket.separate:
+    if bucket.state is State.RESIDENT and not bucket.weights.separate:
         return bucket.flat
-    return gather_own(bucket, bucket.values())
+    return gather_own(bucket, bucket.weights.values())
 
 
 @torch.no_grad()
@@ -131,7 +131,7 @@ def install_load_hooks(engine: Engine) -> None:
     Sharded parameters need none of this: their guard turns the ``copy_`` into a scatter. Where a 16-bit copy stays in
     memory, the checkpoint's own precision has to get past it.
     """
-    separate = {b for b in engine.buckets if not b.aliased and not b.sharding.params}
+    separate = {b for b in engine.buckets if not b.weights.aliased and not b.sharding.params}
     for module in engine.root.modules():
         places = {n: engine.owner[id(p)] for n, p in module.named_parameters(recurse=False) if id(p) in engine.owner}
         places = {n: place for n, place in places.items() if place[0] in separate}

@@ -59,7 +59,7 @@ def moments(trained: Sequence[Row], rows: Sequence[Row], setup: Setup) -> list[P
 
 
 def gradients(trained: Sequence[Row], rows: Sequence[Row], setup: Setup) -> list[Part]:
-    """The accumulators (``Bucket.launch_reduce``). Without the fused step those in fp16 are unscaled in fp32."""
+    """The accumulators (``Accumulator.launch_reduce``). Without the fused step those in fp16 are unscaled in fp32."""
 
     def size(row: Row) -> int:
         return 4 if row.accum == torch.float16 and not setup.fused else row.accum.itemsize
@@ -85,7 +85,7 @@ def spare(rows: Sequence[Row], setup: Setup) -> list[Part]:
 
 
 def local(trained: Sequence[Row], setup: Setup) -> list[Part]:
-    """Gradients that were not reduced yet, in accumulation windows (``Bucket.accumulate_local``)."""
+    """Gradients that were not reduced yet, in accumulation windows (``Accumulator.accumulate_local``)."""
     whole = [row for row in trained if not row.sharding.grads] if setup.accumulates else []
     return [(DEVICE, LOCAL, row.numel * row.accum.itemsize) for row in whole]
 

@@ -36,14 +36,14 @@ def measured(engine: Engine, optimizers: Iterable[ShardedOptimizer] = ()) -> dic
 
 def _of_bucket(bucket: Bucket) -> dict[str, int]:
     """What of a bucket is in memory, without its homes."""
-    sharded = bucket.sharding.params
+    sharded, weights, grads = bucket.sharding.params, bucket.weights, bucket.grads
     held = {
         GATHERED if sharded else WEIGHTS: bucket.flat.nbytes if bucket.state is not State.RELEASED else 0,
-        GRADS: bucket.grad_nbytes if not bucket.rests_grad else 0,
-        LOCAL: bucket.local.nbytes if bucket.local is not None else 0,
+        GRADS: grads.nbytes if not grads.rests else 0,
+        LOCAL: grads.local.nbytes if grads.local is not None else 0,
     }
-    apart = bucket.home.nbytes if bucket.separate and not bucket.shelf.homes else 0
-    kind = MASTER if bucket.trains else WEIGHTS
+    apart = weights.home.nbytes if weights.separate and not bucket.shelf.homes else 0
+    kind = MASTER if weights.trains else WEIGHTS
     held[kind] = held.get(kind, 0) + apart
-    held[WEIGHTS] = held.get(WEIGHTS, 0) + bucket.weights_nbytes
+    held[WEIGHTS] = held.get(WEIGHTS, 0) + weights.source_nbytes
     return held

@@ -121,12 +121,12 @@ class Row:
 
     @property
     def aliased(self) -> bool:
-        """See ``Bucket.aliased``."""
+        """See ``Weights.aliased``."""
         return not self.sharding.params and self.master == self.dtype and not self.moved
 
     @property
     def copies_weights(self) -> bool:
-        """Whether gathers read something else than the master weights. See bucket.py, Note [States in files]."""
+        """Whether gathers read something else than the master weights. See weights.py, Note [States in files]."""
         both = self.weights == self.states == NVME and self.master == self.dtype
         return self.trains and self.sharding.params and self.moved and not both
 

@@ -1,0 +1,201 @@
+"""A bucket's values apart from its compute copy: where they rest, and how the two copies follow each other.
+
+Note [Where values rest]
+    ``master``  what the optimizer updates: this rank's shard (or everything, if the optimizer is not sharded). Where
+                the compute copy stays in memory and has the master's dtype, ``master`` *is* a slice of it.
+    ``home``    the values as precise as they are kept: the master, or for frozen buckets a shard in the compute dtype.
+                A gather reads it, unless ``source`` is something else.
+
+Note [States in files]
+    With a shelf, the master weights and the optimizer's states rest in files (offload/home.py). Whoever asks for
+    ``master`` gets it read; the optimizer asks for bucket after bucket, so that reading overlaps with stepping. As
+    gathers cannot wait for that, sharded parameters have a copy of their own in the compute dtype (``source``), in
+    memory or, if parameters are offloaded, in another file; a master of the same dtype does both.
+
+Note [States in host memory]
+    With a device that has memory of its own, offloaded states live in host memory (ZeRO-Offload, arXiv:2101.06840):
+    gradients are reduced on the device and added there, the CPU kernel steps, the compute copy returns. ``copy_``
+    between the two orders itself with what runs on the device, and the host waits for it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lt_zero.core.comm import Comm
+from lt_zero.core.shelf import Shelf
+from lt_zero.core.storage import flat_empty
+from lt_zero.offload.home import FileHome
+
+
+class Weights:
+    """The values of one bucket on this rank, but for the compute copy. In memory, unless ``use`` gives them a shelf.
+
+    Args:
+        part: this rank's elements (1D) of the compute copy.
+        master_dtype: of master weights, where there are some.
+        sharded: whether the parameters are, so that the compute copy is not always there.
+        comm: the collectives, which read what is gathered.
+    """
+
+    def __init__(self, part: Tensor, master_dtype: torch.dtype, sharded: bool, comm: Comm) -> None:
+        self.master_dtype = master_dtype
+        self._part, self._sharded, self._comm = part, sharded, comm
+        self._shelf = Shelf()
+        self._master: Tensor | None = None  # 1D, as ``part``; None if there is none, or it rests in a file
+        self._home: Tensor | None = None  # 1D, of a frozen bucket
+        self._source: Tensor | None = None  # 1D: what gathers read if the master is in a file
+        self.written = False  # the step at hand has put the updated weights into the compute copy already
+
+    def use(self, shelf: Shelf) -> None:
+        """Rest on ``shelf``."""
+        self._shelf = shelf
+
+    # ---- construction ------------------------------------------------------------------------------------------
+
+    def keep(self, values: Tensor, train: bool) -> None:
+        """Keep this rank's part beside the compute copy: as master weights, or as the home of frozen ones."""
+        shelf = self._shelf
+        dtype = self.master_dtype if train or self._part.dtype != values.dtype else self._part.dtype
+        if train and shelf.optim:
+            shelf.home("master", dtype).tensor.copy_(values)
+            self._keep_source(values)
+        elif train and shelf.host_optim:
+            self._master = shelf.host_empty(values.numel(), dtype).copy_(values)
+            self._keep_source(values)
+        elif train:
+            self._master = self._kept(values, dtype)
+        elif shelf.params and self._sharded:
+            shelf.home("weights", dtype).tensor.copy_(values)
+        elif shelf.host_params:
+            self._home = shelf.host_empty(values.numel(), dtype).copy_(values)
+        else:
+            self._home = self._kept(values, dtype)
+
+    def _keep_source(self, values: Tensor) -> None:
+        """See Note [States in files]."""
+        shelf, dtype = self._shelf, self._part.dtype
+        if not self._sharded:
+            return
+        if shelf.params is None and shelf.host_params:
+            self._source = shelf.host_empty(values.numel(), dtype).copy_(values)
+        elif shelf.params is None:
+            self._source = self._kept(values, dtype)
+        elif "master" not in shelf.homes or self.master_dtype != dtype:
+            shelf.home("weights", dtype).tensor.copy_(values)
+
+    def _kept(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy that stays; what gathers read lies where all ranks of the host can read it."""
+        if self._sharded:
+            copy = self._comm.allocate(values.numel(), dtype)
+            self._comm.after_write()
+        else:
+            copy = flat_empty(values.numel(), dtype, values.device)
+        return copy.copy_(values)
+
+    @torch.no_grad()
+    def enable_training(self) -> None:
+        """Make the master weights (again a no-op when they exist); called late when frozen parameters are unfrozen."""
+        if self.trains:
+            return
+        if self.aliased:
+            self._master = self._part
+        elif self._home is not None and self._home.dtype == self.master_dtype and not self._shelf.moves_optim:
+            self._master, self._home = self._home, None
+        else:
+            self.keep(self.home if self.separate or self._sharded else self._part, train=True)
+            self._home = None
+            self._shelf.tidy()  # a frozen one may never be stepped
+
+    # ---- what there is -----------------------------------------------------------------------------------------
+
+    @property
+    def aliased(self) -> bool:
+        """Whether the master weights are a slice of the compute copy. See Note [Where values rest]."""
+        return not self._sharded and self.master_dtype == self._part.dtype and not self._shelf.moves_optim
+
+    @property
+    def trains(self) -> bool:
+        """Whether there are master weights."""
+        return self._master is not None or "master" in self._shelf.homes
+
+    @property
+    def separate(self) -> bool:
+        """Whether something more precise than the compute copy, or at least apart from it, is kept."""
+        return not self.aliased and (self.trains or self._home is not None or bool(self._shelf.homes))
+
+    @property
+    def master(self) -> Tensor | None:
+        """What the optimizer updates (1D, as ``part``). Read from its file if it rests there."""
+        home = self._shelf.homes.get("master")
+        return home.bring() if home is not None else self._master
+
+    @property
+    def master_rows(self) -> Tensor:
+        """``master`` as it lies, whether or not its values are there."""
+        home = self._shelf.homes.get("master")
+        rows = home.tensor if home is not None else self._master
+        assert rows is not None
+        return rows
+
+    @property
+    def home(self) -> Tensor:
+        """See Note [Where values rest]. Read from its file if it rests there."""
+        return self._brought(write=True)
+
+    def values(self) -> Tensor:
+        """``home``, for reading only."""
+        return self._brought(write=False)
+
+    def _brought(self, write: bool) -> Tensor:
+        """``home``; without ``write`` nothing has to be written back."""
+        if self._master is not None:
+            return self._master
+        home = self._shelf.homes.get("master") or self._shelf.homes.get("weights")
+        if home is not None:
+            return home.bring(write)
+        assert self._home is not None
+        return self._home
+
+    def home_or_part(self) -> Tensor:
+        """What takes new values: ``home``, or the compute copy where nothing else is kept."""
+        return self.home if self.trains or self._home is not None or self._shelf.homes else self._part
+
+    # ---- the copy that gathers read ----------------------------------------------------------------------------
+
+    @property
+    def source(self) -> Tensor | FileHome:
+        """What a gather reads. See Note [States in files]."""
+        if self._source is not None:
+            return self._source
+        homes = self._shelf.homes
+        return homes.get("weights") or homes.get("master") or self.home
+
+    @property
+    def source_nbytes(self) -> int:
+        """Bytes of what gathers read, if that is a tensor of its own."""
+        return self._source.nbytes if self._source is not None else 0
+
+    def copy_target(self) -> Tensor | None:
+        """Where the compute copy of this rank's weights stays in memory, if it does."""
+        if not self._sharded:
+            return self._part if self.separate else None
+        return self._source
+
+    def refresh(self) -> None:
+        """Bring the copy that gathers read up to date with the master weights, which are in memory."""
+        target = self.copy_target()
+        if "weights" in self._shelf.homes and self._sharded and self.trains:
+            self._shelf.homes["weights"].hold().copy_(self.master_rows)
+        elif target is not None and not self.written:
+            target.copy_(self.master_rows)
+        self.written = True
+
+    def follow_edit(self) -> None:
+        """``home`` was changed by hand: what gathers read follows, and what rests in files is put away."""
+        if self.trains and self._shelf.moves_optim and self._sharded:
+            self.written = False
+            self.refresh()
+            self.written = False
+        self._shelf.tidy()
