@@ -63,6 +63,7 @@ class ZeroPrecision(HalfPrecision):
         self.device_type = "cpu"
         self._rules = _rules_of(scaler)
         self._norms: dict[str, Tensor] = {}
+        self._steps_next: ShardedOptimizer | None = None  # the step of this one follows the running closure
         self.configure(ZeroConfig(), precision)
 
     @classmethod
@@ -148,7 +149,8 @@ class ZeroPrecision(HalfPrecision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        with self.engine.backward_pass() if self.engine is not None else nullcontext():
+        beside = self._steps_next.overlap.beside_backward() if self._steps_next is not None else nullcontext()
+        with beside, self.engine.backward_pass() if self.engine is not None else nullcontext():
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     # ---- step --------------------------------------------------------------------------------------------------
@@ -158,8 +160,12 @@ class ZeroPrecision(HalfPrecision):
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         # The closure runs before step, not inside: step works on fragments, forward and backward on parameters.
-        result = closure()
         sharded = sharded_of(optimizer)
+        self._steps_next = sharded if not self._looked_at(model) else None
+        try:
+            result = closure()
+        finally:
+            self._steps_next = None
         if sharded is None:
             self._after_closure(model, optimizer)
             optimizer.step(**kwargs)
@@ -176,6 +182,11 @@ class ZeroPrecision(HalfPrecision):
         self.gate.conclude(sharded, _number_of(optimizer, model))
         self._log(model.trainer, skipped)
         return result
+
+    def _looked_at(self, model: LightningModule) -> bool:
+        """Whether gradients are read or changed between backward and step."""
+        clips = bool(model.trainer.gradient_clip_val) or self.gate.checks
+        return clips or _looks_at_gradients(model, "on_after_backward")
 
     @override
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
@@ -267,9 +278,10 @@ def _number_of(optimizer: Any, model: LightningModule) -> int:
     return next(i for i, known in enumerate(model.trainer.strategy.optimizers) if known is inner)
 
 
-def _looks_at_gradients(model: LightningModule) -> bool:
-    """Whether user code runs between backward and step."""
-    hooks = ("on_before_optimizer_step", "configure_gradient_clipping")
-    if any(is_overridden(hook, model) for hook in hooks):
+def _looks_at_gradients(model: LightningModule, *others: str) -> bool:
+    """Whether user code runs between backward and step; ``others`` are more hooks that have to be looked for."""
+    hooks = ("on_before_optimizer_step", *others)
+    if any(is_overridden(hook, model) for hook in (*hooks, "configure_gradient_clipping")):
         return True
-    return any(is_overridden(hooks[0], callback, parent=Callback) for callback in model.trainer.callbacks)  # type: ignore[attr-defined]
+    callbacks = model.trainer.callbacks  # type: ignore[attr-defined]
+    return any(is_overridden(hook, callback, parent=Callback) for callback in callbacks for hook in hooks)

@@ -46,6 +46,9 @@ class OffloadOptimizer(_Offload):
     pipeline_write: bool = Field(True, description="write the last bucket while one is stepped")
     fast_init: bool = Field(False, description="always on: weights are written as they are made")
     ratio: float = Field(1.0, ge=0, le=1, description="part of the elements that is offloaded, the rest stays")
+    overlap_step: bool | Literal["auto"] = Field(
+        "auto", description="step beside backward (auto), beside the next forward too (true), or on its own (false)"
+    )
 
 
 class OffloadParam(_Offload):
@@ -162,6 +165,11 @@ def check_offload(config: ZeroConfig) -> None:
             raise ValueError(
                 f"zero_optimization.{name}.device='nvme' needs zero_optimization.{name}.nvme_path: a folder on a local "
                 "NVMe disk."
+            )
+        if block.device == "none" and name == "offload_optimizer" and block.overlap_step is True:
+            raise ValueError(
+                "zero_optimization.offload_optimizer.overlap_step=true needs offload_optimizer.device='cpu' or 'nvme': "
+                "what is stepped on the device itself has nothing to overlap with."
             )
         if block.device != "nvme" and block.nvme_path is not None:
             log.info("zero_optimization.%s.nvme_path is not used: device is %r", name, block.device)

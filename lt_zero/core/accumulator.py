@@ -123,6 +123,7 @@ class Accumulator:
     def launch_reduce(self, send: Tensor, scratch: Tensor) -> Pending:
         """Start averaging ``send`` (1D, all elements) over the ranks into the accumulator."""
         shelf = self._shelf
+        shelf.settle()
         if not self.accumulated and shelf.optim is None:
             make = shelf.host_empty if shelf.host_optim else partial(flat_empty, device=send.device)
             self.grad = make(self._numel, self.dtype)
@@ -145,6 +146,7 @@ class Accumulator:
     @property
     def grad(self) -> Tensor | None:
         """The accumulator (1D, elements [own)). Read from its file if it rests there."""
+        self._shelf.settle()
         if not self.accumulated or self._grad is not None:
             return self._grad
         return self._shelf.homes["grad"].bring()
@@ -157,6 +159,7 @@ class Accumulator:
 
     def read(self) -> Tensor:
         """``grad``, which is there, for reading only."""
+        self._shelf.settle()
         return self._grad if self._grad is not None else self._shelf.homes["grad"].bring(write=False)
 
     def of(self, piece: Piece, write: bool = True) -> Tensor:
@@ -172,8 +175,9 @@ class Accumulator:
         self.valid -= indices
         self.used -= indices
         if not self.valid and not self.used:
-            self.local, self.grad, self.factor = None, None, None  # the next reduction starts from zero
+            self._shelf.when_settled(self._drop)  # the next reduction starts from zero
             return
+        self._shelf.settle()
         for index in indices:
             span = self._layout.spans[index]
             if self.local is not None:
@@ -182,6 +186,10 @@ class Accumulator:
             if self.accumulated and piece.index in indices:
                 self.of(piece).zero_()
         self.stow()
+
+    def _drop(self) -> None:
+        if not self.valid and not self.used:
+            self.local, self.grad, self.factor = None, None, None
 
     # ---- where it rests ----------------------------------------------------------------------------------------
 
@@ -192,11 +200,13 @@ class Accumulator:
 
     def put_away(self) -> None:
         """Start writing an accumulator that rests in a file; ``stow`` ends it."""
+        self._shelf.settle()
         if self.rests:
             self._shelf.homes["grad"].put_away()
 
     def stow(self) -> None:
         """Have no memory for an accumulator that rests in a file."""
+        self._shelf.settle()
         if self.rests:
             tidy([self._shelf.homes["grad"]])
 
@@ -217,6 +227,7 @@ class Accumulator:
     @torch.no_grad()
     def settle_factor(self) -> None:
         """Multiply by what was deferred."""
+        self._shelf.settle()
         factor, self.factor = self.factor, None
         if factor is not None and self.accumulated:
             self.widen_fp16()

@@ -99,6 +99,8 @@ class Bucket:
         self.state = State.RESIDENT
         self._owner = owner
         self.edits = EditWatch(self)
+        self.stepped_early = False  # in the running backward; see overlap.py, Note [Beside backward]
+        self._unpublished = False  # the background brings the compute copy up to date
         self._pending: Pending | None = None
 
     # ---- construction ------------------------------------------------------------------------------------------
@@ -142,6 +144,11 @@ class Bucket:
     def launch_gather(self) -> None:
         """RELEASED -> GATHERING: allocate the flat storage and start filling it."""
         assert self.state is State.RELEASED, (self.name, self.state)
+        if self.stepped_early:
+            raise RuntimeError(
+                f"The weights of {self.name!r} are needed again after its gradients were complete, when they were "
+                "updated already. Set zero_optimization.offload_optimizer.overlap_step=false."
+            )
         with torch.inference_mode(False), torch.no_grad():
             assert self._storage is not None
             self._storage.allocate()
@@ -238,6 +245,36 @@ class Bucket:
         """Whether the optimizer steps copies in another dtype. See optimizer.py, Note [Staged buckets]."""
         return not self.step_dtype == self.weights.master_dtype == self.grads.dtype
 
+    # ---- steps in the background: overlap.py -------------------------------------------------------------------
+
+    @property
+    def can_step_early(self) -> bool:
+        """Whether a step changes nothing that the running backward may still read."""
+        return self.shelf.host_optim or (self.shelf.optim is not None and self.sharding.params)
+
+    def await_publication(self) -> None:
+        """The background will bring the compute copy up to date; until ``settle`` it must not be read."""
+        if not self.sharding.params:
+            self._unpublished = True
+            for parameter in self.params:
+                guard(parameter, self._owner)
+
+    def publication(self) -> Callable[[], object] | None:
+        """What the background does when this rank's part is up to date. Collective."""
+        if self.sharding.params:
+            return lambda: self.comm.publish(None).wait()
+        return (lambda: self.comm.publish(self.flat).wait()) if self.sharding.optim else None
+
+    def settle(self) -> bool:
+        """Wait for what the background does with the bucket; returns whether there was something."""
+        waited = self.shelf.settle()
+        if self._unpublished:
+            self._unpublished = False
+            for parameter in self.params:
+                unguard(parameter)
+            self.edits.note()
+        return waited
+
     # ---- values ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -245,6 +282,11 @@ class Bucket:
         """Put the updated master weights into the compute copy; a gathered copy of sharded parameters is dropped."""
         if self.sharding.params:
             self.release()
+        self.refresh_after_step()
+
+    @torch.no_grad()
+    def refresh_after_step(self) -> None:
+        """Bring what gathers read, or this rank's part of the compute copy, up to date."""
         copied = self.shelf.host_optim or not self.sharding.params
         # What rests in files was refreshed bucket by bucket.
         if self.weights.trains and not self.weights.aliased and copied and self.shelf.optim is None:
@@ -291,7 +333,7 @@ class Bucket:
             # Only what was edited: the master is more precise than the copy that was shown.
             edited = home.to(self.dtype) != shown
             home[edited] = shown[edited].to(home.dtype)
-            if self.shelf.homes:
+            if self.shelf.homes or self.shelf.host_optim:
                 self.weights.follow_edit()
 
 

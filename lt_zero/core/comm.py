@@ -103,6 +103,7 @@ class Comm:
         if group is not None and dist.get_backend(group) not in ("gloo", "fake"):
             self._host = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
         self._check = check
+        self._background: dist.ProcessGroup | None = None  # see ``allow_background``
         self._arena: SharedArena | None = None
         self._written = self._read = False  # windows changed, or read, since the last fence
         self._all_gather = _collective("all_gather_single", "all_gather_into_tensor")
@@ -121,6 +122,27 @@ class Comm:
         if comm._gloo and device.type == "cpu":
             comm._share_memory()
         return comm
+
+    # ---- in the background ---------------------------------------------------------------------------------------
+
+    def allow_background(self) -> None:
+        """Have a process group for what another thread launches (background.py). Collective."""
+        if self.world > 1 and self._background is None:
+            ranks = dist.get_process_group_ranks(self._group)
+            self._background = dist.new_group(ranks, backend=dist.get_backend(self._group))
+
+    def publish(self, flat: Tensor | None) -> Pending:
+        """In the background: fill ``flat`` as ``all_gather`` does; None: what was written to windows is complete.
+
+        Not compared in debug mode: the order does not depend on the model.
+        """
+        if self.world == 1:
+            return _Done()
+        if flat is None:
+            if self._arena is not None:
+                dist.barrier(self._background)
+            return _Done()
+        return self._gather_shards(flat, self._background)
 
     # ---- windows: see shared.py, Note [Shared windows] ---------------------------------------------------------
 
@@ -204,10 +226,13 @@ class Comm:
             self._arena.gather(self.rank, own, flat)
             self._read = True
             return _Done()
+        return self._gather_shards(flat, self._group)
+
+    def _gather_shards(self, flat: Tensor, group: dist.ProcessGroup | None) -> Pending:
         shards = flat.chunk(self.world)
         if self._gloo:
-            return _All([dist.broadcast(s, self._peer(r), self._group, async_op=True) for r, s in enumerate(shards)])
-        return _All([self._all_gather(flat, shards[self.rank], group=self._group, async_op=True)])
+            return _All([dist.broadcast(s, self._peer(r), group, async_op=True) for r, s in enumerate(shards)])
+        return _All([self._all_gather(flat, shards[self.rank], group=group, async_op=True)])
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Pending:
         """Average ``flat`` (1D, world shards) over the ranks and put this rank's shard into ``out``, or add it there.

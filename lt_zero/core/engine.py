@@ -109,6 +109,7 @@ class Engine:
         self._backward_order: Order[Unit] = Order()
         self.ledger = GradLedger(comm, reducer, self.buckets)
         self.shelves = Shelves()  # what rests in files
+        self.torn = ""  # buckets whose weights are a step ahead; see overlap.py, Note [Beside backward]
         self.handles = [h for u in units for h in install_unit_hooks(self, u)] + install_root_hooks(self)
         self.handles += hook_bare_parameters(root, self.owner, self._arm)
 
@@ -207,6 +208,9 @@ class Engine:
     # ---- residency ---------------------------------------------------------------------------------------------
 
     def _gather(self, unit: Unit) -> None:
+        if self.shelves.background is not None:
+            for bucket in unit.buckets:
+                bucket.settle()
         for bucket in unit.sharded:
             if bucket.state is State.RELEASED:
                 bucket.launch_gather()
@@ -266,6 +270,7 @@ class Engine:
         """Forget a backward that ended with an exception, so that the next step starts clean."""
         self.in_backward = self._explicit = self._create_graph = False
         self.reducer.abort()
+        self.finish_steps()
         self.ledger.abort()
         for unit in [*self.units, self.root_unit]:
             unit.leases, unit.awaited, unit.visited = 0, 0, False
@@ -358,6 +363,18 @@ class Engine:
     def sharded_optim(self) -> bool:
         return any(b.own != (0, b.layout.numel) for b in self.buckets)
 
+    def finish_steps(self) -> bool:
+        """Wait for all steps that run in the background; returns whether there were some."""
+        return self.shelves.background is not None and any([bucket.settle() for bucket in self.buckets])
+
+    def refuse_torn(self) -> None:
+        """Raise if a backward failed when some weights were updated already."""
+        if self.torn:
+            raise RuntimeError(
+                f"A backward failed after {self.torn} had been stepped beside it, so the weights belong to no step. "
+                "Load a checkpoint; zero_optimization.offload_optimizer.overlap_step=false steps after backward only."
+            )
+
     def settle_grads(self) -> Callable[[Bucket, int], bool]:
         """Finish all reductions; returns whether parameter ``index`` of a bucket has a gradient. Collective."""
         return self.ledger.settle()
@@ -388,6 +405,10 @@ class Engine:
         """Keep ``bucket`` gathered until ``unpin`` or the end of the next backward."""
         self._pinned[bucket] = None
 
+    def is_pinned(self, bucket: Bucket) -> bool:
+        """Whether the running forward and backward use ``bucket`` outside of its unit."""
+        return bucket in self._pinned or bucket in self._outside
+
     def unpin(self, bucket: Bucket) -> None:
         self._pinned.pop(bucket, None)
 
@@ -409,6 +430,8 @@ class Engine:
             RuntimeError: outside of forward and backward the values of a released parameter cannot be read.
         """
         buckets = list(dict.fromkeys(self.owner[id(p)][0] for p in parameters))
+        if self.finish_steps() and not any(bucket.sharding.params for bucket in buckets):
+            return func(*args, **kwargs)
         if func is Tensor.copy_ and args[0] is parameters[0] and len(parameters) == 1:
             bucket, index = self.owner[id(args[0])]
             with without_torch_function():

@@ -49,9 +49,21 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class Member:
     """A fragment in the step at hand."""
 
+    parameter: Parameter
     fragment: Parameter
     piece: Piece
     used: bool  # whether any rank has a gradient for its parameter
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a step does to neighbouring elements. It says all, so that the kernel may run later, in another thread."""
+
+    run: Run
+    lo: int  # first element, in the run
+    hi: int
+    number: int  # of the parameter group
+    numbers: dict[str, Any]  # lr, beta1, ... as they were, and which step of these elements it is
 
 
 class Run:
@@ -82,6 +94,13 @@ class Run:
             for moment, home in zip(self.moments, self._homes, strict=True)
         ]
         return {"step": self.steps[number], **dict(zip(_MOMENTS, rows, strict=True))}
+
+    def holds(self, states: list[dict[str, Any]]) -> bool:
+        """Whether these are the states of the run's fragments, and nobody has put others there."""
+        return all(
+            all(found.get(key) is view for key, view in views.items())
+            for found, views in zip(states, self._views, strict=True)
+        )
 
     def adopt(self, members: list[Member], state: dict[Any, Any]) -> None:
         """Make the optimizer's state of each fragment a view of this run's, keeping its values."""
@@ -169,25 +188,72 @@ class FusedAdam:
         """
         groups = self._optimizer.param_groups
         number_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
-        calls: dict[tuple[Any, ...], _Call] = {}
+        rules = self.rules()
+        parts: list[Part] = []
         for bucket, everyone in bucket_members.items():
-            weights, grads = bucket.weights, bucket.grads
             members = [m for m in everyone if m.used or m.fragment in self._optimizer.state]
             numbers = [number_of[id(member.fragment)] for member in members]
-            for number, run, part in self._runs_of(bucket, members, numbers):
-                run.adopt(part, self._optimizer.state)
-                self._last.append(run)
-                for count, lo, hi in run.segments(part):
-                    grad = grads.read()
-                    out_dtype = bucket.dtype if _kernel_target(weights) is not None else None
-                    key = (number, count, grad.dtype, out_dtype, id(grads.factor))
-                    calls.setdefault(key, _Call(grads.factor)).add(run, lo, hi)
-            weights.written = _kernel_target(weights) is not None
-        for (number, count, *_), call in calls.items():
-            self._launch(groups[number], count, call, found_inf)
+            for number, run, some in self._runs_of(bucket, members, numbers):
+                run.adopt(some, self._optimizer.state)
+                parts += self._parts(run, some, number, rules[number])
+        self.launch(list(bucket_members), parts, found_inf)
+
+    def _parts(self, run: Run, members: list[Member], number: int, rule: dict[str, Any]) -> Iterator[Part]:
+        self._last.append(run)
+        for count, lo, hi in run.segments(members):
+            yield Part(run, lo, hi, number, {**rule, "step": count})
+
+    def plan(self, bucket: Bucket, everyone: list[Member], number_of: dict[int, int]) -> list[Part] | None:
+        """A step of one bucket, to be launched later; None if states would have to be moved first.
+
+        Outside of ``step``: states are shown under parameters, and ``number_of`` (of the group) has their ids.
+        """
+        state = self._optimizer.state
+        members = [m for m in everyone if m.used or m.parameter in state]
+        numbers = [number_of[id(m.parameter)] for m in members]
+        known, runs = self._runs.get(bucket, ([], []))
+        parts = _neighbours(members, numbers)
+        if known != _signature(members, numbers) or not all(
+            run.holds([state.get(m.parameter, {}) for m in some]) for run, (_, some) in zip(runs, parts, strict=True)
+        ):
+            return None
+        rules = self.rules()
+        found = zip(runs, parts, strict=True)
+        return [part for run, (number, some) in found for part in self._parts(run, some, number, rules[number])]
+
+    @torch.no_grad()
+    def launch(self, buckets: list[Bucket], parts: list[Part], found_inf: Tensor | None = None) -> None:
+        """Run what was planned for these buckets, whose states are here."""
+        calls: dict[tuple[Any, ...], _Call] = {}
+        for part in parts:
+            bucket = part.run.bucket
+            factor = bucket.grads.factor
+            out_dtype = bucket.dtype if _kernel_target(bucket.weights) is not None else None
+            key = (part.number, part.numbers["step"], bucket.grads.read().dtype, out_dtype, id(factor))
+            calls.setdefault(key, _Call(factor, part.numbers)).add(part.run, part.lo, part.hi)
+        for bucket in buckets:
+            bucket.weights.written = _kernel_target(bucket.weights) is not None
+        for call in calls.values():
+            call.launch(found_inf)
         if not self._told:
             self._told = True
             log.info("%s is stepped by lt_zero's kernel; fused_step=false turns it off", type(self._optimizer).__name__)
+
+    def rules(self) -> list[dict[str, Any]]:
+        """What the kernel needs to know of each parameter group, as it is now."""
+        adamw = isinstance(self._optimizer, AdamW)
+        return [
+            {
+                "lr": float(group["lr"]),
+                "beta1": float(group["betas"][0]),
+                "beta2": float(group["betas"][1]),
+                "eps": group["eps"],
+                "weight_decay": group["weight_decay"],
+                "decoupled": group.get("decoupled_weight_decay", adamw),
+                "maximize": group["maximize"],
+            }
+            for group in self._optimizer.param_groups
+        ]
 
     def begin(self) -> None:
         """A step begins, which may take several calls of ``step``."""
@@ -203,8 +269,7 @@ class FusedAdam:
         self, bucket: Bucket, members: list[Member], numbers: list[int]
     ) -> Iterator[tuple[int, Run, list[Member]]]:
         """(group's number, run, its members), in order; runs are made anew where groups or parameters changed."""
-        signature = [(member.piece.index, number) for member, number in zip(members, numbers, strict=True)]
-        parts = _neighbours(members, numbers)
+        signature, parts = _signature(members, numbers), _neighbours(members, numbers)
         known, runs = self._runs.get(bucket, ([], []))
         if known != signature:
             runs = [Run(bucket, part) for _, part in parts]
@@ -212,31 +277,12 @@ class FusedAdam:
         for run, (number, part) in zip(runs, parts, strict=True):
             yield number, run, part
 
-    def _launch(self, group: dict[str, Any], count: float, call: _Call, found_inf: Tensor | None) -> None:
-        beta1, beta2 = map(float, group["betas"])
-        ops.adam_step(
-            call.params,
-            call.grads,
-            *call.moments,
-            call.outs,
-            lr=float(group["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            step=count,
-            decoupled=group.get("decoupled_weight_decay", isinstance(self._optimizer, AdamW)),
-            maximize=group["maximize"],
-            scale=call.factor.to(call.params[0].device) if call.factor is not None else None,
-            found_inf=found_inf,
-        )
-
 
 class _Call:
     """Rows that one kernel call takes."""
 
-    def __init__(self, factor: Tensor | None) -> None:
-        self.factor = factor
+    def __init__(self, factor: Tensor | None, numbers: dict[str, Any]) -> None:
+        self.factor, self.numbers = factor, numbers
         self.params: list[Tensor] = []
         self.grads: list[Tensor] = []
         self.moments: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -254,11 +300,21 @@ class _Call:
         if copy is not None:
             self.outs.append(copy[first:last])
 
+    def launch(self, found_inf: Tensor | None) -> None:
+        factor = self.factor.to(self.params[0].device) if self.factor is not None else None
+        rows = (self.params, self.grads, *self.moments, self.outs)
+        ops.adam_step(*rows, **self.numbers, scale=factor, found_inf=found_inf)
+
 
 def _kernel_target(weights: Weights) -> Tensor | None:
     """Where the kernel can write the compute copy: not into another device's memory."""
     target = weights.copy_target()
     return target if target is not None and target.device == weights.master_rows.device else None
+
+
+def _signature(members: list[Member], numbers: list[int]) -> list[tuple[int, int]]:
+    """What decides which runs there are."""
+    return [(member.piece.index, number) for member, number in zip(members, numbers, strict=True)]
 
 
 def _neighbours(members: list[Member], numbers: list[int]) -> list[tuple[int, list[Member]]]:

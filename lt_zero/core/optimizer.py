@@ -17,6 +17,7 @@ Note [Staged buckets]
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
@@ -29,9 +30,10 @@ from lt_zero.compat import bare_step
 from lt_zero.core.accumulator import Accumulator
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.engine import Engine
-from lt_zero.core.fused import FusedAdam, Member
+from lt_zero.core.fused import FusedAdam, Member, Part
 from lt_zero.core.grads import is_view
 from lt_zero.core.layout import ALIGN, Piece
+from lt_zero.core.overlap import Overlap
 from lt_zero.core.supported import check_supported, states_per_element
 from lt_zero.offload.pool import SwapError
 
@@ -60,9 +62,14 @@ class ShardedOptimizer:
         self.by_bucket = False  # who asks for a state dict reads states in files bucket by bucket
         self._depth = 0  # nested calls of step
         self._entered = 0  # after how many backwards the running step began
+        self._early: set[Bucket] = set()  # stepped beside the last backward, by the running step
         self._staging = False  # the running step is of one bucket's copies
         fused = engine.config.fused_step and FusedAdam.fits(optimizer)
         self.fused = FusedAdam(optimizer) if fused else None
+        self.overlap = Overlap(self)
+        if engine.torn:
+            warnings.warn(f"Training goes on although {engine.torn} are a step ahead: load a checkpoint.", stacklevel=3)
+            engine.torn = ""
         self._adopt_state()
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -90,8 +97,18 @@ class ShardedOptimizer:
         return self._fragments[id(parameter)]
 
     def parameters(self) -> list[Parameter]:
-        groups = self._wide if self._wide is not None else [g["params"] for g in self.optimizer.param_groups]
-        return [p for params in groups for p in params]
+        return [p for params in self.wide_groups() for p in params]
+
+    def wide_groups(self) -> list[list[Parameter]]:
+        """The module's parameters, by group. See Note [Narrowing]."""
+        return self._wide if self._wide is not None else [g["params"] for g in self.optimizer.param_groups]
+
+    def indices(self) -> dict[Bucket, set[int]]:
+        """This optimizer's parameters in each bucket."""
+        found: dict[Bucket, set[int]] = {}
+        for bucket, index, _ in self._places():
+            found.setdefault(bucket, set()).add(index)
+        return found
 
     def _places(self) -> list[tuple[Bucket, int, Parameter]]:
         owner = self.engine.owner
@@ -131,7 +148,7 @@ class ShardedOptimizer:
         """Multiply the reduced gradients by one fp32 number (0D), now or in the kernel that steps them. Collective."""
         used, places = self._used(), self._places()
         self.engine.ledger.scaled(places, factor)
-        deferring = self._deferring(used, places)
+        deferring = self._deferring(used)
         for bucket, indices in used.items():
             if bucket in deferring:
                 bucket.grads.defer(factor)
@@ -143,11 +160,9 @@ class ShardedOptimizer:
         for grad in self._foreign_grads():
             grad.mul_(factor)
 
-    def _deferring(self, used: Iterable[Bucket], places: list[tuple[Bucket, int, Parameter]]) -> set[Bucket]:
+    def _deferring(self, used: Iterable[Bucket]) -> set[Bucket]:
         """See fused.py, Note [Deferred factor]. A view in ``p.grad`` can be read without anybody noticing."""
-        mine: dict[Bucket, set[int]] = {}
-        for bucket, index, _ in places:
-            mine.setdefault(bucket, set()).add(index)
+        mine = self.indices()
         return {b for b in self._taken(used) if b.grads.valid <= mine[b] and not is_view(b)}
 
     def _taken(self, buckets: Iterable[Bucket]) -> set[Bucket]:
@@ -184,18 +199,18 @@ class ShardedOptimizer:
                 grads.of(piece).mul_(factor)
             grads.stow()
 
-    def _members(self) -> dict[Bucket, list[Member]]:
-        """The fragments by bucket, in order. Collective."""
-        used = self.engine.settle_grads()
+    def members(self, used: Callable[[Bucket, int], bool]) -> dict[Bucket, list[Member]]:
+        """The fragments by bucket, in order."""
         found: dict[Bucket, list[Member]] = {}
         for bucket, index, parameter in self._places():
             members = found.setdefault(bucket, [])
             for piece, fragment in zip(bucket.pieces_of(index), self.fragments(parameter), strict=True):
-                members.append(Member(fragment, piece, used(bucket, index)))
+                members.append(Member(parameter, fragment, piece, used(bucket, index)))
         return {bucket: sorted(members, key=lambda m: m.piece.offset) for bucket, members in found.items()}
 
     def _on_state_dict(self, optimizer: Optimizer) -> None:
         self.before_state_dict()
+        self.engine.finish_steps()
         if not self.by_bucket:
             for bucket in {bucket for bucket, _, _ in self._places()}:
                 for home in bucket.shelf.step_homes():
@@ -219,17 +234,25 @@ class ShardedOptimizer:
             with torch.enable_grad():  # the closure runs backward; step must see its result, on fragments
                 result = closure()
             args, kwargs = args[:1], {**kwargs, "closure": lambda: result}
-        members = self._members()
+        self.engine.refuse_torn()
+        used = self._used()
+        known = {(bucket, index) for bucket, indices in used.items() for index in indices}
+        members = self.members(lambda bucket, index: (bucket, index) in known)
+        self._early = self.overlap.take_early(members)
+        if self.fused is not None and not self._early:
+            self.fused.begin()
+        plans = self.overlap.plan_late(members, self._early, used)
         self.narrow()
         self._depth, self._entered = 1, self.engine.backwards
         self.engine.comm.before_write()
-        if self.fused is not None:
-            self.fused.begin()
         try:
+            self._hand_over(plans, members)
             self._step_resting(members)
+            self.engine.shelves.check(self.engine.comm, "states in files")
         except SwapError:
             self.widen()
             raise
+        self._drop_buckets({*self._early, *plans})
         taken = self._taken(members)
         fused = {bucket: members.pop(bucket) for bucket in list(members) if bucket in taken}
         if self.fused is not None and fused:
@@ -244,6 +267,20 @@ class ShardedOptimizer:
                 member.fragment.grad = _grad_of(grads, member)
         return args, kwargs
 
+    def _drop_buckets(self, done: set[Bucket]) -> None:
+        if done:
+            self._drop({id(f) for bucket, _, p in self._places() if bucket in done for f in self.fragments(p)})
+
+    def _hand_over(self, plans: dict[Bucket, list[Part] | None], members: dict[Bucket, list[Member]]) -> None:
+        """See overlap.py, Note [Beside the next forward]."""
+        for bucket, parts in plans.items():
+            mine = {bucket: members.pop(bucket)} if bucket in members else {}
+            if mine and "master" in bucket.shelf.homes:
+                self._step_resting(mine)
+            elif mine and self.fused is not None:
+                self.fused.step(mine)
+            self.overlap.hand_over(bucket, parts)
+
     def _drop(self, done: set[int]) -> None:
         """Take fragments that were stepped out of the groups, until ``widen``."""
         for group in self.optimizer.param_groups:
@@ -257,7 +294,6 @@ class ShardedOptimizer:
         taken = self._taken(resting)
         for bucket in self.engine.shelves.walk(resting) if resting else ():
             self._step_resting_bucket(bucket, members.pop(bucket), bucket in taken)
-        self.engine.shelves.check(self.engine.comm, "states in files")
         for bucket in idle:
             self._drop({id(member.fragment) for member in members.pop(bucket)})
 
@@ -277,6 +313,8 @@ class ShardedOptimizer:
     @torch.no_grad()
     def shelve_states(self) -> None:
         """Put states that were loaded where they rest, bucket by bucket. Not collective."""
+        self.engine.finish_steps()
+        self.overlap.forget_states()
         places: dict[Bucket, list[tuple[Parameter, Piece]]] = {}
         for bucket, index, parameter in self._places():
             if "master" in bucket.shelf.homes:
@@ -335,7 +373,9 @@ class ShardedOptimizer:
         if self._depth > 0:
             return
         self.widen()
-        self.engine.publish({bucket for bucket, _, _ in self._places()})
+        self.engine.publish({bucket for bucket, _, _ in self._places()} - self.overlap.take_late())
+        self.overlap.forget_early(self._early)
+        self._early = set()
 
     def narrow(self) -> None:
         """Groups and state from parameters to fragments. See Note [Narrowing]."""
@@ -368,16 +408,14 @@ class ShardedOptimizer:
 
         Gradients that ``p.grad`` shows are forgotten when it is set to None; inside ``no_sync`` none is shown.
         """
-        indices: dict[Bucket, set[int]] = {}
-        for bucket, index, _ in self._places():
-            indices.setdefault(bucket, set()).add(index)
-        for bucket, which in indices.items():
+        for bucket, which in self.indices().items():
             bucket.grads.clear(which)
 
     @torch.no_grad()
     def zero_grads(self) -> None:
         """Set the accumulated gradients of this optimizer's parameters to zero; they count as used."""
         for bucket, index, _ in self._places():
+            bucket.settle()
             span, grads = bucket.layout.spans[index], bucket.grads
             if grads.local is not None:
                 grads.local[span.lo : span.hi].zero_()

@@ -18,6 +18,7 @@ Note [When a bucket is ready]
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class Reducer:
         self._made: dict[torch.dtype, int] = {}  # how many of them exist, free or not
         self._flying: deque[tuple[Bucket, Pending, tuple[Tensor, Tensor] | None]] = deque()
         self._leaving: deque[Accumulator] = deque()  # are being written to files
+        self.on_landed: Callable[[Bucket], bool] | None = None  # may take a bucket whose gradients are reduced
         self.sync = True  # False inside no_sync: buckets whose gradients are not sharded stay local
 
     def mark_ready(self, bucket: Bucket) -> None:
@@ -147,7 +149,8 @@ class Reducer:
         bucket, pending, slot = self._flying.popleft()
         with torch.no_grad():
             pending.wait()
-        if bucket.shelf.optim is not None:
+        taken = self.on_landed is not None and self.on_landed(bucket)
+        if bucket.shelf.optim is not None and not taken:
             bucket.grads.put_away()
             self._leaving.append(bucket.grads)
             if len(self._leaving) > 1:
@@ -157,6 +160,7 @@ class Reducer:
 
     def abort(self) -> None:
         """Forget a backward that failed; what was launched is waited for, its buffers are used again."""
+        self.on_landed = None
         self.drain()
         self._head = 0
         self._ready.clear()

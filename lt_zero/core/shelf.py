@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from lt_zero.config import ZeroConfig
 from lt_zero.config.offload import OffloadOptimizer, OffloadParam
 from lt_zero.config.schema import ZeroOptimization
+from lt_zero.core.background import Background, Job
 from lt_zero.core.comm import Comm
 from lt_zero.core.storage import flat_empty
 from lt_zero.offload.home import FileHome, Tier, tidy
@@ -56,11 +57,33 @@ class Shelf:
         self.optim, self.params, self._record = optim, params, record
         self.host_optim, self.host_params, self._pin = host_optim, host_params, pin
         self.homes: dict[str, FileHome] = {}
+        self._job: Job | None = None  # of the background, which works on what is here
+        self._then: list[Callable[[], None]] = []  # to be done after it
 
     @property
     def moves_optim(self) -> bool:
         """Whether what the optimizer works on is not where the bucket is: in host memory, or in files."""
         return self.host_optim or self.optim is not None
+
+    def hand_over(self, job: Job) -> None:
+        """What is here belongs to the background until ``settle``."""
+        self._job = job
+
+    def settle(self) -> bool:
+        """Wait until what is here is the caller's; returns whether it was not. Nothing happens in the background."""
+        if self._job is None or not self._job.wait():
+            return False
+        self._job, then, self._then = None, self._then, []
+        for work in then:
+            work()
+        return True
+
+    def when_settled(self, work: Callable[[], None]) -> None:
+        """Do something now, or before anybody else touches what is here."""
+        if self._job is None:
+            work()
+        else:
+            self._then.append(work)
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1D tensor in host memory for the life of a run."""
@@ -107,17 +130,31 @@ class Shelves:
     params: Tier | None = None
     how: OffloadOptimizer = OffloadOptimizer()
     param_blocks: OffloadParam = OffloadParam()
+    background: Background | None = None
+    failure: SwapError | None = None  # of the background
 
     def walk(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
         """Visit buckets with what a step needs; the next is read and the last written meanwhile."""
         assert self.optim is not None
-        groups = [_homes_of(bucket) for bucket in buckets]
+        groups = [homes_of(bucket) for bucket in buckets]
         for number in self.optim.walk(groups, self.how.pipeline_read, self.how.pipeline_write):
             yield buckets[number]
 
+    def note(self, error: Exception) -> None:
+        """An error in the background. See background.py, Note [Errors in the thread]."""
+        if not isinstance(error, SwapError):
+            log.error("A step in the background failed", exc_info=error)
+            error = SwapError(f"a step in the background failed ({error!r}); restart from a checkpoint")
+        self.failure = self.failure or error
+
+    def walking(self) -> AbstractContextManager[object]:
+        """Around visits to one bucket after the other. See offload/home.py, ``Tier.walking``."""
+        return self.optim.walking() if self.optim is not None else nullcontext()
+
     def find_problem(self) -> SwapError | None:
         """What went wrong on this rank. See offload/home.py, Note [A failing disk]."""
-        return next((t.problem for t in (self.optim, self.params) if t is not None and t.problem is not None), None)
+        problems = (tier.problem for tier in (self.optim, self.params) if tier is not None)
+        return self.failure or next((problem for problem in problems if problem is not None), None)
 
     def check(self, comm: Comm, name: str) -> None:
         """Agree whether files are what they should be. Collective, if there are any.
@@ -125,7 +162,7 @@ class Shelves:
         Raises:
             SwapError: on all ranks, naming ranks, files and remedies.
         """
-        if self.optim is not None or self.params is not None:
+        if self.optim is not None or self.params is not None or self.background is not None:
             with together(comm, name):
                 if (problem := self.find_problem()) is not None:
                     raise problem
@@ -168,7 +205,10 @@ class Shelves:
         )
 
     def close(self) -> None:
-        """Remove the files."""
+        """End the background, remove the files."""
+        if self.background is not None:
+            self.background.close()
+        self.background = None
         for tier in {id(t): t for t in (self.optim, self.params) if t is not None}.values():
             tier.close()
         self.optim = self.params = None
@@ -206,7 +246,8 @@ def together(comm: Comm, name: str) -> Iterator[None]:
         raise SwapError(" ".join(found)) from problem
 
 
-def _homes_of(bucket: Bucket) -> Callable[[], list[FileHome]]:
+def homes_of(bucket: Bucket) -> Callable[[], list[FileHome]]:
+    """What has to be here for a step of a bucket, and leaves after it."""
     shelf = bucket.shelf
 
     def homes() -> list[FileHome]:
@@ -231,6 +272,7 @@ def open_shelves(buckets: Sequence[Bucket], config: ZeroConfig, device: torch.de
             log.info("zero_optimization.%s.device=cpu: the model is on the CPU, states are there anyway", name)
     if not buckets or (optim.device, params.device) == ("none", "none"):
         return shelves
+    shelves.how = optim
     if "nvme" in (optim.device, params.device):
         return_large_blocks()
         numels, rank = [b.own[1] - b.own[0] for b in buckets], buckets[0].comm.rank
@@ -247,6 +289,10 @@ def open_shelves(buckets: Sequence[Bucket], config: ZeroConfig, device: torch.de
             pin=device.type == "cuda" and optim.pin_memory and params.pin_memory,
         )
         bucket.use(shelf)
+    if optim.overlap_step is not False and any(bucket.shelf.moves_optim for bucket in buckets):
+        shelves.background = Background(optim.buffer_count, optim.pipeline_read, optim.pipeline_write, shelves.walking)
+        if optim.overlap_step is True:
+            buckets[0].comm.allow_background()
     return shelves
 
 
@@ -256,7 +302,6 @@ def _open_tiers(shelves: Shelves, config: ZeroConfig, numels: list[int], rank: i
     if optim.device == "nvme":
         assert optim.nvme_path is not None
         shelves.optim = Tier(optim.nvme_path, rank, config.aio, numels, room=optim.buffer_count)
-        shelves.how = optim
     if params.device == "nvme":
         assert params.nvme_path is not None
         same = shelves.optim is not None and optim.nvme_path == params.nvme_path

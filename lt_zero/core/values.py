@@ -46,6 +46,7 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
         if engine is None or id(parameter) not in getattr(engine, "owner", {}):
             continue
         bucket = engine.owner[id(parameter)][0]
+        bucket.settle()
         if bucket not in held:
             held[bucket] = (engine, bucket.state is not State.RELEASED, is_guarded(parameter))
     for bucket, (engine, _, _) in held.items():
@@ -77,6 +78,7 @@ def full_parameters(engine: Engine) -> Iterator[FullParameter]:
 
     At most one bucket is held beyond what is resident anyway.
     """
+    engine.refuse_torn()
     for bucket in engine.buckets:
         flat = full_flat(bucket)
         for parameter, span in zip(bucket.params, bucket.layout.spans, strict=True):
@@ -88,6 +90,7 @@ def full_parameters(engine: Engine) -> Iterator[FullParameter]:
 @torch.no_grad()
 def full_flat(bucket: Bucket) -> Tensor:
     """All elements (1D) of the bucket's master weights. Collective."""
+    bucket.settle()
     bucket.edits.check()
     if bucket.state is State.RESIDENT and not bucket.weights.separate:
         return bucket.flat

@@ -128,6 +128,7 @@ class Weights:
     @property
     def master(self) -> Tensor | None:
         """What the optimizer updates (1D, as ``part``). Read from its file if it rests there."""
+        self._shelf.settle()
         home = self._shelf.homes.get("master")
         return home.bring() if home is not None else self._master
 
@@ -150,6 +151,7 @@ class Weights:
 
     def _brought(self, write: bool) -> Tensor:
         """``home``; without ``write`` nothing has to be written back."""
+        self._shelf.settle()
         if self._master is not None:
             return self._master
         home = self._shelf.homes.get("master") or self._shelf.homes.get("weights")
@@ -167,6 +169,7 @@ class Weights:
     @property
     def source(self) -> Tensor | FileHome:
         """What a gather reads. See Note [States in files]."""
+        self._shelf.settle()
         if self._source is not None:
             return self._source
         homes = self._shelf.homes
@@ -185,6 +188,7 @@ class Weights:
 
     def refresh(self) -> None:
         """Bring the copy that gathers read up to date with the master weights, which are in memory."""
+        self._shelf.settle()
         target = self.copy_target()
         if "weights" in self._shelf.homes and self._sharded and self.trains:
             self._shelf.homes["weights"].hold().copy_(self.master_rows)

@@ -14,7 +14,7 @@ Note [Walking]
     buckets have memory at a time; with two of them nothing is read ahead while something is written.
 
 Note [On demand]
-    Code that asks for a tensor that is away gets it (``use``); correctness does not depend on plans. Whoever walks over
+    Code that asks for a tensor that is away gets it (``bring``); correctness does not depend on plans. Whoever walks over
     many buckets that way calls ``tidy`` after each.
 
 Note [A failing disk]
@@ -26,10 +26,11 @@ Note [A failing disk]
 from __future__ import annotations
 
 import re
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum, auto
 from pathlib import Path
 
@@ -53,27 +54,31 @@ class _At(Enum):
 
 
 class Buffers:
-    """Memory for what is here: what one home gives back the next one gets, without new pages.
+    """Memory for what is here: what one home gives back the next one gets, without new pages. Any thread may use it.
 
     Args:
         spare: buffers that are kept although nobody uses them.
     """
 
     def __init__(self, spare: int = 2) -> None:
-        self._spare, self._free = spare, list[Tensor]()
+        self._few, self._spare, self._free = spare, spare, list[Tensor]()
+        self._walks = 0  # that are going on
+        self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Tensor:
         """A buffer (1D uint8) of ``nbytes``, with any content."""
-        fitting = [b for b in self._free if nbytes <= b.numel() <= nbytes + nbytes // 4]
-        if not fitting:
-            return aligned_buffer(nbytes)
-        best = min(fitting, key=lambda b: b.numel())
-        self._free = [b for b in self._free if b is not best]
-        return best
+        with self._lock:
+            fitting = [b for b in self._free if nbytes <= b.numel() <= nbytes + nbytes // 4]
+            if fitting:
+                best = min(fitting, key=lambda b: b.numel())
+                self._free = [b for b in self._free if b is not best]
+                return best
+        return aligned_buffer(nbytes)
 
     def give(self, buffer: Tensor) -> None:
         """Take a buffer back; nobody may use it any more."""
-        self._free = [*self._free, buffer][-self._spare :]
+        with self._lock:
+            self._free = [*self._free, buffer][-self._spare :]
 
     @property
     def nbytes(self) -> int:
@@ -83,12 +88,15 @@ class Buffers:
     @contextmanager
     def many(self, count: int) -> Iterator[None]:
         """Keep more spare buffers while something walks over all homes."""
-        before, self._spare = self._spare, count
+        with self._lock:
+            self._walks, self._spare = self._walks + 1, max(self._spare, count)
         try:
             yield
         finally:
-            self._spare = before
-            self._free = self._free[-before:]
+            with self._lock:
+                self._walks -= 1
+                if not self._walks:
+                    self._spare, self._free = self._few, self._free[-self._few :]
 
 
 class FileHome:
@@ -289,10 +297,15 @@ class Tier:
         self._files: dict[str, SwapFile | _Nowhere] = {}
         self.problem: SwapError | None = None  # the first; see Note [A failing disk]
         self._buffers = Buffers()
+        self._lock = threading.Lock()  # homes are made in any thread
 
     def home(self, kind: str, record: int, dtype: torch.dtype) -> FileHome:
         """A new home for ``kind`` ("master", "exp_avg") of bucket ``record``."""
         name = f"{kind}-{str(dtype).removeprefix('torch.')}"
+        with self._lock:
+            return self._home(kind, name, record, dtype)
+
+    def _home(self, kind: str, name: str, record: int, dtype: torch.dtype) -> FileHome:
         if name not in self._files:
             plain = re.sub(r"[^\w.-]", "_", name)  # users' optimizers name states as they like
             self._files[name] = self._make(
@@ -331,8 +344,12 @@ class Tier:
         Yields:
             The number of the group that is here.
         """
-        with self._buffers.many(16):
+        with self.walking():
             yield from self._walk(groups, read_ahead, behind)
+
+    def walking(self) -> AbstractContextManager[None]:
+        """Around visits to one bucket after the other: memory that one gives back is kept for the next."""
+        return self._buffers.many(16)
 
     def _walk(self, groups: Sequence[Callable[[], list[FileHome]]], read_ahead: bool, behind: bool) -> Iterator[int]:
         leaving: deque[list[FileHome]] = deque()

@@ -1,0 +1,197 @@
+"""Which offloaded buckets are stepped beside backward or the next forward, and when that must not be.
+
+Note [Beside backward]
+    When the gradients of a bucket are reduced, backward does not need its weights any more, and if nobody clips,
+    unscales or looks at the gradients before the step, the step can begin. Each rank decides for itself, as nothing of
+    it is collective: a bucket with a parameter that this rank did not use waits for the step, when the ranks have
+    agreed on what was used. What later backwards of this step need stays as it is: the compute copies of whole
+    parameters are written by the step proper, and a unit that is gathered again after its bucket was stepped raises.
+    If backward fails half way, some buckets are a step ahead of others: then nothing can be stepped or saved any more.
+
+Note [Beside the next forward]
+    ``overlap_step: true``: the step plans (learning rates are those of now), hands its buckets to the thread and
+    returns. A unit waits for its own buckets before its forward. Whole parameters are guarded meanwhile, so that any
+    other use waits for all; what rests in the optimizer is waited for before a state dict is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from lt_zero.core.background import Job
+from lt_zero.core.bucket import Bucket
+from lt_zero.core.fused import Member, Part
+from lt_zero.core.shelf import homes_of
+
+if TYPE_CHECKING:
+    from lt_zero.core.optimizer import ShardedOptimizer
+
+_WAITING = 1  # buckets with gradients in memory that stand in line at most, if gradients rest in files
+
+
+class Overlap:
+    """The steps of one optimizer that run in the background."""
+
+    def __init__(self, sharded: ShardedOptimizer) -> None:
+        self._sharded, self._engine = sharded, sharded.engine
+        self._shelves = sharded.engine.shelves
+        self._early: dict[Bucket, list[Member]] = {}  # stepped beside the last backward
+        self._late: set[Bucket] = set()  # handed over by the step at hand
+        self._members: dict[Bucket, list[Member]] = {}
+        self._indices: dict[Bucket, set[int]] = {}  # this optimizer's parameters in a bucket
+        self._number_of: dict[int, int] = {}  # group of a parameter, by id
+        self._steady: dict[Bucket, list[int]] = {}  # used parameters, in the last step of its own
+
+    # ---- beside backward ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def beside_backward(self) -> Iterator[None]:
+        """Around a backward that this optimizer's step follows, with no look at the gradients in between.
+
+        Without effect where nothing can be stepped early. See Note [Beside backward].
+        """
+        if not self._can_begin():
+            yield
+            return
+        reducer = self._engine.reducer
+        reducer.on_landed = self._landed
+        try:
+            with self._shelves.walking():
+                yield
+        except BaseException:
+            if self._early:
+                names = ", ".join(repr(bucket.name) for bucket in list(self._early)[:3])
+                self._engine.torn = f"{len(self._early)} of {len(self._engine.buckets)} buckets ({names}, ...)"
+                self._end_early()
+            raise
+        finally:
+            reducer.on_landed = None
+
+    def _can_begin(self) -> bool:
+        sharded, self._early = self._sharded, {}
+        if self._shelves.background is None or sharded.fused is None or sharded.loss_scale != 1.0:
+            return False
+        if not self._engine.reducer.sync:
+            return False
+        members, self._indices = sharded.members(lambda bucket, index: True), sharded.indices()
+        taken = sharded.fused.takes(bucket for bucket in members if bucket.can_step_early)
+        self._members = {bucket: found for bucket, found in members.items() if bucket in taken}
+        self._number_groups()
+        if self._members:
+            sharded.fused.begin()
+        return bool(self._members)
+
+    def _number_groups(self) -> None:
+        groups = self._sharded.wide_groups()
+        self._number_of = {id(p): number for number, params in enumerate(groups) for p in params}
+
+    def _landed(self, bucket: Bucket) -> bool:
+        """The gradients of ``bucket`` were reduced; returns whether it is stepped now."""
+        members, fused = self._members.get(bucket, []), self._sharded.fused
+        if not members or bucket in self._early or self._engine.is_pinned(bucket) or bucket.has_grads():
+            return False
+        if bucket.grads.used != bucket.grads.valid or not bucket.grads.valid <= self._indices[bucket]:
+            return False
+        assert fused is not None
+        parts = fused.plan(bucket, members, self._number_of)
+        if parts is None:
+            return False
+        self._early[bucket] = members
+        bucket.stepped_early = True
+        self._hand_over(bucket, lambda: self._step_early(bucket, parts), None, _WAITING if bucket.grads.rests else None)
+        return True
+
+    def _step_early(self, bucket: Bucket, parts: list[Part]) -> None:
+        assert self._sharded.fused is not None
+        self._sharded.fused.launch([bucket], parts)
+        if bucket.shelf.optim is not None:
+            bucket.weights.refresh()
+            bucket.shelf.homes["grad"].discard()  # spares writing and reading it; ``forget_early`` forgets it
+
+    def take_early(self, members: dict[Bucket, list[Member]]) -> set[Bucket]:
+        """The step proper begins: leave out what was stepped already; returns it."""
+        early = self._end_early()
+        for bucket in early:
+            members.pop(bucket, None)
+            if not self._publishes_late:
+                bucket.settle()
+        return early
+
+    def _end_early(self) -> set[Bucket]:
+        early, self._early = set(self._early), {}
+        for bucket in early:
+            bucket.stepped_early = False
+        return early
+
+    def forget_early(self, early: set[Bucket]) -> None:
+        """The step is done: gradients that were not kept are gone."""
+        for bucket in early:
+            if bucket.grads.rests:
+                for index in bucket.grads.valid:
+                    bucket.params[index].grad = None
+                bucket.grads.clear(set(bucket.grads.valid))
+
+    # ---- beside the next forward -------------------------------------------------------------------------------
+
+    @property
+    def _publishes_late(self) -> bool:
+        return self._shelves.background is not None and self._shelves.how.overlap_step is True
+
+    def plan_late(
+        self, members: dict[Bucket, list[Member]], early: set[Bucket], used: dict[Bucket, list[int]]
+    ) -> dict[Bucket, list[Part] | None]:
+        """What the thread is to step and publish, the same buckets in the same order on all ranks.
+
+        None instead of a plan: the thread only publishes. That is so for buckets of ``early``, and where states have to
+        be moved first, on this rank; only those are left in ``members``.
+        """
+        if not self._publishes_late or self._sharded.fused is None:
+            return {}
+        taken = self._sharded.fused.takes(b for b in used if b.shelf.moves_optim)
+        self._number_groups()
+        plans: dict[Bucket, list[Part] | None] = {}
+        for bucket, indices in used.items():
+            steady, self._steady[bucket] = self._steady.get(bucket) == indices, indices
+            if not steady or bucket not in taken:
+                continue
+            plans[bucket] = None
+            if bucket not in early:
+                plans[bucket] = self._sharded.fused.plan(bucket, members.get(bucket, []), self._number_of)
+            if plans[bucket] is not None:
+                members.pop(bucket, None)
+        return plans
+
+    def hand_over(self, bucket: Bucket, parts: list[Part] | None) -> None:
+        """Have the thread step (with ``parts``) and publish a bucket."""
+        bucket.release()
+        bucket.await_publication()
+        self._late.add(bucket)
+        self._hand_over(bucket, lambda: self._step_late(bucket, parts), bucket.publication(), None)
+
+    def _step_late(self, bucket: Bucket, parts: list[Part] | None) -> None:
+        if parts is not None:
+            assert self._sharded.fused is not None
+            self._sharded.fused.launch([bucket], parts)
+            if bucket.shelf.optim is not None:
+                bucket.weights.refresh()
+        bucket.refresh_after_step()
+
+    def _hand_over(
+        self, bucket: Bucket, step: Callable[[], None], publish: Callable[[], object] | None, limit: int | None
+    ) -> None:
+        background = self._shelves.background
+        assert background is not None
+        job = Job(step, homes_of(bucket), publish, self._shelves.note)
+        bucket.shelf.hand_over(job)
+        background.hand_over(job, limit)
+
+    def take_late(self) -> set[Bucket]:
+        """The buckets of the step that the thread publishes."""
+        late, self._late = self._late, set()
+        return late
+
+    def forget_states(self) -> None:
+        """States were loaded: the next step is one of its own, which puts them where they rest."""
+        self._steady = {}
