@@ -27,6 +27,7 @@ from torch.nn import functional as F
 VOCABULARY, CONTEXT, HEADS, MICRO_BATCH = 4096, 128, 8, 4
 PEERS = ["ddp", "fsdp2", "deepspeed-1", "deepspeed-2", "deepspeed-3"]
 PEERS += ["lt_zero-0", "lt_zero-1", "lt_zero-2", "lt_zero-3", "lt_zero-3-release"]
+OFFLOADED = ["deepspeed-2-cpu", "lt_zero-2-cpu", "deepspeed-3-cpu", "lt_zero-3-cpu"]  # the optimizer, to the CPU
 LIBRARY = {"fsdp2": "torch.distributed.fsdp", "deepspeed": "deepspeed", "lt_zero": "lt_zero"}
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -133,7 +134,15 @@ def setup_deepspeed(job: Job, model: GPT) -> Step:
         "zero_force_ds_cpu_optimizer": False,
     }
     config |= {"bf16": {"enabled": True}} if job.bf16 else {}
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
+    optimizer: torch.optim.Optimizer
+    if job.peer.endswith("-cpu"):
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found, unused-ignore]
+
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        optimizer = DeepSpeedCPUAdam(model.parameters(), lr=1e-3, weight_decay=0.01, adamw_mode=True)
+    else:
+        optimizer = adamw(model)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
     def step(ids: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = engine(ids, targets)
@@ -149,7 +158,9 @@ def setup_lt_zero(job: Job, model: GPT) -> Step:
     from lt_zero.config.precision import dtype_policy
 
     _, stage, *variant = job.peer.split("-")
-    block = {"stage": int(stage)} | ({"stage3_max_reuse_distance": 0} if variant == ["release"] else {})
+    block: dict[str, Any] = {"stage": int(stage)}
+    block |= {"stage3_max_reuse_distance": 0} if variant == ["release"] else {}
+    block |= {"offload_optimizer": {"device": "cpu"}} if variant == ["cpu"] else {}
     config = lt_zero.ZeroConfig.of({"zero_optimization": block, "bf16": {"enabled": job.bf16}})
     engine = lt_zero.shard(model, config, policy=dtype_policy(config, "bf16-mixed") if job.bf16 else None)
     optimizer = adamw(model)

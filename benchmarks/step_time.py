@@ -32,7 +32,7 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-from peers import PEERS, Job
+from peers import OFFLOADED, PEERS, Job
 
 PATIENCE = 600  # seconds without an answer after which a peer is given up: the first DeepSpeed run compiles its ops
 LOSS_TOLERANCE = 1e-3  # fp32 only: the peers add the same numbers in another order
@@ -153,9 +153,9 @@ def environment(rank: int, ranks: int) -> dict[str, str]:
 
 def pick_peers(args: argparse.Namespace) -> list[Peer]:
     found = [args.profile] if args.profile else args.peers.split(",") if args.peers else PEERS
-    unknown = set(found) - {*PEERS, "single"}
+    unknown = set(found) - {*PEERS, *OFFLOADED, "single"}
     if unknown:
-        raise SystemExit(f"unknown peers {sorted(unknown)}; there are single, {', '.join(PEERS)}")
+        raise SystemExit(f"unknown peers {sorted(unknown)}; there are single, {', '.join([*PEERS, *OFFLOADED])}")
     peers = [Peer(name) for name in dict.fromkeys(found)]
     if not args.deepspeed_python and importlib.util.find_spec("deepspeed") is None:
         for peer in peers:
