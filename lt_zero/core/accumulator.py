@@ -21,6 +21,7 @@ from lt_zero.core.layout import BucketLayout, Piece
 from lt_zero.core.shelf import Shelf
 from lt_zero.core.storage import flat_empty
 from lt_zero.offload.home import tidy
+from lt_zero.offload.lanes import Ticket
 
 
 class Accumulator:
@@ -59,6 +60,7 @@ class Accumulator:
         self.factor: Tensor | None = None  # 0D fp32; see fused.py, Note [Deferred factor]
         self.valid: set[int] = set()  # parameters that were reduced since their gradient was cleared
         self.used: set[int] = set()  # those of them that had a gradient on this rank
+        self._coming: tuple[Ticket, Tensor, Tensor | None] | None = None  # to host memory; what is to be added then
         self.local: Tensor | None = None  # 1D, all elements: gradients not reduced yet (stages 0 and 1)
 
     def use(self, shelf: Shelf) -> None:
@@ -123,7 +125,7 @@ class Accumulator:
     def launch_reduce(self, send: Tensor, scratch: Tensor) -> Pending:
         """Start averaging ``send`` (1D, all elements) over the ranks into the accumulator."""
         shelf = self._shelf
-        shelf.settle()
+        self._own()
         if not self.accumulated and shelf.optim is None:
             make = shelf.host_empty if shelf.host_optim else partial(flat_empty, device=send.device)
             self.grad = make(self._numel, self.dtype)
@@ -139,14 +141,33 @@ class Accumulator:
             return collective(out, send, scratch, add, self._name)
         landing = flat_empty(self._numel, out.dtype, send.device)
         pending = collective(landing, send, scratch, False, self._name)
-        return After(pending, lambda: out.add_(landing.to(out.device)) if add else out.copy_(landing))
+        return After(pending, lambda: self._send(out, landing, add))
+
+    def _send(self, out: Tensor, landing: Tensor, add: bool) -> None:
+        """Start moving what was reduced on the device to host memory."""
+        target = torch.empty_like(out, pin_memory=out.is_pinned()) if add else out
+        self._coming = (self._shelf.traffic.to_host.copy(target, landing), out, target if add else None)
+
+    @torch.no_grad()
+    def arrive(self) -> None:
+        """Wait for what is on its way to host memory."""
+        if self._coming is not None:
+            (ticket, out, addend), self._coming = self._coming, None
+            ticket.synchronize()
+            if addend is not None:
+                out.add_(addend)
+
+    def _own(self) -> None:
+        """Nobody else works on the accumulator now, and all of it is there."""
+        self._shelf.settle()
+        self.arrive()
 
     # ---- the accumulator ---------------------------------------------------------------------------------------
 
     @property
     def grad(self) -> Tensor | None:
         """The accumulator (1D, elements [own)). Read from its file if it rests there."""
-        self._shelf.settle()
+        self._own()
         if not self.accumulated or self._grad is not None:
             return self._grad
         return self._shelf.homes["grad"].bring()
@@ -159,7 +180,7 @@ class Accumulator:
 
     def read(self) -> Tensor:
         """``grad``, which is there, for reading only."""
-        self._shelf.settle()
+        self._own()
         return self._grad if self._grad is not None else self._shelf.homes["grad"].bring(write=False)
 
     def of(self, piece: Piece, write: bool = True) -> Tensor:
@@ -189,6 +210,7 @@ class Accumulator:
 
     def _drop(self) -> None:
         if not self.valid and not self.used:
+            self._coming = None
             self.local, self.grad, self.factor = None, None, None
 
     # ---- where it rests ----------------------------------------------------------------------------------------
@@ -200,13 +222,13 @@ class Accumulator:
 
     def put_away(self) -> None:
         """Start writing an accumulator that rests in a file; ``stow`` ends it."""
-        self._shelf.settle()
+        self._own()
         if self.rests:
             self._shelf.homes["grad"].put_away()
 
     def stow(self) -> None:
         """Have no memory for an accumulator that rests in a file."""
-        self._shelf.settle()
+        self._own()
         if self.rests:
             tidy([self._shelf.homes["grad"]])
 

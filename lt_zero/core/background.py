@@ -116,6 +116,7 @@ class _Line:
     behind: int
     ahead: bool
     walking: Callable[[], AbstractContextManager[object]]
+    device: torch.device | None
     jobs: deque[Job]
     changed: threading.Condition
     closed: bool = False
@@ -129,6 +130,7 @@ class Background:
         read_ahead: read the next bucket while one is stepped.
         write_behind: write the last bucket while one is stepped.
         walking: a context for as long as there are jobs.
+        device: to which results are copied.
     """
 
     def __init__(
@@ -137,9 +139,10 @@ class Background:
         read_ahead: bool = True,
         write_behind: bool = True,
         walking: Callable[[], AbstractContextManager[object]] = nullcontext,
+        device: torch.device | None = None,
     ) -> None:
         behind = max(0, min(1, room - 2)) if write_behind else 0
-        self._line = _Line(room, behind, read_ahead, walking, deque(), threading.Condition())
+        self._line = _Line(room, behind, read_ahead, walking, device, deque(), threading.Condition())
         self._stop: weakref.finalize | None = None  # type: ignore[type-arg]
 
     def hand_over(self, job: Job, limit: int | None = None) -> None:
@@ -162,6 +165,8 @@ class Background:
 
 def _serve(line: _Line) -> None:
     _in_thread.working = True
+    if line.device is not None and line.device.type == "cuda":
+        torch.cuda.set_device(line.device)
     while True:
         with line.changed:
             line.changed.wait_for(lambda: bool(line.jobs) or line.closed)

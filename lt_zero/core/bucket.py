@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.core.accumulator import Accumulator
-from lt_zero.core.comm import Comm, Pending
+from lt_zero.core.comm import Both, Comm, Pending
 from lt_zero.core.edits import EditWatch
 from lt_zero.core.guard import Owner, guard, own, sentinel, unguard
 from lt_zero.core.layout import BucketLayout, Piece, plan_bucket
@@ -155,6 +155,10 @@ class Bucket:
             source = self.weights.source
             if isinstance(source, FileHome):
                 source.prefetch()
+            elif self.shelf.host_params:
+                ticket = self.weights.send(self.part, source)
+                with self.shelf.traffic.to_device.in_line():
+                    self._pending = Both(ticket, self.comm.all_gather(self.flat, self.name, source))
             else:
                 self.part.copy_(source)
                 self._pending = self.comm.all_gather(self.flat, self.name, source)
@@ -261,15 +265,25 @@ class Bucket:
 
     def publication(self) -> Callable[[], object] | None:
         """What the background does when this rank's part is up to date. Collective."""
-        if self.sharding.params:
-            return lambda: self.comm.publish(None).wait()
-        return (lambda: self.comm.publish(self.flat).wait()) if self.sharding.optim else None
+        return self._publish if self.sharding.optim or self.sharding.params else None
+
+    def _publish(self) -> None:
+        flat = None if self.sharding.params else self.flat
+        if not self.shelf.host_optim:
+            self.comm.publish(flat).wait()
+            return
+        lane = self.shelf.traffic.to_device
+        with lane.in_line():
+            self.comm.publish(flat).wait()
+        if flat is not None:
+            self.weights.arrives(lane.mark())
 
     def settle(self) -> bool:
         """Wait for what the background does with the bucket; returns whether there was something."""
         waited = self.shelf.settle()
         if self._unpublished:
             self._unpublished = False
+            self.weights.arrive()
             for parameter in self.params:
                 unguard(parameter)
             self.edits.note()

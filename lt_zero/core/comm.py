@@ -52,6 +52,17 @@ class After:
         self._finish()
 
 
+class Both:
+    """A copy, and a collective that was launched behind it."""
+
+    def __init__(self, first: Pending, second: Pending) -> None:
+        self._parts = (first, second)
+
+    def wait(self) -> None:
+        for part in self._parts:
+            part.wait()
+
+
 class _All:
     """Several launched works that are waited for together, and what is computed from them afterwards."""
 

@@ -387,6 +387,8 @@ class Engine:
         stepped = [bucket for bucket in self.buckets if bucket in buckets]
         for bucket in stepped:
             bucket.write_back()
+        for bucket in stepped:
+            bucket.weights.arrive()  # before another rank may read it
         self.comm.after_write()
         for pending in [bucket.launch_publish() for bucket in stepped]:
             if pending is not None:

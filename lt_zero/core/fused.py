@@ -37,7 +37,6 @@ from lt_zero import ops
 from lt_zero.compat import step_hooks
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.layout import ALIGN, Piece
-from lt_zero.core.weights import Weights
 
 log = logging.getLogger("lt_zero")
 
@@ -222,17 +221,20 @@ class FusedAdam:
         return [part for run, (number, some) in found for part in self._parts(run, some, number, rules[number])]
 
     @torch.no_grad()
-    def launch(self, buckets: list[Bucket], parts: list[Part], found_inf: Tensor | None = None) -> None:
-        """Run what was planned for these buckets, whose states are here."""
+    def launch(
+        self, buckets: list[Bucket], parts: list[Part], found_inf: Tensor | None = None, write: bool = True
+    ) -> None:
+        """Run what was planned for these buckets, whose states are here; ``write`` the compute copy, too."""
+        targets = {bucket: bucket.weights.kernel_target() if write else None for bucket in buckets}
         calls: dict[tuple[Any, ...], _Call] = {}
         for part in parts:
             bucket = part.run.bucket
             factor = bucket.grads.factor
-            out_dtype = bucket.dtype if _kernel_target(bucket.weights) is not None else None
-            key = (part.number, part.numbers["step"], bucket.grads.read().dtype, out_dtype, id(factor))
-            calls.setdefault(key, _Call(factor, part.numbers)).add(part.run, part.lo, part.hi)
-        for bucket in buckets:
-            bucket.weights.written = _kernel_target(bucket.weights) is not None
+            out = targets[bucket]
+            key = (part.number, part.numbers["step"], bucket.grads.read().dtype, out is None or out.dtype, id(factor))
+            calls.setdefault(key, _Call(factor, part.numbers)).add(part.run, part.lo, part.hi, out)
+        for bucket, target in targets.items():
+            bucket.weights.written = target is not None
         for call in calls.values():
             call.launch(found_inf)
         if not self._told:
@@ -288,28 +290,21 @@ class _Call:
         self.moments: tuple[list[Tensor], list[Tensor]] = ([], [])
         self.outs: list[Tensor] = []
 
-    def add(self, run: Run, lo: int, hi: int) -> None:
-        """Elements [lo, hi) of ``run``."""
+    def add(self, run: Run, lo: int, hi: int, out: Tensor | None) -> None:
+        """Elements [lo, hi) of ``run``; their compute copy goes into ``out``, which lies like the bucket."""
         weights, first, last = run.bucket.weights, run.lo + lo, run.lo + hi
         grad = run.bucket.grads.read()
         self.params.append(weights.master_rows[first:last])
         self.grads.append(grad[first:last])
         for rows, moment in zip(self.moments, run.moments, strict=True):
             rows.append(moment[lo:hi])
-        copy = _kernel_target(weights)
-        if copy is not None:
-            self.outs.append(copy[first:last])
+        if out is not None:
+            self.outs.append(out[first:last])
 
     def launch(self, found_inf: Tensor | None) -> None:
         factor = self.factor.to(self.params[0].device) if self.factor is not None else None
         rows = (self.params, self.grads, *self.moments, self.outs)
         ops.adam_step(*rows, **self.numbers, scale=factor, found_inf=found_inf)
-
-
-def _kernel_target(weights: Weights) -> Tensor | None:
-    """Where the kernel can write the compute copy: not into another device's memory."""
-    target = weights.copy_target()
-    return target if target is not None and target.device == weights.master_rows.device else None
 
 
 def _signature(members: list[Member], numbers: list[int]) -> list[tuple[int, int]]:

@@ -248,6 +248,7 @@ class ShardedOptimizer:
         try:
             self._hand_over(plans, members)
             self._step_resting(members)
+            self._step_host(members)
             self.engine.shelves.check(self.engine.comm, "states in files")
         except SwapError:
             self.widen()
@@ -295,6 +296,15 @@ class ShardedOptimizer:
         for bucket in self.engine.shelves.walk(resting) if resting else ():
             self._step_resting_bucket(bucket, members.pop(bucket), bucket in taken)
         for bucket in idle:
+            self._drop({id(member.fragment) for member in members.pop(bucket)})
+
+    def _step_host(self, members: dict[Bucket, list[Member]]) -> None:
+        """Step what the kernel takes in host memory bucket by bucket: copies go to the device meanwhile."""
+        taken = self._taken(b for b in members if b.shelf.host_optim)
+        for bucket in [b for b in members if b in taken]:
+            assert self.fused is not None
+            self.fused.step({bucket: members[bucket]})
+            bucket.weights.refresh()
             self._drop({id(member.fragment) for member in members.pop(bucket)})
 
     def _step_resting_bucket(self, bucket: Bucket, members: list[Member], taken: bool) -> None:

@@ -105,9 +105,11 @@ class Overlap:
 
     def _step_early(self, bucket: Bucket, parts: list[Part]) -> None:
         assert self._sharded.fused is not None
-        self._sharded.fused.launch([bucket], parts)
-        if bucket.shelf.optim is not None:
+        # Backward may still read whole parameters; those that are sharded are not gathered any more.
+        self._sharded.fused.launch([bucket], parts, write=bucket.sharding.params)
+        if bucket.sharding.params:
             bucket.weights.refresh()
+        if bucket.shelf.optim is not None:
             bucket.shelf.homes["grad"].discard()  # spares writing and reading it; ``forget_early`` forgets it
 
     def take_early(self, members: dict[Bucket, list[Member]]) -> set[Bucket]:
@@ -183,6 +185,7 @@ class Overlap:
     ) -> None:
         background = self._shelves.background
         assert background is not None
+        bucket.weights.leave()
         job = Job(step, homes_of(bucket), publish, self._shelves.note)
         bucket.shelf.hand_over(job)
         background.hand_over(job, limit)

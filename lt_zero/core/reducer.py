@@ -50,6 +50,7 @@ class Reducer:
         self._made: dict[torch.dtype, int] = {}  # how many of them exist, free or not
         self._flying: deque[tuple[Bucket, Pending, tuple[Tensor, Tensor] | None]] = deque()
         self._leaving: deque[Accumulator] = deque()  # are being written to files
+        self._arriving: deque[Accumulator] = deque()  # are being copied to host memory
         self.on_landed: Callable[[Bucket], bool] | None = None  # may take a bucket whose gradients are reduced
         self.sync = True  # False inside no_sync: buckets whose gradients are not sharded stay local
 
@@ -155,6 +156,10 @@ class Reducer:
             self._leaving.append(bucket.grads)
             if len(self._leaving) > 1:
                 self._leaving.popleft().stow()
+        elif bucket.shelf.host_optim and not taken:
+            self._arriving.append(bucket.grads)
+            if len(self._arriving) > 2:
+                self._arriving.popleft().arrive()
         if slot is not None and slot[0].numel() == self._largest.get(slot[0].dtype):
             self._slots[slot[0].dtype].append(slot)
 
@@ -162,6 +167,7 @@ class Reducer:
         """Forget a backward that failed; what was launched is waited for, its buffers are used again."""
         self.on_landed = None
         self.drain()
+        self._arriving.clear()
         self._head = 0
         self._ready.clear()
         self._seen = []

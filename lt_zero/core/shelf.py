@@ -18,6 +18,7 @@ from lt_zero.core.background import Background, Job
 from lt_zero.core.comm import Comm
 from lt_zero.core.storage import flat_empty
 from lt_zero.offload.home import FileHome, Tier, tidy
+from lt_zero.offload.lanes import Lane, Slots
 from lt_zero.offload.memory import return_large_blocks
 from lt_zero.offload.pool import SwapError
 from lt_zero.offload.probe import Speed, forecast, probe
@@ -42,6 +43,7 @@ class Shelf:
         host_optim: master weights, the optimizer's states and gradients live in host memory, apart from the device.
         host_params: so do the weights that gathers read.
         pin: use page-locked host memory if the device is a GPU.
+        traffic: between host memory and the device; needed if something lives in host memory.
     """
 
     def __init__(
@@ -53,9 +55,11 @@ class Shelf:
         host_optim: bool = False,
         host_params: bool = False,
         pin: bool = False,
+        traffic: Traffic | None = None,
     ) -> None:
         self.optim, self.params, self._record = optim, params, record
         self.host_optim, self.host_params, self._pin = host_optim, host_params, pin
+        self._traffic = traffic
         self.homes: dict[str, FileHome] = {}
         self._job: Job | None = None  # of the background, which works on what is here
         self._then: list[Callable[[], None]] = []  # to be done after it
@@ -85,16 +89,14 @@ class Shelf:
         else:
             self._then.append(work)
 
+    @property
+    def traffic(self) -> Traffic:
+        assert self._traffic is not None
+        return self._traffic
+
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1D tensor in host memory for the life of a run."""
-        if self._pin and not _pin_failed:
-            try:
-                return torch.empty(numel, dtype=dtype, pin_memory=True)
-            except RuntimeError as error:  # too much locked memory; torch reports it as a CUDA error
-                _pin_failed.append(True)
-                text = "Page-locked memory is not to be had (%s); pageable memory is used, and copies take longer."
-                log.warning(text, str(error).splitlines()[0])
-        return flat_empty(numel, dtype, torch.device("cpu"))
+        return host_empty(numel, dtype, self._pin)
 
     def home(self, kind: str, dtype: torch.dtype) -> FileHome:
         """The home of a kind of state, which is made if there is none: here, and zero."""
@@ -122,6 +124,33 @@ class Shelf:
         return self.home(kind, dtype)
 
 
+class Traffic:
+    """Between host memory and a device that has memory of its own. See offload/lanes.py.
+
+    Args:
+        device: the device.
+        pin: page-locked buffers.
+        nbytes: of the largest tensor that changes its dtype on the way to the device.
+    """
+
+    def __init__(self, device: torch.device, pin: bool, nbytes: int) -> None:
+        late = device.type == "cpu"
+        self.to_host, self.to_device = Lane(device, late, limit=2), Lane(device, late)
+        self.slots = Slots(lambda count: host_empty(count, torch.uint8, pin), nbytes)
+
+
+def host_empty(numel: int, dtype: torch.dtype, pin: bool) -> Tensor:
+    """A 1D tensor in host memory for the life of a run; page-locked if ``pin``, and there is enough of that."""
+    if pin and not _pin_failed:
+        try:
+            return torch.empty(numel, dtype=dtype, pin_memory=True)
+        except RuntimeError as error:  # too much locked memory; torch reports it as a CUDA error
+            _pin_failed.append(True)
+            text = "Page-locked memory is not to be had (%s); pageable memory is used, and copies take longer."
+            log.warning(text, str(error).splitlines()[0])
+    return flat_empty(numel, dtype, torch.device("cpu"))
+
+
 @dataclass
 class Shelves:
     """The files of one engine."""
@@ -131,6 +160,7 @@ class Shelves:
     how: OffloadOptimizer = OffloadOptimizer()
     param_blocks: OffloadParam = OffloadParam()
     background: Background | None = None
+    traffic: Traffic | None = None
     failure: SwapError | None = None  # of the background
 
     def walk(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
@@ -278,7 +308,10 @@ def open_shelves(buckets: Sequence[Bucket], config: ZeroConfig, device: torch.de
         numels, rank = [b.own[1] - b.own[0] for b in buckets], buckets[0].comm.rank
         with together(buckets[0].comm, "the folder for states"):
             _open_tiers(shelves, config, numels, rank)
+    pin = device.type == "cuda" and optim.pin_memory and params.pin_memory
     places = resting([b.layout.numel for b in buckets], [b.sharding.params for b in buckets], zero)
+    if apart:
+        shelves.traffic = Traffic(device, pin, _largest_cast(buckets, [moves for moves, _ in places]))
     for record, (bucket, (moves, away)) in enumerate(zip(buckets, places, strict=True)):
         shelf = Shelf(
             shelves.optim if moves else None,
@@ -286,14 +319,22 @@ def open_shelves(buckets: Sequence[Bucket], config: ZeroConfig, device: torch.de
             record,
             host_optim=apart and moves,
             host_params=apart and bucket.sharding.params and params.device != "none",
-            pin=device.type == "cuda" and optim.pin_memory and params.pin_memory,
+            pin=pin,
+            traffic=shelves.traffic,
         )
         bucket.use(shelf)
     if optim.overlap_step is not False and any(bucket.shelf.moves_optim for bucket in buckets):
-        shelves.background = Background(optim.buffer_count, optim.pipeline_read, optim.pipeline_write, shelves.walking)
+        ways = (optim.buffer_count, optim.pipeline_read, optim.pipeline_write)
+        shelves.background = Background(*ways, shelves.walking, device)
         if optim.overlap_step is True:
             buckets[0].comm.allow_background()
     return shelves
+
+
+def _largest_cast(buckets: Sequence[Bucket], moves: Sequence[bool]) -> int:
+    """Bytes of the largest compute copy that master weights in host memory are cast to."""
+    cast = [b for b, moved in zip(buckets, moves, strict=True) if moved and b.dtype != b.weights.master_dtype]
+    return max([(b.own[1] - b.own[0]) * b.dtype.itemsize for b in cast], default=0)
 
 
 def _open_tiers(shelves: Shelves, config: ZeroConfig, numels: list[int], rank: int) -> None:

@@ -14,11 +14,13 @@ Note [States in files]
 
 Note [States in host memory]
     With a device that has memory of its own, offloaded states live in host memory (ZeRO-Offload, arXiv:2101.06840):
-    gradients are reduced on the device and added there, the CPU kernel steps, the compute copy returns. ``copy_``
-    between the two orders itself with what runs on the device, and the host waits for it.
+    gradients are reduced on the device and added there, the CPU kernel steps, the compute copy returns. Copies run
+    beside what the device computes (offload/lanes.py), and each has a ticket here until somebody waits for it.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ from lt_zero.core.comm import Comm
 from lt_zero.core.shelf import Shelf
 from lt_zero.core.storage import flat_empty
 from lt_zero.offload.home import FileHome
+from lt_zero.offload.lanes import Slot, Ticket
 
 
 class Weights:
@@ -46,6 +49,10 @@ class Weights:
         self._master: Tensor | None = None  # 1D, as ``part``; None if there is none, or it rests in a file
         self._home: Tensor | None = None  # 1D, of a frozen bucket
         self._source: Tensor | None = None  # 1D: what gathers read if the master is in a file
+        self._slot: Slot | None = None  # where the kernel writes the compute copy, in host memory
+        self._coming: Ticket | None = None  # the compute copy, on its way to the device
+        self._leaving: Ticket | None = None  # a gather that still reads ``source`` in host memory
+        self._after: Any = None  # the moment from which the compute copy on the device may be written
         self.written = False  # the step at hand has put the updated weights into the compute copy already
 
     def use(self, shelf: Shelf) -> None:
@@ -170,6 +177,7 @@ class Weights:
     def source(self) -> Tensor | FileHome:
         """What a gather reads. See Note [States in files]."""
         self._shelf.settle()
+        self.arrive()
         if self._source is not None:
             return self._source
         homes = self._shelf.homes
@@ -186,15 +194,69 @@ class Weights:
             return self._part if self.separate else None
         return self._source
 
+    @property
+    def _crosses(self) -> bool:
+        """Whether the compute copy of a step's result has to go from host memory to the device."""
+        return self._shelf.host_optim and not (self._sharded and self._shelf.host_params)
+
+    def kernel_target(self) -> Tensor | None:
+        """Where the kernel that updates the master weights can write the compute copy, too; None: ``refresh`` does."""
+        target = self.copy_target()
+        if self._leaving is not None:
+            self._leaving.synchronize()
+            self._leaving = None
+        if target is None or not self._crosses:
+            return target
+        if target.dtype == self.master_dtype:
+            return None
+        if self._slot is None:
+            self._slot = self._shelf.traffic.slots.take(target.numel(), target.dtype)
+        return self._slot.tensor
+
     def refresh(self) -> None:
         """Bring the copy that gathers read up to date with the master weights, which are in memory."""
         self._shelf.settle()
         target = self.copy_target()
         if "weights" in self._shelf.homes and self._sharded and self.trains:
             self._shelf.homes["weights"].hold().copy_(self.master_rows)
+        elif target is not None and self._crosses:
+            self._send(target)
         elif target is not None and not self.written:
             target.copy_(self.master_rows)
         self.written = True
+
+    def _send(self, target: Tensor) -> None:
+        if self.written and self._slot is None:
+            return  # it is on its way
+        lane, written = self._shelf.traffic.to_device, self.written
+        if target.dtype == self.master_dtype:
+            self._coming = self._leaving = lane.copy(target, self.master_rows, self._after)
+            return
+        into = self.kernel_target()
+        assert into is not None
+        assert self._slot is not None
+        if not written:
+            into.copy_(self.master_rows)
+        self._coming, self._slot = self._slot.send(lane, target, self._after), None
+
+    def leave(self) -> None:
+        """Another thread brings the compute copy up to date; what the device has to do now is all that reads it."""
+        self._after = self._shelf.traffic.to_device.now() if self._shelf.host_optim else None
+
+    def arrives(self, ticket: Ticket) -> None:
+        """The compute copy is there when ``ticket`` says so."""
+        self._coming = ticket
+
+    def arrive(self) -> None:
+        """What the current stream does from now on may use the compute copy."""
+        coming, self._coming, self._after = self._coming, None, None
+        if coming is not None:
+            coming.wait()
+
+    def send(self, target: Tensor, source: Tensor) -> Ticket:
+        """Start copying ``source`` in host memory to ``target``, which a gather fills."""
+        self._leaving = self._shelf.traffic.to_device.copy(target, source)
+        return self._leaving
 
     def follow_edit(self) -> None:
         """``home`` was changed by hand: what gathers read follows, and what rests in files is put away."""

@@ -14,8 +14,8 @@ Note [Walking]
     buckets have memory at a time; with two of them nothing is read ahead while something is written.
 
 Note [On demand]
-    Code that asks for a tensor that is away gets it (``bring``); correctness does not depend on plans. Whoever walks over
-    many buckets that way calls ``tidy`` after each.
+    Code that asks for a tensor that is away gets it (``bring``); correctness does not depend on plans. Whoever walks
+    over many buckets that way calls ``tidy`` after each.
 
 Note [A failing disk]
     The disk of one rank fails while the others go on to the next collective. So nothing is raised where it happens: the

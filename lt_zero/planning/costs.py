@@ -77,6 +77,12 @@ def reducing(trained: Sequence[Row], setup: Setup) -> list[Part]:
     return total if setup.device == "cpu" else [*total, (DEVICE, OFFLOAD, 2 * landing)]
 
 
+def crossing(trained: Sequence[Row], setup: Setup) -> list[Part]:
+    """Buffers through which low-precision weights go from host memory to the device (``shelf.Traffic``)."""
+    cast = [row.own * row.dtype.itemsize for row in trained if row.moved and row.dtype != row.master]
+    return [(HOST, OFFLOAD, 2 * max(cast, default=0) if setup.device != "cpu" else 0)]
+
+
 def spare(rows: Sequence[Row], setup: Setup) -> list[Part]:
     """Buffers of homes that are kept for the next one (``offload.home.Buffers``)."""
     sizes = [row.own * row.master.itemsize for row in rows if NVME in (row.states, row.weights)]

@@ -90,7 +90,7 @@ def forecast(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: S
     rows = list(table.values())
     trained = [row for row in rows if row.trains] if setup.training else []
     kept, reduce = costs.kept(rows), costs.reduce(rows, config, setup)
-    states = [*kept, *costs.moments(trained, rows, setup), *costs.spare(rows, setup)]
+    states = [*kept, *costs.moments(trained, rows, setup), *costs.spare(rows, setup), *costs.crossing(trained, setup)]
     moving = [*reduce, *costs.gathered(plan, table, config, setup), *costs.fresh(plan, setup)]
     grads = [*states, *costs.gradients(trained, rows, setup)]
     phases = {

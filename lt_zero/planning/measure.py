@@ -29,6 +29,7 @@ def measured(engine: Engine, optimizers: Iterable[ShardedOptimizer] = ()) -> dic
     tiers = {id(tier): tier for tier in (engine.shelves.optim, engine.shelves.params) if tier is not None}
     total[OFFLOAD] = sum(rounded(home.nbytes) for home in homes if home.takes_memory)
     total[OFFLOAD] += sum(tier.spare_nbytes for tier in tiers.values())
+    total[OFFLOAD] += engine.shelves.traffic.slots.nbytes if engine.shelves.traffic is not None else 0
     total[REDUCE] = engine.reducer.buffer_bytes
     total[RESTING] = sum(tier.bytes_on_disk for tier in tiers.values())
     return {kind: nbytes for kind, nbytes in total.items() if nbytes}
