@@ -136,7 +136,7 @@ def _waits(on_device: bool) -> tuple[int, dict[str, Tensor]]:
         optimizer.zero_grad()
         loss = next_token_loss(model, step, 0, dist.get_rank())
         (loss * float("nan") if step == 1 and dist.get_rank() == 1 else loss).backward()
-        sharded.has_grads()
+        sharded.grads.exist()
         with waits:
             gate.examine(sharded)
             gate.clip_norm(sharded, 0.5)

@@ -133,7 +133,7 @@ def load_full_optimizer_state(sharded: ShardedOptimizer, full: Mapping[str, Any]
             moves = place is not None and place[0].shelf.moves_optim
             if isinstance(value, Tensor) and (loaded[key].dtype != value.dtype or moves):
                 loaded[key] = value.to("cpu" if moves else loaded[key].device, copy=True)
-    sharded.shelve_states()
+    sharded.stepper.shelve_states()
 
 
 def export(engine: Engine, path: str | os.PathLike[str], dtype: torch.dtype = torch.float16) -> None:

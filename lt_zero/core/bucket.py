@@ -246,7 +246,7 @@ class Bucket:
 
     @property
     def staged(self) -> bool:
-        """Whether the optimizer steps copies in another dtype. See optimizer.py, Note [Staged buckets]."""
+        """Whether the optimizer steps copies in another dtype. See stepping.py, Note [Staged buckets]."""
         return not self.step_dtype == self.weights.master_dtype == self.grads.dtype
 
     # ---- steps in the background: overlap.py -------------------------------------------------------------------

@@ -88,7 +88,7 @@ class StepGate:
         self._forget()
         for sharded in optimizers:
             if sharded.loss_scale != self.scale:
-                sharded.rescale(self.scale / sharded.loss_scale)
+                sharded.grads.rescale(self.scale / sharded.loss_scale)
                 sharded.loss_scale = self.scale
 
     # ---- step --------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class StepGate:
         self._forget()
         self._examined = sharded
         if self.checks:
-            self._some = sharded.has_grads()
+            self._some = sharded.grads.exist()
             self.norm = grad_norm(sharded) / sharded.loss_scale
             if self._some and self._leaves_it_to_the_device(sharded):
                 sharded.found_inf = torch.isfinite(self.norm).logical_not().float()

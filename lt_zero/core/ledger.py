@@ -1,7 +1,7 @@
 """What the ranks know about gradients between a backward and the step: which are there, which are late, what is shown.
 
 The gradients themselves lie in the buckets' accumulators. Ranks agree on which parameters any of them used
-(optimizer.py, Note [Unused parameters]) and which buckets need a second reduction (reducer.py, Note [When a bucket is
+(reduced.py, Note [Unused parameters]) and which buckets need a second reduction (reducer.py, Note [When a bucket is
 ready]) by one exchange of flags, launched when backward ends and waited for at the step.
 """
 

@@ -18,7 +18,7 @@ def grad_norm(sharded: ShardedOptimizer, norm_type: float = 2.0) -> Tensor:
 
     It is not finite exactly if a gradient of any rank is not, or too large to be squared.
     """
-    return total_norm(sharded.engine, sharded.grads_by_bucket(), norm_type)
+    return total_norm(sharded.engine, sharded.grads.by_bucket(), norm_type)
 
 
 @torch.no_grad()
@@ -36,7 +36,7 @@ def clip_grad_norm(sharded: ShardedOptimizer, max_norm: float, norm: Tensor | No
         The norm (0D) of the unscaled gradients before clipping.
     """
     norm = grad_norm(sharded) / sharded.loss_scale if norm is None else norm
-    sharded.multiply_grads(torch.clamp(max_norm / (norm + 1e-6), max=1.0) / sharded.loss_scale)
+    sharded.grads.multiply(torch.clamp(max_norm / (norm + 1e-6), max=1.0) / sharded.loss_scale)
     sharded.loss_scale = 1.0
     return norm
 
@@ -44,7 +44,7 @@ def clip_grad_norm(sharded: ShardedOptimizer, max_norm: float, norm: Tensor | No
 @torch.no_grad()
 def clip_grad_value(sharded: ShardedOptimizer, limit: float) -> None:
     """Clamp each element of the averaged gradients to [-limit, limit]. Collective."""
-    for rows in sharded.grads_by_bucket(write=True):
+    for rows in sharded.grads.by_bucket(write=True):
         for grad in rows:
             grad.clamp_(-limit, limit)
     sharded.engine.ledger.changed()
@@ -55,7 +55,7 @@ def unscale(sharded: ShardedOptimizer) -> None:
     """Divide the accumulated gradients by the loss scale that they carry. Collective."""
     if sharded.loss_scale != 1.0:
         device = sharded.engine.comm.device
-        sharded.multiply_grads(torch.full((), 1.0 / sharded.loss_scale, device=device))
+        sharded.grads.multiply(torch.full((), 1.0 / sharded.loss_scale, device=device))
         sharded.loss_scale = 1.0
 
 

@@ -149,7 +149,7 @@ def reduce(rows: Sequence[Row], config: ZeroConfig, setup: Setup) -> list[Part]:
 
 
 def stepping(trained: Sequence[Row], config: ZeroConfig, setup: Setup) -> list[Part]:
-    """Buckets that are here for a step: from files, or as fp32 copies (optimizer.py, Note [Staged buckets])."""
+    """Buckets that are here for a step: from files, or as fp32 copies (stepping.py, Note [Staged buckets])."""
     optim = config.zero_optimization.offload_optimizer
     groups = [_group(row, setup.states) for row in trained if row.states == NVME]
     leaving = max(0, min(1, optim.buffer_count - 2)) if optim.pipeline_write else 0
