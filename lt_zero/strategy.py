@@ -296,17 +296,17 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        self.engine.release_all()
+        self.engine.gatherer.release_all()
         self.engine.shelves.check(self.engine.comm, "weights in files")
 
     @override
     def on_test_end(self) -> None:
-        self.engine.release_all()
+        self.engine.gatherer.release_all()
         self.engine.shelves.check(self.engine.comm, "weights in files")
 
     @override
     def on_predict_end(self) -> None:
-        self.engine.release_all()
+        self.engine.gatherer.release_all()
         self.engine.shelves.check(self.engine.comm, "weights in files")
 
     # ---- checkpoints -------------------------------------------------------------------------------------------

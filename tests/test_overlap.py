@@ -257,7 +257,7 @@ def test_a_backward_that_fails_half_way(pool: Pool, overlap: Any) -> None:
 def _again() -> None:
     with slowed(apart=True):
         _, engine, _ = train(3, offload(None, "auto", True), steps=1)
-        engine.release_all()
+        engine.gatherer.release_all()
         bucket = next(b for b in engine.buckets if not b.resident)
         bucket.stepped_early = True
         with pytest.raises(RuntimeError, match="needed again after its gradients were complete"):

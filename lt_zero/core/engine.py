@@ -2,7 +2,7 @@
 
 Note [Life of a unit in a step]
     pre-forward   gather; inputs that need a gradient are replaced by aliases whose hook marks the end of the unit's
-                  backward
+                  backward (unit.py, Note [Aliases])
     post-forward  release, or keep and guard (schedule.Residency); hook the autograd nodes of the outputs
     backward      output node: take a lease, gather. Inputs' hook: all gradients are in, hand the bucket to the
                   reducer, drop the lease; released at zero leases
@@ -13,10 +13,6 @@ Note [Leases]
     of the module. Releasing when the last weight gradient arrives would be wrong for frozen first layers; releasing
     without counting, for modules that are called twice. A unit whose inputs need no gradient keeps its lease until
     the end of backward.
-
-Note [Aliases]
-    The hook that ends a unit's backward sits on a view of each input, not on the input: a tensor that feeds every
-    block (a conditioning vector) gets its whole gradient only at the very end, its alias when this block is done.
 
 Note [End of backward]
     Hooks queue a callback that runs when the running backward is over. A caller that knows the bounds of a backward
@@ -38,15 +34,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lt_zero.compat import in_running_backward, queue_backward_callback, without_torch_function
+from lt_zero.compat import in_running_backward, queue_backward_callback
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
-from lt_zero.core.bucket import Bucket, State
+from lt_zero.core.bucket import Bucket
 from lt_zero.core.comm import Comm
-from lt_zero.core.guard import HANDS_OUT
+from lt_zero.core.gatherer import Gatherer
 from lt_zero.core.ledger import GradLedger
+from lt_zero.core.outside import use_outside
 from lt_zero.core.reducer import Reducer
-from lt_zero.core.schedule import Order, Residency
+from lt_zero.core.schedule import Residency
 from lt_zero.core.shelf import Shelves
 from lt_zero.core.unit import (
     Call,
@@ -92,21 +89,15 @@ class Engine:
         self.config, self.policy = config, policy
         self.kept: frozenset[Parameter] = frozenset()  # what the user wants in fp32, exports included
         self.root, self.units, self.root_unit = root, units, root_unit
-        self.comm, self.reducer, self.residency = comm, reducer, residency
+        self.comm, self.reducer = comm, reducer
         self.buckets = [b for u in [*units, root_unit] for b in u.buckets]
         self.owner = {id(p): (b, i) for b in self.buckets for i, p in enumerate(b.params)}
-        for unit, keep in zip(units, residency.keep_after_forward([u.numel for u in units]), strict=True):
-            unit.keep = keep
-        root_unit.keep = True
+        self.gatherer = Gatherer(units, root_unit, comm, residency)
         self.in_backward = False
         self.backwards = 0  # that have ended
         self._explicit = False  # a backward_pass context is open
         self._create_graph = False  # the running backward builds a graph that will be walked again
         self._depth = 0  # nested forward scopes
-        self._pinned: dict[Bucket, None] = {}  # used outside of their unit: stay until the end of backward
-        self._outside: dict[Bucket, None] = {}  # pinned by a forward since the last step: each backward needs them
-        self._forward_order: Order[Unit] = Order()
-        self._backward_order: Order[Unit] = Order()
         self.ledger = GradLedger(comm, reducer, self.buckets)
         self.shelves = Shelves()  # what rests in files
         self.torn = ""  # buckets whose weights are a step ahead; see overlap.py, Note [Beside backward]
@@ -125,6 +116,11 @@ class Engine:
     def attached(self) -> bool:
         return bool(self.handles)
 
+    @property
+    def running(self) -> bool:
+        """Whether a forward or a backward is going on."""
+        return self._depth > 0 or self.in_backward or in_running_backward()
+
     # ---- forward -----------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -141,8 +137,7 @@ class Engine:
             self.abort_backward()  # an exception ended it, and the caller went on
         self._depth += 1
         if self._depth == 1 and not self.in_backward:
-            self._forward_order.start()
-            self._gather(self.root_unit)
+            self.gatherer.begin_forward()
 
     def leave_forward(self, output: Any) -> None:
         if self._depth == 0:
@@ -159,18 +154,16 @@ class Engine:
         if torch.is_grad_enabled():
             for unit in self.units:  # prefetched but not used in this pass
                 if unit.leases == 0 and not unit.keep:
-                    self._release(unit)
+                    self.gatherer.release(unit)
         else:
-            self._pinned.clear()
-            self.release_all(keep=True)
+            self.gatherer.end_pass(keep=True)
 
     def pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._gather(unit)
+        self.gatherer.gather(unit)
         if self.in_backward or in_running_backward():
             refuse_reentrant_checkpoint(unit.name)
             return None
-        self._forward_order.visit(unit)
-        self._prefetch(self._forward_order)
+        self.gatherer.visit(unit)
         call = Call()
         unit.calls.append(call)
         if not torch.is_grad_enabled():
@@ -189,68 +182,14 @@ class Engine:
             return
         for bucket in unit.sharded:
             if any(shares_storage(t, bucket.flat) for t in iter_tensors(output)):
-                self._outside[bucket] = None  # a weight, or a view of one, left the unit
-                self.pin(bucket)
+                self.gatherer.pin_in_backward(bucket)  # a weight, or a view of one, left the unit
+                self.gatherer.pin(bucket)
         if unit.calls:
             return  # an outer call of the same module is still running
-        if unit.keep and (unit.backward_needs_weights if torch.is_grad_enabled() else self._fits_whole):
-            for bucket in unit.sharded:
-                bucket.guard()
+        if unit.keep and (unit.backward_needs_weights if torch.is_grad_enabled() else self.gatherer.fits_whole):
+            self.gatherer.guard(unit)
         elif unit.leases == 0:
-            self._release(unit)
-
-    @property
-    def _fits_whole(self) -> bool:
-        """Whether everything may stay gathered from one evaluation batch to the next."""
-        total = sum(u.numel for u in self.units) + self.root_unit.numel
-        return total <= self.residency.max_live and total < self.residency.max_reuse_distance
-
-    # ---- residency ---------------------------------------------------------------------------------------------
-
-    def _gather(self, unit: Unit) -> None:
-        if self.shelves.background is not None:
-            for bucket in unit.buckets:
-                bucket.settle()
-        for bucket in unit.sharded:
-            if bucket.state is State.RELEASED:
-                bucket.launch_gather()
-        for bucket in unit.sharded:
-            bucket.gather()
-            bucket.unguard()
-
-    def _prefetch(self, order: Order[Unit]) -> None:
-        if not self.comm.gathers_in_background and self.shelves.params is None:
-            return
-        ahead = [u for u in self.units if any(b.state is State.GATHERING for b in u.sharded)]
-        flying, live = sum(u.numel for u in ahead), sum(u.numel for u in self.units if u.resident)
-        limit, count = self.residency.prefetch, sum(len(u.sharded) for u in ahead)
-        if self.shelves.params is not None:
-            limit = min(limit, self.shelves.param_blocks.buffer_size)
-        for unit in order.upcoming():
-            if unit.resident:
-                continue
-            flying, live, count = flying + unit.numel, live + unit.numel, count + len(unit.sharded)
-            if flying > limit or live > self.residency.max_live:
-                return
-            if self.shelves.params is not None and count > self.shelves.param_blocks.buffer_count:
-                return
-            for bucket in unit.sharded:
-                if bucket.state is State.RELEASED:
-                    bucket.launch_gather()
-
-    def _release(self, unit: Unit) -> None:
-        for bucket in unit.sharded:
-            if bucket not in self._pinned:
-                bucket.release()
-
-    def release_all(self, keep: bool = False) -> None:
-        """Release every sharded bucket; with ``keep``, not those that the residency rules let stay."""
-        for unit in [*self.units, self.root_unit]:
-            if keep and unit.keep and self._fits_whole:
-                for bucket in unit.sharded:
-                    bucket.guard()
-            else:
-                self._release(unit)
+            self.gatherer.release(unit)
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
@@ -274,17 +213,13 @@ class Engine:
         self.ledger.abort()
         for unit in [*self.units, self.root_unit]:
             unit.leases, unit.awaited, unit.visited = 0, 0, False
-        self._pinned.clear()
-        self.release_all()
+        self.gatherer.end_pass()
 
     def _arm(self) -> None:
         if not self.in_backward:
             self.ledger.hide(fresh=in_running_backward())  # autograd must not add to what is only shown
             self.in_backward = True
-            self._backward_order.start()
-            self._gather(self.root_unit)
-            for bucket in self._outside:
-                self._pin_gathered(bucket)
+            self.gatherer.begin_backward()
             if not self._explicit:
                 queue_backward_callback(self.end_backward)
 
@@ -298,9 +233,8 @@ class Engine:
             call.held = True
             unit.leases += 1
         if unit.sharded and unit.backward_needs_weights:
-            self._gather(unit)
-            self._backward_order.visit(unit)
-            self._prefetch(self._backward_order)
+            self.gatherer.gather(unit)
+            self.gatherer.visit(unit, backward=True)
 
     def unit_done(self, unit: Unit, call: Call) -> None:
         """The gradients of a call's inputs are there. See reducer.py, Note [When a bucket is ready]."""
@@ -316,11 +250,11 @@ class Engine:
             if bucket.wants_grad and finished:
                 self.reducer.mark_ready(bucket)
         if unit.leases == 0 and not self._keeps_for_next_use(unit):
-            self._release(unit)
+            self.gatherer.release(unit)
 
     def _keeps_for_next_use(self, unit: Unit) -> bool:
         """Inside an accumulation window weights do not change; with create_graph the graph will be walked again."""
-        return torch.is_grad_enabled() or (not self.reducer.sync and unit.keep and self._fits_whole)
+        return torch.is_grad_enabled() or (not self.reducer.sync and unit.keep and self.gatherer.fits_whole)
 
     def end_backward(self) -> None:
         """Reduce what is left, wait for it, and give back what backward held."""
@@ -339,8 +273,7 @@ class Engine:
         for unit in [*self.units, self.root_unit]:
             unit.leases, unit.visited = 0, False
         if not again:
-            self._pinned.clear()
-            self.release_all(keep=not self.reducer.sync)
+            self.gatherer.end_pass(keep=not self.reducer.sync)
 
     def _refuse_ungathered(self, units: list[Unit]) -> None:
         for unit in units:
@@ -356,6 +289,7 @@ class Engine:
             SwapError: a file could not be made or written.
         """
         self.shelves = shelves
+        self.gatherer.use(shelves)
         shelves.check(self.comm, "the files of states")
         self.ledger.problem = shelves.find_problem
 
@@ -381,7 +315,7 @@ class Engine:
 
     def publish(self, buckets: set[Bucket]) -> None:
         """After a step of these buckets' master weights: bring the compute copies up to date."""
-        self._outside.clear()
+        self.gatherer.after_step()
         for unit in self.units:
             unit.awaited = 0
         stepped = [bucket for bucket in self.buckets if bucket in buckets]
@@ -397,23 +331,6 @@ class Engine:
         for bucket in stepped:
             bucket.edits.note()
 
-    def _pin_gathered(self, bucket: Bucket) -> None:
-        """Autograd may have saved views of weights used outside of their unit: they stay until backward is over."""
-        bucket.gather()
-        bucket.unguard()
-        self.pin(bucket)
-
-    def pin(self, bucket: Bucket) -> None:
-        """Keep ``bucket`` gathered until ``unpin`` or the end of the next backward."""
-        self._pinned[bucket] = None
-
-    def is_pinned(self, bucket: Bucket) -> bool:
-        """Whether the running forward and backward use ``bucket`` outside of its unit."""
-        return bucket in self._pinned or bucket in self._outside
-
-    def unpin(self, bucket: Bucket) -> None:
-        self._pinned.pop(bucket, None)
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients that are not sharded (stages 0 and 1) are only accumulated locally inside."""
@@ -426,33 +343,5 @@ class Engine:
     # ---- uses outside of a unit's forward ----------------------------------------------------------------------
 
     def on_guarded_use(self, parameters: list[Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A function that needs values was called on guarded parameters. See guard.py.
-
-        Raises:
-            RuntimeError: outside of forward and backward the values of a released parameter cannot be read.
-        """
-        buckets = list(dict.fromkeys(self.owner[id(p)][0] for p in parameters))
-        if self.finish_steps() and not any(bucket.sharding.params for bucket in buckets):
-            return func(*args, **kwargs)
-        if func is Tensor.copy_ and args[0] is parameters[0] and len(parameters) == 1:
-            bucket, index = self.owner[id(args[0])]
-            with without_torch_function():
-                bucket.write(index, args[1].expand(bucket.shapes[index]))
-            return args[0]
-        if self._depth > 0 or self.in_backward or in_running_backward():
-            for bucket in buckets:
-                self._pin_gathered(bucket)
-                bucket.edits.handed_out |= func in HANDS_OUT
-                if torch.is_grad_enabled():
-                    self._outside[bucket] = None
-            return func(*args, **kwargs)
-        if all(bucket.state is State.RESIDENT for bucket in buckets):
-            with without_torch_function():
-                return func(*args, **kwargs)
-        names = [b.layout.spans[i].name for b, i in (self.owner[id(p)] for p in parameters)]
-        raise RuntimeError(
-            f"The values of parameter {names[0]!r} are sharded over {self.comm.world} ranks and not in memory here "
-            f"(`{getattr(func, '__name__', func)}` needs them). Wrap the code in `with lt_zero.gathered(parameter):` "
-            "on every rank (`write=True` to change values); to save weights use `trainer.save_checkpoint`, "
-            "`trainer.strategy.export(path)` or `trainer.strategy.lightning_module_state_dict()`."
-        )
+        """A function that needs values was called on guarded parameters. See guard.py and outside.py."""
+        return use_outside(self, parameters, func, args, kwargs)

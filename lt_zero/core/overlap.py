@@ -90,7 +90,7 @@ class Overlap:
     def _landed(self, bucket: Bucket) -> bool:
         """The gradients of ``bucket`` were reduced; returns whether it is stepped now."""
         members, fused = self._members.get(bucket, []), self._sharded.fused
-        if not members or bucket in self._early or self._engine.is_pinned(bucket) or bucket.has_grads():
+        if not members or bucket in self._early or self._engine.gatherer.is_pinned(bucket) or bucket.has_grads():
             return False
         if bucket.grads.used != bucket.grads.valid or not bucket.grads.valid <= self._indices[bucket]:
             return False

@@ -1,4 +1,9 @@
-"""A unit of the model, and its connection to autograd: hooks on modules, output nodes and inputs."""
+"""A unit of the model, and its connection to autograd: hooks on modules, output nodes and inputs.
+
+Note [Aliases]
+    The hook that ends a unit's backward sits on a view of each input, not on the input: a tensor that feeds every
+    block (a conditioning vector) gets its whole gradient only at the very end, its alias when this block is done.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +96,10 @@ def shares_storage(tensor: Tensor, flat: Tensor) -> bool:
 
 
 def hook_inputs(args: Any, kwargs: Any, fn: Callable[[], None]) -> tuple[Any, Any]:
-    """The arguments with aliases in place of inputs that need a gradient; ``fn`` runs when those gradients are done."""
+    """The arguments with aliases in place of inputs that need a gradient; ``fn`` runs when those gradients are done.
+
+    See Note [Aliases].
+    """
 
     def alias(tensor: Tensor) -> Tensor:
         if not tensor.requires_grad or tensor.layout is not torch.strided or isinstance(tensor, Parameter):

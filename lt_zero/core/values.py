@@ -52,7 +52,7 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
     for bucket, (engine, _, _) in held.items():
         bucket.gather()
         bucket.unguard()
-        engine.pin(bucket)
+        engine.gatherer.pin(bucket)
     try:
         yield
         if write:
@@ -66,7 +66,7 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
         for bucket, (engine, was_resident, was_guarded) in held.items():
             if was_resident and not was_guarded:
                 continue  # in use outside of this context
-            engine.unpin(bucket)
+            engine.gatherer.unpin(bucket)
             if was_resident:
                 bucket.guard()
             else:

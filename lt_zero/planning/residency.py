@@ -40,7 +40,7 @@ def gathered_peak(units: Sequence[Gathered], root: Gathered, residency: Residenc
         root: stays gathered all the time.
         residency: what stays gathered after its forward.
         ahead: nothing is gathered ahead if ``numel`` is 0.
-        window: weights stay gathered from one micro-batch to the next where the whole model may (Engine._fits_whole).
+        window: weights stay gathered from one micro-batch to the next where the whole model may (Gatherer.fits_whole).
     """
     total = root.numel + sum(unit.numel for unit in units)
     stays = residency.keep_after_forward([unit.numel for unit in units])
@@ -84,7 +84,7 @@ class _Play:
             self._nbytes -= self._units[index].nbytes
 
     def visit(self, index: int, upcoming: Iterable[int]) -> None:
-        """Gather a unit, and those that come next as far as ``Engine._prefetch`` would."""
+        """Gather a unit, and those that come next as far as ``Gatherer.visit`` would."""
         self._gather(index)
         self._early.discard(index)
         flying = sum(self._units[i].numel for i in self._early)
