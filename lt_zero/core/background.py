@@ -10,12 +10,12 @@ Note [Who touches what]
 
 Note [Order of jobs]
     Jobs run in the order in which they were handed over. While one is stepped, the next is read from its files and the
-    last is written (home.py, Note [Walking]). A job's ``publish`` is collective, in a process group of its own: jobs
+    last is written (tier.py, Note [Walking]). A job's ``publish`` is collective, in a process group of its own: jobs
     that have one are handed over in the same order on all ranks.
 
 Note [Errors in the thread]
     An error must not keep a rank from the collectives that the others are in. It is given to ``report``, the job ends
-    as all do, and the ranks agree on raising where they meet (home.py, Note [A failing disk]).
+    as all do, and the ranks agree on raising where they meet (tier.py, Note [A failing disk]).
 """
 
 from __future__ import annotations

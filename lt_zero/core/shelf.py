@@ -17,11 +17,12 @@ from lt_zero.config.schema import ZeroOptimization
 from lt_zero.core.background import Background, Job
 from lt_zero.core.comm import Comm
 from lt_zero.core.storage import flat_empty
-from lt_zero.offload.home import FileHome, Tier, tidy
+from lt_zero.offload.home import FileHome, tidy
 from lt_zero.offload.lanes import Lane, Slots
 from lt_zero.offload.memory import return_large_blocks
 from lt_zero.offload.pool import SwapError
 from lt_zero.offload.probe import Speed, forecast, probe
+from lt_zero.offload.tier import Tier
 
 if TYPE_CHECKING:
     from lt_zero.core.bucket import Bucket
@@ -178,11 +179,11 @@ class Shelves:
         self.failure = self.failure or error
 
     def walking(self) -> AbstractContextManager[object]:
-        """Around visits to one bucket after the other. See offload/home.py, ``Tier.walking``."""
+        """Around visits to one bucket after the other. See offload/tier.py, ``Tier.walking``."""
         return self.optim.walking() if self.optim is not None else nullcontext()
 
     def find_problem(self) -> SwapError | None:
-        """What went wrong on this rank. See offload/home.py, Note [A failing disk]."""
+        """What went wrong on this rank. See offload/tier.py, Note [A failing disk]."""
         problems = (tier.problem for tier in (self.optim, self.params) if tier is not None)
         return self.failure or next((problem for problem in problems if problem is not None), None)
 

@@ -45,7 +45,7 @@ class Stepper:
 
     @torch.no_grad()
     def step_resting(self, members: dict[Bucket, list[Member]]) -> None:
-        """Step the buckets whose states rest in files, one by one. See offload/home.py, Note [Walking]."""
+        """Step the buckets whose states rest in files, one by one. See offload/tier.py, Note [Walking]."""
         resting = [b for b in members if "master" in b.shelf.homes and any(m.used for m in members[b])]
         idle = [b for b in members if "master" in b.shelf.homes and b not in resting]
         taken = self._sharded.taken(resting)

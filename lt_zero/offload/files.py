@@ -40,7 +40,7 @@ from lt_zero.offload.memory import (
 )
 from lt_zero.offload.pool import IoPool, SwapError, Transfer, log
 
-__all__ = ["IoPool", "SwapError", "SwapFile", "Transfer"]
+__all__ = ["IoPool", "Nowhere", "SwapError", "SwapFile", "Transfer"]
 
 _EXIT_PATIENCE = 30.0  # seconds at exit for requests that are with the kernel
 _told: set[str] = set()
@@ -219,6 +219,24 @@ class SwapFile:
         with self._handle.idle:
             self._handle.running -= 1
             self._handle.idle.notify_all()
+
+
+class Nowhere:
+    """Takes the place of a file that could not be made."""
+
+    def __init__(self, sizes: list[int], error: SwapError) -> None:
+        self._sizes, self._error = sizes, error
+
+    def size_of(self, record: int) -> int:
+        return rounded(self._sizes[record])
+
+    def read(self, record: int, target: Tensor) -> Transfer:
+        raise self._error
+
+    write = read
+
+    def close(self) -> None:
+        """Nothing to do."""
 
 
 def logical_block(folder: Path) -> int:

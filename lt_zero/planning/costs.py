@@ -2,7 +2,7 @@
 
 Note [Files]
     A file has a record for every bucket, also for those that do not rest in it, and records are full blocks
-    (offload/home.py): what lies on nvme is counted by file, not by bucket.
+    (offload/tier.py): what lies on nvme is counted by file, not by bucket.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def crossing(trained: Sequence[Row], setup: Setup) -> list[Part]:
 
 
 def spare(rows: Sequence[Row], setup: Setup) -> list[Part]:
-    """Buffers of homes that are kept for the next one (``offload.home.Buffers``)."""
+    """Buffers of homes that are kept for the next one (``offload.buffers.Buffers``)."""
     sizes = [row.own * row.master.itemsize for row in rows if NVME in (row.states, row.weights)]
     tiers = 1 if all(row.states == NVME for row in rows if row.weights == NVME) else 2
     return [(_memory(setup), OFFLOAD, 2 * tiers * rounded(max(sizes, default=0)))]
