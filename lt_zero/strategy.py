@@ -16,31 +16,25 @@ from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from rich.console import Console
 from torch import Tensor
 from torch.optim import Optimizer
-from torchmetrics import Metric
 from typing_extensions import override
 
+from lt_zero import attach
 from lt_zero.checkpoint.full import export, full_optimizer_state, load_full_optimizer_state
 from lt_zero.config import ZeroConfig
 from lt_zero.core.build import shard
 from lt_zero.core.comm import Comm
 from lt_zero.core.construct import ConstructionSharder
 from lt_zero.core.engine import Engine
-from lt_zero.core.guard import owner_of
-from lt_zero.core.identity import check_identity, owns_all, sync_buffers
+from lt_zero.core.identity import sync_buffers
 from lt_zero.core.norm import grad_norm
-from lt_zero.core.optimizer import ShardedOptimizer
-from lt_zero.core.report import dtype_table, memory_report, unit_table
+from lt_zero.core.report import memory_report
 from lt_zero.core.sequence import debug_enabled
-from lt_zero.core.skips import hold_schedule
-from lt_zero.core.supported import states_per_element
 from lt_zero.core.values import full_state_dict, restore_whole
 from lt_zero.planning.check import check_optimizers
 from lt_zero.precision import ZeroPrecision, sharded_of
 
-_FULL_COPY_CALLBACKS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
@@ -152,88 +146,49 @@ class ZeroStrategy(DDPStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self._check_callbacks(trainer)
+        attach.check_callbacks(trainer, self.stage)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.lightning_module)
         self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
-        self._engine = self._find_or_build(fitting)
+        self._engine = self._find_or_build(self.lightning_module, fitting)
         plugin = self.precision_plugin
         plugin.engine, plugin.device_type = self._engine, self.root_device.type
         if fitting:
             self.setup_optimizers(trainer)
-            self._announce_offload()
+            attach.announce_offload(self.engine, self.optimizers)
             plugin.gate.start_watching(self._engine)
         self.setup_precision_plugin()
 
-    def _announce_offload(self) -> None:
-        states = max([states_per_element(o) for o in self.optimizers], default=0)
-        line = self.engine.shelves.announce(self.engine.buckets, states)
-        if line and self.is_global_zero:
-            Console().print(line)
-
-    def _find_or_build(self, fitting: bool) -> Engine:
-        module = self.lightning_module
-        assert module is not None
-        owners = {id(e): e for e in map(owner_of, module.parameters()) if isinstance(e, Engine) and e.attached}
-        for engine in owners.values():
-            same = engine.config == self.config and engine.policy == self.precision_plugin.policy
-            mine = engine.root is module and (engine is self._engine or same)
-            if mine and len(owners) == 1 and owns_all(engine):
-                check_identity(engine)
-                return engine
-            restore_whole(engine)  # another module's, another configuration's, or layers have changed since
-        engine = shard(module, self.config, self.root_device, self.precision_plugin.policy, self._comm, fitting)
+    def _find_or_build(self, module: pl.LightningModule, fitting: bool) -> Engine:
+        policy = self.precision_plugin.policy
+        if (engine := attach.find_engine(module, self.config, policy, self._engine)) is not None:
+            return engine
+        engine = shard(module, self.config, self.root_device, policy, self._comm, fitting)
         if self._late_state is not None:
-            state, strict = self._late_state
-            self._late_state = None
+            (state, strict), self._late_state = self._late_state, None
             module.load_state_dict(state, strict=strict)
         sync_buffers(engine)
-        if self.is_global_zero:
-            unit_table(engine)
-            dtype_table(engine)
+        attach.show_tables(engine)
         return engine
-
-    def _check_callbacks(self, trainer: pl.Trainer) -> None:
-        for callback in trainer.callbacks if self.stage == 3 else []:  # type: ignore[attr-defined]
-            if type(callback).__name__ in _FULL_COPY_CALLBACKS:
-                raise TypeError(
-                    f"{type(callback).__name__} keeps a full copy of the parameters, which stage 3 does not have in "
-                    "memory. Use stage=2, or remove the callback."
-                )
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         self._reset_optimizers_and_schedulers()  # those of an earlier run refer to fragments that may be gone
         super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            known = sharded_of(optimizer)
-            owned = any(id(p) in self.engine.owner for group in optimizer.param_groups for p in group["params"])
-            if (owned or self.precision_plugin.gate.checks) and (known is None or known.engine is not self.engine):
-                ShardedOptimizer(self.engine, optimizer)
+        gate = self.precision_plugin.gate
+        attach.shard_optimizers(self.engine, self.optimizers, gate)
         accumulates, saves = trainer.accumulate_grad_batches > 1, bool(trainer.checkpoint_callbacks)
         check_optimizers(self.engine, self.optimizers, accumulates, saves)
-        self._hold_schedules()
-
-    def _hold_schedules(self) -> None:
-        if self.config.on_skipped_step == "advance" or not self.precision_plugin.gate.checks:
-            return
-        numbers = {id(optimizer): number for number, optimizer in enumerate(self.optimizers)}
-        for config in self.lr_scheduler_configs:
-            number = numbers.get(id(getattr(config.scheduler, "optimizer", None)), 0)
-            hold_schedule(config.scheduler, self.precision_plugin.gate.counter(number))
+        if self.config.on_skipped_step != "advance":
+            attach.hold_schedules(self.lr_scheduler_configs, self.optimizers, gate)
 
     @override
     def model_to_device(self) -> None:
         """Buffers and metrics only; parameters move bucket by bucket when they are sharded."""
         assert self.lightning_module is not None
-        for module in self.lightning_module.modules():
-            if isinstance(module, Metric):
-                module.to(self.root_device)
-            for name, buffer in module.named_buffers(recurse=False):
-                if not buffer.is_meta and buffer.device != self.root_device:
-                    setattr(module, name, buffer.to(self.root_device))
+        attach.move_buffers(self.lightning_module, self.root_device)
 
     @override
     def configure_ddp(self) -> None:
