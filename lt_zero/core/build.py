@@ -25,7 +25,7 @@ from lt_zero.core.plan import BucketPlan, plan_engine
 from lt_zero.core.reducer import Reducer
 from lt_zero.core.schedule import Residency
 from lt_zero.core.sequence import debug_enabled
-from lt_zero.core.shelf import open_shelves
+from lt_zero.core.shelves import open_shelves
 from lt_zero.core.unit import Unit
 from lt_zero.core.values import install_load_hooks
 from lt_zero.planning.check import check_build

@@ -44,7 +44,7 @@ from lt_zero.core.ledger import GradLedger
 from lt_zero.core.outside import use_outside
 from lt_zero.core.reducer import Reducer
 from lt_zero.core.schedule import Residency
-from lt_zero.core.shelf import Shelves
+from lt_zero.core.shelves import Shelves
 from lt_zero.core.unit import (
     Call,
     Unit,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from lt_zero.core.bucket import Bucket, State
 from lt_zero.core.comm import Comm
 from lt_zero.core.schedule import Order, Residency
-from lt_zero.core.shelf import Shelves
+from lt_zero.core.shelves import Shelves
 from lt_zero.core.unit import Unit
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from lt_zero.core.background import Job
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.fused import Member, Part
-from lt_zero.core.shelf import homes_of
+from lt_zero.core.shelves import homes_of
 
 if TYPE_CHECKING:
     from lt_zero.core.optimizer import ShardedOptimizer

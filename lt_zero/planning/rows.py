@@ -18,7 +18,7 @@ from lt_zero.config.schema import ZeroOptimization
 from lt_zero.core.bucket import Sharding
 from lt_zero.core.comm import Comm
 from lt_zero.core.plan import EnginePlan
-from lt_zero.core.shelf import resting
+from lt_zero.core.shelves import resting
 from lt_zero.offload.memory import rounded
 
 DEVICE, HOST, NVME = "device", "host", "nvme"
