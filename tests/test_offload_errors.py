@@ -54,6 +54,7 @@ def test_files_need_a_folder(name: str) -> None:
 OLD: list[tuple[dict[str, Any], str, str, Any]] = [
     ({"cpu_offload": True}, "offload_optimizer", "device", "cpu"),
     ({"cpu_offload": False}, "offload_optimizer", "device", "none"),
+    ({"cpu_offload": 1}, "offload_optimizer", "device", "cpu"),
     ({"cpu_offload_param": True}, "offload_param", "device", "cpu"),
     ({"offload_params": {"device": "cpu"}}, "offload_param", "device", "cpu"),
     ({"offload_param": True}, "offload_param", "device", "cpu"),

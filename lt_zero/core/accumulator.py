@@ -244,6 +244,8 @@ class Accumulator:
 
     def defer(self, factor: Tensor) -> None:
         """Multiply the accumulated gradients by ``factor`` (0D fp32) when somebody needs them."""
+        if self._shelf.moves_optim:
+            factor = factor.cpu()  # now: in the background it would wait for what the device has to do by then
         self.factor = factor if self.factor is None else self.factor * factor
 
     @torch.no_grad()

@@ -65,7 +65,7 @@ class Lane:
         """The moment at which all that the current stream has queued is done; None without streams."""
         if self._stream is None:
             return None
-        moment = torch.cuda.Event()
+        moment = torch.cuda.Event(blocking=True)  # who waits for it on the host leaves the core to others
         moment.record()
         return moment
 
