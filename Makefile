@@ -35,7 +35,7 @@ bench-offload: $(STAMP) ## Measure a model of 400M parameters whose states rest 
 
 gpu: $(STAMP) ## On a machine with a GPU: build the CUDA kernels, test them against the CPU, measure them
 	$(BIN)/lt-zero ops build --cuda
-	$(BIN)/python -m pytest -m gpu tests/test_ops_cuda.py tests/test_cuda_build.py
+	$(BIN)/python -m pytest -m gpu tests/test_ops_cuda.py tests/test_cuda_build.py tests/test_offload_cuda.py
 	$(BIN)/python benchmarks/ops.py --device cuda
 
 clean: ## Remove the virtual environment, caches and outputs

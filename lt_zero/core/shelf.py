@@ -81,9 +81,9 @@ class Shelf:
         assert self._traffic is not None
         return self._traffic
 
-    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1D tensor in host memory for the life of a run."""
-        return host_empty(numel, dtype, self._pin)
+    def host_empty(self, numel: int, dtype: torch.dtype, crosses: bool = True) -> Tensor:
+        """A 1D tensor in host memory for the life of a run; page-locked if it ``crosses`` to or from the device."""
+        return host_empty(numel, dtype, self._pin and crosses)
 
     def home(self, kind: str, dtype: torch.dtype) -> FileHome:
         """The home of a kind of state, which is made if there is none: here, and zero."""

@@ -69,7 +69,8 @@ class Weights:
             shelf.home("master", dtype).tensor.copy_(values)
             self._keep_source(values)
         elif train and shelf.host_optim:
-            self._master = shelf.host_empty(values.numel(), dtype).copy_(values)
+            crosses = self._crosses and dtype == self._part.dtype  # otherwise a cast copy does
+            self._master = shelf.host_empty(values.numel(), dtype, crosses).copy_(values)
             self._keep_source(values)
         elif train:
             self._master = self._kept(values, dtype)
