@@ -1,4 +1,4 @@
-"""Copies between host memory and a device (offload/lanes.py), as tests have them on a CPU: put off until they are due."""
+"""Copies between host memory and a device (offload/lanes.py), as tests have them on a CPU: put off until due."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ def _torn(overlap: Any) -> None:
             optimizer.step()
             full_values(engine)
             return
-        with pytest.raises(RuntimeError, match=r"of 7 buckets \(.*\) had been stepped beside it.*overlap_step=false"):
+        with pytest.raises(RuntimeError, match=r"of 7 buckets \(.*\) stepped beside it.*overlap_step=false"):
             optimizer.step()
         with pytest.raises(RuntimeError, match="Load a checkpoint"):
             full_state_dict(engine)
@@ -252,6 +252,26 @@ def _torn(overlap: Any) -> None:
 @pytest.mark.parametrize("overlap", ["auto", False])
 def test_a_backward_that_fails_half_way(pool: Pool, overlap: Any) -> None:
     pool.run(2, _torn, overlap)
+
+
+def _no_step(between: str) -> None:
+    with slowed(apart=True):
+        _, engine, sharded = train(3, offload(None, "auto", True), steps=2)
+        optimizer = sharded.optimizer
+        optimizer.zero_grad()
+        for number in range(2 if between == "backward" else 1):
+            with sharded.overlap.beside_backward():
+                next_token_loss(engine.root, number, 0, dist.get_rank()).backward()
+        if between == "zero_grad":
+            optimizer.zero_grad()
+        for act in (optimizer.step, lambda: full_state_dict(engine)):
+            with pytest.raises(RuntimeError, match="weights belong to no step. Load a checkpoint"):
+                act()
+
+
+@pytest.mark.parametrize("between", ["backward", "zero_grad"])
+def test_a_step_that_does_not_follow_directly_is_refused(pool: Pool, between: str) -> None:
+    pool.run(2, _no_step, between)
 
 
 def _again() -> None:

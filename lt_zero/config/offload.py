@@ -130,7 +130,9 @@ def modernise(block: Mapping[str, Any]) -> dict[str, Any]:
         if key not in new:
             continue
         value = new.pop(key)
-        value = ("cpu" if value else "none") if meaning == "device" and value in (True, False) else value  # 1 and 0, too
+        value = (
+            ("cpu" if value else "none") if meaning == "device" and value in (True, False) else value
+        )  # 1 and 0, too
         _tell(key, f"{name}.{meaning}: {value}")
         if value is None:
             continue

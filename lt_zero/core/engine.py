@@ -305,7 +305,7 @@ class Engine:
         """Raise if a backward failed when some weights were updated already."""
         if self.torn:
             raise RuntimeError(
-                f"A backward failed after {self.torn} had been stepped beside it, so the weights belong to no step. "
+                f"A backward that no step followed had {self.torn} stepped beside it, so weights belong to no step. "
                 "Load a checkpoint; zero_optimization.offload_optimizer.overlap_step=false steps after backward only."
             )
 

@@ -202,10 +202,13 @@ class FusedAdam:
         for count, lo, hi in run.segments(members):
             yield Part(run, lo, hi, number, {**rule, "step": count})
 
-    def plan(self, bucket: Bucket, everyone: list[Member], number_of: dict[int, int]) -> list[Part] | None:
+    def plan(
+        self, bucket: Bucket, everyone: list[Member], number_of: dict[int, int], rules: list[dict[str, Any]]
+    ) -> list[Part] | None:
         """A step of one bucket, to be launched later; None if states would have to be moved first.
 
-        Outside of ``step``: states are shown under parameters, and ``number_of`` (of the group) has their ids.
+        Outside of ``step``: states are shown under parameters, and ``number_of`` (of the group in ``rules``) has their
+        ids.
         """
         state = self._optimizer.state
         members = [m for m in everyone if m.used or m.parameter in state]
@@ -216,7 +219,6 @@ class FusedAdam:
             run.holds([state.get(m.parameter, {}) for m in some]) for run, (_, some) in zip(runs, parts, strict=True)
         ):
             return None
-        rules = self.rules()
         found = zip(runs, parts, strict=True)
         return [part for run, (number, some) in found for part in self._parts(run, some, number, rules[number])]
 

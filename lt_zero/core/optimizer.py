@@ -151,11 +151,10 @@ class ShardedOptimizer:
             with torch.enable_grad():  # the closure runs backward; step must see its result, on fragments
                 result = closure()
             args, kwargs = args[:1], {**kwargs, "closure": lambda: result}
-        self.engine.refuse_torn()
         used = self.grads.used()
         known = {(bucket, index) for bucket, indices in used.items() for index in indices}
         members = self.members(lambda bucket, index: (bucket, index) in known)
-        self._early = self.overlap.take_early(members)
+        self._early = self.overlap.take_early(members, used)
         if self.fused is not None and not self._early:
             self.fused.begin()
         plans = self.overlap.plan_late(members, self._early, used)

@@ -6,7 +6,8 @@ Note [Beside backward]
     it is collective: a bucket with a parameter that this rank did not use waits for the step, when the ranks have
     agreed on what was used. What later backwards of this step need stays as it is: the compute copies of whole
     parameters are written by the step proper, and a unit that is gathered again after its bucket was stepped raises.
-    If backward fails half way, some buckets are a step ahead of others: then nothing can be stepped or saved any more.
+    If backward fails half way, or the step does not follow, some buckets are a step ahead of others (``Engine.torn``):
+    then nothing can be stepped or saved any more.
 
 Note [Beside the next forward]
     ``overlap_step: true``: the step plans (learning rates are those of now), hands its buckets to the thread and
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lt_zero.core.background import Job
 from lt_zero.core.bucket import Bucket
@@ -38,10 +39,12 @@ class Overlap:
         self._sharded, self._engine = sharded, sharded.engine
         self._shelves = sharded.engine.shelves
         self._early: dict[Bucket, list[Member]] = {}  # stepped beside the last backward
+        self._backwards = 0  # that had ended when it had
         self._late: set[Bucket] = set()  # handed over by the step at hand
         self._members: dict[Bucket, list[Member]] = {}
         self._indices: dict[Bucket, set[int]] = {}  # this optimizer's parameters in a bucket
         self._number_of: dict[int, int] = {}  # group of a parameter, by id
+        self._rules: list[dict[str, Any]] = []  # of the groups, as they are when a step is planned
         self._steady: dict[Bucket, list[int]] = {}  # used parameters, in the last step of its own
 
     # ---- beside backward ---------------------------------------------------------------------------------------
@@ -61,16 +64,17 @@ class Overlap:
             with self._shelves.walking():
                 yield
         except BaseException:
-            if self._early:
-                names = ", ".join(repr(bucket.name) for bucket in list(self._early)[:3])
-                self._engine.torn = f"{len(self._early)} of {len(self._engine.buckets)} buckets ({names}, ...)"
-                self._end_early()
+            self._end_early()  # and the engine stays torn
             raise
         finally:
             reducer.on_landed = None
+            self._backwards = self._engine.backwards
 
     def _can_begin(self) -> bool:
-        sharded, self._early = self._sharded, {}
+        sharded = self._sharded
+        self._end_early()  # of a backward that no step followed: the engine stays torn
+        if self._engine.torn:
+            return False
         if self._shelves.background is None or sharded.fused is None or sharded.loss_scale != 1.0:
             return False
         if not self._engine.reducer.sync:
@@ -78,13 +82,14 @@ class Overlap:
         members, self._indices = sharded.members(lambda bucket, index: True), sharded.indices()
         taken = sharded.fused.takes(bucket for bucket in members if bucket.can_step_early)
         self._members = {bucket: found for bucket, found in members.items() if bucket in taken}
-        self._number_groups()
         if self._members:
+            self._read_groups()
             sharded.fused.begin()
         return bool(self._members)
 
-    def _number_groups(self) -> None:
-        groups = self._sharded.wide_groups()
+    def _read_groups(self) -> None:
+        groups, fused = self._sharded.wide_groups(), self._sharded.fused
+        self._rules = fused.rules() if fused is not None else []
         self._number_of = {id(p): number for number, params in enumerate(groups) for p in params}
 
     def _landed(self, bucket: Bucket) -> bool:
@@ -95,11 +100,13 @@ class Overlap:
         if bucket.grads.used != bucket.grads.valid or not bucket.grads.valid <= self._indices[bucket]:
             return False
         assert fused is not None
-        parts = fused.plan(bucket, members, self._number_of)
+        parts = fused.plan(bucket, members, self._number_of, self._rules)
         if parts is None:
             return False
         self._early[bucket] = members
         bucket.stepped_early = True
+        names = ", ".join(repr(bucket.name) for bucket in list(self._early)[:3])
+        self._engine.torn = f"{len(self._early)} of {len(self._engine.buckets)} buckets ({names}, ...)"
         self._hand_over(bucket, lambda: self._step_early(bucket, parts), None, _WAITING if bucket.grads.rests else None)
         return True
 
@@ -112,9 +119,16 @@ class Overlap:
         if bucket.shelf.optim is not None:
             bucket.shelf.homes["grad"].discard()  # spares writing and reading it; ``forget_early`` forgets it
 
-    def take_early(self, members: dict[Bucket, list[Member]]) -> set[Bucket]:
-        """The step proper begins: leave out what was stepped already; returns it."""
+    def take_early(self, members: dict[Bucket, list[Member]], used: dict[Bucket, list[int]]) -> set[Bucket]:
+        """The step proper begins: leave out what was stepped already; returns it.
+
+        Raises:
+            RuntimeError: it was stepped with other gradients than those that are there now.
+        """
         early = self._end_early()
+        if early and self._backwards == self._engine.backwards and early <= used.keys():
+            self._engine.torn = ""
+        self._engine.refuse_torn()
         for bucket in early:
             members.pop(bucket, None)
             if not self._publishes_late:
@@ -152,7 +166,8 @@ class Overlap:
         if not self._publishes_late or self._sharded.fused is None:
             return {}
         taken = self._sharded.fused.takes(b for b in used if b.shelf.moves_optim)
-        self._number_groups()
+        if taken:
+            self._read_groups()
         plans: dict[Bucket, list[Part] | None] = {}
         for bucket, indices in used.items():
             steady, self._steady[bucket] = self._steady.get(bucket) == indices, indices
@@ -160,7 +175,7 @@ class Overlap:
                 continue
             plans[bucket] = None
             if bucket not in early:
-                plans[bucket] = self._sharded.fused.plan(bucket, members.get(bucket, []), self._number_of)
+                plans[bucket] = self._sharded.fused.plan(bucket, members.get(bucket, []), self._number_of, self._rules)
             if plans[bucket] is not None:
                 members.pop(bucket, None)
         return plans
