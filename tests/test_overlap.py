@@ -177,6 +177,44 @@ def test_a_bucket_that_a_rank_did_not_use_waits_for_the_step(pool: Pool) -> None
     pool.run(2, _unused)
 
 
+def _partly(beside: bool) -> None:
+    """Frozen parameters and those of another optimizer lie in buckets that are stepped; bf16 goes through slots."""
+    for stage in (0, 2, 3):
+        runs = []
+        for overlap in (False, "auto", True):
+            with slowed(apart=True) as watch:
+                torch.manual_seed(0)
+                model = Net()
+                for block in model.blocks:
+                    block.norm.requires_grad_(False)
+                engine = lt_zero.shard(
+                    model, config_of(stage, zero=offload(None, overlap, False), dtype=torch.bfloat16)
+                )
+                ups = [block.up.weight for block in model.blocks]
+                rest = [p for p in model.parameters() if p.requires_grad and all(p is not up for up in ups)]
+                pair = [torch.optim.AdamW(rest, lr=1e-2), torch.optim.AdamW(ups, lr=3e-2)]
+                both = [lt_zero.ShardedOptimizer(engine, optimizer) for optimizer in pair]
+                for step in range(5):
+                    for optimizer in pair:
+                        optimizer.zero_grad()
+                    with both[0].overlap.beside_backward() if beside else nullcontext():
+                        next_token_loss(model, step, 0, dist.get_rank()).float().backward()
+                    for optimizer in pair:
+                        optimizer.step()
+                engine.finish_steps()
+                flats = [bucket.flat.clone() for bucket in engine.buckets if not bucket.sharding.params]
+                runs.append((full_values(engine), flats, watch.beside))
+        for values, flats, _ in runs[1:]:
+            same(values, runs[0][0], stage)
+            assert all(map(torch.equal, flats, runs[0][1])), "gaps and all"
+        assert runs[2][2] > 0
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_buckets_that_are_stepped_in_part(pool: Pool, beside: bool) -> None:
+    pool.run(2, _partly, beside)
+
+
 def _other_optimizers() -> None:
     """Only the kernel steps in the background; with others every setting is the plain order."""
     with slowed(apart=True) as watch:

@@ -28,7 +28,7 @@ from lt_zero.core.accumulator import Accumulator
 from lt_zero.core.comm import Both, Comm, Pending
 from lt_zero.core.edits import EditWatch
 from lt_zero.core.guard import Owner, guard, own, sentinel, unguard
-from lt_zero.core.layout import BucketLayout, Piece, plan_bucket
+from lt_zero.core.layout import BucketLayout, Piece, gaps_between, plan_bucket
 from lt_zero.core.shelf import Shelf
 from lt_zero.core.storage import FlatStorage, flat_empty
 from lt_zero.core.weights import Weights
@@ -92,7 +92,8 @@ class Bucket:
         self.flat = self._storage.tensor if self._storage else comm.allocate(self.layout.numel, dtype)  # 1D
         self.views = [self.flat[s.lo : s.hi].view(s.shape) for s in self.layout.spans]
         self.part = self.flat[self.own[0] : self.own[1]]  # 1D, elements [own) of the compute copy
-        self.weights = Weights(self.part, policy.master_of(dtype), sharding.params, comm)
+        gaps = gaps_between(self._pieces, self.own[1] - self.own[0])
+        self.weights = Weights(self.part, policy.master_of(dtype), sharding.params, comm, gaps)
         accumulate, wire = policy.accumulate_of(dtype), policy.wire_of(dtype)
         self.grads = Accumulator(name, self.params, self.layout, self.own, comm, accumulate, wire, sharding.optim)
         self.use(Shelf())

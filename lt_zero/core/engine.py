@@ -299,7 +299,7 @@ class Engine:
 
     def finish_steps(self) -> bool:
         """Wait for all steps that run in the background; returns whether there were some."""
-        return self.shelves.background is not None and any([bucket.settle() for bucket in self.buckets])
+        return self.shelves.overlaps and any([bucket.settle() for bucket in self.buckets])
 
     def refuse_torn(self) -> None:
         """Raise if a backward failed when some weights were updated already."""

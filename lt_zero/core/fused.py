@@ -227,7 +227,7 @@ class FusedAdam:
         self, buckets: list[Bucket], parts: list[Part], found_inf: Tensor | None = None, write: bool = True
     ) -> None:
         """Run what was planned for these buckets, whose states are here; ``write`` the compute copy, too."""
-        targets = {bucket: bucket.weights.kernel_target() if write else None for bucket in buckets}
+        targets = {b: b.weights.kernel_target(_covers(b, parts)) if write else None for b in buckets}
         calls: dict[tuple[Any, ...], _Call] = {}
         for part in parts:
             bucket = part.run.bucket
@@ -307,6 +307,12 @@ class _Call:
         factor = self.factor.to(self.params[0].device) if self.factor is not None else None
         rows = (self.params, self.grads, *self.moments, self.outs)
         ops.adam_step(*rows, **self.numbers, scale=factor, found_inf=found_inf)
+
+
+def _covers(bucket: Bucket, parts: list[Part]) -> bool:
+    """Whether all that this rank holds of a bucket is stepped."""
+    mine = [(part.run.lo + part.lo, part.run.lo + part.hi) for part in parts if part.run.bucket is bucket]
+    return all(any(lo <= p.offset and p.offset + p.numel <= hi for lo, hi in mine) for p in bucket.pieces())
 
 
 def _signature(members: list[Member], numbers: list[int]) -> list[tuple[int, int]]:

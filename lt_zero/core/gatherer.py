@@ -74,7 +74,7 @@ class Gatherer:
 
     def gather(self, unit: Unit) -> None:
         """Make the parameters of ``unit`` readable, without a guard."""
-        if self._shelves.background is not None:
+        if self._shelves.overlaps:
             for bucket in unit.buckets:
                 bucket.settle()
         for bucket in unit.sharded:

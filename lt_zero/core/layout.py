@@ -97,3 +97,9 @@ def split_by_size(numels: Sequence[int], limit: int) -> list[list[int]]:
         groups[-1].append(index)
         size += numel
     return groups
+
+
+def gaps_between(pieces: Sequence[Piece], numel: int) -> list[tuple[int, int]]:
+    """Elements [lo, hi) of a shard of ``numel`` elements that belong to no piece; the pieces are in order."""
+    edges = [0, *(edge for piece in pieces for edge in (piece.offset, piece.offset + piece.numel)), numel]
+    return [(lo, hi) for lo, hi in zip(edges[::2], edges[1::2], strict=True) if lo < hi]

@@ -39,6 +39,7 @@ class Shelves:
     how: OffloadOptimizer = OffloadOptimizer()
     param_blocks: OffloadParam = OffloadParam()
     background: Background | None = None
+    overlaps: bool = False  # there is, or was, a background
     traffic: Traffic | None = None
     failure: SwapError | None = None  # of the background
 
@@ -204,7 +205,7 @@ def open_shelves(buckets: Sequence[Bucket], config: ZeroConfig, device: torch.de
         bucket.use(shelf)
     if optim.overlap_step is not False and any(bucket.shelf.moves_optim for bucket in buckets):
         ways = (optim.buffer_count, optim.pipeline_read, optim.pipeline_write)
-        shelves.background = Background(*ways, shelves.walking, device)
+        shelves.background, shelves.overlaps = Background(*ways, shelves.walking, device), True
         if optim.overlap_step is True:
             buckets[0].comm.allow_background()
     return shelves

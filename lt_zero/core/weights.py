@@ -40,10 +40,13 @@ class Weights:
         master_dtype: of master weights, where there are some.
         sharded: whether the parameters are, so that the compute copy is not always there.
         comm: the collectives, which read what is gathered.
+        gaps: elements [lo, hi) of ``part`` that belong to no parameter.
     """
 
-    def __init__(self, part: Tensor, master_dtype: torch.dtype, sharded: bool, comm: Comm) -> None:
-        self.master_dtype = master_dtype
+    def __init__(
+        self, part: Tensor, master_dtype: torch.dtype, sharded: bool, comm: Comm, gaps: list[tuple[int, int]]
+    ) -> None:
+        self.master_dtype, self._gaps = master_dtype, gaps
         self._part, self._sharded, self._comm = part, sharded, comm
         self._shelf = Shelf()
         self._master: Tensor | None = None  # 1D, as ``part``; None if there is none, or it rests in a file
@@ -200,16 +203,20 @@ class Weights:
         """Whether the compute copy of a step's result has to go from host memory to the device."""
         return self._shelf.host_optim and not (self._sharded and self._shelf.host_params)
 
-    def kernel_target(self) -> Tensor | None:
-        """Where the kernel that updates the master weights can write the compute copy, too; None: ``refresh`` does."""
+    def kernel_target(self, whole: bool) -> Tensor | None:
+        """Where the kernel that updates the master weights can write the compute copy, too; None: ``refresh`` does.
+
+        ``whole``: it writes all of it, but for the gaps.
+        """
         target = self.copy_target()
         if self._leaving is not None:
             self._leaving.synchronize()
             self._leaving = None
         if target is None or not self._crosses:
             return target
-        if target.dtype == self.master_dtype:
-            return None
+        return self._take_slot(target) if whole and target.dtype != self.master_dtype else None
+
+    def _take_slot(self, target: Tensor) -> Tensor:
         if self._slot is None:
             self._slot = self._shelf.traffic.slots.take(target.numel(), target.dtype)
         return self._slot.tensor
@@ -233,11 +240,12 @@ class Weights:
         if target.dtype == self.master_dtype:
             self._coming = self._leaving = lane.copy(target, self.master_rows, self._after)
             return
-        into = self.kernel_target()
-        assert into is not None
+        into = self._take_slot(target)
         assert self._slot is not None
         if not written:
             into.copy_(self.master_rows)
+        for lo, hi in self._gaps if written else ():
+            into[lo:hi].zero_()
         self._coming, self._slot = self._slot.send(lane, target, self._after), None
 
     def leave(self) -> None:
