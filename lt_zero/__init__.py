@@ -2,8 +2,8 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lt_zero.build import shard
 from lt_zero.config import ZeroConfig
-from lt_zero.core.build import shard
 from lt_zero.core.optimizer import ShardedOptimizer
 from lt_zero.core.values import gathered
 from lt_zero.planning import NotEnoughMemory, Sizes, estimate

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lt_zero import attach
+from lt_zero.build import shard
 from lt_zero.checkpoint.full import export, full_optimizer_state, load_full_optimizer_state
 from lt_zero.config import ZeroConfig
-from lt_zero.core.build import shard
 from lt_zero.core.comm import Comm
 from lt_zero.core.construct import ConstructionSharder
 from lt_zero.core.engine import Engine

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import ZeroConfig, ZeroPrecision
+from lt_zero.build import shard
 from lt_zero.checkpoint.full import full_optimizer_state, load_full_optimizer_state
 from lt_zero.config.precision import dtype_policy
-from lt_zero.core.build import shard
 from lt_zero.core.gate import StepGate
 from lt_zero.core.values import restore_whole
 from tests.lightning_tools import GPT

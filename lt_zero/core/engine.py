@@ -62,7 +62,7 @@ from lt_zero.core.walk import iter_tensors
 
 
 class Engine:
-    """Runs one model with sharded optimizer states, gradients and parameters. Built by ``lt_zero.core.build``.
+    """Runs one model with sharded optimizer states, gradients and parameters. Built by ``lt_zero.build``.
 
     Args:
         root: the model.

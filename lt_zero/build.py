@@ -21,7 +21,7 @@ from lt_zero.core.construct import Materializer
 from lt_zero.core.engine import Engine
 from lt_zero.core.guard import Owner
 from lt_zero.core.islands import Islands, find_islands, install_islands
-from lt_zero.core.plan import BucketPlan, plan_engine
+from lt_zero.core.plan import BucketPlan, EnginePlan, plan_engine
 from lt_zero.core.reducer import Reducer
 from lt_zero.core.schedule import Residency
 from lt_zero.core.sequence import debug_enabled
@@ -72,22 +72,10 @@ def shard(
     parts = [make(unit.buckets) for unit in plan.units]
     rest = make(plan.rest)
     shelves = open_shelves([*itertools.chain(*parts), *rest], config, device)
-    units: list[Unit] = []
-    for planned, buckets in zip(plan.units, parts, strict=True):
-        materializer.fill([p for _, p in planned.plan.parameters])
-        for bucket in buckets:
-            bucket.adopt(materializer.fetch)
-        if planned.plan.name:
-            units.append(Unit(planned.plan.name, planned.plan.module, buckets, planned.needs_weights))
-        else:
-            root = Unit("", module, buckets, needs_weights=True)
-    for bucket in rest:
-        bucket.adopt(materializer.fetch)
-        root.buckets.append(bucket)
+    units, root = _move_in(plan, parts, rest, materializer, module)
     materializer.fill_buffers()
     if policy.buffers is not None:
         _cast_buffers(module, policy.buffers, plan.islands)
-    units = [u for u in units if u.buckets]
     buckets = [b for u in reversed(units) for b in u.buckets] + root.buckets
     reducer = Reducer(comm, buckets, zero.overlap_comm, zero.reduce_bucket_size)
     residency = Residency(
@@ -101,6 +89,25 @@ def shard(
     engine_ref.append(weak_owner(engine))  # type: ignore[arg-type]
     install_load_hooks(engine)
     return engine
+
+
+def _move_in(
+    plan: EnginePlan, parts: list[list[Bucket]], rest: list[Bucket], materializer: Materializer, module: nn.Module
+) -> tuple[list[Unit], Unit]:
+    """Make values and move them into buckets, unit by unit; returns the units that have parameters, and the root."""
+    units: list[Unit] = []
+    for planned, buckets in zip(plan.units, parts, strict=True):
+        materializer.fill([p for _, p in planned.plan.parameters])
+        for bucket in buckets:
+            bucket.adopt(materializer.fetch)
+        if planned.plan.name:
+            units.append(Unit(planned.plan.name, planned.plan.module, buckets, planned.needs_weights))
+        else:
+            root = Unit("", module, buckets, needs_weights=True)
+    for bucket in rest:
+        bucket.adopt(materializer.fetch)
+        root.buckets.append(bucket)
+    return [u for u in units if u.buckets], root
 
 
 def _configure_reductions(comm: Comm, config: ZeroConfig) -> None:

@@ -1,0 +1,74 @@
+"""The rooms of the package stand on floors: a file imports its own floor and lower ones only."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import lt_zero
+
+ROOT = Path(lt_zero.__file__).parent
+FLOORS = (
+    {"compat", "config", "ops"},
+    {"offload"},
+    {"core"},
+    {"planning", "checkpoint"},
+    {"build"},
+    {"precision", "attach"},
+    {"strategy", "cli", "__init__", "__main__"},
+)
+TOP = FLOORS[-1] | FLOORS[-2]  # know lightning
+COLLECTIVES = {"core/comm.py", "core/sequence.py"}  # the second compares what the first is about to launch
+
+
+def files() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(ROOT.rglob("*.py")):
+        yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """Also those inside of functions; not those that only a type checker sees."""
+    seen_by_checkers = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in seen_by_checkers:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room(file: str) -> str:
+    return file.split("/")[0].removesuffix(".py")
+
+
+def floor(name: str) -> int:
+    return next(number for number, rooms in enumerate(FLOORS) if name in rooms)
+
+
+def test_nobody_imports_from_above() -> None:
+    for file, tree in files():
+        for name in imports(tree):
+            parts = name.split(".")
+            if parts[0] != "lt_zero" or room(file) == "__init__":
+                continue
+            below = parts[1] if any(parts[1] in rooms for rooms in FLOORS) else "__init__"  # from lt_zero import shard
+            assert floor(below) <= floor(room(file)), f"{file} imports {name}"
+
+
+def test_only_the_top_knows_lightning() -> None:
+    for file, tree in files():
+        if room(file) not in TOP:
+            assert not [name for name in imports(tree) if name.split(".")[0] in ("lightning", "torchmetrics")], file
+
+
+def test_collectives_are_in_one_place() -> None:
+    for file, tree in files():
+        if file not in COLLECTIVES:
+            assert not [name for name in imports(tree) if name.startswith("torch.distributed")], file
