@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,10 @@ class Wide(nn.Module):
         return self.head(self.middle(x))
 
 
-def config_for(stage: int, offload: str, path: str, low: bool) -> ZeroConfig:
+def config_for(stage: int, offload: str, path: str, low: bool = False, overlap: Any = False) -> ZeroConfig:
     zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 500}
     if offload != "none":
-        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": path}
+        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": path, "overlap_step": overlap}
     if offload == "both":
         zero["offload_param"] = {"device": "nvme", "nvme_path": path, "max_in_cpu": 0}
     if stage == 3:
@@ -91,19 +92,22 @@ class Peaks:
         return call
 
 
-def train(model: nn.Module, config: ZeroConfig, mode: str, accumulate: int = 1) -> tuple[Any, Any, Peaks, int]:
-    """Two steps; what an accumulation window held is the last result."""
+def train(
+    model: nn.Module, config: ZeroConfig, mode: str, accumulate: int = 1, steps: int = 2, beside: bool = False
+) -> tuple[Any, Any, Peaks, int]:
+    """Some steps, overlapped if ``beside``; what an accumulation window held is the last result."""
     engine = lt_zero.shard(model, config, policy=dtype_policy(config, mode))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     sharded = lt_zero.ShardedOptimizer(engine, optimizer)
     window = 0
     with Peaks(engine) as peaks, torch.autocast("cpu", torch.bfloat16, enabled="mixed" in mode):
-        for step in range(2):
+        for step in range(steps):
             optimizer.zero_grad()
             for micro in range(accumulate):
                 engine.reducer.sync = micro == accumulate - 1
                 batch = tokens(step, micro, dist.get_rank())
-                F.cross_entropy(model(batch).flatten(0, 1).float(), batch.flatten()).backward()
+                with sharded.overlap.beside_backward() if beside else nullcontext():
+                    F.cross_entropy(model(batch).flatten(0, 1).float(), batch.flatten()).backward()
                 window = max(window, measured(engine).get(LOCAL, 0))
             optimizer.step()
     return engine, sharded, peaks, window
@@ -141,6 +145,23 @@ def _compare(mode: str, path: str) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_forecast_is_what_an_engine_takes(pool: Pool, tmp_path: Path, world: int, mode: str) -> None:
     pool.run(world, _compare, mode, str(tmp_path))
+
+
+def _overlapped(path: str) -> None:
+    """Steps beside backward and forward take more, and no more than forecast."""
+    for overlap in ("auto", True):
+        torch.manual_seed(0)
+        config, model = config_for(3, "both", path, overlap=overlap), Wide()
+        cast = estimate(model, config, dist.get_world_size(), device="cpu")
+        engine, _, peaks, _ = train(model, config, "32-true", steps=4, beside=True)
+        engine.finish_steps()
+        want = cast.kinds(HOST)[OFFLOAD]
+        assert 0.3 * want <= peaks.homes <= want, (overlap, peaks.homes, want)
+        engine.shelves.close()
+
+
+def test_overlapped_steps(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _overlapped, str(tmp_path))
 
 
 def _host_apart() -> None:

@@ -165,6 +165,13 @@ def stepping(trained: Sequence[Row], config: ZeroConfig, setup: Setup) -> list[P
     return [(_memory(setup), OFFLOAD, most), (place, STEP, max(copies, default=0))]
 
 
+def overlapping(trained: Sequence[Row], config: ZeroConfig, setup: Setup) -> list[Part]:
+    """What is here for steps that run beside backward or the next forward (core/overlap.py)."""
+    how = config.zero_optimization.offload_optimizer.overlap_step
+    beside = [row for row in trained if row.states == NVME and (how is True or row.sharding.params)]
+    return stepping(beside, config, setup) if how is not False and setup.fused else []
+
+
 def _group(row: Row, states: float) -> int:
     """What one step brings, and the weights that it writes to another file."""
     copy = [rounded(row.own * row.dtype.itemsize)] if row.copies_weights and row.weights == NVME else []

@@ -95,7 +95,12 @@ def forecast(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: S
     grads = [*states, *costs.gradients(trained, rows, setup)]
     phases = {
         "build": [*kept, *costs.building(rows, setup)],
-        "backward": [*grads, *moving, *costs.reducing(trained, setup)],
+        "backward": [
+            *grads,
+            *moving,
+            *costs.reducing(trained, setup),
+            *costs.overlapping(trained, config, setup),
+        ],
         "step": [*grads, *reduce, *costs.stepping(trained, config, setup)],
     }
     if setup.saves:
