@@ -71,3 +71,11 @@ def announce_compute_dtype(plugin: HalfPrecision, dtype: torch.dtype) -> None:
     lightning 2.5 to 2.6.
     """
     plugin._desired_input_dtype = dtype
+
+
+def is_plain_closure(closure: Any) -> bool:
+    """Whether this is what Lightning's automatic optimization hands to ``optimizer.step``: one training step, one
+    backward, nothing after it. Checked on lightning 2.5 to 2.6.
+    """
+    cls = type(closure)
+    return cls.__name__ == "Closure" and cls.__module__ == "lightning.pytorch.loops.optimization.automatic"

@@ -16,7 +16,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lt_zero.compat import announce_compute_dtype
+from lt_zero.compat import announce_compute_dtype, is_plain_closure
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import MODES, DtypePolicy, ScalerRules, dtype_policy, on_min_scale, resolve_mode
 from lt_zero.core.gate import StepGate
@@ -161,7 +161,9 @@ class ZeroPrecision(HalfPrecision):
     ) -> Any:
         # The closure runs before step, not inside: step works on fragments, forward and backward on parameters.
         sharded = sharded_of(optimizer)
-        self._steps_next = sharded if not self._looked_at(model) else None
+        # Another closure than Lightning's own may do anything between backward and step.
+        plain = is_plain_closure(closure) and not self._looked_at(model)
+        self._steps_next = sharded if plain else None
         try:
             result = closure()
         finally:
@@ -186,7 +188,7 @@ class ZeroPrecision(HalfPrecision):
     def _looked_at(self, model: LightningModule) -> bool:
         """Whether gradients are read or changed between backward and step."""
         clips = bool(model.trainer.gradient_clip_val) or self.gate.checks
-        return clips or _looks_at_gradients(model, "on_after_backward")
+        return clips or is_overridden("backward", model) or _looks_at_gradients(model, "on_after_backward")
 
     @override
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:

@@ -56,6 +56,8 @@ class Accumulator:
         self._wire, self._sharded = wire, sharded
         self._shelf = Shelf()
         self._grad: Tensor | None = None  # 1D, elements [own); None if there is none, or it rests in a file
+        self.changes = 0  # of the gradients, so far
+        self._dropping = False  # ``_drop`` is due
         self.accumulated = False  # whether there is an accumulator
         self.factor: Tensor | None = None  # 0D fp32; see fused.py, Note [Deferred factor]
         self.valid: set[int] = set()  # parameters that were reduced since their gradient was cleared
@@ -166,8 +168,9 @@ class Accumulator:
 
     @property
     def grad(self) -> Tensor | None:
-        """The accumulator (1D, elements [own)). Read from its file if it rests there."""
+        """The accumulator (1D, elements [own)), which may be changed. Read from its file if it rests there."""
         self._own()
+        self.changes += 1
         if not self.accumulated or self._grad is not None:
             return self._grad
         return self._shelf.homes["grad"].bring()
@@ -193,10 +196,13 @@ class Accumulator:
     @torch.no_grad()
     def clear(self, indices: set[int]) -> None:
         """Forget the accumulated gradients of the given parameters."""
+        self.changes += 1
         self.valid -= indices
         self.used -= indices
         if not self.valid and not self.used:
-            self._shelf.when_settled(self._drop)  # the next reduction starts from zero
+            if not self._dropping:
+                self._dropping = True
+                self._shelf.when_settled(self._drop)  # the next reduction starts from zero
             return
         self._shelf.settle()
         for index in indices:
@@ -209,6 +215,7 @@ class Accumulator:
         self.stow()
 
     def _drop(self) -> None:
+        self._dropping = False
         if not self.valid and not self.used:
             self._coming = None
             self.local, self.grad, self.factor = None, None, None
@@ -244,6 +251,7 @@ class Accumulator:
 
     def defer(self, factor: Tensor) -> None:
         """Multiply the accumulated gradients by ``factor`` (0D fp32) when somebody needs them."""
+        self.changes += 1
         if self._shelf.moves_optim:
             factor = factor.cpu()  # now: in the background it would wait for what the device has to do by then
         self.factor = factor if self.factor is None else self.factor * factor

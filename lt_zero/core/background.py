@@ -20,6 +20,7 @@ Note [Errors in the thread]
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -30,6 +31,7 @@ from dataclasses import dataclass
 import torch
 
 from lt_zero.offload.home import FileHome
+from lt_zero.offload.pool import SwapError
 
 _in_thread = threading.local()
 _EXIT_PATIENCE = 30.0  # seconds at exit for the job that is running
@@ -57,14 +59,27 @@ class Job:
         self._homes = homes
         self._leaving: list[FileHome] = []
         self._ended = threading.Event()
+        self._pid = os.getpid()
 
     @property
     def done(self) -> bool:
         return self._ended.is_set()
 
     def wait(self) -> bool:
-        """Return when the job is done; at once, and False, in the thread that does jobs: it has this bucket now."""
-        return not getattr(_in_thread, "working", False) and self._ended.wait()
+        """Return when the job is done; at once, and False, in the thread that does jobs: it has this bucket now.
+
+        Raises:
+            SwapError: in a forked process, which has no such thread.
+        """
+        if getattr(_in_thread, "working", False):
+            return False
+        if not self.done and os.getpid() != self._pid:
+            raise SwapError(
+                f"Process {os.getpid()} was forked from process {self._pid} while weights were being stepped in the "
+                "background, and has half of the step. Set zero_optimization.offload_optimizer.overlap_step=auto, or "
+                "read weights before the fork."
+            )
+        return self._ended.wait()
 
     def prefetch(self) -> None:
         """Start reading. In the thread, as all below."""
@@ -119,6 +134,7 @@ class _Line:
     device: torch.device | None
     jobs: deque[Job]
     changed: threading.Condition
+    pid: int
     closed: bool = False
 
 
@@ -129,7 +145,7 @@ class Background:
         room: buckets that may be in memory at a time, if their states rest in files.
         read_ahead: read the next bucket while one is stepped.
         write_behind: write the last bucket while one is stepped.
-        walking: a context for as long as there are jobs.
+        walking: a context for as long as there are jobs; must not hold what holds this.
         device: to which results are copied.
     """
 
@@ -142,7 +158,7 @@ class Background:
         device: torch.device | None = None,
     ) -> None:
         behind = max(0, min(1, room - 2)) if write_behind else 0
-        self._line = _Line(room, behind, read_ahead, walking, device, deque(), threading.Condition())
+        self._line = _Line(room, behind, read_ahead, walking, device, deque(), threading.Condition(), os.getpid())
         self._stop: weakref.finalize | None = None  # type: ignore[type-arg]
 
     def hand_over(self, job: Job, limit: int | None = None) -> None:
@@ -198,6 +214,8 @@ def _work(line: _Line) -> None:
 
 
 def _end(line: _Line, thread: threading.Thread) -> None:
+    if os.getpid() != line.pid:
+        return  # a forked child, which has no such thread
     with line.changed:
         line.closed = True
         line.changed.notify_all()

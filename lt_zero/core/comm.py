@@ -141,6 +141,7 @@ class Comm:
         if self.world > 1 and self._background is None:
             ranks = dist.get_process_group_ranks(self._group)
             self._background = dist.new_group(ranks, backend=dist.get_backend(self._group))
+            dist.barrier(self._background)  # connects it now: later other collectives might wait for each other
 
     def publish(self, flat: Tensor | None) -> Pending:
         """In the background: fill ``flat`` as ``all_gather`` does; None: what was written to windows is complete.

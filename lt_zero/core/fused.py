@@ -152,6 +152,7 @@ class FusedAdam:
         self._optimizer = optimizer
         self._runs: dict[Bucket, tuple[list[tuple[int, int]], list[Run]]] = {}
         self._last: list[Run] = []  # of the last step
+        self._groups: tuple[dict[int, int], list[dict[str, Any]]] | None = None  # of the running step
         self._told = False
 
     @staticmethod
@@ -185,9 +186,7 @@ class FusedAdam:
 
         With ``found_inf`` (0D fp32) not zero nothing is written; see ``uncount``.
         """
-        groups = self._optimizer.param_groups
-        number_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
-        rules = self.rules()
+        number_of, rules = self._groups = self._groups or (self._numbers(), self.rules())
         parts: list[Part] = []
         for bucket, everyone in bucket_members.items():
             members = [m for m in everyone if m.used or m.fragment in self._optimizer.state]
@@ -196,6 +195,10 @@ class FusedAdam:
                 run.adopt(some, self._optimizer.state)
                 parts += self._parts(run, some, number, rules[number])
         self.launch(list(bucket_members), parts, found_inf)
+
+    def _numbers(self) -> dict[int, int]:
+        groups = self._optimizer.param_groups
+        return {id(p): number for number, group in enumerate(groups) for p in group["params"]}
 
     def _parts(self, run: Run, members: list[Member], number: int, rule: dict[str, Any]) -> Iterator[Part]:
         self._last.append(run)
@@ -237,8 +240,13 @@ class FusedAdam:
             calls.setdefault(key, _Call(factor, part.numbers)).add(part.run, part.lo, part.hi, out)
         for bucket, target in targets.items():
             bucket.weights.written = target is not None
-        for call in calls.values():
-            call.launch(found_inf)
+        try:
+            for call in calls.values():
+                call.launch(found_inf)
+        except BaseException:
+            for bucket in buckets:
+                bucket.weights.forget_slot()
+            raise
         if not self._told:
             self._told = True
             log.info("%s is stepped by lt_zero's kernel; fused_step=false turns it off", type(self._optimizer).__name__)
@@ -261,7 +269,7 @@ class FusedAdam:
 
     def begin(self) -> None:
         """A step begins, which may take several calls of ``step``."""
-        self._last = []
+        self._last, self._groups = [], None
 
     def uncount(self) -> None:
         """The last step was skipped on the device; the step counters go back."""

@@ -66,6 +66,7 @@ class ShardedOptimizer:
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         optimizer.register_state_dict_pre_hook(self._on_state_dict)
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
         _intercept_zero_grad(optimizer, self)
 
     # ---- fragments ---------------------------------------------------------------------------------------------
@@ -158,6 +159,9 @@ class ShardedOptimizer:
         if self.fused is not None and not self._early:
             self.fused.begin()
         plans = self.overlap.plan_late(members, self._early, used)
+        for bucket in members:
+            if plans.get(bucket) is None:
+                bucket.settle()  # it is stepped here
         self.narrow()
         self._depth, self._entered = 1, self.engine.backwards
         self.engine.comm.before_write()
@@ -244,6 +248,9 @@ class ShardedOptimizer:
             for piece in pieces:
                 for key, value in state.items():
                     state[key] = cut_state(value, bucket.shapes[index], piece.lo, piece.hi)
+
+    def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        self.engine.finish_steps()
 
     def _on_state_dict(self, optimizer: Optimizer) -> None:
         self.before_state_dict()

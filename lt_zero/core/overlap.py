@@ -38,7 +38,7 @@ class Overlap:
     def __init__(self, sharded: ShardedOptimizer) -> None:
         self._sharded, self._engine = sharded, sharded.engine
         self._shelves = sharded.engine.shelves
-        self._early: dict[Bucket, list[Member]] = {}  # stepped beside the last backward
+        self._early: dict[Bucket, int] = {}  # stepped beside the last backward, and with which gradients
         self._backwards = 0  # that had ended when it had
         self._late: set[Bucket] = set()  # handed over by the step at hand
         self._members: dict[Bucket, list[Member]] = {}
@@ -64,11 +64,13 @@ class Overlap:
             with self._shelves.walking():
                 yield
         except BaseException:
-            self._end_early()  # and the engine stays torn
+            self._end_early()
             raise
         finally:
             reducer.on_landed = None
             self._backwards = self._engine.backwards
+            for bucket in self._early:
+                bucket.stepped_early = False  # later forwards may gather it
 
     def _can_begin(self) -> bool:
         sharded = self._sharded
@@ -79,7 +81,9 @@ class Overlap:
             return False
         if not self._engine.reducer.sync:
             return False
-        members, self._indices = sharded.members(lambda bucket, index: True), sharded.indices()
+        # Its parameters that are frozen have no gradient, and the others are looked at when they have.
+        members = sharded.members(lambda bucket, index: bucket.params[index].requires_grad)
+        self._indices = sharded.indices()
         taken = sharded.fused.takes(bucket for bucket in members if bucket.can_step_early)
         self._members = {bucket: found for bucket, found in members.items() if bucket in taken}
         if self._members:
@@ -88,22 +92,25 @@ class Overlap:
         return bool(self._members)
 
     def _read_groups(self) -> None:
-        groups, fused = self._sharded.wide_groups(), self._sharded.fused
-        self._rules = fused.rules() if fused is not None else []
+        groups = self._sharded.wide_groups()
+        self._rules = self._rules_now()
         self._number_of = {id(p): number for number, params in enumerate(groups) for p in params}
+
+    def _rules_now(self) -> list[dict[str, Any]]:
+        return self._sharded.fused.rules() if self._sharded.fused is not None else []
 
     def _landed(self, bucket: Bucket) -> bool:
         """The gradients of ``bucket`` were reduced; returns whether it is stepped now."""
         members, fused = self._members.get(bucket, []), self._sharded.fused
         if not members or bucket in self._early or self._engine.gatherer.is_pinned(bucket) or bucket.has_grads():
-            return False
+            return False  # a second gradient of what was stepped is found out by ``take_early``
         if bucket.grads.used != bucket.grads.valid or not bucket.grads.valid <= self._indices[bucket]:
             return False
         assert fused is not None
         parts = fused.plan(bucket, members, self._number_of, self._rules)
         if parts is None:
             return False
-        self._early[bucket] = members
+        self._early[bucket] = bucket.grads.changes
         bucket.stepped_early = True
         names = ", ".join(repr(bucket.name) for bucket in list(self._early)[:3])
         self._engine.torn = f"{len(self._early)} of {len(self._engine.buckets)} buckets ({names}, ...)"
@@ -120,19 +127,21 @@ class Overlap:
             bucket.shelf.homes["grad"].discard()  # spares writing and reading it; ``forget_early`` forgets it
 
     def take_early(self, members: dict[Bucket, list[Member]], used: dict[Bucket, list[int]]) -> set[Bucket]:
-        """The step proper begins: leave out what was stepped already; returns it.
+        """The step proper begins: leave out what was stepped already; returns it. Collective.
 
         Raises:
-            RuntimeError: it was stepped with other gradients than those that are there now.
+            SwapError: on all ranks, if one has stepped with other gradients than those that are there now.
         """
+        same = all(bucket in used and bucket.grads.changes == then for bucket, then in self._early.items())
         early = self._end_early()
-        if early and self._backwards == self._engine.backwards and early <= used.keys():
+        if early and same and self._backwards == self._engine.backwards and self._rules == self._rules_now():
             self._engine.torn = ""
         self._engine.refuse_torn()
         for bucket in early:
             members.pop(bucket, None)
             if not self._publishes_late:
                 bucket.settle()
+                bucket.weights.leave()  # the rest of backward may have read whole parameters meanwhile
         return early
 
     def _end_early(self) -> set[Bucket]:
@@ -212,4 +221,5 @@ class Overlap:
 
     def forget_states(self) -> None:
         """States were loaded: the next step is one of its own, which puts them where they rest."""
-        self._steady = {}
+        self._steady, self._engine.torn = {}, ""
+        self._end_early()

@@ -204,8 +204,9 @@ def open_shelves(buckets: Sequence[Bucket], config: ZeroConfig, device: torch.de
         )
         bucket.use(shelf)
     if optim.overlap_step is not False and any(bucket.shelf.moves_optim for bucket in buckets):
+        walking = shelves.optim.walking if shelves.optim is not None else nullcontext
         ways = (optim.buffer_count, optim.pipeline_read, optim.pipeline_write)
-        shelves.background, shelves.overlaps = Background(*ways, shelves.walking, device), True
+        shelves.background, shelves.overlaps = Background(*ways, walking, device), True
         if optim.overlap_step is True:
             buckets[0].comm.allow_background()
     return shelves

@@ -41,6 +41,7 @@ class Stepper:
                 self.step_resting(mine)
             elif mine and self._fused is not None:
                 self._fused.step(mine)
+                bucket.weights.refresh()  # now: jobs before it wait for the buffer that it holds
             self._overlap.hand_over(bucket, parts)
 
     @torch.no_grad()
@@ -69,12 +70,15 @@ class Stepper:
 
     def step_host(self, members: dict[Bucket, list[Member]]) -> None:
         """Step what the kernel takes in host memory bucket by bucket: copies go to the device meanwhile."""
-        taken = self._sharded.taken(b for b in members if b.shelf.host_optim)
+        taken, done = self._sharded.taken(b for b in members if b.shelf.host_optim), set[int]()
         for bucket in [b for b in members if b in taken]:
             assert self._fused is not None
-            self._fused.step({bucket: members[bucket]})
-            bucket.weights.refresh()
-            self._sharded.drop({id(member.fragment) for member in members.pop(bucket)})
+            mine = members.pop(bucket)
+            if any(member.used for member in mine):
+                self._fused.step({bucket: mine})
+                bucket.weights.refresh()
+            done |= {id(member.fragment) for member in mine}
+        self._sharded.drop(done)
 
     @torch.no_grad()
     def step_staged(self, bucket: Bucket, members: list[Member]) -> None:

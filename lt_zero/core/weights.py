@@ -221,6 +221,12 @@ class Weights:
             self._slot = self._shelf.traffic.slots.take(target.numel(), target.dtype)
         return self._slot.tensor
 
+    def forget_slot(self) -> None:
+        """The kernel failed: others may have what it was to write to."""
+        if self._slot is not None:
+            self._slot.give_back()
+        self._slot, self.written = None, False
+
     def refresh(self) -> None:
         """Bring the copy that gathers read up to date with the master weights, which are in memory."""
         self._shelf.settle()
@@ -273,4 +279,5 @@ class Weights:
             self.written = False
             self.refresh()
             self.written = False
+            self.arrive()
         self._shelf.tidy()

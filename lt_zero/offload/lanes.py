@@ -179,6 +179,10 @@ class Slot:
         self.tensor = tensor  # 1D
         self._buffer, self._free = buffer, free
 
+    def give_back(self) -> None:
+        """It was not filled."""
+        self._free.put((self._buffer, DONE))
+
     def send(self, lane: Lane, target: Tensor, after: Any = None) -> Ticket:
         """Start ``lane.copy`` of it to ``target``; nobody may fill it any more."""
         ticket = lane.copy(target, self.tensor, after)
