@@ -186,9 +186,10 @@ class ZeroPrecision(HalfPrecision):
         return result
 
     def _looked_at(self, model: LightningModule) -> bool:
-        """Whether gradients are read or changed between backward and step."""
+        """Whether gradients are read or changed between backward and step, or kept after it."""
         clips = bool(model.trainer.gradient_clip_val) or self.gate.checks
-        return clips or is_overridden("backward", model) or _looks_at_gradients(model, "on_after_backward")
+        own = any(is_overridden(hook, model) for hook in ("backward", "optimizer_zero_grad"))
+        return clips or own or _looks_at_gradients(model, "on_after_backward")
 
     @override
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:

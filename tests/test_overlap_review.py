@@ -233,13 +233,22 @@ class Manual(GPT):
         optimizer.step(closure=closure)
 
 
-def _closures(name: str) -> None:
-    for stage in (2, 3):
+class Keeps(GPT):
+    """Gradients add up over two steps."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
+def _closures(name: str, path: str | None) -> None:
+    kinds = {"clip": WrapClip, "twice": Twice, "manual": Manual, "keeps": Keeps}
+    for stage in (3,) if path else (2, 3):
         runs = []
         for overlap in (False, "auto", True):
-            with slowed(apart=True):
-                module = {"clip": WrapClip, "twice": Twice, "manual": Manual}[name](dist.get_world_size(), "adamw")
-                trainer = sharded_trainer(stage, offload(None, overlap, stage == 3), max_epochs=3)
+            with slowed(apart=path is None):
+                module = kinds[name](dist.get_world_size(), "adamw")
+                trainer = sharded_trainer(stage, offload(path, overlap, stage == 3), max_epochs=3)
                 trainer.fit(module)
                 runs.append(weights(trainer))
         for other in runs[1:]:
@@ -247,9 +256,10 @@ def _closures(name: str) -> None:
                 assert (other[key] == value).all(), (name, stage, key)
 
 
-@pytest.mark.parametrize("name", ["clip", "twice", "manual"])
-def test_closures_that_do_more_than_lightnings_own(pool: Pool, name: str) -> None:
-    pool.run(2, _closures, name)
+@pytest.mark.parametrize("files", [False, True])
+@pytest.mark.parametrize("name", ["clip", "twice", "manual", "keeps"])
+def test_loops_that_do_more_than_lightnings_own(pool: Pool, tmp_path: Path, name: str, files: bool) -> None:
+    pool.run(2, _closures, name, str(tmp_path) if files else None)
 
 
 # ---- steps of its own between overlapped ones -----------------------------------------------------------------------
