@@ -103,26 +103,38 @@ def test_compute_copies_follow_the_master_weights(pool: Pool, kind: str) -> None
 
 
 class Outside(Net):
-    """A weight of a block is used in the model's own forward, after the block."""
+    """A weight of the last block is used before the first: its gradient comes when the block's backward is over."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens) + self.blocks[2].up.weight.square().mean()
+        x = self.embedding(tokens) * self.scale + self.blocks[2].up.weight.square().mean()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
 
 
-def _outside() -> None:
+class Detached(Net):
+    """The same, without a gradient: somebody could write to what was handed out."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + self.blocks[2].up.weight.detach().square().mean()
+
+
+def _outside(kind: str) -> None:
     for stage in (2, 3):
         runs = []
         for overlap in (False, "auto", True):
             with slowed(apart=True):
-                run = Run(stage, offload(None, overlap, stage == 3), model=Outside)
+                model = {"outside": Outside, "detached": Detached}[kind]
+                run = Run(stage, offload(None, overlap, stage == 3), model=model)
                 run.steps(0, 4)
                 runs.append(full_values(run.engine))
         same(runs[1], runs[0], (stage, "auto"))
         same(runs[2], runs[0], (stage, True))
 
 
-def test_weights_that_are_used_outside_of_their_unit(pool: Pool) -> None:
-    pool.run(2, _outside)
+@pytest.mark.parametrize("kind", ["outside", "detached"])
+def test_weights_that_are_used_outside_of_their_unit(pool: Pool, kind: str) -> None:
+    pool.run(2, _outside, kind)
 
 
 # ---- between backward and step --------------------------------------------------------------------------------------
