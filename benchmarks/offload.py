@@ -34,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
         "overlap": False,
     },
     "no clipping: the same, beside backward": {"optimizer": True, "params": True, "clip": False},
+    "no clipping: the same, checksums": {"optimizer": True, "params": True, "clip": False, "checksum": True},
 }
 
 

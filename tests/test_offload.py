@@ -120,7 +120,7 @@ def _options(path: str) -> None:
         assert resting <= more.get("ratio", 1.0) * whole
         assert (resting > 0) == (more.get("ratio", 1.0) > 0)
         engine.shelves.close()
-    for aio in ({"block_size": 8192, "thread_count": 1}, {"single_submit": True}, {"checksum": False}):
+    for aio in ({"block_size": 8192, "thread_count": 1}, {"single_submit": True}, {"checksum": True}):
         got, engine, _ = train(3, path, keys={"aio": aio})
         same(got, want, aio)
         engine.shelves.close()

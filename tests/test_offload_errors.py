@@ -23,6 +23,7 @@ from lt_zero.core.supported import states_per_element
 from lt_zero.offload import blocks as io
 from lt_zero.offload.pool import SwapError
 from tests.models import Net, next_token_loss
+from tests.offload_tools import change
 from tests.parity import config_of
 from tests.pool import Pool
 from tests.test_offload import blocks, train
@@ -154,6 +155,30 @@ def test_a_failing_disk_is_an_error_on_all_ranks(pool: Pool, tmp_path: Path, wha
             assert message.startswith("rank 1: "), (number, message)
             assert str(tmp_path) in message
             assert "offset" in message
+
+
+def _corrupted(path: str) -> str:
+    """Some other program writes to the files of rank 1."""
+    _, engine, sharded = train(3, path, keys={"aio": {"checksum": True}})
+    if dist.get_rank() == 1:
+        tier = engine.shelves.optim
+        for file in tier.folder.path.iterdir():
+            change(file, 100, b"\xff")
+    dist.barrier()
+    try:
+        next_token_loss(engine.root, 9, 0, dist.get_rank()).backward()
+        sharded.optimizer.step()
+    except SwapError as error:
+        return str(error)
+    finally:
+        engine.shelves.close()
+    return ""
+
+
+def test_what_a_disk_made_up_is_an_error_of_all(pool: Pool, tmp_path: Path) -> None:
+    for message in pool.run(2, _corrupted, str(tmp_path)):
+        assert message.startswith("rank 1: ")
+        assert "are not those that were written" in message
 
 
 def _no_room(path: str) -> str:
