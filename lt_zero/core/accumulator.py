@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lt_zero import ops
-from lt_zero.core.comm import After, Comm, Pending
+from lt_zero.core.comm import Comm
 from lt_zero.core.layout import BucketLayout, Piece
+from lt_zero.core.pending import All, Pending
 from lt_zero.core.shelf import Shelf
 from lt_zero.core.storage import flat_empty
 from lt_zero.offload.home import tidy
@@ -143,7 +144,7 @@ class Accumulator:
             return collective(out, send, scratch, add, self._name)
         landing = flat_empty(self._numel, out.dtype, send.device)
         pending = collective(landing, send, scratch, False, self._name)
-        return After(pending, lambda: self._send(out, landing, add))
+        return All([pending], lambda: self._send(out, landing, add))
 
     def _send(self, out: Tensor, landing: Tensor, add: bool) -> None:
         """Start moving what was reduced on the device to host memory."""

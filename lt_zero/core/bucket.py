@@ -25,10 +25,11 @@ from torch.nn import Parameter
 
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.core.accumulator import Accumulator
-from lt_zero.core.comm import Both, Comm, Pending
+from lt_zero.core.comm import Comm
 from lt_zero.core.edits import EditWatch
 from lt_zero.core.guard import Owner, guard, own, sentinel, unguard
 from lt_zero.core.layout import BucketLayout, Piece, gaps_between, plan_bucket
+from lt_zero.core.pending import All, Pending
 from lt_zero.core.shelf import Shelf
 from lt_zero.core.storage import FlatStorage, flat_empty
 from lt_zero.core.weights import Weights
@@ -159,7 +160,7 @@ class Bucket:
             elif self.shelf.host_params:
                 ticket = self.weights.send(self.part, source)
                 with self.shelf.traffic.to_device.in_line():
-                    self._pending = Both(ticket, self.comm.all_gather(self.flat, self.name, source))
+                    self._pending = All([ticket, self.comm.all_gather(self.flat, self.name, source)])
             else:
                 self.part.copy_(source)
                 self._pending = self.comm.all_gather(self.flat, self.name, source)

@@ -18,64 +18,16 @@ Note [Order of launches]
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lt_zero.core.pending import All, Done, Pending
 from lt_zero.core.sequence import SequenceCheck
 from lt_zero.core.shared import SharedArena, supported, wide
 from lt_zero.core.storage import flat_empty
-
-
-class Pending(Protocol):
-    """A launched collective; ``wait`` returns once its result may be used on the current stream."""
-
-    def wait(self) -> Any: ...
-
-
-class _Done:
-    def wait(self) -> None:
-        return None
-
-
-class After:
-    """A launched work, and what is done with its result when it is waited for."""
-
-    def __init__(self, pending: Pending, finish: Callable[[], object]) -> None:
-        self._pending, self._finish = pending, finish
-
-    def wait(self) -> None:
-        self._pending.wait()
-        self._finish()
-
-
-class Both:
-    """A copy, and a collective that was launched behind it."""
-
-    def __init__(self, first: Pending, second: Pending) -> None:
-        self._parts = (first, second)
-
-    def wait(self) -> None:
-        for part in self._parts:
-            part.wait()
-
-
-class _All:
-    """Several launched works that are waited for together, and what is computed from them afterwards."""
-
-    def __init__(self, works: list[Any], finish: Callable[[], None] | None = None) -> None:
-        self._works, self._finish = works, finish
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works = []
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
 
 
 def _collective(new: str, old: str) -> Any:
@@ -149,11 +101,11 @@ class Comm:
         Not compared in debug mode: the order does not depend on the model.
         """
         if self.world == 1:
-            return _Done()
+            return Done()
         if flat is None:
             if self._arena is not None:
                 dist.barrier(self._background)
-            return _Done()
+            return Done()
         return self._gather_shards(flat, self._background)
 
     # ---- windows: see shared.py, Note [Shared windows] ---------------------------------------------------------
@@ -230,21 +182,21 @@ class Comm:
         ``own`` is where the ranks' shards come from, if it was made by ``allocate``.
         """
         if self.world == 1:
-            return _Done()
+            return Done()
         self._announce("all-gather", name, flat.numel())
         if self._arena is not None and own is not None and self._arena.has(own):
             if self._written:
                 self.fence()
             self._arena.gather(self.rank, own, flat)
             self._read = True
-            return _Done()
+            return Done()
         return self._gather_shards(flat, self._group)
 
     def _gather_shards(self, flat: Tensor, group: dist.ProcessGroup | None) -> Pending:
         shards = flat.chunk(self.world)
         if self._gloo:
-            return _All([dist.broadcast(s, self._peer(r), group, async_op=True) for r, s in enumerate(shards)])
-        return _All([self._all_gather(flat, shards[self.rank], group=group, async_op=True)])
+            return All([dist.broadcast(s, self._peer(r), group, async_op=True) for r, s in enumerate(shards)])
+        return All([self._all_gather(flat, shards[self.rank], group=group, async_op=True)])
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Pending:
         """Average ``flat`` (1D, world shards) over the ranks and put this rank's shard into ``out``, or add it there.
@@ -255,43 +207,43 @@ class Comm:
         """
         after = self.factors(flat.dtype)[1]
         if self.world == 1:
-            return _All([], lambda: _store(out, flat, add, after))
+            return All([], lambda: _store(out, flat, add, after))
         self._announce_reduction("reduce-scatter", name, flat.numel())
         arena = self._arena
         if arena is not None and arena.has(flat):
             entered = dist.barrier(self._reductions, async_op=True)
-            return _All([entered], lambda: arena.sum(self.rank, flat, flat.numel(), out, add, after))
+            return All([entered], lambda: arena.sum(self.rank, flat, flat.numel(), out, add, after))
         if not self.use_reduce_scatter:
             summed = flat.chunk(self.world)[self.rank]
             work = dist.all_reduce(flat, group=self._reductions, async_op=True)
-            return _All([work], lambda: _store(out, summed, add, after))
+            return All([work], lambda: _store(out, summed, add, after))
         if self._gloo:
             work = dist.all_to_all_single(scratch, flat, group=self._reductions, async_op=True)
             parts = scratch.chunk(self.world)
-            return _All([work], lambda: _store(out, _sum_in_rank_order(parts, out.dtype), add, after))
+            return All([work], lambda: _store(out, _sum_in_rank_order(parts, out.dtype), add, after))
         mine = scratch[: out.numel()]
         work = self._reduce_scatter(mine, flat, group=self._reductions, async_op=True)
-        return _All([work], lambda: _store(out, mine, add, after))
+        return All([work], lambda: _store(out, mine, add, after))
 
     def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Pending:
         """Average ``flat`` (1D, world shards) over the ranks and put all of it into ``out``, or add it there."""
         after = self.factors(flat.dtype)[1]
         if self.world == 1:
-            return _All([], lambda: _store(out, flat, add, after))
+            return All([], lambda: _store(out, flat, add, after))
         self._announce_reduction("all-reduce", name, flat.numel())
         if not self._gloo:
             work = dist.all_reduce(flat, group=self._reductions, async_op=True)
-            return _All([work], lambda: _store(out, flat, add, after))
+            return All([work], lambda: _store(out, flat, add, after))
         work = dist.all_to_all_single(scratch, flat, group=self._reductions, async_op=True)
 
         def finish() -> None:
             mine = flat.chunk(self.world)[self.rank]
             mine.copy_(_sum_in_rank_order(scratch.chunk(self.world), out.dtype).mul_(after))
             shards = enumerate(flat.chunk(self.world))
-            _All([dist.broadcast(s, self._peer(r), self._reductions, async_op=True) for r, s in shards]).wait()
+            All([dist.broadcast(s, self._peer(r), self._reductions, async_op=True) for r, s in shards]).wait()
             _store(out, flat, add, 1.0)
 
-        return _All([work], finish)
+        return All([work], finish)
 
     def broadcast(self, tensor: Tensor, name: str, src: int = 0) -> None:
         """Give every rank the values that ``tensor`` has on rank ``src``."""
@@ -316,9 +268,9 @@ class Comm:
     def host_max(self, flags: Tensor, name: str) -> Pending:
         """Element-wise maximum over the ranks of a CPU tensor, through the CPU side channel, in place."""
         if self.world == 1:
-            return _Done()
+            return Done()
         self._announce("flags", name, flags.numel())
-        return _All([dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._host, async_op=True)])
+        return All([dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._host, async_op=True)])
 
     def problems(self, problem: str | None, name: str) -> list[str]:
         """What went wrong on any rank ("rank 1: ..."), on every rank; [] if nothing did."""

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lt_zero.core.bucket import Bucket
-from lt_zero.core.comm import Comm, Pending
+from lt_zero.core.comm import Comm
 from lt_zero.core.grads import Norms, replace_grad, stand_in
+from lt_zero.core.pending import Pending
 from lt_zero.core.reducer import Reducer
 from lt_zero.offload.pool import SwapError
 

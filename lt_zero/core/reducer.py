@@ -25,7 +25,8 @@ from torch import Tensor
 
 from lt_zero.core.accumulator import Accumulator
 from lt_zero.core.bucket import Bucket
-from lt_zero.core.comm import Comm, Pending
+from lt_zero.core.comm import Comm
+from lt_zero.core.pending import Pending
 from lt_zero.core.shared import SEND_BUFFERS
 from lt_zero.core.storage import flat_empty
 
