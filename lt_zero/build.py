@@ -15,11 +15,11 @@ from torch import nn
 
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
-from lt_zero.core.bucket import Bucket, weak_owner
+from lt_zero.core.bucket import Bucket
 from lt_zero.core.comm import Comm
 from lt_zero.core.construct import Materializer
 from lt_zero.core.engine import Engine
-from lt_zero.core.guard import Owner
+from lt_zero.core.guard import Owner, weak_owner
 from lt_zero.core.islands import Islands, find_islands, install_islands
 from lt_zero.core.plan import BucketPlan, EnginePlan, plan_engine
 from lt_zero.core.reducer import Reducer

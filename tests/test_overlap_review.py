@@ -201,7 +201,7 @@ def _one_rank_only() -> None:
         with pytest.raises(ValueError, match="no gradient"):
             run.backward(2)
         hook.remove()
-        assert bool(run.engine.torn) == (dist.get_rank() == 0)
+        assert bool(run.engine.shelves.torn) == (dist.get_rank() == 0)
         run.backward(3, beside=False)
         with pytest.raises(SwapError, match="rank 0: .* belong to no step"):
             run.optimizer.step()

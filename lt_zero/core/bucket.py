@@ -14,7 +14,6 @@ Note [Data, not nn.Parameter views]
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -351,8 +350,3 @@ class Bucket:
             home[edited] = shown[edited].to(home.dtype)
             if self.shelf.homes or self.shelf.host_optim:
                 self.weights.follow_edit()
-
-
-def weak_owner(owner: Owner) -> Callable[[], Owner | None]:
-    """A reference that lets the engine be collected while parameters still point to it."""
-    return weakref.ref(owner)

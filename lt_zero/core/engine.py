@@ -44,7 +44,7 @@ from lt_zero.core.ledger import GradLedger
 from lt_zero.core.outside import use_outside
 from lt_zero.core.reducer import Reducer
 from lt_zero.core.schedule import Residency
-from lt_zero.core.shelves import Shelves, together
+from lt_zero.core.shelves import Shelves
 from lt_zero.core.unit import (
     Call,
     Unit,
@@ -59,7 +59,6 @@ from lt_zero.core.unit import (
     side_outputs,
 )
 from lt_zero.core.walk import iter_tensors
-from lt_zero.offload.pool import SwapError
 
 
 class Engine:
@@ -101,7 +100,6 @@ class Engine:
         self._depth = 0  # nested forward scopes
         self.ledger = GradLedger(comm, reducer, self.buckets)
         self.shelves = Shelves()  # what rests in files
-        self.torn = ""  # buckets whose weights are a step ahead; see overlap.py, Note [Beside backward]
         self.handles = [h for u in units for h in install_unit_hooks(self, u)] + install_root_hooks(self)
         self.handles += hook_bare_parameters(root, self.owner, self._arm)
 
@@ -301,21 +299,6 @@ class Engine:
     def finish_steps(self) -> bool:
         """Wait for all steps that run in the background; returns whether there were some."""
         return self.shelves.overlaps and any([bucket.settle() for bucket in self.buckets])
-
-    def refuse_torn(self) -> None:
-        """Raise on all ranks if one of them updated weights beside a backward that no step followed. Collective.
-
-        Raises:
-            SwapError: naming the ranks.
-        """
-        if not self.shelves.overlaps:
-            return
-        with together(self.comm, "steps beside backward"):
-            if self.torn:
-                raise SwapError(
-                    f"A backward that no step followed had {self.torn} stepped beside it: weights belong to no step. "
-                    "Load a checkpoint; zero_optimization.offload_optimizer.overlap_step=false steps after backward."
-                )
 
     def settle_grads(self) -> Callable[[Bucket, int], bool]:
         """Finish all reductions; returns whether parameter ``index`` of a bucket has a gradient. Collective."""

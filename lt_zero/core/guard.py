@@ -11,6 +11,7 @@ Note [Guarded parameters]
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -184,3 +185,8 @@ def sentinel(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A value of the parameter's shape, dtype and device that takes the memory of one element and reads as NaN."""
     fill = float("nan") if parameter.dtype.is_floating_point or parameter.dtype.is_complex else 0
     return torch.full((), fill, dtype=parameter.dtype, device=parameter.device).expand(shape)
+
+
+def weak_owner(owner: Owner) -> Callable[[], Owner | None]:
+    """A reference that lets the engine be collected while parameters still point to it."""
+    return weakref.ref(owner)

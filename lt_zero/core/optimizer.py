@@ -59,9 +59,11 @@ class ShardedOptimizer:
         self.overlap = Overlap(self)
         self.grads = ReducedGrads(self)
         self.stepper = Stepper(self)
-        if engine.torn:
-            warnings.warn(f"Training goes on although {engine.torn} are a step ahead: load a checkpoint.", stacklevel=3)
-            engine.torn = ""
+        if engine.shelves.torn:
+            warnings.warn(
+                f"Training goes on although {engine.shelves.torn} are a step ahead: load a checkpoint.", stacklevel=3
+            )
+            engine.shelves.torn = ""
         self._adopt_state()
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)

@@ -6,7 +6,7 @@ Note [Beside backward]
     it is collective: a bucket with a parameter that this rank did not use waits for the step, when the ranks have
     agreed on what was used. What later backwards of this step need stays as it is: the compute copies of whole
     parameters are written by the step proper, and a unit that is gathered again after its bucket was stepped raises.
-    If backward fails half way, or the step does not follow, some buckets are a step ahead of others (``Engine.torn``):
+    If backward fails half way, or the step does not follow, some buckets are a step ahead of others (``Shelves.torn``):
     then nothing can be stepped or saved any more.
 
 Note [Beside the next forward]
@@ -75,7 +75,7 @@ class Overlap:
     def _can_begin(self) -> bool:
         sharded = self._sharded
         self._end_early()  # of a backward that no step followed: the engine stays torn
-        if self._engine.torn:
+        if self._shelves.torn:
             return False
         if self._shelves.background is None or sharded.fused is None or sharded.loss_scale != 1.0:
             return False
@@ -113,7 +113,7 @@ class Overlap:
         self._early[bucket] = bucket.grads.changes
         bucket.stepped_early = True
         names = ", ".join(repr(bucket.name) for bucket in list(self._early)[:3])
-        self._engine.torn = f"{len(self._early)} of {len(self._engine.buckets)} buckets ({names}, ...)"
+        self._shelves.torn = f"{len(self._early)} of {len(self._engine.buckets)} buckets ({names}, ...)"
         self._hand_over(bucket, lambda: self._step_early(bucket, parts), None, _WAITING if bucket.grads.rests else None)
         return True
 
@@ -135,8 +135,8 @@ class Overlap:
         same = all(bucket in used and bucket.grads.changes == then for bucket, then in self._early.items())
         early = self._end_early()
         if early and same and self._backwards == self._engine.backwards and self._rules == self._rules_now():
-            self._engine.torn = ""
-        self._engine.refuse_torn()
+            self._shelves.torn = ""
+        self._shelves.refuse_torn(self._engine.comm)
         for bucket in early:
             members.pop(bucket, None)
             if not self._publishes_late:
@@ -221,5 +221,5 @@ class Overlap:
 
     def forget_states(self) -> None:
         """States were loaded: the next step is one of its own, which puts them where they rest."""
-        self._steady, self._engine.torn = {}, ""
+        self._steady, self._shelves.torn = {}, ""
         self._end_early()

@@ -40,6 +40,7 @@ class Shelves:
     param_blocks: OffloadParam = OffloadParam()
     background: Background | None = None
     overlaps: bool = False  # there is, or was, a background
+    torn: str = ""  # buckets whose weights are a step ahead; see overlap.py, Note [Beside backward]
     traffic: Traffic | None = None
     failure: SwapError | None = None  # of the background
 
@@ -76,6 +77,21 @@ class Shelves:
             with together(comm, name):
                 if (problem := self.find_problem()) is not None:
                     raise problem
+
+    def refuse_torn(self, comm: Comm) -> None:
+        """Raise on all ranks if one of them updated weights beside a backward that no step followed. Collective.
+
+        Raises:
+            SwapError: naming the ranks.
+        """
+        if not self.overlaps:
+            return
+        with together(comm, "steps beside backward"):
+            if self.torn:
+                raise SwapError(
+                    f"A backward that no step followed had {self.torn} stepped beside it: weights belong to no step. "
+                    "Load a checkpoint; zero_optimization.offload_optimizer.overlap_step=false steps after backward."
+                )
 
     def require(self, comm: Comm, states: int) -> None:
         """Check that there is room for that many fp32 states of each element. Collective, if there are files.

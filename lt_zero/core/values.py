@@ -78,7 +78,7 @@ def full_parameters(engine: Engine) -> Iterator[FullParameter]:
 
     At most one bucket is held beyond what is resident anyway.
     """
-    engine.refuse_torn()
+    engine.shelves.refuse_torn(engine.comm)
     for bucket in engine.buckets:
         flat = full_flat(bucket)
         for parameter, span in zip(bucket.params, bucket.layout.spans, strict=True):
