@@ -103,10 +103,10 @@ def train(
     return full_values(engine), engine, sharded
 
 
-def _beside_backward(path: str | None, dtype: torch.dtype | None) -> None:
+def _beside_backward(path: str | None, apart: bool, dtype: torch.dtype | None) -> None:
     for stage in (3,) if path else (0, 1, 2, 3):
         for params in (True, False) if stage == 3 else (False,):
-            with slowed(apart=path is None) as watch:
+            with slowed(apart) as watch:
                 want, _, _ = train(stage, offload(path, False, params), dtype=dtype)
                 assert watch.beside == 0
                 for overlap in ("auto", True):
@@ -117,22 +117,29 @@ def _beside_backward(path: str | None, dtype: torch.dtype | None) -> None:
                     engine.shelves.close()
 
 
+WHERE = {"host": (False, True), "files": (True, False), "files, apart": (True, True)}  # in files, apart from the device
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("files", [False, True])
-def test_beside_backward(pool: Pool, tmp_path: Path, files: bool, world: int) -> None:
-    pool.run(world, _beside_backward, str(tmp_path) if files else None, None)
+@pytest.mark.parametrize("where", WHERE)
+def test_beside_backward(pool: Pool, tmp_path: Path, where: str, world: int) -> None:
+    files, apart = WHERE[where]
+    pool.run(world, _beside_backward, str(tmp_path) if files else None, apart, None)
 
 
-@pytest.mark.parametrize("files", [False, True])
-def test_beside_backward_in_bf16(pool: Pool, tmp_path: Path, files: bool) -> None:
-    pool.run(2, _beside_backward, str(tmp_path) if files else None, torch.bfloat16)
+@pytest.mark.parametrize("where", WHERE)
+def test_beside_backward_in_bf16(pool: Pool, tmp_path: Path, where: str) -> None:
+    files, apart = WHERE[where]
+    pool.run(2, _beside_backward, str(tmp_path) if files else None, apart, torch.bfloat16)
 
 
-def _beside_forward(path: str | None, dtype: torch.dtype | None) -> None:
+def _beside_forward(path: str | None, apart: bool, dtype: torch.dtype | None) -> None:
     for stage in (0, 1, 2, 3):
         for params in (True, False) if stage == 3 else (False,):
-            with slowed(apart=path is None) as watch:
+            with slowed(apart) as watch:
+                memory, _, _ = train(stage, {}, clip=0.5, dtype=dtype)
                 want, _, _ = train(stage, offload(path, False, params), clip=0.5, dtype=dtype)
+                same(want, memory, (stage, params, "offloaded"))
                 got, engine, sharded = train(stage, offload(path, True, params), clip=0.5, dtype=dtype)
                 same(got, want, (stage, params))
                 assert watch.beside >= 2 * (len(engine.buckets) - 1), "all but the first steps"
@@ -140,14 +147,16 @@ def _beside_forward(path: str | None, dtype: torch.dtype | None) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("files", [False, True])
-def test_beside_the_next_forward(pool: Pool, tmp_path: Path, files: bool, world: int) -> None:
-    pool.run(world, _beside_forward, str(tmp_path) if files else None, None)
+@pytest.mark.parametrize("where", WHERE)
+def test_beside_the_next_forward(pool: Pool, tmp_path: Path, where: str, world: int) -> None:
+    files, apart = WHERE[where]
+    pool.run(world, _beside_forward, str(tmp_path) if files else None, apart, None)
 
 
-@pytest.mark.parametrize("files", [False, True])
-def test_beside_the_next_forward_in_bf16(pool: Pool, tmp_path: Path, files: bool) -> None:
-    pool.run(2, _beside_forward, str(tmp_path) if files else None, torch.bfloat16)
+@pytest.mark.parametrize("where", WHERE)
+def test_beside_the_next_forward_in_bf16(pool: Pool, tmp_path: Path, where: str) -> None:
+    files, apart = WHERE[where]
+    pool.run(2, _beside_forward, str(tmp_path) if files else None, apart, torch.bfloat16)
 
 
 # ---- what must not be stepped early ----------------------------------------------------------------------------------

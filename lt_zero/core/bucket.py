@@ -255,7 +255,9 @@ class Bucket:
     @property
     def can_step_early(self) -> bool:
         """Whether a step changes nothing that the running backward may still read."""
-        return self.shelf.host_optim or (self.shelf.optim is not None and self.sharding.params)
+        if self.shelf.optim is not None:  # master weights come once: then the compute copy is written, too
+            return self.sharding.params
+        return self.shelf.host_optim
 
     def await_publication(self) -> None:
         """The background will bring the compute copy up to date; until ``settle`` it must not be read."""

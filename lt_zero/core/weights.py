@@ -245,6 +245,8 @@ class Weights:
         lane, written = self._shelf.traffic.to_device, self.written
         if target.dtype == self.master_dtype:
             self._coming = self._leaving = lane.copy(target, self.master_rows, self._after)
+            if self._shelf.optim is not None:
+                self._coming.synchronize()  # its memory goes to the next bucket
             return
         into = self._take_slot(target)
         assert self._slot is not None
