@@ -169,3 +169,25 @@ def test_host_memory_apart_from_the_device(pool: Pool, optimizer: str) -> None:
 def test_host_memory_with_sixteen_bits(pool: Pool) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         pool.run(2, _host, "AdamW", dtype)
+
+
+def _files_apart(path: str, optimizer: str, dtype: torch.dtype | None) -> None:
+    """As with a GPU and NVMe: what comes from files has to go to the device."""
+    import lt_zero.core.shelf as shelf
+
+    for stage in STAGES:
+        want, _, _ = train(stage, None, optimizer, dtype=dtype)
+        for params in (True, False) if stage == 3 else (False,):
+            shelf._apart = True
+            try:
+                got, engine, _ = train(stage, path, optimizer, dtype=dtype, params=params)
+            finally:
+                shelf._apart = False
+            same(got, want, (stage, params))
+            engine.shelves.close()
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_files_apart_from_the_device(pool: Pool, tmp_path: Path, dtype: torch.dtype | None, optimizer: str) -> None:
+    pool.run(2, _files_apart, str(tmp_path), optimizer, dtype)
