@@ -230,7 +230,9 @@ class FusedAdam:
         self, buckets: list[Bucket], parts: list[Part], found_inf: Tensor | None = None, write: bool = True
     ) -> None:
         """Run what was planned for these buckets, whose states are here; ``write`` the compute copy, too."""
-        targets = {b: b.weights.kernel_target(_covers(b, parts)) if write else None for b in buckets}
+        # Who writes in place need not know whether all is written.
+        whole = {b: b.shelf.host_optim and _covers(b, parts) for b in buckets}
+        targets = {b: b.weights.kernel_target(whole[b]) if write else None for b in buckets}
         calls: dict[tuple[Any, ...], _Call] = {}
         for part in parts:
             bucket = part.run.bucket
