@@ -28,6 +28,7 @@ from lt_zero.core.comm import Comm
 from lt_zero.core.edits import EditWatch
 from lt_zero.core.guard import Owner, guard, own, sentinel, unguard
 from lt_zero.core.layout import BucketLayout, Piece, gaps_between, plan_bucket
+from lt_zero.core.lazy import elements_of, whole
 from lt_zero.core.pending import All, Pending
 from lt_zero.core.shelf import Shelf
 from lt_zero.core.storage import FlatStorage, flat_empty
@@ -321,15 +322,15 @@ class Bucket:
     @torch.no_grad()
     def write(self, index: int, value: Tensor) -> None:
         """Set parameter ``index`` to ``value`` (full shape, the same on every rank) in every copy this rank holds."""
-        row = value.detach().reshape(-1)
         self.comm.before_write()
         if self.state is State.RESIDENT:
+            value = whole(value)
             self.views[index].copy_(value)
-        for piece in self.pieces():
-            if piece.index == index:
-                self.weights.home_or_part()[piece.offset : piece.offset + piece.numel].copy_(row[piece.lo : piece.hi])
-        if self.shelf.homes or self.shelf.host_optim:
-            self.weights.follow_edit()
+        for piece in self.pieces_of(index):
+            row = elements_of(value, piece.lo, piece.hi)
+            self.weights.home_or_part()[piece.offset : piece.offset + piece.numel].copy_(row)
+            if self.shelf.homes or self.shelf.host_optim:
+                self.weights.follow_edit()
         self.comm.after_write()
 
     @torch.no_grad()

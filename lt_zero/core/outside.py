@@ -28,7 +28,8 @@ def use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., An
     if func is Tensor.copy_ and args[0] is parameters[0] and len(parameters) == 1:
         bucket, index = engine.owner[id(args[0])]
         with without_torch_function():
-            bucket.write(index, args[1].expand(bucket.shapes[index]))
+            value, shape = args[1], torch.Size(bucket.shapes[index])
+            bucket.write(index, value if value.shape == shape else value.expand(shape))
         return args[0]
     if engine.running:
         for bucket in buckets:
@@ -45,5 +46,5 @@ def use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., An
         f"The values of parameter {names[0]!r} are sharded over {engine.comm.world} ranks and not in memory here "
         f"(`{getattr(func, '__name__', func)}` needs them). Wrap the code in `with lt_zero.gathered(parameter):` "
         "on every rank (`write=True` to change values); to save weights use `trainer.save_checkpoint`, "
-        "`trainer.strategy.export(path)` or `trainer.strategy.lightning_module_state_dict()`."
+        "`trainer.strategy.export(path)` or `trainer.strategy.full_state_dict()`."
     )

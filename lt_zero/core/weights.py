@@ -76,13 +76,13 @@ class Weights:
             self._master = shelf.host_empty(values.numel(), dtype, crosses).copy_(values)
             self._keep_source(values)
         elif train:
-            self._master = self._kept(values, dtype)
+            self._master = self._copy_kept(values, dtype)
         elif shelf.params and self._sharded:
             shelf.home("weights", dtype).tensor.copy_(values)
         elif shelf.host_params:
             self._home = shelf.host_empty(values.numel(), dtype).copy_(values)
         else:
-            self._home = self._kept(values, dtype)
+            self._home = self._copy_kept(values, dtype)
 
     def _keep_source(self, values: Tensor) -> None:
         """See Note [States in files]."""
@@ -92,11 +92,11 @@ class Weights:
         if shelf.params is None and shelf.host_params:
             self._source = shelf.host_empty(values.numel(), dtype).copy_(values)
         elif shelf.params is None:
-            self._source = self._kept(values, dtype)
+            self._source = self._copy_kept(values, dtype)
         elif "master" not in shelf.homes or self.master_dtype != dtype:
             shelf.home("weights", dtype).tensor.copy_(values)
 
-    def _kept(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+    def _copy_kept(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """A copy that stays; what gathers read lies where all ranks of the host can read it."""
         if self._sharded:
             copy = self._comm.allocate(values.numel(), dtype)
@@ -171,9 +171,29 @@ class Weights:
         assert self._home is not None
         return self._home
 
+    @property
+    def _kept(self) -> bool:
+        """Whether there is a ``home``."""
+        return self.trains or self._home is not None or bool(self._shelf.homes)
+
     def home_or_part(self) -> Tensor:
         """What takes new values: ``home``, or the compute copy where nothing else is kept."""
-        return self.home if self.trains or self._home is not None or self._shelf.homes else self._part
+        return self.home if self._kept else self._part
+
+    def precise(self) -> Tensor:
+        """The values as precise as they are kept (1D, as ``part``), for reading only."""
+        return self.values() if self._kept else self._part
+
+    @property
+    def precision(self) -> torch.dtype:
+        """Of ``precise``, which need not be read for that."""
+        homes = self._shelf.homes
+        if self.trains:
+            return self.master_rows.dtype
+        resting = homes.get("weights")
+        if resting is not None:
+            return resting.dtype
+        return self._home.dtype if self._home is not None else self._part.dtype
 
     # ---- the copy that gathers read ----------------------------------------------------------------------------
 
