@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 TRACED = {torch.Tensor._is_view, torch.Tensor.is_conj, torch.Tensor.is_neg, torch.Tensor.untyped_storage}
 
 
+# For subclasses that are seen below torch's functions only. Checked on torch 2.10 to 2.13.
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward that is executing now has finished.
 
@@ -36,6 +40,19 @@ def without_torch_function() -> Any:
 def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor that ``tensor`` is a differentiable view of, or None. Checked on torch 2.10 to 2.13."""
     return tensor._base
+
+
+def wrapper_tensor(cls: type[Any], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """A tensor of a subclass that has shape and dtype and no memory. Checked on torch 2.10 to 2.13."""
+    with torch.inference_mode(False):
+        return torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu"))
+
+
+def storage_info(file: str, offset: int, nbytes: int) -> Any:
+    """Where torch's FileSystemReader finds a chunk of a sharded checkpoint. Checked on torch 2.10 to 2.13."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, nbytes)
 
 
 def version_of(tensor: torch.Tensor) -> int:

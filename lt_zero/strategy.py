@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lt_zero import attach
 from lt_zero.build import shard
-from lt_zero.checkpoint.full import export, full_optimizer_state, load_full_optimizer_state
+from lt_zero.checkpoint.full import export
 from lt_zero.config import ZeroConfig
 from lt_zero.core.comm import Comm
 from lt_zero.core.construct import ConstructionSharder
@@ -32,6 +32,7 @@ from lt_zero.core.norm import grad_norm
 from lt_zero.core.report import memory_report
 from lt_zero.core.sequence import debug_enabled
 from lt_zero.core.values import full_state_dict, restore_whole
+from lt_zero.persistence import Persistence
 from lt_zero.planning.check import check_optimizers
 from lt_zero.precision import ZeroPrecision, sharded_of
 
@@ -69,7 +70,7 @@ class ZeroStrategy(DDPStrategy):
         self.config = ZeroConfig.of(config, 3 if stage is None and config is None else stage)
         self._engine: Engine | None = None
         self._comm: Comm | None = None
-        self._late_state: tuple[Mapping[str, Any], bool] | None = None
+        self.persistence = Persistence(self)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -95,6 +96,16 @@ class ZeroStrategy(DDPStrategy):
         return self._engine
 
     @property
+    def built(self) -> Engine | None:
+        """``engine``, if there is one."""
+        return self._engine
+
+    @property
+    def comm(self) -> Comm | None:
+        """The engine's collectives, from ``setup_environment`` on."""
+        return self._comm
+
+    @property
     def stage(self) -> int:
         return self.config.zero_optimization.stage
 
@@ -102,6 +113,10 @@ class ZeroStrategy(DDPStrategy):
         """Write all weights to one file that plain ``torch.load`` reads. Collective: call it on every rank."""
         export(self.engine, self.broadcast(path), dtype)
         self.barrier("export")
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The module's state dict with full tensors on rank 0, {} on the others. Collective: call it on every rank."""
+        return full_state_dict(self.engine)
 
     def memory_report(self) -> dict[str, tuple[int, int]]:
         """Bytes of model states per kind: (on this rank now, what a replicated run holds)."""
@@ -164,11 +179,11 @@ class ZeroStrategy(DDPStrategy):
     def _find_or_build(self, module: pl.LightningModule, fitting: bool) -> Engine:
         policy = self.precision_plugin.policy
         if (engine := attach.find_engine(module, self.config, policy, self._engine)) is not None:
+            self.persistence.load_late()
             return engine
         engine = shard(module, self.config, self.root_device, policy, self._comm, fitting)
-        if self._late_state is not None:
-            (state, strict), self._late_state = self._late_state, None
-            module.load_state_dict(state, strict=strict)
+        self._engine = engine
+        self.persistence.load_late()
         sync_buffers(engine)
         attach.show_tables(engine)
         return engine
@@ -221,6 +236,7 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.persistence.tick()
         with self._scope():
             return super().training_step(*args, **kwargs)
 
@@ -268,46 +284,51 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The full state dict on rank 0, {} on the others. Collective."""
+        """Fragments on all ranks, or (full checkpoints) the full state dict on rank 0 and {} elsewhere. Collective."""
         if self._engine is None or not self._engine.attached or self._engine.root is not self.lightning_module:
             return super().lightning_module_state_dict()
-        self.precision_plugin.gate.settle()  # schedules are saved next
-        return full_state_dict(self._engine)
+        return self.persistence.model_state()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The full optimizer state on rank 0, {} on the others. Collective."""
-        sharded = sharded_of(optimizer)
-        if sharded is None:
-            return super().optimizer_state(optimizer)
-        self.precision_plugin.gate.settle()
-        return full_optimizer_state(sharded)
+        """Fragments on all ranks, or (full checkpoints) the full state on rank 0 and {} elsewhere. Collective."""
+        state = self.persistence.optimizer_state(optimizer)
+        return state if state is not None else super().optimizer_state(optimizer)
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        path = self.broadcast(filepath)  # ranks may have computed different names
+        path = str(self.broadcast(filepath))  # ranks may have computed different names
+        if self._engine is not None and self._engine.attached and self.persistence.sharded:
+            if storage_options is not None:
+                raise TypeError("A sharded checkpoint takes no storage_options: set checkpoint.format='full'.")
+            self.persistence.save(checkpoint, path)
+            return
         if self.is_global_zero and os.path.isdir(path):
-            raise IsADirectoryError(f"The checkpoint path {str(path)!r} is a directory. Name a file, or remove it.")
-        super().save_checkpoint(checkpoint, path, storage_options)
+            raise IsADirectoryError(f"The checkpoint path {path!r} is a directory. Name a file, or remove it.")
+        super().save_checkpoint(self.persistence.save_full(checkpoint), path, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        found = self.persistence.load(checkpoint_path, weights_only)
+        return self.persistence.pick(found or super().load_checkpoint(checkpoint_path, weights_only))
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        if any(p.is_meta for p in self.lightning_module.parameters()):
-            self._late_state = (checkpoint["state_dict"], strict)  # loading into the meta device would do nothing
-            return
-        super().load_model_state_dict(checkpoint, strict)
+        self.persistence.load_model(checkpoint, strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            sharded = sharded_of(optimizer)
-            if sharded is None:
-                optimizer.load_state_dict(state)
-            else:
-                load_full_optimizer_state(sharded, state)
+        self.persistence.load_optimizers(checkpoint)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        self.persistence.remove(str(filepath))
+
+    @override
+    def on_train_end(self) -> None:
+        self.persistence.wait()
 
     # ---- the end -----------------------------------------------------------------------------------------------
 
@@ -317,6 +338,7 @@ class ZeroStrategy(DDPStrategy):
         module = self.lightning_module
         trainer = module._trainer if module is not None else None
         clean = trainer is not None and trainer.state.status != TrainerStatus.INTERRUPTED
+        self.persistence.close() if clean else self.persistence.abandon()
         if self._engine is not None and clean and self._start_method != "popen":
             restore_whole(self._engine)  # the launcher sends rank 0's state dict to the parent process
         fitted = trainer is not None and trainer.state.fn == TrainerFn.FITTING

@@ -36,11 +36,17 @@ def torchrun_env() -> dict[str, str]:
     return {k: str(v) for k, v in numbers.items()} | {"MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "pool"}
 
 
-def sharded_trainer(stage: int, zero: dict[str, Any] | None = None, **kwargs: Any) -> pl.Trainer:
+FULL: dict[str, Any] = {"checkpoint": {"format": "full"}}
+
+
+def sharded_trainer(
+    stage: int, zero: dict[str, Any] | None = None, config: dict[str, Any] | None = None, **kwargs: Any
+) -> pl.Trainer:
+    """``zero``: keys of the zero_optimization block; ``config``: of the top level."""
     warnings.filterwarnings("ignore")
     os.environ.update(torchrun_env())
     block = {"stage3_param_persistence_threshold": 0, "stage": stage, **(zero or {})}
-    strategy = ZeroStrategy(config={"zero_optimization": block})
+    strategy = ZeroStrategy(config={"zero_optimization": block, **(config or {})})
     return pl.Trainer(**{**QUIET, "strategy": strategy, "devices": dist.get_world_size(), **kwargs})
 
 
@@ -114,7 +120,9 @@ class GPT(pl.LightningModule):
 
 def weights(trainer: pl.Trainer) -> dict[str, np.ndarray[Any, Any]]:
     """The full state dict, as numpy arrays (rank 0; {} elsewhere)."""
-    state = trainer.strategy.lightning_module_state_dict()
+    strategy = trainer.strategy
+    whole = isinstance(strategy, ZeroStrategy) and strategy.built is not None and strategy.built.attached
+    state = strategy.full_state_dict() if whole else strategy.lightning_module_state_dict()
     return {name: value.numpy() for name, value in state.items()}
 
 
@@ -124,4 +132,15 @@ def assert_same(got: dict[str, Any], want: dict[str, Any], rtol: float = 1e-5, a
         np.testing.assert_allclose(got[name], want[name], rtol=rtol, atol=atol, err_msg=name)
 
 
-__all__ = ["BATCH", "GPT", "ROWS", "BoringModel", "Path", "RandomDataset", "assert_same", "sharded_trainer", "weights"]
+__all__ = [
+    "BATCH",
+    "FULL",
+    "GPT",
+    "ROWS",
+    "BoringModel",
+    "Path",
+    "RandomDataset",
+    "assert_same",
+    "sharded_trainer",
+    "weights",
+]

@@ -16,10 +16,12 @@ FLOORS = (
     {"planning", "checkpoint"},
     {"build"},
     {"precision", "attach"},
+    {"persistence"},
     {"strategy", "cli", "__init__", "__main__"},
 )
-TOP = FLOORS[-1] | FLOORS[-2]  # know lightning
+TOP = FLOORS[-1] | FLOORS[-2] | FLOORS[-3]  # know lightning
 COLLECTIVES = {"core/comm.py", "core/sequence.py"}  # the second compares what the first is about to launch
+SAVES = "torch.distributed.checkpoint"  # plans over a process group that comm.py makes
 
 
 def files() -> Iterator[tuple[str, ast.Module]]:
@@ -71,4 +73,7 @@ def test_only_the_top_knows_lightning() -> None:
 def test_collectives_are_in_one_place() -> None:
     for file, tree in files():
         if file not in COLLECTIVES:
-            assert not [name for name in imports(tree) if name.startswith("torch.distributed")], file
+            found = [name for name in imports(tree) if name.startswith("torch.distributed")]
+            if room(file) in ("checkpoint", "compat"):
+                found = [name for name in found if not name.startswith(SAVES)]
+            assert not found, file

@@ -389,7 +389,7 @@ class Reader(Callback):
             with lt_zero.gathered(weight):
                 found = weight.data.clone()
         elif number % 5 == 2:
-            found = trainer.strategy.lightning_module_state_dict()
+            found = trainer.strategy.full_state_dict()
         elif number % 5 == 3:
             trainer.save_checkpoint(f"{self.folder}/{number}.ckpt")
             found = torch.load(f"{self.folder}/{number}.ckpt", weights_only=False) if trainer.is_global_zero else None

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import grad_norm
 
 import lt_zero
-from tests.lightning_tools import GPT, QUIET, ROWS, assert_same, sharded_trainer, single_trainer, weights
+from tests.lightning_tools import FULL, GPT, QUIET, ROWS, assert_same, sharded_trainer, single_trainer, weights
 from tests.pool import Pool
 
 STAGES = [0, 1, 2, 3]
@@ -83,7 +83,7 @@ def test_any_order_on_one_trainer(pool: Pool, stage: int, tmp_path: Path) -> Non
 
 
 def _save(stage: int, path: str) -> None:
-    trainer = sharded_trainer(stage, max_epochs=1)
+    trainer = sharded_trainer(stage, config=FULL, max_epochs=1)
     trainer.fit(GPT(dist.get_world_size(), "adamw"))
     trainer.save_checkpoint(path)
 
@@ -127,7 +127,7 @@ def test_resumes_from_a_plain_trainer(pool: Pool, tmp_path: Path) -> None:
 def _train_from(stage: int | None, source: str | None, epochs: int, target: str) -> None:
     """Fit under a stage, or under DDP, and save."""
     options: dict[str, Any] = {"strategy": DDPStrategy(process_group_backend="gloo")} if stage is None else {}
-    trainer = sharded_trainer(stage or 0, max_epochs=epochs, **options)
+    trainer = sharded_trainer(stage or 0, config=FULL, max_epochs=epochs, **options)
     trainer.fit(GPT(dist.get_world_size(), "adamw"), ckpt_path=source)
     trainer.save_checkpoint(target)
 
@@ -197,6 +197,7 @@ def _callbacks(stage: int, folder: str) -> tuple[list[str], str, float]:
     best = ModelCheckpoint(f"{folder}/best", monitor="val/dataloader_idx_0", save_top_k=1, save_last=True)
     trainer = sharded_trainer(
         stage,
+        config=FULL,
         max_epochs=3,
         callbacks=[Probe(), LearningRateMonitor(), EarlyStopping("val/dataloader_idx_0"), best],
         logger=logger,

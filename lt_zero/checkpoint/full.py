@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.nn import Parameter
 
+from lt_zero.checkpoint.collect import is_elementwise, is_foreign, parameter_numbers
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.engine import Engine
-from lt_zero.core.optimizer import ShardedOptimizer, cut_state
+from lt_zero.core.layout import Piece
+from lt_zero.core.lazy import LazyTensor, elements_of, whole
+from lt_zero.core.optimizer import ShardedOptimizer
 from lt_zero.core.values import full_parameters, gather_own
 
 
@@ -30,7 +33,7 @@ def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
         packed = optimizer.state_dict()
     finally:
         sharded.by_bucket = False
-    numbers = {id(p): n for n, p in zip(_numbers(packed), sharded.parameters(), strict=True)}
+    numbers = {id(p): n for n, p in zip(parameter_numbers(packed), sharded.parameters(), strict=True)}
     keep = engine.comm.rank == 0
     state: dict[int, dict[str, Any]] = {}
     for bucket in engine.buckets:
@@ -46,22 +49,8 @@ def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
     engine.shelves.check(engine.comm, "optimizer states in files")
     if not keep:
         return {}
-    foreign = {numbers[id(p)]: optimizer.state[p] for p in sharded.parameters() if _is_foreign(engine, p, optimizer)}
+    foreign = {numbers[id(p)]: optimizer.state[p] for p in sharded.parameters() if is_foreign(engine, p, optimizer)}
     return {**packed, "state": {**foreign, **dict(sorted(state.items()))}}
-
-
-def _numbers(packed: Mapping[str, Any]) -> list[int]:
-    return [number for group in packed["param_groups"] for number in group["params"]]
-
-
-def _is_foreign(engine: Engine, parameter: Any, optimizer: Optimizer) -> bool:
-    return id(parameter) not in engine.owner and parameter in optimizer.state
-
-
-def _is_elementwise(bucket: Bucket, index: int, value: Any) -> bool:
-    """Whether a state entry has one element for each of the parameter's (0D parameters count as scalars)."""
-    (piece,) = bucket.pieces_of(index)
-    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == piece.numel
 
 
 def _keys(bucket: Bucket, local: dict[int, dict[str, Any]]) -> dict[str, str]:
@@ -69,7 +58,7 @@ def _keys(bucket: Bucket, local: dict[int, dict[str, Any]]) -> dict[str, str]:
     found: dict[str, str] = {}
     for index, state in local.items():
         for key, value in state.items():
-            if _is_elementwise(bucket, index, value):
+            if is_elementwise(bucket, index, value):
                 found[key] = str(value.dtype).removeprefix("torch.")
             found.setdefault(key, "")
     merged: dict[str, str] = {}
@@ -81,7 +70,7 @@ def _keys(bucket: Bucket, local: dict[int, dict[str, Any]]) -> dict[str, str]:
 def _collect(bucket: Bucket, local: dict[int, dict[str, Any]], key: str, dtype: str) -> dict[int, Any]:
     """One entry of the state of all parameters of the bucket. Collective."""
     mine = {index: state[key] for index, state in local.items() if key in state}
-    rows = {index: value for index, value in mine.items() if _is_elementwise(bucket, index, value)}
+    rows = {index: value for index, value in mine.items() if is_elementwise(bucket, index, value)}
     scalars = {index: value for index, value in mine.items() if index not in rows}
     every: dict[int, Any] = {}
     holders: set[int] = set()
@@ -100,30 +89,41 @@ def _collect(bucket: Bucket, local: dict[int, dict[str, Any]], key: str, dtype: 
 
 
 def load_full_optimizer_state(sharded: ShardedOptimizer, full: Mapping[str, Any]) -> None:
-    """Take this rank's pieces of a full state dict (every rank passes the same one). Not collective."""
+    """Take this rank's pieces of a full state dict (every rank passes the same one). Not collective.
+
+    Args:
+        sharded: the optimizer's side of the engine.
+        full: as ``Optimizer.state_dict`` returns it; tensors may be lazy, then only the pieces are read.
+
+    Raises:
+        ValueError: the optimizer has other parameters than the saved one.
+    """
     engine, parameters = sharded.engine, sharded.parameters()
-    numbers = _numbers(full)
+    numbers = parameter_numbers(full)
     if len(numbers) != len(parameters):
         raise ValueError(
             f"The checkpoint's optimizer has {len(numbers)} parameters, this one has {len(parameters)}. Make "
             "`configure_optimizers` return the same parameters in the same order as when the checkpoint was saved."
         )
     cut: dict[int, Any] = {}
+    resting: dict[Bucket, list[_Resting]] = {}
     for number, parameter in zip(numbers, parameters, strict=True):
         state = full["state"].get(number)
         place = engine.owner.get(id(parameter))
         if state is None or place is None:
             if state is not None:
-                cut[number] = state
+                cut[number] = {key: whole(value) for key, value in state.items()}
             continue
         bucket, index = place
         for piece in bucket.pieces_of(index):
-            parts = {k: cut_state(v, bucket.shapes[index], piece.lo, piece.hi) for k, v in state.items()}
-            # The run that saved them may have kept moments in another dtype.
-            cut[number] = {
-                k: v.to(bucket.step_dtype) if _is_elementwise(bucket, index, v) and v.is_floating_point() else v
-                for k, v in parts.items()
-            }
+            cut[number] = {}
+            for key, value in state.items():
+                if not _spans(value, bucket.shapes[index]):
+                    cut[number][key] = whole(value)
+                elif bucket.shelf.optim is not None:
+                    resting.setdefault(bucket, []).append(_Resting(parameter, piece, key, value))
+                else:
+                    cut[number][key] = _piece_of(bucket, piece, value)
     sharded.optimizer.load_state_dict({**full, "state": cut})
     for number, parameter in zip(numbers, parameters, strict=True):
         for key, value in cut.get(number, {}).items():
@@ -133,7 +133,43 @@ def load_full_optimizer_state(sharded: ShardedOptimizer, full: Mapping[str, Any]
             moves = place is not None and place[0].shelf.moves_optim
             if isinstance(value, Tensor) and (loaded[key].dtype != value.dtype or moves):
                 loaded[key] = value.to("cpu" if moves else loaded[key].device, copy=True)
+    _load_resting(sharded, resting)
     sharded.stepper.shelve_states()
+
+
+class _Resting(NamedTuple):
+    """An element-wise state that goes to a file."""
+
+    parameter: Parameter
+    piece: Piece
+    key: str
+    value: Tensor
+
+
+def _spans(value: Any, shape: tuple[int, ...]) -> bool:
+    return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and value.dim() > 0
+
+
+def _piece_of(bucket: Bucket, piece: Piece, value: Tensor) -> Tensor:
+    """This rank's elements in the dtype that the optimizer uses here: the run that saved them may have had another."""
+    row = elements_of(value, piece.lo, piece.hi)
+    row = row.to(bucket.step_dtype) if row.is_floating_point() else row
+    shape = bucket.shapes[piece.index]
+    row = row if isinstance(value, LazyTensor) or row.dtype != value.dtype else row.clone()
+    return row.view(shape) if piece.numel == torch.Size(shape).numel() else row
+
+
+def _load_resting(sharded: ShardedOptimizer, resting: Mapping[Bucket, Sequence[_Resting]]) -> None:
+    """Bring states to their files, one bucket in memory at a time."""
+    for bucket, states in resting.items():
+        for state in states:
+            row = _piece_of(bucket, state.piece, state.value)
+            home = bucket.shelf.state_home(state.key, row.dtype)
+            assert home is not None
+            home.bring()
+            kept = home.lend(state.piece.offset, row.shape).copy_(row)
+            sharded.optimizer.state[state.parameter][state.key] = kept
+        bucket.shelf.tidy()
 
 
 def export(engine: Engine, path: str | os.PathLike[str], dtype: torch.dtype = torch.float16) -> None:

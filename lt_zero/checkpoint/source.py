@@ -47,10 +47,17 @@ class Source(Protocol):
     checkpoint (loops, hyper-parameters, ...), plain containers; {} if there is none.
     """
 
-    weights: Mapping[str, Spec]
-    aliases: Mapping[str, str]
-    optimizers: Sequence[SavedOptimizer]
-    meta: Mapping[str, Any]
+    @property
+    def weights(self) -> Mapping[str, Spec]: ...
+
+    @property
+    def aliases(self) -> Mapping[str, str]: ...
+
+    @property
+    def optimizers(self) -> Sequence[SavedOptimizer]: ...
+
+    @property
+    def meta(self) -> Mapping[str, Any]: ...
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, contiguous, on the CPU, in its saved dtype.

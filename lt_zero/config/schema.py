@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
+from lt_zero.config.checkpoint import Checkpoint
 from lt_zero.config.fields import Block, Dtype, Elements, PositiveElements
 from lt_zero.config.offload import Aio, OffloadOptimizer, OffloadParam, check_offload, modernise
 from lt_zero.config.precision import Bf16, DataTypes, Fp16, check_precision
@@ -54,6 +55,16 @@ class ZeroOptimization(Block):
     leaf_module: LeafModule = LeafModule()
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
     offload_param: OffloadParam = OffloadParam()
+    load_from_fp32_weights: bool = Field(
+        True, description="false: master weights start from what was saved rounded to the compute dtype"
+    )
+    stage3_gather_16bit_weights_on_model_save: bool = Field(
+        False,
+        validation_alias=AliasChoices(
+            "stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save"
+        ),
+        description="one file with all weights in 16 bits is written beside each checkpoint",
+    )
     sub_group_size: PositiveElements = Field(
         1_000_000_000, description="elements of a bucket at most, if the optimizer is offloaded"
     )
@@ -81,6 +92,7 @@ class ZeroConfig(Block):
     bf16: Bf16 = Field(Bf16(), validation_alias=AliasChoices("bf16", "bfloat16"))
     data_types: DataTypes = DataTypes()
     aio: Aio = Aio()
+    checkpoint: Checkpoint = Checkpoint()
     communication_data_type: Dtype | None = Field(None, description="dtype of gradients on the wire")
     prescale_gradients: bool = Field(False, description="gradients are divided before the reduction, not after")
     gradient_predivide_factor: float = Field(1.0, gt=0, description="the part of that division that comes before")
@@ -95,7 +107,19 @@ class ZeroConfig(Block):
     def _consistent(self) -> ZeroConfig:
         check_precision(self)
         check_offload(self)
+        if self.checkpoint.async_save and self.sharded_checkpoints is False:
+            raise ValueError(
+                "checkpoint.async=true needs sharded checkpoints, and these are full ones (checkpoint.format="
+                f"{self.checkpoint.format!r}, stage {self.zero_optimization.stage}): set checkpoint.format='sharded', "
+                "or use Lightning's AsyncCheckpointIO."
+            )
         return self
+
+    @property
+    def sharded_checkpoints(self) -> bool:
+        """Whether checkpoints are directories that all ranks write."""
+        how = self.checkpoint.format
+        return how == "sharded" or (how == "auto" and self.zero_optimization.stage > 0)
 
     @classmethod
     def of(cls, config: ZeroConfig | Mapping[str, Any] | None = None, stage: int | None = None) -> ZeroConfig:

@@ -67,6 +67,7 @@ class Comm:
             self._host = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
         self._check = check
         self._background: dist.ProcessGroup | None = None  # see ``allow_background``
+        self._saving: dist.ProcessGroup | None = None  # see ``saving_group``
         self._arena: SharedArena | None = None
         self._written = self._read = False  # windows changed, or read, since the last fence
         self._all_gather = _collective("all_gather_single", "all_gather_into_tensor")
@@ -94,6 +95,16 @@ class Comm:
             ranks = dist.get_process_group_ranks(self._group)
             self._background = dist.new_group(ranks, backend=dist.get_backend(self._group))
             dist.barrier(self._background)  # connects it now: later other collectives might wait for each other
+
+    def saving_group(self, background: bool) -> dist.ProcessGroup | None:
+        """The process group over which ranks agree on what they save; None in a single process. Collective.
+
+        ``background``: one of its own, for a thread that saves while training goes on.
+        """
+        if self.world > 1 and background and self._saving is None:
+            self._saving = dist.new_group(dist.get_process_group_ranks(self._group), backend="gloo")
+            dist.barrier(self._saving)  # connects it now
+        return self._saving if background else self._host
 
     def publish(self, flat: Tensor | None) -> Pending:
         """In the background: fill ``flat`` as ``all_gather`` does; None: what was written to windows is complete.

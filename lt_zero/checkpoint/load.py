@@ -1,0 +1,154 @@
+"""A saved training state as Lightning expects a checkpoint: nothing is read until somebody needs it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from lt_zero.checkpoint.archive import Archive
+from lt_zero.checkpoint.errors import CheckpointError
+from lt_zero.checkpoint.plain import where
+from lt_zero.checkpoint.save import KEY, REFERENCE
+from lt_zero.checkpoint.saved import saved_state, saved_weights
+from lt_zero.checkpoint.source import Source
+from lt_zero.core.engine import Engine
+from lt_zero.core.lazy import LazyTensor
+
+_VERSION = "pytorch-lightning_version"
+
+
+def as_lightning(source: Source, weights_only: bool | None = None) -> dict[str, Any]:
+    """The checkpoint that Lightning saved, with lazy tensors; optimizer states are keyed by names of parameters.
+
+    Args:
+        source: an open checkpoint.
+        weights_only: False also unpickles what has no plain form: only for a checkpoint that is trusted.
+    """
+    meta = dict(source.meta)
+    if isinstance(source, Archive):
+        meta = _whole_meta(source, weights_only)
+    own = meta.pop(KEY, {})
+    meta[KEY] = {"frozen_left_out": own.get("frozen_left_out", []), "hparams": own.get("hparams", "")}
+    meta.setdefault(_VERSION, "2.5.0")
+    meta["state_dict"] = {**saved_weights(source), **own.get("extra_state", {})}
+    has_optimizers = own.get("has_optimizers", bool(source.optimizers))
+    if has_optimizers:
+        meta["optimizer_states"] = [
+            {"state": saved_state(source, number), "param_groups": saved.groups}
+            for number, saved in enumerate(source.optimizers)
+        ]
+    return meta
+
+
+def _whole_meta(archive: Archive, weights_only: bool | None) -> dict[str, Any]:
+    if weights_only is False:
+        meta = archive.meta_with_objects()
+    else:
+        meta = dict(archive.meta)
+        if left := archive.left_out():
+            places = ", ".join(repr(where(path)) for path in left[:5])
+            warnings.warn(
+                f"{archive.path} has entries without a plain form, which are left out: {places}. Pass "
+                "weights_only=False if you trust the checkpoint and need them.",
+                stacklevel=2,
+            )
+    found = _resolve(archive, meta)
+    assert isinstance(found, dict)
+    return found
+
+
+def _resolve(archive: Archive, value: Any) -> Any:
+    """Put lazy tensors where references stand for them."""
+    if isinstance(value, Mapping):
+        if set(value) == {REFERENCE}:
+            return _by_full_name(archive, value[REFERENCE])
+        return type(value)((k, _resolve(archive, v)) for k, v in value.items())  # type: ignore[call-arg]
+    if type(value) in (list, tuple):
+        return type(value)(_resolve(archive, v) for v in value)
+    return value
+
+
+def _by_full_name(archive: Archive, name: str) -> Tensor:
+    entry = archive.manifest.tensors[name]
+    return LazyTensor(entry.shape, entry.dtype, lambda lo, hi: archive.elements(name, lo, hi))
+
+
+def number_states(saved: Mapping[str, Any], names: Sequence[Sequence[str]], number: int) -> dict[str, Any]:
+    """An optimizer's saved state, keyed by names, as torch wants it: keyed by numbers.
+
+    Args:
+        saved: groups and states by name.
+        names: of the running optimizer's parameters, by group.
+        number: of the optimizer, for messages.
+
+    Raises:
+        CheckpointError: it has other parameters, or other groups of them.
+    """
+    groups = saved["param_groups"]
+    mine, theirs = [set(group) for group in names], [set(group["params"]) for group in groups]
+    if mine != theirs:
+        new, gone = set().union(*mine) - set().union(*theirs), set().union(*theirs) - set().union(*mine)
+        what = (
+            f"only here: {', '.join(sorted(new)[:5]) or 'none'}; only there: {', '.join(sorted(gone)[:5]) or 'none'}"
+            if new or gone
+            else f"here in groups of {[len(g) for g in mine]} parameters, there of {[len(g) for g in theirs]}"
+        )
+        raise CheckpointError(
+            f"Optimizer {number} has other parameters than the checkpoint's ({what}). Make configure_optimizers and "
+            "requires_grad what they were, or set checkpoint.load_optimizer_states=false to start with a fresh one."
+        )
+    flat = [name for group in names for name in group]
+    numbers = {name: i for i, name in enumerate(flat)}
+    return {
+        "state": {numbers[name]: state for name, state in saved["state"].items()},
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in mine_in_order]}
+            for group, mine_in_order in zip(groups, names, strict=True)
+        ],
+    }
+
+
+def by_name(state: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's saved state is keyed by names."""
+    return any(isinstance(name, str) for group in state["param_groups"] for name in group["params"])
+
+
+def rounded_weights(engine: Engine, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict with the engine's parameters rounded to the dtype they are computed in."""
+    dtypes = {span.name: bucket.dtype for bucket in engine.buckets for span in bucket.layout.spans}
+
+    def rounding(value: Tensor, name: str) -> Tensor:
+        lazy = value if isinstance(value, LazyTensor) else None
+        if lazy is None:
+            return value.to(dtypes[name]).to(value.dtype)
+        return LazyTensor(
+            tuple(lazy.shape),
+            lazy.dtype,
+            lambda lo, hi: lazy.elements(lo, hi).to(dtypes[name]).to(lazy.dtype),
+        )
+
+    return {name: rounding(value, name) if name in dtypes else value for name, value in state.items()}
+
+
+def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool, left_out: Sequence[str] = ()) -> None:
+    """``module.load_state_dict``, where exactly ``left_out`` may be missing although ``strict``.
+
+    Raises:
+        RuntimeError: as torch raises it.
+    """
+    if not left_out or not strict:
+        module.load_state_dict(state, strict=strict)
+        return
+    missing, unexpected = module.load_state_dict(state, strict=False)
+    expected, present = set(left_out), set(missing)
+    problems = [f"Missing key(s): {', '.join(sorted(present - expected))}."] if present - expected else []
+    if unexpected:
+        problems.append(f"Unexpected key(s): {', '.join(sorted(unexpected))}.")
+    if expected - present:
+        names = ", ".join(sorted(expected - present))
+        problems.append(f"Left out on purpose (save_frozen=false), but the module has no such parameter: {names}.")
+    if problems:
+        raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}: {' '.join(problems)}")

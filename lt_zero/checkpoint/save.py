@@ -1,0 +1,268 @@
+"""Saving a sharded checkpoint: what a Lightning checkpoint holds goes to tensors, plain containers, and the rest.
+
+Note [One list of names]
+    Hooks may have changed the state dict, and often on rank 0 only. Its names are the ones that are saved; a rank that
+    has a part of a tensor that rank 0 no longer has drops it. Plain tensors are rank 0's, as under DDP.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from lt_zero.checkpoint.collect import parameter_numbers
+from lt_zero.checkpoint.errors import CheckpointError
+from lt_zero.checkpoint.fragment import Fragment
+from lt_zero.checkpoint.place import Place
+from lt_zero.checkpoint.plain import Path, plain, where
+from lt_zero.checkpoint.writer import DirectoryWriter, Extras
+from lt_zero.core.comm import Comm
+
+KEY = "lt_zero"  # of what this package adds to a Lightning checkpoint
+REFERENCE = "lt_zero.tensor"  # stands for a tensor that is among the sharded ones
+
+
+@dataclass
+class Bundle:
+    """A checkpoint, ready to be written.
+
+    ``tensors``: what this rank holds, by full name. The rest is rank 0's: ``meta`` in plain containers, ``objects``
+    that have no plain form, ``others`` for other readers, ``manifest`` for ours.
+    """
+
+    tensors: dict[str, Any]
+    meta: dict[str, Any] = field(default_factory=dict)
+    manifest: dict[str, Any] = field(default_factory=dict)
+    others: dict[tuple[str, ...], Any] = field(default_factory=dict)
+    objects: bytes | None = None
+
+    def extras(self) -> Extras:
+        return Extras(self.meta, self.manifest, self.objects, self.others)
+
+
+def bundle(
+    checkpoint: Mapping[str, Any],
+    names: Sequence[Sequence[Sequence[str]]],
+    comm: Comm,
+    run: Mapping[str, Any],
+    config: Mapping[str, Any],
+    left_out: Iterable[str] = (),
+) -> Bundle:
+    """Sort a checkpoint's content. Collective.
+
+    Args:
+        checkpoint: as Lightning dumps it, with ``Fragment`` for what is sharded.
+        names: of each optimizer's parameters, by group.
+        comm: the collectives.
+        run: facts about the run, for the manifest.
+        config: of the run, saved with it.
+        left_out: names of frozen parameters that are not in the state dict on purpose.
+
+    Raises:
+        CheckpointError: a rank lacks an entry of the state dict that rank 0 has.
+    """
+    rest = dict(checkpoint)
+    weights: dict[str, Any] = dict(rest.pop("state_dict", {}))
+    optimizers: list[Any] = list(rest.pop("optimizer_states", []))
+    made = Bundle({})
+    order = _agreed(weights, comm)
+    aliases, extra_state = _take_weights(made, weights, order, comm.rank)
+    flat = [[name for group in groups for name in group] for groups in names]
+    packed = [_take_optimizer(made, i, state, flat[i], comm.rank) for i, state in enumerate(optimizers)]
+    made.meta, left = plain(rest, lambda path, value: _swap(made, path, value))
+    others, left_state = plain(extra_state)
+    left |= {(KEY, "extra_state", *path): value for path, value in left_state.items()}
+    if comm.rank:
+        return made
+    made.meta[KEY] = {
+        **made.meta.get(KEY, {}),
+        "optimizers": packed,
+        "extra_state": others,
+        "left_out": [list(path) for path in left],
+        "frozen_left_out": list(left_out),
+        "config": plain(config)[0],
+        **({"has_optimizers": True} if "optimizer_states" in checkpoint else {}),
+    }
+    made.objects = _pickled(left) if left else None
+    made.others = {("model", name): value for name, value in others.items()} | _others(packed)
+    made.manifest = {"order": tuple(order), "aliases": aliases, "left_out": tuple(left_out), "run": dict(run)}
+    return made
+
+
+def write(made: Bundle, place: Place, comm: Comm, group: Any) -> None:
+    """Write a bundle and give it its name. Collective over ``group`` (None: a single process).
+
+    Raises:
+        CheckpointError: on all ranks; says what failed where.
+    """
+    writer = DirectoryWriter(place, made.tensors, comm.rank, made.extras)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no process group is known
+            state_dict_saver.save(
+                made.tensors,
+                storage_writer=writer,
+                planner=planner,
+                process_group=group,
+                no_dist=group is None,
+            )
+    except CheckpointException as error:
+        raise CheckpointError(" ".join(_reasons(error, comm))) from None
+
+
+def _reasons(error: CheckpointException, comm: Comm) -> list[str]:
+    reasons = []
+    for rank, (cause, trace) in sorted(error.failures.items()):
+        text = str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause} ({trace})"
+        reasons.append(f"rank {rank}: {text}" if comm.world > 1 else text)
+    return reasons
+
+
+def _agreed(weights: Mapping[str, Any], comm: Comm) -> list[str]:
+    """See Note [One list of names]."""
+    order: list[str] = comm.host_broadcast(list(weights), "names of the state dict")
+    lacking = next((name for name in order if name not in weights), None)
+    problem = None
+    if lacking is not None:
+        problem = f"the state dict has no {lacking!r}, which rank 0 has. Change it in the same way on all ranks."
+    if found := comm.problems(problem, "the state dict"):
+        raise CheckpointError(" ".join(found))
+    return order
+
+
+def _take_weights(
+    made: Bundle, weights: Mapping[str, Any], order: Sequence[str], rank: int
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """The aliases, and what is no tensor."""
+    aliases: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    extra: dict[str, Any] = {}
+    for name in order:
+        value = weights[name]
+        if not isinstance(value, Tensor):
+            extra[name] = value
+            continue
+        known = first.setdefault(_identity(value), name)
+        if known != name:
+            aliases[name] = known
+        elif isinstance(value, Fragment) or rank == 0:
+            made.tensors[f"model.{name}"] = value
+    return aliases, extra
+
+
+def _identity(value: Tensor) -> Any:
+    """Equal for two names of one tensor."""
+    if isinstance(value, Fragment) or value.numel() == 0:
+        return id(value)
+    return value.device, value.data_ptr(), tuple(value.shape), value.stride(), value.dtype
+
+
+def _take_optimizer(made: Bundle, number: int, state: Any, names: Sequence[str], rank: int) -> dict[str, Any]:
+    """Move the fragments of an optimizer's state dict to the tensors; returns the rest, keyed by name."""
+    by_number = dict(zip(parameter_numbers(state), names, strict=True))
+    kept: dict[str, dict[str, Any]] = {}
+    for parameter, entries in state["state"].items():
+        name = by_number[parameter]
+        for key, value in entries.items():
+            if isinstance(value, Fragment):
+                made.tensors[f"optimizer_{number}.state.{name}.{key}"] = value
+            elif rank == 0:
+                kept.setdefault(name, {})[key] = value.detach().cpu() if isinstance(value, Tensor) else value
+    groups = [{**group, "params": [by_number[n] for n in group["params"]]} for group in state["param_groups"]]
+    return plain({"param_groups": groups, "state": kept})[0] if rank == 0 else {}
+
+
+def _swap(made: Bundle, path: Path, value: Tensor) -> Any:
+    """Somebody's own entry of the checkpoint."""
+    if not isinstance(value, Fragment):
+        return value.detach()
+    name = f"extra.{where(path)}"
+    made.tensors[name] = value
+    return {REFERENCE: name}
+
+
+def _pickled(left: Mapping[Path, Any]) -> bytes | None:
+    places = ", ".join(repr(where(path)) for path in list(left)[:5])
+    kept = {}
+    lost = []
+    for path, value in left.items():
+        try:
+            pickle.dumps(value)
+            kept[path] = value
+        except Exception as error:  # any class may fail in any way here
+            lost.append(f"{where(path)!r} ({error})")
+    text = f"The checkpoint has entries without a plain form: {places}. They are in objects.pkl, which is only read "
+    warnings.warn(text + "with weights_only=False.", stacklevel=2)
+    if lost:
+        warnings.warn(f"What cannot be pickled is not saved: {', '.join(lost)}.", stacklevel=2)
+    return pickle.dumps(kept) if kept else None
+
+
+def _others(packed: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Any]:
+    """Groups and counters of optimizers for those who read ``.metadata`` only (torch, Lightning)."""
+    found: dict[tuple[str, ...], Any] = {}
+    for number, optimizer in enumerate(packed):
+        head = f"optimizer_{number}"
+        found[head, "param_groups"] = optimizer["param_groups"]
+        for name, entries in optimizer["state"].items():
+            for key, value in entries.items():
+                found[head, "state", name, key] = value
+    return found
+
+
+def stage(made: Bundle, buffer: Tensor | None) -> Tensor:
+    """Copy all tensors of a bundle to host memory, so that training can go on. Not collective.
+
+    Args:
+        made: its tensors are replaced by copies.
+        buffer: what an earlier call returned, to be used again.
+
+    Returns:
+        the buffer (1D uint8).
+    """
+    raw: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name, value in made.tensors.items():
+        nbytes = _local_bytes(value)
+        raw[name] = (end, nbytes)
+        end += -(-nbytes // 64) * 64
+    if buffer is None or buffer.numel() < end:
+        buffer = torch.empty(end, dtype=torch.uint8)
+    holder: Callable[[], object] | None = None
+    for name, (start, nbytes) in raw.items():
+        value = made.tensors[name]
+        needs = value.done if isinstance(value, Fragment) else None
+        if holder is not None and needs != holder:
+            holder()
+        holder = needs
+        room = buffer[start : start + nbytes].view(value.dtype)
+        if not isinstance(value, Fragment):
+            made.tensors[name] = room.view(value.shape).copy_(value)
+            continue
+        if nbytes:
+            room.copy_(value.local())
+        made.tensors[name] = Fragment(partial(_same, room), tuple(value.shape), value.lo, value.hi, value.dtype)
+    if holder is not None:
+        holder()
+    return buffer
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _local_bytes(value: Any) -> int:
+    if isinstance(value, Fragment):
+        return (value.hi - value.lo) * value.dtype.itemsize
+    return int(value.nbytes)

@@ -1,0 +1,26 @@
+"""The ``checkpoint`` block."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import AliasChoices, Field
+
+from lt_zero.config.fields import Block
+
+
+class Checkpoint(Block):
+    """How training states are saved and restored."""
+
+    format: Literal["auto", "sharded", "full"] = Field(
+        "auto", description="sharded: a directory that all ranks write; full: one file by rank 0; auto: full at stage 0"
+    )
+    async_save: bool = Field(
+        False,
+        validation_alias=AliasChoices("async", "async_save"),
+        description="training goes on while a copy in host memory is written (sharded only)",
+    )
+    save_frozen: bool = Field(True, description="false: parameters that need no gradient are left out")
+    load_module_only: bool = Field(False, description="fit(ckpt_path=...) takes the weights only and starts anew")
+    load_optimizer_states: bool = Field(True, description="false: fit(ckpt_path=...) starts with fresh optimizers")
+    load_lr_scheduler_states: bool = Field(True, description="false: fit(ckpt_path=...) starts schedules anew")
