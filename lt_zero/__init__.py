@@ -6,6 +6,7 @@ from lt_zero.build import shard
 from lt_zero.config import ZeroConfig
 from lt_zero.core.optimizer import ShardedOptimizer
 from lt_zero.core.values import gathered
+from lt_zero.loading import load_from_checkpoint
 from lt_zero.planning import NotEnoughMemory, Sizes, estimate
 from lt_zero.precision import ZeroPrecision
 from lt_zero.strategy import ZeroStrategy
@@ -19,6 +20,7 @@ __all__ = [
     "ZeroStrategy",
     "estimate",
     "gathered",
+    "load_from_checkpoint",
     "shard",
 ]
 __version__ = "0.1.0"

@@ -96,3 +96,10 @@ def is_plain_closure(closure: Any) -> bool:
     """
     cls = type(closure)
     return cls.__name__ == "Closure" and cls.__module__ == "lightning.pytorch.loops.optimization.automatic"
+
+
+def module_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | None, kwargs: dict[str, Any]) -> Any:
+    """``cls.load_from_checkpoint`` of a checkpoint that is read already. Checked on lightning 2.5 to 2.6."""
+    from lightning.pytorch.core.saving import _load_state
+
+    return _load_state(cls, checkpoint, strict=strict, **kwargs)

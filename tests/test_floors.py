@@ -16,7 +16,7 @@ FLOORS = (
     {"planning", "checkpoint"},
     {"build"},
     {"precision", "attach"},
-    {"persistence"},
+    {"persistence", "loading"},
     {"strategy", "cli", "__init__", "__main__"},
 )
 TOP = FLOORS[-1] | FLOORS[-2] | FLOORS[-3]  # know lightning

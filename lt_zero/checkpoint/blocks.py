@@ -16,7 +16,7 @@ from lt_zero.checkpoint.errors import CheckpointError
 from lt_zero.checkpoint.sink import STEP, FileRecord
 from lt_zero.offload.memory import aligned_buffer, checksum, checksum_weights, rounded, view_of
 
-_THREADS = 2
+_THREADS = 4
 
 
 class BlockReader:
