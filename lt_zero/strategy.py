@@ -111,6 +111,7 @@ class ZeroStrategy(DDPStrategy):
 
     def export(self, path: str | os.PathLike[str], dtype: torch.dtype = torch.float16) -> None:
         """Write all weights to one file that plain ``torch.load`` reads. Collective: call it on every rank."""
+        self.engine.comm.roll_call("ZeroStrategy.export")
         export(self.engine, self.broadcast(path), dtype)
         self.barrier("export")
 
@@ -287,6 +288,7 @@ class ZeroStrategy(DDPStrategy):
         """Fragments on all ranks, or (full checkpoints) the full state dict on rank 0 and {} elsewhere. Collective."""
         if self._engine is None or not self._engine.attached or self._engine.root is not self.lightning_module:
             return super().lightning_module_state_dict()
+        self._engine.comm.roll_call("Trainer.save_checkpoint")  # it comes here first
         return self.persistence.model_state()
 
     @override
@@ -299,6 +301,8 @@ class ZeroStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
+        if self._comm is not None:
+            self._comm.roll_call("Strategy.save_checkpoint")
         path = str(self.broadcast(filepath))  # ranks may have computed different names
         if self._engine is not None and self._engine.attached and self.persistence.sharded:
             if storage_options is not None:
@@ -353,7 +357,9 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Nothing to explain: DDP's advice on unused parameters does not apply."""
+        """DDP's advice on unused parameters does not apply; what a failed roll call led to is explained."""
+        if self._comm is not None:
+            self._comm.explain(exception)
 
     @classmethod
     @override

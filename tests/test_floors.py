@@ -20,7 +20,7 @@ FLOORS = (
     {"strategy", "cli", "__init__", "__main__"},
 )
 TOP = FLOORS[-1] | FLOORS[-2] | FLOORS[-3]  # know lightning
-COLLECTIVES = {"core/comm.py", "core/sequence.py"}  # the second compares what the first is about to launch
+COLLECTIVES = {"core/comm.py", "core/sequence.py", "core/rollcall.py"}  # the others compare what the first is to do
 SAVES = "torch.distributed.checkpoint"  # plans over a process group that comm.py makes
 
 

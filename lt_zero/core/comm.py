@@ -18,13 +18,15 @@ Note [Order of launches]
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.core.pending import All, Done, Pending
+from lt_zero.core.pending import All, Done, Launch, Pending, Watch
+from lt_zero.core.rollcall import RollCall
 from lt_zero.core.sequence import SequenceCheck
 from lt_zero.core.shared import SharedArena, supported, wide
 from lt_zero.core.storage import flat_empty
@@ -66,6 +68,8 @@ class Comm:
         if group is not None and dist.get_backend(group) not in ("gloo", "fake"):
             self._host = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
         self._check = check
+        self._watch = Watch()
+        self._roll_call: RollCall | None = None
         self._background: dist.ProcessGroup | None = None  # see ``allow_background``
         self._saving: dist.ProcessGroup | None = None  # see ``saving_group``
         self._arena: SharedArena | None = None
@@ -83,9 +87,27 @@ class Comm:
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(None, None, device)
         comm = cls(dist.new_group(), dist.new_group(), device, SequenceCheck.create() if check else None)
+        comm._roll_call = RollCall.over(comm._group, comm._host, comm._watch)
         if comm._gloo and device.type == "cpu":
             comm._share_memory()
         return comm
+
+    # ---- operations of all ranks -----------------------------------------------------------------------------------
+
+    def roll_call(self, what: str) -> None:
+        """Wait until every rank has called this for ``what``, an operation that needs them all; collective.
+
+        Raises:
+            RuntimeError: a rank never will, or called it for something else. No collective works afterwards.
+        """
+        if self._roll_call is not None:
+            self._roll_call.enter(what)
+
+    def explain(self, error: BaseException) -> None:
+        """Put a failed roll call, if there was one, into the text of an error that it may have led to."""
+        verdict = self._watch.verdict
+        if verdict is not None and isinstance(error, RuntimeError) and verdict not in str(error):
+            error.args = (f"{verdict} ({error})",)
 
     # ---- in the background ---------------------------------------------------------------------------------------
 
@@ -115,9 +137,9 @@ class Comm:
             return Done()
         if flat is None:
             if self._arena is not None:
-                dist.barrier(self._background)
+                return self._all([dist.barrier(self._background, async_op=True)], None)
             return Done()
-        return self._gather_shards(flat, self._background)
+        return self._gather_shards(flat, self._background, None)
 
     # ---- windows: see shared.py, Note [Shared windows] ---------------------------------------------------------
 
@@ -172,16 +194,20 @@ class Comm:
         """A barrier of the engine's group."""
         self._written = self._read = False
         if self._arena is not None:
-            self._announce("fence", "shared memory", 0)
-            dist.barrier(self._group)
+            launch = self._announce("fence", "shared memory", 0)
+            self._finish(dist.barrier(self._group, async_op=True), launch)
 
-    def _announce(self, operation: str, name: str, numel: int) -> None:
+    def _announce(self, operation: str, name: str, numel: int, channel: str = "collective") -> Launch:
         if self._check is not None:
-            self._check.compare(operation, name, numel)
+            self._check.compare(operation, name, numel, channel)
+        return self._watch.launch(channel, operation, name)
 
-    def _announce_reduction(self, operation: str, name: str, numel: int) -> None:
-        if self._check is not None:
-            self._check.compare(operation, name, numel, channel="reduction")
+    def _all(self, works: list[Any], launch: Launch | None, finish: Callable[[], object] | None = None) -> All:
+        return All(works, finish, self._watch if self._gloo else None, launch)
+
+    def _finish(self, work: Any, launch: Launch) -> None:
+        if work is not None:  # or the backend has waited
+            self._watch.wait(work, launch)
 
     def _peer(self, rank: int) -> int:
         assert self._group is not None
@@ -194,20 +220,21 @@ class Comm:
         """
         if self.world == 1:
             return Done()
-        self._announce("all-gather", name, flat.numel())
+        launch = self._announce("all-gather", name, flat.numel())
         if self._arena is not None and own is not None and self._arena.has(own):
             if self._written:
                 self.fence()
             self._arena.gather(self.rank, own, flat)
             self._read = True
             return Done()
-        return self._gather_shards(flat, self._group)
+        return self._gather_shards(flat, self._group, launch)
 
-    def _gather_shards(self, flat: Tensor, group: dist.ProcessGroup | None) -> Pending:
+    def _gather_shards(self, flat: Tensor, group: dist.ProcessGroup | None, launch: Launch | None) -> Pending:
         shards = flat.chunk(self.world)
         if self._gloo:
-            return All([dist.broadcast(s, self._peer(r), group, async_op=True) for r, s in enumerate(shards)])
-        return All([self._all_gather(flat, shards[self.rank], group=group, async_op=True)])
+            works = [dist.broadcast(s, self._peer(r), group, async_op=True) for r, s in enumerate(shards)]
+            return self._all(works, launch)
+        return self._all([self._all_gather(flat, shards[self.rank], group=group, async_op=True)], launch)
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Pending:
         """Average ``flat`` (1D, world shards) over the ranks and put this rank's shard into ``out``, or add it there.
@@ -219,48 +246,47 @@ class Comm:
         after = self.factors(flat.dtype)[1]
         if self.world == 1:
             return All([], lambda: _store(out, flat, add, after))
-        self._announce_reduction("reduce-scatter", name, flat.numel())
+        launch = self._announce("reduce-scatter", name, flat.numel(), "reduction")
         arena = self._arena
         if arena is not None and arena.has(flat):
             entered = dist.barrier(self._reductions, async_op=True)
-            return All([entered], lambda: arena.sum(self.rank, flat, flat.numel(), out, add, after))
+            return self._all([entered], launch, lambda: arena.sum(self.rank, flat, flat.numel(), out, add, after))
         if not self.use_reduce_scatter:
             summed = flat.chunk(self.world)[self.rank]
             work = dist.all_reduce(flat, group=self._reductions, async_op=True)
-            return All([work], lambda: _store(out, summed, add, after))
+            return self._all([work], launch, lambda: _store(out, summed, add, after))
         if self._gloo:
             work = dist.all_to_all_single(scratch, flat, group=self._reductions, async_op=True)
             parts = scratch.chunk(self.world)
-            return All([work], lambda: _store(out, _sum_in_rank_order(parts, out.dtype), add, after))
+            return self._all([work], launch, lambda: _store(out, _sum_in_rank_order(parts, out.dtype), add, after))
         mine = scratch[: out.numel()]
         work = self._reduce_scatter(mine, flat, group=self._reductions, async_op=True)
-        return All([work], lambda: _store(out, mine, add, after))
+        return self._all([work], launch, lambda: _store(out, mine, add, after))
 
     def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Pending:
         """Average ``flat`` (1D, world shards) over the ranks and put all of it into ``out``, or add it there."""
         after = self.factors(flat.dtype)[1]
         if self.world == 1:
             return All([], lambda: _store(out, flat, add, after))
-        self._announce_reduction("all-reduce", name, flat.numel())
+        launch = self._announce("all-reduce", name, flat.numel(), "reduction")
         if not self._gloo:
             work = dist.all_reduce(flat, group=self._reductions, async_op=True)
-            return All([work], lambda: _store(out, flat, add, after))
+            return self._all([work], launch, lambda: _store(out, flat, add, after))
         work = dist.all_to_all_single(scratch, flat, group=self._reductions, async_op=True)
 
         def finish() -> None:
             mine = flat.chunk(self.world)[self.rank]
             mine.copy_(_sum_in_rank_order(scratch.chunk(self.world), out.dtype).mul_(after))
-            shards = enumerate(flat.chunk(self.world))
-            All([dist.broadcast(s, self._peer(r), self._reductions, async_op=True) for r, s in shards]).wait()
+            self._gather_shards(flat, self._reductions, launch).wait()
             _store(out, flat, add, 1.0)
 
-        return All([work], finish)
+        return self._all([work], launch, finish)
 
     def broadcast(self, tensor: Tensor, name: str, src: int = 0) -> None:
         """Give every rank the values that ``tensor`` has on rank ``src``."""
         if self.world > 1:
-            self._announce("broadcast", name, tensor.numel())
-            dist.broadcast(tensor, self._peer(src), group=self._group)
+            launch = self._announce("broadcast", name, tensor.numel())
+            self._finish(dist.broadcast(tensor, self._peer(src), group=self._group, async_op=self._gloo), launch)
 
     def sum_scalar(self, value: Tensor, name: str) -> Tensor:
         """The sum over all ranks of a 0D fp64 tensor."""
@@ -272,16 +298,17 @@ class Comm:
 
     def _reduce_small(self, value: Tensor, op: Any, name: str) -> Tensor:
         if self.world > 1:
-            self._announce("all-reduce", name, value.numel())
-            dist.all_reduce(value, op=op, group=self._group)
+            launch = self._announce("all-reduce", name, value.numel())
+            self._finish(dist.all_reduce(value, op=op, group=self._group, async_op=self._gloo), launch)
         return value
 
     def host_max(self, flags: Tensor, name: str) -> Pending:
         """Element-wise maximum over the ranks of a CPU tensor, through the CPU side channel, in place."""
         if self.world == 1:
             return Done()
-        self._announce("flags", name, flags.numel())
-        return All([dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._host, async_op=True)])
+        launch = self._announce("flags", name, flags.numel())
+        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._host, async_op=True)
+        return All([work], None, self._watch if self._roll_call is not None else None, launch)
 
     def problems(self, problem: str | None, name: str) -> list[str]:
         """What went wrong on any rank ("rank 1: ..."), on every rank; [] if nothing did."""
@@ -291,11 +318,17 @@ class Comm:
             return []
         return [f"rank {rank}: {text}" for rank, text in enumerate(self.host_gather(problem, name)) if text is not None]
 
+    def _meet(self, operation: str, name: str) -> None:
+        """Before a collective of torch's that waits by itself: have all ranks at it."""
+        launch = self._announce(operation, name, 0)
+        if self._roll_call is not None:
+            self._watch.wait(dist.barrier(self._host, async_op=True), launch)
+
     def host_broadcast(self, value: Any, name: str) -> Any:
         """Rank 0's (small, picklable) Python value on every rank."""
         if self.world == 1:
             return value
-        self._announce("object", name, 0)
+        self._meet("object", name)
         box = [value]
         dist.broadcast_object_list(box, src=self._peer(0), group=self._host)
         return box[0]
@@ -304,7 +337,7 @@ class Comm:
         """The (small, picklable) Python values of all ranks, on every rank."""
         if self.world == 1:
             return [value]
-        self._announce("objects", name, 0)
+        self._meet("objects", name)
         box: list[Any] = [None] * self.world
         dist.all_gather_object(box, value, group=self._host)
         return box
