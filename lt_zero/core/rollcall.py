@@ -182,6 +182,7 @@ class RollCall:
         entries = self._entries()
         missing = [rank for rank in range(self._world) if rank not in entries]
         doing = {rank: self._doing(rank) for rank in missing}
+        hearing = self._world - sum(text == _GONE for text, _ in doing.values())
         lost = {rank: text for rank, (text, never) in doing.items() if never}
         if missing and (lost or out_of_time):
             rank, text = next(iter(lost.items())) if lost else (missing[0], doing[missing[0]][0])
@@ -190,7 +191,8 @@ class RollCall:
             place = next(iter(entries.values()))["where"]
             self._fail(
                 f"`{what}` was called on {_names(list(entries))} ({place}) and not on rank {rank}, which {text}{also}."
-                f" {_REMEDY}"
+                f" {_REMEDY}",
+                hearing,
             )
 
     def _doing(self, rank: int) -> tuple[str, bool]:
@@ -203,7 +205,7 @@ class RollCall:
             since = now
         self._heard_of[rank] = answer["beat"], since
         if now - since > 2.5 * self._patience.poll and self._gone(rank):
-            return "has ended or left the process group", True
+            return _GONE, True
         if answer["beat"] == 0:
             return "does not answer", False
         return str(answer["text"]), self._is_lost(answer)
@@ -225,18 +227,19 @@ class RollCall:
 
     # ---- the verdict ---------------------------------------------------------------------------------------------
 
-    def _fail(self, verdict: str) -> None:
-        """Tell every rank, and raise. See Note [Telling everybody]."""
+    def _fail(self, verdict: str, hearing: int | None = None) -> None:
+        """Tell every rank, of which ``hearing`` (all) may listen, and raise. See Note [Telling everybody]."""
         if self._store.add("verdicts", 1) == 1:
             self._store.set("verdict", verdict)
             self._store.set("asked", str(self._count))
         patience = time.monotonic() + 2.5 * self._patience.poll
-        while time.monotonic() < patience and self._store.add("heard", 0) < self._world:
+        while time.monotonic() < patience and self._store.add("heard", 0) < (hearing or self._world):
             time.sleep(self._patience.poll / 20)
         self._watch.verdict = self._store.get("verdict").decode()
         self._watch.refuse()
 
 
+_GONE = "has ended or left the process group"
 _REMEDY = (
     "Every rank has a part of the state: call it on every rank, without `if trainer.is_global_zero:` or"
     " `rank_zero_only` around it."
