@@ -93,6 +93,7 @@ def some(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return values.view(dtype).reshape(shape) if nbytes else torch.empty(shape, dtype=dtype)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("blobs", [False, True])
 @pytest.mark.parametrize("mmap", [False, True])
 def test_every_dtype_and_shape_comes_back(tmp_path: Path, blobs: bool, mmap: bool) -> None:
@@ -212,6 +213,23 @@ def test_tensors_among_the_values() -> None:
     assert zipfile.ZipFile(io.BytesIO(sink.data)).testzip() is None
 
 
+@pytest.mark.parametrize("checksums", [False, True])
+def test_a_tensor_in_parts(checksums: bool) -> None:
+    whole, parted = Sink(), Sink()
+    values = torch.arange(24.0).view(2, 3, 4)
+    file = TorchFile(whole, blobs=True, checksums=checksums)
+    file.finish([file.add(values), file.add(torch.empty(0))])
+    file = TorchFile(parted, blobs=True, checksums=checksums)
+    flat = values.view(-1)
+    parts = [flat[:5], flat[5:5], flat[5:21].view(4, 4), flat[21:]]
+    file.finish([file.add_parts((2, 3, 4), torch.float32, iter(parts)), file.add_parts([0], torch.float32, [])])
+    assert parted.data == whole.data
+    with pytest.raises(ValueError, match="8 bytes.*not 12"):
+        TorchFile(Sink()).add_parts((3,), torch.float32, [torch.ones(2)])
+    with pytest.raises(ValueError, match="float64"):
+        TorchFile(Sink()).add_parts((2,), torch.float32, [torch.ones(2, dtype=torch.float64)])
+
+
 def test_python_reads_the_directory() -> None:
     sink = Sink()
     file = TorchFile(sink, blobs=True)
@@ -322,11 +340,13 @@ class Sparse:
 GIB = 1 << 30
 
 
-@pytest.mark.parametrize("blobs", [False, True])
-def test_more_than_4_gib(tmp_path: Path, blobs: bool) -> None:
+@pytest.mark.parametrize(
+    ("blobs", "checksums"), [(False, False), (True, False), pytest.param(True, True, marks=pytest.mark.slow)]
+)
+def test_more_than_4_gib(tmp_path: Path, blobs: bool, checksums: bool) -> None:
     """A record, the offset of a record and the directory beyond 32 bits: in a file with holes."""
     sink = Sparse(tmp_path / "large.pt")
-    file = TorchFile(sink, blobs)
+    file = TorchFile(sink, blobs, checksums)
     before = file.add(torch.arange(3.0))
     large = [file.add(torch.empty(size, dtype=torch.uint8)) for size in (2**32 - 1, 4 * GIB + 5)]  # not touched
     after = file.add(torch.arange(5, dtype=torch.int16))

@@ -17,35 +17,31 @@ Note [Two zips in one]
     The extra field of a zip record may hold anything that begins with a tag and a length; readers skip it.
 
 Note [Checksums of values]
-    A zip has a CRC of each record. torch does not look at it. It costs a pass over the values, so it is 0 unless asked
-    for (as with ``torch.serialization.set_crc32_options(False)``), and ``unzip -t`` complains then.
+    A zip has a CRC of each record. torch does not look at it, other readers do. It costs a pass over the values, so it
+    is 0 unless asked for (as with ``torch.serialization.set_crc32_options(False)``). It is known when the values are
+    written, so it stands behind them, in a data descriptor: one, that both zips refer to.
 """
 
 from __future__ import annotations
 
 import functools
 import io
+import math
 import pickle
-import struct
 import sys
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lt_zero.checkpoint.zipped import Record, aligned_header, descriptor, directory, local_header
 from lt_zero.offload.memory import view_of
 
 ALIGNMENT = 64  # bytes, of values in the file: as torch.save does, for mmap
-_U32, _U16 = 0xFFFFFFFF, 0xFFFF  # what stands in a field whose value is in the zip64 part
-_ZIP64, _OURS = 0x0001, 0x5A4C  # tags of extra fields
-_DATE = 0x0021  # 1980-01-01: equal values make equal files
-_LOCAL = struct.Struct("<IHHHHHIIIHH")
-_CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
-_TAG = struct.Struct("<HH")
 # The classes that torch.save names for a storage; those of other dtypes are untyped.
 _STORAGES: dict[torch.dtype, type] = {
     torch.float64: torch.DoubleStorage,
@@ -61,6 +57,8 @@ _STORAGES: dict[torch.dtype, type] = {
     torch.complex128: torch.ComplexDoubleStorage,
     torch.complex64: torch.ComplexFloatStorage,
 }
+
+Write = Callable[[bytes | Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,11 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+        return _nbytes(self.shape, self.dtype)
+
+
+def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
 
 
 class TorchFile:
@@ -92,10 +94,10 @@ class TorchFile:
         checksums: also a CRC of the values, see Note [Checksums of values].
     """
 
-    def __init__(self, write: Callable[[bytes | Tensor], object], blobs: bool = False, checksums: bool = False) -> None:
+    def __init__(self, write: Write, blobs: bool = False, checksums: bool = False) -> None:
         self._write = write
         self._blobs, self._checksums = blobs, checksums
-        self._records: list[_Record] = []
+        self._records: list[Record] = []
         self._starts: list[int] = []  # of the values of each tensor
         self._finished = False
         self.position = 0  # bytes written so far
@@ -109,30 +111,51 @@ class TorchFile:
         Raises:
             ValueError: it is not, or the file is finished.
         """
+        data = _bytes_of(tensor)
+        return self._add(tuple(tensor.shape), tensor.dtype, [data])
+
+    def add_parts(self, shape: Sequence[int], dtype: torch.dtype, parts: Iterable[Tensor]) -> Stored:
+        """Write a tensor whose values come one part after the other, row-major: contiguous CPU tensors of any shape.
+
+        Raises:
+            ValueError: a part has another dtype, or all of them another number of elements. The file is of no use then.
+        """
+        return self._add(tuple(shape), dtype, (_bytes_of(part, dtype) for part in parts))
+
+    def _add(self, shape: tuple[int, ...], dtype: torch.dtype, parts: Iterable[Tensor]) -> Stored:
         if self._finished:
             raise ValueError("The file is finished: nothing can be added after its directory.")
-        data = _bytes_of(tensor)
-        shape, dtype, nbytes = tuple(tensor.shape), tensor.dtype, data.numel()
-        crc = zlib.crc32(view_of(data)) if self._checksums and nbytes else 0
-        head, tail = _blob(dtype, shape, crc) if self._blobs else (b"", b"")
-        key = len(self._starts)
-        name = b"archive/data/%d" % key
-        record = _Record(name, self.position, nbytes, crc)
-        fixed = _LOCAL.size + len(name) + len(_zip64(nbytes)) + _TAG.size
-        padding = -(self.position + fixed + len(head)) % ALIGNMENT
-        blob = self.position + fixed + padding
-        if padding + len(head) + _TAG.size + len(_zip64(nbytes)) > _U16:
-            raise ValueError(f"A tensor with {len(shape)} dimensions cannot be saved: reshape it.")
-        self._put(_local(record, _TAG.pack(_OURS, padding + len(head)) + bytes(padding) + head))
+        key, nbytes = len(self._starts), _nbytes(shape, dtype)
+        record = Record(b"archive/data/%d" % key, self.position, nbytes, 0, self._checksums)
+        head = _blob_head(dtype, shape, self._checksums)[0] if self._blobs else b""
+        try:
+            header = aligned_header(record, ALIGNMENT, head)
+        except ValueError:
+            raise ValueError(f"A tensor with {len(shape)} dimensions cannot be saved: reshape it.") from None
+        self._put(header)
         start = self.position
-        if nbytes:
-            self._write(data)
-            self.position += nbytes
-        if tail:
-            self._put(tail)
+        record = record._replace(crc=self._put_values(parts))
+        if self.position - start != nbytes:
+            raise ValueError(f"{self.position - start} bytes came of a tensor {shape} of {dtype}, not {nbytes}.")
+        self._put(descriptor(record))
+        blob = (0, 0)
+        if self._blobs:
+            self._put(_blob_tail(dtype, shape, self._checksums, record.crc))
+            blob = (start - len(head), self.position - start + len(head))
         self._records.append(record)
         self._starts.append(start)
-        return Stored(start, (blob, len(head) + nbytes + len(tail)) if head else (0, 0), shape, dtype, key)
+        return Stored(start, blob, shape, dtype, key)
+
+    def _put_values(self, parts: Iterable[Tensor]) -> int:
+        """Write them; their CRC, if one is asked for."""
+        crc = 0
+        for data in parts:
+            if data.numel():
+                self._write(data)
+                self.position += data.numel()
+                if self._checksums:
+                    crc = zlib.crc32(view_of(data), crc)
+        return crc
 
     def finish(self, value: Any) -> None:
         """Write what ``torch.load`` returns, and the directory.
@@ -151,11 +174,11 @@ class TorchFile:
         _Pickler(buffer, self._known, self.add).dump(value)
         self._finished = True
         for name, content in _small_records(buffer.getvalue()):
-            record = _Record(name, self.position, len(content), zlib.crc32(content))
-            self._put(_local(record))
+            record = Record(name, self.position, len(content), zlib.crc32(content))
+            self._put(local_header(record))
             self._put(content)
             self._records.append(record)
-        self._put(_directory(self._records, self.position))
+        self._put(directory(self._records, self.position))
 
     def _known(self, stored: Stored) -> Stored:
         if stored.key >= len(self._starts) or self._starts[stored.key] != stored.start:
@@ -163,12 +186,15 @@ class TorchFile:
         return stored
 
     def _put(self, data: bytes) -> None:
-        self._write(data)
-        self.position += len(data)
+        if data:
+            self._write(data)
+            self.position += len(data)
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """The memory of a tensor as 1D uint8, not copied."""
+def _bytes_of(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The memory of a tensor (of this dtype) as 1D uint8, not copied."""
+    if dtype not in (None, tensor.dtype):
+        raise ValueError(f"A part is {tensor.dtype}, its tensor {dtype}.")
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(
             f"Only dense, contiguous tensors on the CPU can be saved, not one of shape {tuple(tensor.shape)},"
@@ -241,14 +267,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-# ---- the zip -----------------------------------------------------------------------------------------------------
-
-
-class _Record(NamedTuple):
-    name: bytes
-    offset: int  # of its header
-    nbytes: int
-    crc: int
+# ---- files in the file -------------------------------------------------------------------------------------------
 
 
 def _small_records(pickled: bytes) -> list[tuple[bytes, bytes]]:
@@ -260,57 +279,26 @@ def _small_records(pickled: bytes) -> list[tuple[bytes, bytes]]:
 
 
 @functools.lru_cache(4096)
-def _blob(dtype: torch.dtype, shape: tuple[int, ...], crc: int) -> tuple[bytes, bytes]:
-    """What comes before and after the values in a file with this tensor only."""
+def _blob_head(dtype: torch.dtype, shape: tuple[int, ...], checksums: bool) -> tuple[bytes, tuple[Record, ...]]:
+    """What comes before the values in a file with this tensor only, and the records in it, the values' last."""
     stored = Stored(0, (0, 0), shape, dtype, 0)
     buffer = io.BytesIO()
     _Pickler(buffer, lambda same: same, _no_tensor).dump(stored)
     head, records = b"", []
     for name, content in _small_records(buffer.getvalue()):
-        records.append(_Record(name, len(head), len(content), zlib.crc32(content)))
-        head += _local(records[-1]) + content
-    records.append(_Record(b"archive/data/0", len(head), stored.nbytes, crc))
-    head += _local(records[-1])
-    return head, _directory(records, len(head) + stored.nbytes)
+        records.append(Record(name, len(head), len(content), zlib.crc32(content)))
+        head += local_header(records[-1]) + content
+    records.append(Record(b"archive/data/0", len(head), stored.nbytes, 0, checksums))
+    return head + local_header(records[-1]), tuple(records)
+
+
+@functools.lru_cache(4096)
+def _blob_tail(dtype: torch.dtype, shape: tuple[int, ...], checksums: bool, crc: int) -> bytes:
+    """What comes after the values (and their descriptor) in a file with this tensor only."""
+    head, (*small, values) = _blob_head(dtype, shape, checksums)
+    values = values._replace(crc=crc)
+    return directory([*small, values], len(head) + values.nbytes + len(descriptor(values)))
 
 
 def _no_tensor(tensor: Tensor) -> Stored:
     raise AssertionError("A pickled Stored holds no tensor.")
-
-
-def _zip64(*values: int) -> bytes:
-    """The extra field with the values that do not fit into 32 bits."""
-    large = [value for value in values if value >= _U32]
-    if not large:
-        return b""
-    if len(values) == 1:
-        large *= 2  # in a local header both sizes are there
-    return _TAG.pack(_ZIP64, 8 * len(large)) + struct.pack(f"<{len(large)}Q", *large)
-
-
-def _local(record: _Record, extra: bytes = b"") -> bytes:
-    """The header in front of a record."""
-    name, _, nbytes, crc = record
-    extra = _zip64(nbytes) + extra
-    size = min(nbytes, _U32)
-    needs = 45 if nbytes >= _U32 else 20
-    return _LOCAL.pack(0x04034B50, needs, 0, 0, 0, _DATE, crc, size, size, len(name), len(extra)) + name + extra
-
-
-def _directory(records: Sequence[_Record], at: int) -> bytes:
-    """The directory of a zip, which begins ``at`` this offset, and its end."""
-    parts = []
-    for name, offset, nbytes, crc in records:
-        extra = _zip64(nbytes, nbytes, offset)
-        size, where = min(nbytes, _U32), min(offset, _U32)
-        made = 45 if extra else 20
-        lengths = (len(name), len(extra), 0, 0, 0, 0, where)
-        parts.append(_CENTRAL.pack(0x02014B50, made, made, 0, 0, 0, _DATE, crc, size, size, *lengths) + name + extra)
-    entries = b"".join(parts)
-    count, length = len(records), len(entries)
-    end = b""
-    if count >= _U16 or length >= _U32 or at >= _U32:
-        end = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, length, at)
-        end += struct.pack("<IIQI", 0x07064B50, 0, at + length, 1)
-    count, length, at = min(count, _U16), min(length, _U32), min(at, _U32)
-    return entries + end + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, count, count, length, at, 0)
