@@ -33,6 +33,20 @@ def estimate_command(context: typer.Context) -> None:
     inner(context.args, prog_name="lt-zero estimate")
 
 
+@app.command(
+    "export",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def export_command(context: typer.Context) -> None:
+    """Write a checkpoint's weights as files that need no lt_zero: safetensors, a state dict, a Lightning checkpoint."""
+    from lt_zero.checkpoint.command import export_command as command  # here: it imports torch
+
+    inner = typer.Typer(add_completion=False)
+    inner.command()(command)
+    inner(context.args, prog_name="lt-zero export")
+
+
 @ops.command("build")
 def build_command(
     cuda: Annotated[

@@ -1,0 +1,142 @@
+"""The values of a saved training state in the dtype in which they leave, piece by piece."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from lt_zero.checkpoint.errors import CheckpointError
+from lt_zero.checkpoint.source import Source, Spec
+
+_PIECE = 1 << 22  # elements that are cast at once
+_SHOWN = 8  # names in a warning
+
+
+class Cast:
+    """The tensors of a source as they are exported: floating-point ones in ``dtype``, the others as they are.
+
+    Attributes:
+        names: of the tensors that have values of their own, in the source's order.
+        owner: tied name -> the one of ``names`` that has its values.
+
+    Args:
+        source: what to read.
+        dtype: for floating-point tensors.
+        keep_fp32: patterns (``*``, ``?``) of names that leave in fp32. ``blocks.0`` is also all below it.
+        tick: is told how many bytes were made.
+
+    Raises:
+        ValueError: a pattern matches no name.
+        CheckpointError: the source's ties make no sense.
+    """
+
+    def __init__(
+        self, source: Source, dtype: torch.dtype, keep_fp32: Sequence[str], tick: Callable[[int], object]
+    ) -> None:
+        self.source, self.dtype, self._tick = source, dtype, tick
+        self.owner = {name: _owner(source, name) for name in source.weights if name in source.aliases}
+        self.names = [name for name in source.weights if name not in self.owner]
+        self._kept = self._find(keep_fp32)
+        self._lost: dict[str, tuple[int, float, torch.dtype]] = {}  # values that became inf, and the largest of them
+
+    def _find(self, patterns: Sequence[str]) -> set[str]:
+        kept: set[str] = set()
+        for pattern in patterns:
+            found = {n for n in self.source.weights if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")}
+            if not found:
+                raise ValueError(f"keep_fp32: {pattern!r} matches no name of the checkpoint's weights.")
+            kept |= {self.owner.get(name, name) for name in found}
+        return kept
+
+    def spec(self, name: str) -> Spec:
+        """Shape and dtype of a tensor as it leaves; of a tied name those of its owner."""
+        name = self.owner.get(name, name)
+        saved = self.source.weights[name]
+        if not saved.dtype.is_floating_point:
+            return saved
+        return Spec(saved.shape, torch.float32 if name in self._kept else self.dtype)
+
+    def parts(self, name: str) -> Iterator[Tensor]:
+        """The values of one of ``names``, row-major: 1D, contiguous, on the CPU, in the dtype of ``spec``.
+
+        Raises:
+            CheckpointError: the source cannot read them, or gives others than it announced.
+        """
+        target = self.spec(name)
+        flat = _checked(self.source.read(name), self.source.weights[name], f"Weight {name!r}").reshape(-1)
+        if flat.dtype == target.dtype:
+            self._tick(target.nbytes)
+            yield flat
+            return
+        for piece in flat.split(_PIECE):
+            yield self._cast(name, piece, target.dtype)
+            self._tick(piece.numel() * target.dtype.itemsize)
+
+    def state(self, optimizer: int, name: str, key: str, saved: Spec) -> Tensor:
+        """An element-wise state of an optimizer, as it was saved."""
+        what = f"State {key!r} of {name!r} in optimizer {optimizer}"
+        value = _checked(self.source.read_state(optimizer, name, key), saved, what)
+        self._tick(saved.nbytes)
+        return value
+
+    def _cast(self, name: str, piece: Tensor, dtype: torch.dtype) -> Tensor:
+        cast = piece.to(dtype)
+        if torch.finfo(dtype).max < torch.finfo(piece.dtype).max:
+            infinite = cast.isinf()
+            if infinite.any():
+                values = piece[infinite].double().abs()
+                values = values[values.isfinite()]
+                count, largest, _ = self._lost.get(name, (0, 0.0, dtype))
+                if values.numel():
+                    self._lost[name] = (count + values.numel(), max(largest, float(values.max())), dtype)
+        return cast
+
+    def warn(self, stacklevel: int) -> None:
+        """Tell of the values that were finite and do not fit into their dtype."""
+        if not self._lost:
+            return
+        shown = [
+            f"{name} ({count}, the largest {largest:.4g})"
+            for name, (count, largest, _) in list(self._lost.items())[:_SHOWN]
+        ]
+        more = f" and {len(self._lost) - _SHOWN} more tensors" if len(self._lost) > _SHOWN else ""
+        total = sum(count for count, *_ in self._lost.values())
+        kinds = {dtype for *_, dtype in self._lost.values()}
+        limits = " and ".join(sorted(f"{_name(kind)} (at most {torch.finfo(kind).max:.4g})" for kind in kinds))
+        remedy = "bf16 or fp32" if kinds == {torch.float16} else "fp32" if kinds == {torch.bfloat16} else "fp64"
+        warnings.warn(
+            f"{total} finite values do not fit into {limits} and were exported as inf: {', '.join(shown)}{more}."
+            f" Export with dtype {remedy}.",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _owner(source: Source, name: str) -> str:
+    """The name that has the values of a tied one."""
+    seen, found = {name}, source.aliases[name]
+    while found in source.aliases and found not in seen:
+        seen.add(found)
+        found = source.aliases[found]
+    if found in seen or source.weights.get(found) != source.weights[name]:
+        raise CheckpointError(
+            f"The checkpoint ties {name!r} to {found!r}, which is no weight of the same shape and dtype in it. Is it"
+            " damaged, or was it edited?"
+        )
+    return found
+
+
+def _checked(tensor: Tensor, saved: Spec, what: str) -> Tensor:
+    if tuple(tensor.shape) != tuple(saved.shape) or tensor.dtype != saved.dtype:
+        raise CheckpointError(
+            f"{what} was read as {tuple(tensor.shape)} of {tensor.dtype}, and the checkpoint announces"
+            f" {tuple(saved.shape)} of {saved.dtype}: it is damaged."
+        )
+    return tensor.detach().to("cpu").contiguous()

@@ -1,0 +1,245 @@
+"""Weights of a saved training state as files that need nothing of this package.
+
+Note [One tensor at a time]
+    A tensor is read whole, cast in pieces and written at once: besides it, an export needs a few pieces of memory, and
+    a model may be larger than the machine. No process group is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from lt_zero.checkpoint.casting import Cast
+from lt_zero.checkpoint.errors import CheckpointError
+from lt_zero.checkpoint.formats import (
+    check_training_state,
+    plan_shards,
+    state_bytes,
+    write_ckpt,
+    write_index,
+    write_pt,
+    write_safetensors,
+)
+from lt_zero.checkpoint.output import check_space, whole_file, whole_folder
+from lt_zero.checkpoint.source import Source
+
+Format = Literal["auto", "pt", "ckpt", "safetensors"]
+
+SHARD_SIZE = 5_000_000_000  # bytes, as Hugging Face's
+_SUFFIXES = {".pt": "pt", ".pth": "pt", ".bin": "pt", ".ckpt": "ckpt", ".safetensors": "safetensors"}
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+_DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_STEMS = {"pt": ("pytorch_model", "bin"), "safetensors": ("model", "safetensors")}  # of Hugging Face's shards
+_PER_TENSOR = 4096  # bytes at most that a format adds to a tensor
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where the export goes, and as what."""
+
+    path: Path
+    format: str
+    shard_size: int | None  # None: one file
+
+
+def export(
+    checkpoint: Source | str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    dtype: torch.dtype | str = "fp16",
+    format: Format = "auto",
+    shard_size: int | str | None = None,
+    training_state: bool = False,
+    keep_fp32: Sequence[str] = (),
+    progress: bool = False,
+) -> list[Path]:
+    """Write the weights of a checkpoint as one plain file, or as files of limited size. Nothing is written by halves.
+
+    Values that do not fit into ``dtype`` are reported in one warning, by name.
+
+    Args:
+        checkpoint: what to export, or where it is.
+        out: the file to write, or the folder for several.
+        dtype: of floating-point tensors: fp16, bf16, fp32, fp64 or torch's. Others stay as they are.
+        format: ``pt`` a flat state dict for ``torch.load``, ``ckpt`` a Lightning checkpoint for
+            ``load_from_checkpoint``, ``safetensors``; ``auto`` goes by the suffix of ``out``. A folder gets
+            safetensors.
+        shard_size: bytes of a file at most, such as 5GB or 500MiB: Hugging Face's layout with an index, into the
+            folder ``out``, which is new, empty, or has an earlier export. A larger tensor has a file of its own.
+        training_state: also what a plain ``Trainer`` resumes from: optimizers, schedulers, loops. For ``ckpt`` in
+            fp32.
+        keep_fp32: patterns of names that leave in fp32.
+        progress: show a bar.
+
+    Returns:
+        The files, the index last.
+
+    Raises:
+        ValueError: arguments that make no sense together.
+        CheckpointError: the checkpoint cannot be read, or the files cannot be written; what was there is there.
+    """
+    kind = _dtype(dtype)
+    target = _target(out, format, shard_size)
+    if training_state and (target.format != "ckpt" or kind != torch.float32):
+        raise ValueError(
+            f"training_state goes with format ckpt and dtype fp32, not with {target.format} and {_name(kind)}."
+        )
+    _check_place(checkpoint, target)
+    source = _open(checkpoint)
+    with _bar(progress) as (begin, tick):
+        cast = Cast(source, kind, keep_fp32, tick)
+        if training_state:
+            check_training_state(cast)
+        needs = sum(cast.spec(name).nbytes for name in cast.names) + (state_bytes(cast) if training_state else 0)
+        begin(needs)
+        tensors = len(source.weights) + sum(len(e) for saved in source.optimizers for e in saved.state.values())
+        check_space(target.path if target.shard_size else target.path.parent, needs + _PER_TENSOR * (tensors + 16))
+        files = _one(cast, target, training_state) if target.shard_size is None else _several(cast, target)
+    cast.warn(stacklevel=2)
+    return files
+
+
+def _one(cast: Cast, target: _Target, training_state: bool) -> list[Path]:
+    names = list(cast.source.weights)
+    with whole_file(target.path) as write:
+        if target.format == "ckpt":
+            write_ckpt(write, cast, training_state)
+        elif target.format == "pt":
+            write_pt(write, cast, names)
+        else:
+            write_safetensors(write, cast, names)
+    return [target.path]
+
+
+def _several(cast: Cast, target: _Target) -> list[Path]:
+    assert target.shard_size is not None
+    stem, suffix = _STEMS[target.format]
+    shards = plan_shards(cast, target.shard_size)
+    count = len(shards)
+    names = [f"{stem}-{number:05d}-of-{count:05d}.{suffix}" for number in range(1, count + 1)]
+    index = [f"{stem}.{suffix}.index.json"]
+    if count == 1:  # Hugging Face's tools look for a single file under this name, without an index
+        names, index = [f"{stem}.{suffix}"], []
+    write_shard = write_pt if target.format == "pt" else write_safetensors
+    with whole_folder(target.path, names + index, _earlier(target)) as folder:
+        for name, shard in zip(names, shards, strict=True):
+            with whole_file(folder / name) as write:
+                write_shard(write, cast, shard)
+        for name in index:
+            with whole_file(folder / name) as write:
+                write_index(write, cast, dict(zip(names, shards, strict=True)), target.format == "pt")
+    return [target.path / name for name in names + index]
+
+
+def _earlier(target: _Target) -> list[str]:
+    """Files of an earlier export in the folder, its index first.
+
+    Raises:
+        CheckpointError: there is something else in it.
+    """
+    if not target.path.exists():
+        return []
+    stem, suffix = _STEMS[target.format]
+    ours = re.compile(rf"{stem}(-\d{{5,}}-of-\d{{5,}})?\.{suffix}(\.index\.json)?")
+    found = sorted(os.listdir(target.path), key=lambda name: (not name.endswith(".json"), name))
+    others = [name for name in found if not ours.fullmatch(name) or not (target.path / name).is_file()]
+    if others:
+        raise CheckpointError(
+            f"{target.path} holds {', '.join(others[:5])}{', ...' if len(others) > 5 else ''}, which no earlier export"
+            f" to {target.format} wrote. Name a new or empty folder, and put other files there afterwards."
+        )
+    return found
+
+
+def _check_place(checkpoint: Source | str | os.PathLike[str], target: _Target) -> None:
+    """See that nothing but an earlier export is replaced."""
+    out = target.path
+    if isinstance(checkpoint, str | os.PathLike):
+        saved = Path(os.path.realpath(checkpoint))
+        if out == saved or saved in out.parents or (out.exists() and saved.exists() and out.samefile(saved)):
+            raise CheckpointError(f"{out} is (in) the checkpoint {saved} itself: export to another place.")
+        if not saved.exists():
+            raise CheckpointError(f"There is no checkpoint {saved}.")
+    if target.shard_size is None:
+        if out.exists() and not out.is_file():
+            raise CheckpointError(f"{out} is a folder or a device, and format {target.format} makes a file: name one.")
+    elif out.exists() and not out.is_dir():
+        raise CheckpointError(f"{out} is a file, and an export with shard_size makes a folder: name one.")
+    else:
+        _earlier(target)
+
+
+def _open(checkpoint: Source | str | os.PathLike[str]) -> Source:
+    if isinstance(checkpoint, str | os.PathLike):
+        from lt_zero.checkpoint.open import open_source  # here: it knows all formats
+
+        return open_source(Path(checkpoint))
+    return checkpoint
+
+
+def _target(place: str | os.PathLike[str], format: str, shard_size: int | str | None) -> _Target:
+    if format not in get_args(Format):
+        raise ValueError(f"format must be one of {', '.join(get_args(Format))}, not {format!r}.")
+    out = Path(os.path.realpath(place))
+    limit = None if shard_size is None else parse_size(shard_size)
+    of_suffix = _SUFFIXES.get(out.suffix.lower())
+    named = os.fspath(place).endswith(os.sep) or (format == "auto" and not out.suffix)
+    folder = out.is_dir() or limit is not None or named
+    if folder and of_suffix is not None and not out.is_dir():
+        raise ValueError(f"With shard_size, out is a folder, and {out.name!r} looks like a file: leave one out.")
+    if format == "auto":
+        if not folder and of_suffix is None:
+            raise ValueError(
+                f"The suffix of {out.name!r} tells no format: it must be one of {', '.join(_SUFFIXES)}, or give format."
+            )
+        format = "safetensors" if folder else str(of_suffix)
+    if folder and format == "ckpt":
+        raise ValueError(
+            f"A Lightning checkpoint is one file: name one instead of the folder {out}, without shard_size."
+        )
+    return _Target(out, format, (limit or SHARD_SIZE) if folder else None)
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of such as 5GB, 500MB (decimal), 2GiB or a number.
+
+    Raises:
+        ValueError: it is no positive size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
+    unit = _UNITS.get(match[2].upper()) if match else None
+    nbytes = int(float(match[1]) * unit) if match and unit else 0
+    if nbytes <= 0 or isinstance(size, bool):
+        raise ValueError(f"shard_size must be a size such as 5GB or 500MB or a number of bytes, not {size!r}.")
+    return nbytes
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    found = _DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if found not in _DTYPES.values():
+        raise ValueError(f"dtype must be fp16, bf16, fp32 or fp64, not {dtype}.")
+    assert found is not None
+    return found
+
+
+def _name(dtype: torch.dtype) -> str:
+    return next(name for name, known in _DTYPES.items() if known == dtype)
+
+
+@contextmanager
+def _bar(shown: bool) -> Iterator[tuple[Callable[[int], object], Callable[[int], object]]]:
+    """Gives what to call with all bytes at first, and with those of each piece."""
+    columns = (TextColumn("export"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
+        task = bar.add_task("export")
+        yield lambda total: bar.update(task, total=total), lambda nbytes: bar.advance(task, nbytes)
