@@ -196,7 +196,10 @@ def _target(place: str | os.PathLike[str], format: str, shard_size: int | str | 
     named = os.fspath(place).endswith(os.sep) or (format == "auto" and not out.suffix)
     folder = out.is_dir() or limit is not None or named
     if folder and of_suffix is not None and not out.is_dir():
-        raise ValueError(f"With shard_size, out is a folder, and {out.name!r} looks like a file: leave one out.")
+        raise ValueError(
+            f"{out.name!r} is to be a folder (by shard_size, or as it ends with /), and its suffix is that of a file:"
+            " name one or the other."
+        )
     if format == "auto":
         if not folder and of_suffix is None:
             raise ValueError(
