@@ -510,7 +510,7 @@ for name in ("a.pt", "a.safetensors", "a.ckpt"):
     export(Lazy(2, 100), sys.argv[1] + "/" + name)
 before = peak()
 for name in ("a.pt", "a.safetensors", "a.ckpt"):
-    export(Lazy(15, 4 << 20), sys.argv[1] + "/" + name)
+    export(Lazy(6, 9 << 20), sys.argv[1] + "/" + name)
     print((peak() - before) / 2**20)
 """
 
@@ -524,10 +524,10 @@ def run(script: str, *args: str, **env: str) -> str:
 
 
 def test_memory_is_that_of_one_tensor(tmp_path: Path) -> None:
-    """15 tensors of 16 MiB; a file that is held would be 120 MiB."""
+    """6 tensors of 36 MiB (which malloc gives back at once); a file that is held would be 108 MiB."""
     growth = [float(line) for line in run(GROWTH, str(tmp_path)).split()]
     assert len(growth) == 3
-    assert max(growth) < 16 + 4 * 16, growth
+    assert max(growth) < 36 + 30, growth
 
 
 PLAIN = """

@@ -12,7 +12,7 @@ from torch import Tensor
 from lt_zero.checkpoint.errors import CheckpointError
 from lt_zero.checkpoint.source import Source, Spec
 
-_PIECE = 1 << 22  # elements that are cast at once
+_PIECE = 1 << 20  # elements that are cast at once
 _SHOWN = 8  # names in a warning
 
 
@@ -63,6 +63,8 @@ class Cast:
     def parts(self, name: str) -> Iterator[Tensor]:
         """The values of one of ``names``, row-major: 1D, contiguous, on the CPU, in the dtype of ``spec``.
 
+        Each part has its values until the next one is asked for.
+
         Raises:
             CheckpointError: the source cannot read them, or gives others than it announced.
         """
@@ -72,9 +74,12 @@ class Cast:
             self._tick(target.nbytes)
             yield flat
             return
+        buffer = torch.empty(min(_PIECE, flat.numel()), dtype=target.dtype, device="cpu")
         for piece in flat.split(_PIECE):
-            yield self._cast(name, piece, target.dtype)
-            self._tick(piece.numel() * target.dtype.itemsize)
+            cast = buffer[: piece.numel()].copy_(piece)
+            self._look(name, piece, cast)
+            yield cast
+            self._tick(cast.nbytes)
 
     def state(self, optimizer: int, name: str, key: str, saved: Spec) -> Tensor:
         """An element-wise state of an optimizer, as it was saved."""
@@ -83,17 +88,17 @@ class Cast:
         self._tick(saved.nbytes)
         return value
 
-    def _cast(self, name: str, piece: Tensor, dtype: torch.dtype) -> Tensor:
-        cast = piece.to(dtype)
-        if torch.finfo(dtype).max < torch.finfo(piece.dtype).max:
-            infinite = cast.isinf()
-            if infinite.any():
-                values = piece[infinite].double().abs()
-                values = values[values.isfinite()]
-                count, largest, _ = self._lost.get(name, (0, 0.0, dtype))
-                if values.numel():
-                    self._lost[name] = (count + values.numel(), max(largest, float(values.max())), dtype)
-        return cast
+    def _look(self, name: str, piece: Tensor, cast: Tensor) -> None:
+        """Note the values that the cast made infinite."""
+        if torch.finfo(cast.dtype).max >= torch.finfo(piece.dtype).max:
+            return
+        infinite = cast.isinf()
+        if infinite.any():
+            values = piece[infinite].double().abs()
+            values = values[values.isfinite()]
+            count, largest, _ = self._lost.get(name, (0, 0.0, cast.dtype))
+            if values.numel():
+                self._lost[name] = (count + values.numel(), max(largest, float(values.max())), cast.dtype)
 
     def warn(self, stacklevel: int) -> None:
         """Tell of the values that were finite and do not fit into their dtype."""
