@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,7 +16,7 @@ Option = typer.Option
 
 
 def export_command(
-    ckpt: Annotated[Path, typer.Argument(metavar="CKPT", help="The checkpoint: a file or a folder.")],
+    ckpt: Annotated[str, typer.Argument(metavar="CKPT", help="The checkpoint: a file or a folder.")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="The file to write, or the folder for several.")],
     dtype: Annotated[str, Option(help="Of floating-point tensors: fp16, bf16, fp32 or fp64.")] = "fp16",
     format: Annotated[Format, Option(help="auto goes by the suffix of OUT; a folder gets safetensors.")] = "auto",

@@ -31,6 +31,7 @@ from lt_zero.checkpoint.formats import (
     write_safetensors,
 )
 from lt_zero.checkpoint.output import check_space, whole_file, whole_folder
+from lt_zero.checkpoint.place import find, is_url
 from lt_zero.checkpoint.source import Source
 
 Format = Literal["auto", "pt", "ckpt", "safetensors"]
@@ -164,12 +165,10 @@ def _earlier(target: _Target) -> list[str]:
 def _check_place(checkpoint: Source | str | os.PathLike[str], target: _Target) -> None:
     """See that nothing but an earlier export is replaced."""
     out = target.path
-    if isinstance(checkpoint, str | os.PathLike):
-        saved = Path(os.path.realpath(checkpoint))
+    if isinstance(checkpoint, str | os.PathLike) and not is_url(checkpoint):
+        saved = Path(os.path.realpath(find(checkpoint)))
         if out == saved or saved in out.parents or (out.exists() and saved.exists() and out.samefile(saved)):
             raise CheckpointError(f"{out} is (in) the checkpoint {saved} itself: export to another place.")
-        if not saved.exists():
-            raise CheckpointError(f"There is no checkpoint {saved}.")
     if target.shard_size is None:
         if out.exists() and not out.is_file():
             raise CheckpointError(f"{out} is a folder or a device, and format {target.format} makes a file: name one.")
@@ -183,7 +182,7 @@ def _open(checkpoint: Source | str | os.PathLike[str]) -> Source:
     if isinstance(checkpoint, str | os.PathLike):
         from lt_zero.checkpoint.open import open_source  # here: it knows all formats
 
-        return open_source(Path(checkpoint))
+        return open_source(checkpoint)
     return checkpoint
 
 

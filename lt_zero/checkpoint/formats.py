@@ -17,6 +17,7 @@ from lt_zero.checkpoint.torchfile import Stored, TorchFile, Write
 
 # What Lightning leaves out of a checkpoint with `save_weights_only`: of no use without the optimizers.
 _TRAINING = ("optimizer_states", "lr_schedulers", "callbacks")
+_OWN = "lt_zero"  # what this package alone reads
 _SAFETENSORS = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -53,6 +54,7 @@ def write_ckpt(write: Write, cast: Cast, training_state: bool) -> None:
     """
     file, source = TorchFile(write, checksums=True), cast.source
     meta = {key: value for key, value in source.meta.items() if training_state or key not in _TRAINING}
+    meta.pop(_OWN, None)
     if training_state:
         check_training_state(cast)
         meta.setdefault("lr_schedulers", [])

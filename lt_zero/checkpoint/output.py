@@ -20,6 +20,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lt_zero.checkpoint.errors import CheckpointError
+from lt_zero.checkpoint.place import sync_folder
 from lt_zero.checkpoint.torchfile import Write
 from lt_zero.offload.blocks import free_bytes, in_words
 from lt_zero.offload.memory import view_of
@@ -80,7 +81,7 @@ def whole_file(path: Path) -> Iterator[Write]:
             os.close(fd)
         with told(path):
             os.replace(temporary, path)
-            _sync(path.parent)
+            sync_folder(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -104,7 +105,7 @@ def whole_folder(folder: Path, new: Sequence[str], earlier: Sequence[str]) -> It
         with told(folder):
             retired.mkdir()
             _move([(folder, retired, name) for name in earlier] + [(staging, folder, name) for name in new])
-            _sync(folder)
+            sync_folder(folder)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -132,12 +133,3 @@ def _move(moves: Sequence[tuple[Path, Path, str]]) -> None:
 
 def _stamp() -> str:
     return f"tmp-{os.getpid()}-{secrets.token_hex(4)}"
-
-
-def _sync(folder: Path) -> None:
-    """Force the names in a folder to the disk."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
