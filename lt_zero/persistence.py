@@ -40,6 +40,7 @@ from lt_zero.core.guard import owner_of
 from lt_zero.core.lazy import LazyTensor
 from lt_zero.core.values import full_state_dict
 from lt_zero.precision import sharded_of
+from lt_zero.progress import KEY as PROGRESS
 
 if TYPE_CHECKING:
     from lt_zero.strategy import ZeroStrategy
@@ -91,6 +92,12 @@ class Persistence:
             return None
         self._strategy.precision_plugin.gate.settle()
         return optimizer_fragments(sharded) if self.sharded else full_optimizer_state(sharded)
+
+    def add_progress(self, checkpoint: dict[str, Any]) -> None:
+        """Put random states and positions in the data of all ranks into a checkpoint to go on from. Collective."""
+        comm = self._strategy.comm
+        if comm is not None and "optimizer_states" in checkpoint:
+            checkpoint[PROGRESS] = comm.host_gather(self._strategy.progress.state_dict(), "random states")
 
     # ---- saving --------------------------------------------------------------------------------------------------
 
@@ -277,8 +284,11 @@ class Persistence:
             load_module(module, state, strict, left_out)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers' states. Collective."""
+        """Load the optimizers' states and the position in the data. Collective."""
         strategy, states = self._strategy, checkpoint["optimizer_states"]
+        if PROGRESS in checkpoint:
+            with self._together("restoring random states and the position in the data"):
+                strategy.progress.load(checkpoint[PROGRESS], strategy.global_rank, strategy.world_size)
         if not states and (
             strategy.config.checkpoint.load_module_only or not strategy.config.checkpoint.load_optimizer_states
         ):

@@ -35,6 +35,7 @@ from lt_zero.core.values import full_state_dict, restore_whole
 from lt_zero.persistence import Persistence
 from lt_zero.planning.check import check_optimizers
 from lt_zero.precision import ZeroPrecision, sharded_of
+from lt_zero.progress import Progress
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -71,6 +72,7 @@ class ZeroStrategy(DDPStrategy):
         self._engine: Engine | None = None
         self._comm: Comm | None = None
         self.persistence = Persistence(self)
+        self.progress = Progress()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -172,6 +174,7 @@ class ZeroStrategy(DDPStrategy):
         plugin = self.precision_plugin
         plugin.engine, plugin.device_type = self._engine, self.root_device.type
         if fitting:
+            self.progress.watch(trainer)
             self.setup_optimizers(trainer)
             attach.announce_offload(self.engine, self.optimizers)
             plugin.gate.start_watching(self._engine)
@@ -263,11 +266,22 @@ class ZeroStrategy(DDPStrategy):
             yield
 
     @override
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self.lightning_module is not None
+        return self.progress.process(super().process_dataloader(dataloader), self.lightning_module.trainer)
+
+    @override
+    def on_train_start(self) -> None:
+        self.progress.start()
+
+    @override
     def on_validation_start(self) -> None:
+        self.progress.before_validation()
         sync_buffers(self.engine)
 
     @override
     def on_validation_end(self) -> None:
+        self.progress.after_validation()
         self.engine.gatherer.release_all()
         self.engine.shelves.check(self.engine.comm, "weights in files")
 
@@ -304,6 +318,7 @@ class ZeroStrategy(DDPStrategy):
         if self._comm is not None:
             self._comm.roll_call("Strategy.save_checkpoint")
         path = str(self.broadcast(filepath))  # ranks may have computed different names
+        self.persistence.add_progress(checkpoint)
         if self._engine is not None and self._engine.attached and self.persistence.sharded:
             if storage_options is not None:
                 raise TypeError("A sharded checkpoint takes no storage_options: set checkpoint.format='full'.")
@@ -350,6 +365,7 @@ class ZeroStrategy(DDPStrategy):
             self._layer_sync.revert(module)
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
+        self.progress.finish()
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()

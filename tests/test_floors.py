@@ -15,7 +15,7 @@ FLOORS = (
     {"core"},
     {"planning", "checkpoint"},
     {"build"},
-    {"precision", "attach"},
+    {"precision", "attach", "progress"},
     {"persistence", "loading"},
     {"strategy", "cli", "__init__", "__main__"},
 )
