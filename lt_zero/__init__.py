@@ -3,6 +3,8 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lt_zero.build import shard
+from lt_zero.checkpoint.errors import CheckpointError
+from lt_zero.checkpoint.export import export
 from lt_zero.config import ZeroConfig
 from lt_zero.core.optimizer import ShardedOptimizer
 from lt_zero.core.values import gathered
@@ -12,6 +14,7 @@ from lt_zero.precision import ZeroPrecision
 from lt_zero.strategy import ZeroStrategy
 
 __all__ = [
+    "CheckpointError",
     "NotEnoughMemory",
     "ShardedOptimizer",
     "Sizes",
@@ -19,6 +22,7 @@ __all__ = [
     "ZeroPrecision",
     "ZeroStrategy",
     "estimate",
+    "export",
     "gathered",
     "load_from_checkpoint",
     "shard",

@@ -22,7 +22,8 @@ from typing_extensions import override
 
 from lt_zero import attach
 from lt_zero.build import shard
-from lt_zero.checkpoint.full import export
+from lt_zero.checkpoint.export import Format
+from lt_zero.checkpoint.live import export_engine
 from lt_zero.config import ZeroConfig
 from lt_zero.core.comm import Comm
 from lt_zero.core.construct import ConstructionSharder
@@ -111,10 +112,19 @@ class ZeroStrategy(DDPStrategy):
     def stage(self) -> int:
         return self.config.zero_optimization.stage
 
-    def export(self, path: str | os.PathLike[str], dtype: torch.dtype = torch.float16) -> None:
-        """Write all weights to one file that plain ``torch.load`` reads. Collective: call it on every rank."""
-        self.engine.comm.roll_call("ZeroStrategy.export")
-        export(self.engine, self.broadcast(path), dtype)
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        dtype: torch.dtype | str = torch.float16,
+        format: Format = "auto",
+        shard_size: int | str | None = None,
+    ) -> None:
+        """Write all weights to files that need nothing of lt_zero. Collective: call it on every rank.
+
+        Rank 0 writes, and holds one bucket at a time. Arguments and errors are those of ``lt_zero.export``.
+        """
+        self.engine.comm.roll_call("export")
+        export_engine(self.engine, self.broadcast(path), dtype, format, shard_size)
         self.barrier("export")
 
     def full_state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Optimizer states as one full, ordinary torch state dict, and the consolidated export.
+"""Optimizer states as one full, ordinary torch state dict.
 
 The full form is what a single process would have saved: moments in their parameter's shape, keyed by the parameter's
 number, so a plain DDP run resumes from it, and any world size and stage reads it.
@@ -6,10 +6,7 @@ number, so a plain DDP run resumes from it, and any world size and stage reads i
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +15,10 @@ from torch.nn import Parameter
 
 from lt_zero.checkpoint.collect import is_elementwise, is_foreign, parameter_numbers
 from lt_zero.core.bucket import Bucket
-from lt_zero.core.engine import Engine
 from lt_zero.core.layout import Piece
 from lt_zero.core.lazy import LazyTensor, elements_of, whole
 from lt_zero.core.optimizer import ShardedOptimizer
-from lt_zero.core.values import full_parameters, gather_own
+from lt_zero.core.values import gather_own
 
 
 def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
@@ -170,39 +166,3 @@ def _load_resting(sharded: ShardedOptimizer, resting: Mapping[Bucket, Sequence[_
             kept = home.lend(state.piece.offset, row.shape).copy_(row)
             sharded.optimizer.state[state.parameter][state.key] = kept
         bucket.shelf.tidy()
-
-
-def export(engine: Engine, path: str | os.PathLike[str], dtype: torch.dtype = torch.float16) -> None:
-    """Write all weights as one plain state dict that ``torch.load(path, weights_only=True)`` reads. Collective.
-
-    Floating-point parameters and buffers are cast to ``dtype``, except for parameters that ``fp16_override_modules``
-    keeps in fp32. Tied weights stay tied. Rank 0 writes, under a
-    temporary name first. Values that do not fit into ``dtype`` are reported by name.
-    """
-    keep = engine.comm.rank == 0
-    values: dict[int, Tensor] = {}
-    overflown = []
-    for name, parameter, value in full_parameters(engine):
-        if keep:
-            values[id(parameter)] = _cast(value, dtype if parameter not in engine.kept else torch.float32)
-            if values[id(parameter)].isinf().any() and not value.isinf().any():
-                overflown.append(name)
-    state = engine.root.state_dict(keep_vars=True)
-    if not keep:
-        return
-    if overflown:
-        warnings.warn(f"Values of {', '.join(overflown[:5])} exceed the range of {dtype} and became inf.", stacklevel=2)
-    plain = {
-        name: values[id(value)] if id(value) in values else _cast(value, dtype)
-        for name, value in state.items()
-        if isinstance(value, Tensor)
-    }
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
-    torch.save(plain, temporary)
-    os.replace(temporary, target)
-
-
-def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value.detach().to("cpu", dtype if value.dtype.is_floating_point else value.dtype, copy=True)
