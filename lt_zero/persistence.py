@@ -1,14 +1,10 @@
-"""How ``ZeroStrategy`` saves and restores: what Lightning hands over, and when.
+"""How ``ZeroStrategy`` saves: what Lightning hands over, and when.
 
 Note [Life of a save]
     ``dump_checkpoint`` asks for the module's and the optimizers' states: fragments, nothing is copied. Then
     ``save`` writes them (checkpoint/save.py). With ``checkpoint.async`` it copies them to host memory instead, a thread
     writes, and training goes on; one save at most is under way, and what waits for its success (removing older
     checkpoints) waits with it. Ranks look at the outcome together at the beginning of each training step.
-
-Note [Life of a restore]
-    Lightning restores before the module is sharded. The state dict of a directory is lazy, and is kept until then:
-    each rank reads its own part only.
 """
 
 from __future__ import annotations
@@ -18,42 +14,40 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import Container
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lt_zero.checkpoint.archive import Archive
 from lt_zero.checkpoint.collect import optimizer_fragments, parameter_names, weight_fragments
 from lt_zero.checkpoint.errors import CheckpointError
-from lt_zero.checkpoint.full import full_optimizer_state, load_full_optimizer_state
-from lt_zero.checkpoint.load import as_lightning, by_name, load_module, number_states, rounded_weights
-from lt_zero.checkpoint.open import is_directory, open_source
-from lt_zero.checkpoint.place import Place, remove
+from lt_zero.checkpoint.export import export
+from lt_zero.checkpoint.full import full_optimizer_state
+from lt_zero.checkpoint.live import export_engine
+from lt_zero.checkpoint.place import Place, is_url, remove
 from lt_zero.checkpoint.plain import plain, put_back
 from lt_zero.checkpoint.save import KEY, Bundle, bundle, stage, write
-from lt_zero.core.guard import owner_of
-from lt_zero.core.lazy import LazyTensor
 from lt_zero.core.values import full_state_dict
 from lt_zero.precision import sharded_of
 from lt_zero.progress import KEY as PROGRESS
 
 if TYPE_CHECKING:
-    from lt_zero.strategy import ZeroStrategy
+    from lt_zero.checkpointing import CheckpointingStrategy
 
 _HPARAMS, _HPARAMS_TYPE = LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE
 
 
 class Persistence:
-    """Saves and restores for one strategy."""
+    """Saves for one strategy."""
 
-    def __init__(self, strategy: ZeroStrategy) -> None:
+    def __init__(self, strategy: CheckpointingStrategy) -> None:
         self._strategy = strategy
-        self._late: tuple[Mapping[str, Any], bool, list[str]] | None = None  # See Note [Life of a restore]
         self._frozen: list[str] = []  # left out of the state dict that was asked for last
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
@@ -77,7 +71,7 @@ class Persistence:
     def model_state(self) -> dict[str, Any]:
         """The module's state dict: fragments on all ranks, or full tensors on rank 0. Collective."""
         engine = self._strategy.engine
-        self._strategy.precision_plugin.gate.settle()  # schedules are saved next
+        self._strategy.zero_precision.gate.settle()  # schedules are saved next
         state = weight_fragments(engine) if self.sharded else full_state_dict(engine)
         self._frozen = []
         if not self._strategy.config.checkpoint.save_frozen:
@@ -90,7 +84,7 @@ class Persistence:
         sharded = sharded_of(optimizer)
         if sharded is None:
             return None
-        self._strategy.precision_plugin.gate.settle()
+        self._strategy.zero_precision.gate.settle()
         return optimizer_fragments(sharded) if self.sharded else full_optimizer_state(sharded)
 
     def add_progress(self, checkpoint: dict[str, Any]) -> None:
@@ -115,7 +109,7 @@ class Persistence:
         run = {
             "stage": how.stage,
             "ranks": engine.comm.world,
-            "precision": strategy.precision_plugin.precision,
+            "precision": strategy.zero_precision.precision,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "torch": str(torch.__version__),
         }
@@ -171,11 +165,39 @@ class Persistence:
     def _write(self, made: Bundle, place: Place, group: Any) -> None:
         comm = self._strategy.engine.comm
         try:
-            write(made, place, comm, group)
+            write(made, place, comm, group, lambda: self._export_saved(place.name))
         except BaseException:
             if comm.rank == 0:
                 place.discard()
             raise
+
+    # ---- one file with all weights beside each checkpoint ----------------------------------------------------------
+
+    def _beside(self, path: str) -> tuple[Path, torch.dtype] | None:
+        """The file of ``stage3_gather_16bit_weights_on_model_save``, if there is to be one."""
+        strategy = self._strategy
+        if not strategy.config.zero_optimization.stage3_gather_16bit_weights_on_model_save:
+            return None
+        if is_url(path):
+            raise CheckpointError(
+                f"stage3_gather_16bit_weights_on_model_save writes a local file, and {path} is a URL: set it to false "
+                "and use `lt-zero export`."
+            )
+        dtype = torch.bfloat16 if strategy.zero_precision.policy.compute == torch.bfloat16 else torch.float16
+        return beside(path, dtype), dtype
+
+    def _export_saved(self, path: str) -> None:
+        """From the directory that has just been written: no rank gathers anything. On rank 0, in any thread."""
+        if (found := self._beside(path)) is not None:
+            target, dtype = found
+            kept = {id(p) for p in self._strategy.engine.kept}
+            names = [name for name, p in self._strategy.engine.root.named_parameters() if id(p) in kept]
+            export(Archive(path), target, dtype, keep_fp32=names)
+
+    def export_beside(self, path: str) -> None:
+        """After a full checkpoint. Collective."""
+        if self._strategy.built is not None and (found := self._beside(path)) is not None:
+            export_engine(self._strategy.engine, *found)
 
     # ---- saves in the background -----------------------------------------------------------------------------------
 
@@ -225,110 +247,20 @@ class Persistence:
         """Remove a checkpoint; after the save that is under way, if there is one: it may be the last good one."""
         if self._pending is not None:
             self._after.append(path)
-        elif self._strategy.is_global_zero and os.path.isdir(path):
-            remove(path)
         elif self._strategy.is_global_zero:
-            self._strategy.checkpoint_io.remove_checkpoint(path)
-
-    # ---- restoring -----------------------------------------------------------------------------------------------
-
-    def load(self, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any] | None:
-        """What Lightning restores from; None if ``path`` is a file. Collective.
-
-        Raises:
-            CheckpointError: on all ranks.
-        """
-        with self._together("opening the checkpoint"):
-            if not is_directory(path):
-                return None
-            return as_lightning(open_source(path), weights_only)
-
-    def pick(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Leave out what is not to be restored. See the ``checkpoint`` block of the configuration."""
-        module, how = self._strategy.lightning_module, self._strategy.config.checkpoint
-        trainer = module._trainer if module is not None else None
-        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
-            return checkpoint
-        if how.load_module_only:
-            kept = {k: v for k, v in checkpoint.items() if k in ("state_dict", "pytorch-lightning_version", KEY)}
-            return {**kept, "optimizer_states": [], "lr_schedulers": []}
-        if not how.load_optimizer_states:
-            checkpoint["optimizer_states"] = []
-        if not how.load_lr_scheduler_states:
-            checkpoint["lr_schedulers"] = []
-        return checkpoint
-
-    def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Load the module's weights, now or when it is sharded. See Note [Life of a restore]."""
-        module = self._strategy.lightning_module
-        assert module is not None
-        state: Mapping[str, Any] = checkpoint["state_dict"]
-        left_out = list(checkpoint.get(KEY, {}).get("frozen_left_out", []))
-        owned = any(owner_of(p) is not None for p in module.parameters())
-        lazy = any(isinstance(value, LazyTensor) for value in state.values())
-        rounds = not self._strategy.config.zero_optimization.load_from_fp32_weights
-        self._late = (state, strict, left_out)
-        if owned or not (lazy or rounds or any(p.is_meta for p in module.parameters())):
-            self.load_late()
-
-    def load_late(self) -> None:
-        """Load the weights that were to be loaded when the module is sharded, if there are some."""
-        if self._late is None:
-            return
-        (state, strict, left_out), self._late = self._late, None
-        module, strategy = self._strategy.lightning_module, self._strategy
-        assert module is not None
-        with self._together("loading weights"):
-            if strategy.built is not None and not strategy.config.zero_optimization.load_from_fp32_weights:
-                state = rounded_weights(strategy.built, state)
-            load_module(module, state, strict, left_out)
-
-    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers' states and the position in the data. Collective."""
-        strategy, states = self._strategy, checkpoint["optimizer_states"]
-        if PROGRESS in checkpoint:
-            with self._together("restoring random states and the position in the data"):
-                strategy.progress.load(checkpoint[PROGRESS], strategy.global_rank, strategy.world_size)
-        if not states and (
-            strategy.config.checkpoint.load_module_only or not strategy.config.checkpoint.load_optimizer_states
-        ):
-            return
-        with self._together("loading optimizer states"):
-            if len(states) != len(strategy.optimizers):
-                raise CheckpointError(
-                    f"The checkpoint has {len(states)} optimizer(s), configure_optimizers made "
-                    f"{len(strategy.optimizers)}. Make them what they were, or set "
-                    "checkpoint.load_optimizer_states=false to start with fresh ones."
-                )
-            for number, (optimizer, state) in enumerate(zip(strategy.optimizers, states, strict=True)):
-                if by_name(state):
-                    state = number_states(state, parameter_names(optimizer, strategy.engine), number)
-                sharded = sharded_of(optimizer)
-                if sharded is None:
-                    optimizer.load_state_dict(state)
-                else:
-                    load_full_optimizer_state(sharded, state)
-
-    def _together(self, name: str) -> Together:
-        return Together(self._strategy, name)
+            remove(path) if os.path.isdir(path) else self._strategy.checkpoint_io.remove_checkpoint(path)
+            for dtype in (torch.float16, torch.bfloat16) if not is_url(path) else ():
+                beside(path, dtype).unlink(missing_ok=True)
 
 
-class Together:
-    """Around what every rank does for itself: an error of one is an error of all. Collective."""
+def beside(path: str, dtype: torch.dtype) -> Path:
+    """The name of the file with all weights that goes with a checkpoint.
 
-    def __init__(self, strategy: ZeroStrategy, name: str) -> None:
-        self._comm, self._name = strategy.comm, name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self._comm is None or self._comm.world == 1 or (error is not None and not isinstance(error, Exception)):
-            return
-        text = f"{error}" if error is not None else None
-        found = self._comm.problems(text, self._name)
-        if found and error is None:
-            raise CheckpointError(f"{self._name[0].upper()}{self._name[1:]} failed on another rank: {' '.join(found)}")
+    >>> beside("runs/last.ckpt", torch.float16).name
+    'last-fp16.pt'
+    """
+    name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    return Path(path).with_name(f"{Path(path).name.removesuffix('.ckpt')}-{name}.pt")
 
 
 def _without_type(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

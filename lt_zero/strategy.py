@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -14,7 +12,6 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,8 +19,7 @@ from typing_extensions import override
 
 from lt_zero import attach
 from lt_zero.build import shard
-from lt_zero.checkpoint.export import Format
-from lt_zero.checkpoint.live import export_engine
+from lt_zero.checkpointing import CheckpointingStrategy
 from lt_zero.config import ZeroConfig
 from lt_zero.core.comm import Comm
 from lt_zero.core.construct import ConstructionSharder
@@ -32,16 +28,14 @@ from lt_zero.core.identity import sync_buffers
 from lt_zero.core.norm import grad_norm
 from lt_zero.core.report import memory_report
 from lt_zero.core.sequence import debug_enabled
-from lt_zero.core.values import full_state_dict, restore_whole
-from lt_zero.persistence import Persistence
+from lt_zero.core.values import restore_whole
 from lt_zero.planning.check import check_optimizers
 from lt_zero.precision import ZeroPrecision, sharded_of
-from lt_zero.progress import Progress
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class ZeroStrategy(DDPStrategy):
+class ZeroStrategy(CheckpointingStrategy):
     """Trains with optimizer states, gradients and parameters sharded over the ranks (ZeRO, arXiv:1910.02054).
 
     Args:
@@ -72,8 +66,6 @@ class ZeroStrategy(DDPStrategy):
         self.config = ZeroConfig.of(config, 3 if stage is None and config is None else stage)
         self._engine: Engine | None = None
         self._comm: Comm | None = None
-        self.persistence = Persistence(self)
-        self.progress = Progress()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -88,48 +80,8 @@ class ZeroStrategy(DDPStrategy):
     # ---- what the user can ask ---------------------------------------------------------------------------------
 
     @property
-    def engine(self) -> Engine:
-        """The engine of the module that is being run.
-
-        Raises:
-            RuntimeError: nothing was set up yet.
-        """
-        if self._engine is None:
-            raise RuntimeError("The ZeRO engine exists from `Trainer.fit/validate/test/predict` on.")
-        return self._engine
-
-    @property
-    def built(self) -> Engine | None:
-        """``engine``, if there is one."""
-        return self._engine
-
-    @property
-    def comm(self) -> Comm | None:
-        """The engine's collectives, from ``setup_environment`` on."""
-        return self._comm
-
-    @property
     def stage(self) -> int:
         return self.config.zero_optimization.stage
-
-    def export(
-        self,
-        path: str | os.PathLike[str],
-        dtype: torch.dtype | str = torch.float16,
-        format: Format = "auto",
-        shard_size: int | str | None = None,
-    ) -> None:
-        """Write all weights to files that need nothing of lt_zero. Collective: call it on every rank.
-
-        Rank 0 writes, and holds one bucket at a time. Arguments and errors are those of ``lt_zero.export``.
-        """
-        self.engine.comm.roll_call("export")
-        export_engine(self.engine, self.broadcast(path), dtype, format, shard_size)
-        self.barrier("export")
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """The module's state dict with full tensors on rank 0, {} on the others. Collective: call it on every rank."""
-        return full_state_dict(self.engine)
 
     def memory_report(self) -> dict[str, tuple[int, int]]:
         """Bytes of model states per kind: (on this rank now, what a replicated run holds)."""
@@ -193,11 +145,11 @@ class ZeroStrategy(DDPStrategy):
     def _find_or_build(self, module: pl.LightningModule, fitting: bool) -> Engine:
         policy = self.precision_plugin.policy
         if (engine := attach.find_engine(module, self.config, policy, self._engine)) is not None:
-            self.persistence.load_late()
+            self.restoring.load_late()
             return engine
         engine = shard(module, self.config, self.root_device, policy, self._comm, fitting)
         self._engine = engine
-        self.persistence.load_late()
+        self.restoring.load_late()
         sync_buffers(engine)
         attach.show_tables(engine)
         return engine
@@ -276,15 +228,6 @@ class ZeroStrategy(DDPStrategy):
             yield
 
     @override
-    def process_dataloader(self, dataloader: object) -> object:
-        assert self.lightning_module is not None
-        return self.progress.process(super().process_dataloader(dataloader), self.lightning_module.trainer)
-
-    @override
-    def on_train_start(self) -> None:
-        self.progress.start()
-
-    @override
     def on_validation_start(self) -> None:
         self.progress.before_validation()
         sync_buffers(self.engine)
@@ -304,60 +247,6 @@ class ZeroStrategy(DDPStrategy):
     def on_predict_end(self) -> None:
         self.engine.gatherer.release_all()
         self.engine.shelves.check(self.engine.comm, "weights in files")
-
-    # ---- checkpoints -------------------------------------------------------------------------------------------
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Fragments on all ranks, or (full checkpoints) the full state dict on rank 0 and {} elsewhere. Collective."""
-        if self._engine is None or not self._engine.attached or self._engine.root is not self.lightning_module:
-            return super().lightning_module_state_dict()
-        self._engine.comm.roll_call("Trainer.save_checkpoint")  # it comes here first
-        return self.persistence.model_state()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Fragments on all ranks, or (full checkpoints) the full state on rank 0 and {} elsewhere. Collective."""
-        state = self.persistence.optimizer_state(optimizer)
-        return state if state is not None else super().optimizer_state(optimizer)
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        if self._comm is not None:
-            self._comm.roll_call("Strategy.save_checkpoint")
-        path = str(self.broadcast(filepath))  # ranks may have computed different names
-        self.persistence.add_progress(checkpoint)
-        if self._engine is not None and self._engine.attached and self.persistence.sharded:
-            if storage_options is not None:
-                raise TypeError("A sharded checkpoint takes no storage_options: set checkpoint.format='full'.")
-            self.persistence.save(checkpoint, path)
-            return
-        if self.is_global_zero and os.path.isdir(path):
-            raise IsADirectoryError(f"The checkpoint path {path!r} is a directory. Name a file, or remove it.")
-        super().save_checkpoint(self.persistence.save_full(checkpoint), path, storage_options)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        found = self.persistence.load(checkpoint_path, weights_only)
-        return self.persistence.pick(found or super().load_checkpoint(checkpoint_path, weights_only))
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self.persistence.load_model(checkpoint, strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self.persistence.load_optimizers(checkpoint)
-
-    @override
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        self.persistence.remove(str(filepath))
-
-    @override
-    def on_train_end(self) -> None:
-        self.persistence.wait()
 
     # ---- the end -----------------------------------------------------------------------------------------------
 

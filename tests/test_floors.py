@@ -16,10 +16,10 @@ FLOORS = (
     {"planning", "checkpoint"},
     {"build"},
     {"precision", "attach", "progress"},
-    {"persistence", "loading"},
+    {"persistence", "restoring", "loading", "checkpointing"},
     {"strategy", "cli", "__init__", "__main__"},
 )
-TOP = FLOORS[-1] | FLOORS[-2] | FLOORS[-3]  # know lightning
+TOP = FLOORS[-1] | FLOORS[-2] | FLOORS[-3] | {"compat"}  # know lightning
 COLLECTIVES = {"core/comm.py", "core/sequence.py", "core/rollcall.py"}  # the others compare what the first is to do
 SAVES = "torch.distributed.checkpoint"  # plans over a process group that comm.py makes
 

@@ -99,13 +99,13 @@ def bundle(
     return made
 
 
-def write(made: Bundle, place: Place, comm: Comm, group: Any) -> None:
-    """Write a bundle and give it its name. Collective over ``group`` (None: a single process).
+def write(made: Bundle, place: Place, comm: Comm, group: Any, then: Callable[[], object] = lambda: None) -> None:
+    """Write a bundle and give it its name, and call ``then`` on rank 0. Collective over ``group`` (None: one process).
 
     Raises:
         CheckpointError: on all ranks; says what failed where.
     """
-    writer = DirectoryWriter(place, made.tensors, comm.rank, made.extras)
+    writer = DirectoryWriter(place, made.tensors, comm.rank, made.extras, then)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with warnings.catch_warnings():

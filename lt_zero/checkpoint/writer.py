@@ -87,13 +87,21 @@ class DirectoryWriter(StorageWriter):
         state: what this rank holds, by full name.
         rank: of this process.
         extras: called on rank 0 when all tensors are written.
+        then: called on rank 0 when the checkpoint is there.
 
     Raises:
         CheckpointError: the directory has too little space; a file cannot be written.
     """
 
-    def __init__(self, place: Place, state: Mapping[str, Any], rank: int, extras: Callable[[], Extras]) -> None:
-        self._place, self._state, self._rank, self._extras = place, state, rank, extras
+    def __init__(
+        self,
+        place: Place,
+        state: Mapping[str, Any],
+        rank: int,
+        extras: Callable[[], Extras],
+        then: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._place, self._state, self._rank, self._extras, self._then = place, state, rank, extras, then
         self._outputs: dict[str, _Output] = {}
 
     # ---- planning ------------------------------------------------------------------------------------------------
@@ -193,6 +201,7 @@ class DirectoryWriter(StorageWriter):
             files[".metadata"] = self._add_bytes(".metadata", pickle.dumps(metadata))
             self._place.seal(Manifest(tensors, files, **extras.manifest))
             self._place.commit()
+            self._then()
         finally:
             self._place.close()
 

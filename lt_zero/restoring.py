@@ -1,0 +1,134 @@
+"""How ``ZeroStrategy`` restores: what Lightning asks for, and when.
+
+Note [Life of a restore]
+    Lightning restores before the module is sharded. The state dict of a directory is lazy, and is kept until then:
+    each rank reads its own part only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lt_zero.checkpoint.collect import parameter_names
+from lt_zero.checkpoint.errors import CheckpointError
+from lt_zero.checkpoint.full import load_full_optimizer_state
+from lt_zero.checkpoint.load import as_lightning, by_name, load_module, number_states, rounded_weights
+from lt_zero.checkpoint.open import is_directory, open_source
+from lt_zero.checkpoint.save import KEY
+from lt_zero.core.guard import owner_of
+from lt_zero.core.lazy import LazyTensor
+from lt_zero.precision import sharded_of
+from lt_zero.progress import KEY as PROGRESS
+
+if TYPE_CHECKING:
+    from lt_zero.checkpointing import CheckpointingStrategy
+
+
+class Restoring:
+    """Restores for one strategy."""
+
+    def __init__(self, strategy: CheckpointingStrategy) -> None:
+        self._strategy = strategy
+        self._late: tuple[Mapping[str, Any], bool, list[str]] | None = None  # See Note [Life of a restore]
+
+    def load(self, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any] | None:
+        """What Lightning restores from; None if ``path`` is a file. Collective.
+
+        Raises:
+            CheckpointError: on all ranks.
+        """
+        with self._together("opening the checkpoint"):
+            if not is_directory(path):
+                return None
+            return as_lightning(open_source(path), weights_only)
+
+    def pick(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Leave out what is not to be restored. See the ``checkpoint`` block of the configuration."""
+        module, how = self._strategy.lightning_module, self._strategy.config.checkpoint
+        trainer = module._trainer if module is not None else None
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return checkpoint
+        if how.load_module_only:
+            kept = {k: v for k, v in checkpoint.items() if k in ("state_dict", "pytorch-lightning_version", KEY)}
+            return {**kept, "optimizer_states": [], "lr_schedulers": []}
+        if not how.load_optimizer_states:
+            checkpoint["optimizer_states"] = []
+        if not how.load_lr_scheduler_states:
+            checkpoint["lr_schedulers"] = []
+        return checkpoint
+
+    def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Load the module's weights, now or when it is sharded. See Note [Life of a restore]."""
+        module = self._strategy.lightning_module
+        assert module is not None
+        state: Mapping[str, Any] = checkpoint["state_dict"]
+        left_out = list(checkpoint.get(KEY, {}).get("frozen_left_out", []))
+        owned = any(owner_of(p) is not None for p in module.parameters())
+        lazy = any(isinstance(value, LazyTensor) for value in state.values())
+        rounds = not self._strategy.config.zero_optimization.load_from_fp32_weights
+        self._late = (state, strict, left_out)
+        if owned or not (lazy or rounds or any(p.is_meta for p in module.parameters())):
+            self.load_late()
+
+    def load_late(self) -> None:
+        """Load the weights that were to be loaded when the module is sharded, if there are some."""
+        if self._late is None:
+            return
+        (state, strict, left_out), self._late = self._late, None
+        module, strategy = self._strategy.lightning_module, self._strategy
+        assert module is not None
+        with self._together("loading weights"):
+            if strategy.built is not None and not strategy.config.zero_optimization.load_from_fp32_weights:
+                state = rounded_weights(strategy.built, state)
+            load_module(module, state, strict, left_out)
+
+    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers' states and the position in the data. Collective."""
+        strategy, states = self._strategy, checkpoint["optimizer_states"]
+        if PROGRESS in checkpoint:
+            with self._together("restoring random states and the position in the data"):
+                strategy.progress.load(checkpoint[PROGRESS], strategy.global_rank, strategy.world_size)
+        if not states and (
+            strategy.config.checkpoint.load_module_only or not strategy.config.checkpoint.load_optimizer_states
+        ):
+            return
+        with self._together("loading optimizer states"):
+            if len(states) != len(strategy.optimizers):
+                raise CheckpointError(
+                    f"The checkpoint has {len(states)} optimizer(s), configure_optimizers made "
+                    f"{len(strategy.optimizers)}. Make them what they were, or set "
+                    "checkpoint.load_optimizer_states=false to start with fresh ones."
+                )
+            for number, (optimizer, state) in enumerate(zip(strategy.optimizers, states, strict=True)):
+                if by_name(state):
+                    state = number_states(state, parameter_names(optimizer, strategy.engine), number)
+                sharded = sharded_of(optimizer)
+                if sharded is None:
+                    optimizer.load_state_dict(state)
+                else:
+                    load_full_optimizer_state(sharded, state)
+
+    def _together(self, name: str) -> Together:
+        return Together(self._strategy, name)
+
+
+class Together:
+    """Around what every rank does for itself: an error of one is an error of all. Collective."""
+
+    def __init__(self, strategy: CheckpointingStrategy, name: str) -> None:
+        self._comm, self._name = strategy.comm, name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self._comm is None or self._comm.world == 1 or (error is not None and not isinstance(error, Exception)):
+            return
+        text = f"{error}" if error is not None else None
+        found = self._comm.problems(text, self._name)
+        if found and error is None:
+            raise CheckpointError(f"{self._name[0].upper()}{self._name[1:]} failed on another rank: {' '.join(found)}")
