@@ -36,6 +36,7 @@ from lt_zero.checkpoint.save import KEY, Bundle, bundle, stage, write
 from lt_zero.core.values import full_state_dict
 from lt_zero.precision import sharded_of
 from lt_zero.progress import KEY as PROGRESS
+from lt_zero.restoring import Together
 
 if TYPE_CHECKING:
     from lt_zero.checkpointing import CheckpointingStrategy
@@ -118,7 +119,8 @@ class Persistence:
         if not (config.checkpoint.async_save and self._training()):
             self._write(made, place, engine.comm.saving_group(background=False))
             return
-        self._buffer = stage(made, self._buffer)
+        with Together(engine.comm, "copying the state for an asynchronous save"):
+            self._buffer = stage(made, self._buffer)
         group = engine.comm.saving_group(background=True)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="lt_zero-async-save")

@@ -19,6 +19,7 @@ from lt_zero.checkpoint.full import load_full_optimizer_state
 from lt_zero.checkpoint.load import as_lightning, by_name, load_module, number_states, rounded_weights
 from lt_zero.checkpoint.open import is_directory, open_source
 from lt_zero.checkpoint.save import KEY
+from lt_zero.core.comm import Comm
 from lt_zero.core.guard import owner_of
 from lt_zero.core.lazy import LazyTensor
 from lt_zero.precision import sharded_of
@@ -113,14 +114,14 @@ class Restoring:
                     load_full_optimizer_state(sharded, state)
 
     def _together(self, name: str) -> Together:
-        return Together(self._strategy, name)
+        return Together(self._strategy.comm, name)
 
 
 class Together:
     """Around what every rank does for itself: an error of one is an error of all. Collective."""
 
-    def __init__(self, strategy: CheckpointingStrategy, name: str) -> None:
-        self._comm, self._name = strategy.comm, name
+    def __init__(self, comm: Comm | None, name: str) -> None:
+        self._comm, self._name = comm, name
 
     def __enter__(self) -> None:
         return None

@@ -76,27 +76,48 @@ def bundle(
     optimizers: list[Any] = list(rest.pop("optimizer_states", []))
     made = Bundle({})
     order = _agreed(weights, comm)
-    aliases, extra_state = _take_weights(made, weights, order, comm.rank)
+    problem: Exception | None = None
+    try:
+        _fill(made, rest, weights, optimizers, order, names, comm.rank)
+        if comm.rank == 0:
+            made.manifest |= {"left_out": tuple(left_out), "run": dict(run)}
+            made.meta[KEY] |= {"frozen_left_out": list(left_out), "config": plain(config)[0]}
+            if "optimizer_states" in checkpoint:
+                made.meta[KEY]["has_optimizers"] = True
+    except Exception as error:  # of a hook's odd value: told to all ranks, which would wait for this one
+        problem = error
+    if found := comm.problems(repr(problem) if problem is not None else None, "the checkpoint's content"):
+        raise CheckpointError(f"The checkpoint's content cannot be saved: {' '.join(found)}") from problem
+    return made
+
+
+def _fill(
+    made: Bundle,
+    rest: Mapping[str, Any],
+    weights: Mapping[str, Any],
+    optimizers: Sequence[Any],
+    order: Sequence[str],
+    names: Sequence[Sequence[Sequence[str]]],
+    rank: int,
+) -> None:
+    """Sort everything into ``made``."""
     flat = [[name for group in groups for name in group] for groups in names]
-    packed = [_take_optimizer(made, i, state, flat[i], comm.rank) for i, state in enumerate(optimizers)]
+    aliases, extra_state = _take_weights(made, weights, order, rank)
+    packed = [_take_optimizer(made, i, state, flat[i], rank) for i, state in enumerate(optimizers)]
     made.meta, left = plain(rest, lambda path, value: _swap(made, path, value))
+    if rank:
+        return
     others, left_state = plain(extra_state)
     left |= {(KEY, "extra_state", *path): value for path, value in left_state.items()}
-    if comm.rank:
-        return made
     made.meta[KEY] = {
         **made.meta.get(KEY, {}),
         "optimizers": packed,
         "extra_state": others,
         "left_out": [list(path) for path in left],
-        "frozen_left_out": list(left_out),
-        "config": plain(config)[0],
-        **({"has_optimizers": True} if "optimizer_states" in checkpoint else {}),
     }
     made.objects = _pickled(left) if left else None
     made.others = {("model", name): value for name, value in others.items()} | _others(packed)
-    made.manifest = {"order": tuple(order), "aliases": aliases, "left_out": tuple(left_out), "run": dict(run)}
-    return made
+    made.manifest = {"order": tuple(order), "aliases": aliases}
 
 
 def write(made: Bundle, place: Place, comm: Comm, group: Any, then: Callable[[], object] = lambda: None) -> None:

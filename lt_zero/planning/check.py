@@ -2,7 +2,7 @@
 
 Note [Two checks]
     When a model is sharded its optimizer is not known yet. So what does not depend on it is checked then
-    (``check_build``), before the first bucket; the optimizer's states and the full copy for a checkpoint are checked
+    (``check_build``), before the first bucket; the optimizer's states and copies for a checkpoint are checked
     when there is one (``check_optimizers``), before the first step allocates them.
 
 Note [Who shares a host]
@@ -70,7 +70,7 @@ def check_optimizers(
         engine: of the model.
         optimizers: that will step it.
         accumulates: several micro-batches per step.
-        saves: whether there will be checkpoints, for which rank 0 collects a full copy.
+        saves: whether there will be checkpoints, for which buffers or copies are needed.
 
     Raises:
         NotEnoughMemory: on all ranks, if one machine has too little.

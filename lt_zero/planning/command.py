@@ -37,7 +37,7 @@ def estimate_command(
     config: Annotated[Path | None, Option(help="A JSON or YAML file; its setting is shown by kind.")] = None,
     optimizer: Annotated[str, Option(help="adam, sgd, momentum, ..., or bytes of state per parameter.")] = "adam",
     accumulate: Annotated[int, Option(min=1, help="accumulate_grad_batches.")] = 1,
-    checkpoints: Annotated[bool, Option(help="Whether they are saved: rank 0 collects a full copy.")] = True,
+    checkpoints: Annotated[bool, Option(help="Whether they are saved; full ones make rank 0 collect a copy.")] = True,
     device: Annotated[str, Option(help="cuda or cpu.")] = "cuda",
     gpu_gb: Annotated[float | None, Option(help="With --fit: of a GPU, less what activations need.")] = None,
     cpu_gb: Annotated[float | None, Option(help="With --fit: of a node.")] = None,

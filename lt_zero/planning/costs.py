@@ -25,6 +25,8 @@ BUILD, STEP, COPY, FILE = "build buffers", "step copies", "checkpoint copy", "ch
 KINDS = (WEIGHTS, MASTER, GRADS, LOCAL, FRESH, MOMENTS, GATHERED, REDUCE, OFFLOAD, BUILD, STEP, COPY, FILE)
 STATES = (WEIGHTS, MASTER, GRADS, LOCAL, MOMENTS)  # that stay from step to step (LOCAL: within one)
 
+SAVE_BUFFERS = 2 * 4 * (4 << 20)  # bytes: of the threads, and of those that are being filled (checkpoint/sink.py)
+
 Part = tuple[str, str, int]  # place, kind, bytes
 
 
@@ -197,6 +199,16 @@ def collecting(rows: Sequence[Row], trained: Sequence[Row], setup: Setup) -> lis
     flat = max((row.numel * max(row.exact.itemsize, widest[id(row)]) for row in apart), default=0)
     files = [sum(row.step_sizes(setup.states)) for row in trained if row.states == NVME]
     return [(DEVICE, COPY, flat), (_memory(setup), OFFLOAD, max(files, default=0))]
+
+
+def staging(rows: Sequence[Row], trained: Sequence[Row], config: ZeroConfig, setup: Setup) -> list[Part]:
+    """A sharded save: buffers of the threads that write, a bucket from files, and asynchronous saves' copy."""
+    files = [sum(row.step_sizes(setup.states)) for row in trained if row.states == NVME]
+    copy = 0
+    if config.checkpoint.async_save:
+        copy = sum(row.own * row.exact.itemsize for row in rows)
+        copy += sum(int(row.own * row.step.itemsize * setup.states) for row in trained)
+    return [(HOST, COPY, copy), (HOST, FILE, SAVE_BUFFERS), (_memory(setup), OFFLOAD, max(files, default=0))]
 
 
 def full_copy(rows: Sequence[Row], setup: Setup) -> list[Part]:

@@ -68,7 +68,7 @@ def estimate(
         precision: as for ``Trainer``; default: what the config says, or "32-true".
         device: "cuda" or "cpu", where the ranks will compute.
         accumulate_grad_batches: as for ``Trainer``; stages 0 and 1 keep whole gradients if it is above 1.
-        saves: whether there will be checkpoints, for which rank 0 collects a full copy on its host.
+        saves: whether there will be checkpoints: full ones make rank 0 collect a full copy on its host.
 
     Raises:
         ValueError: a value is wrong, or precision and config contradict each other.

@@ -7,7 +7,8 @@ Note [Phases]
       accumulation  micro-batches before the last one, where gradients are not sharded (stages 0 and 1)
       backward      reductions and gathers are under way
       step          one bucket after the other is brought from its file, or copied to fp32
-      checkpoint    rank 0 collects a full copy on its host, and Lightning makes the file's bytes in memory
+      checkpoint    sharded: each rank writes its part, or (checkpoint.async) copies it first. Full: rank 0 collects
+                    a full copy on its host, and Lightning makes the file's bytes in memory
     Activations, what libraries and the allocator keep for themselves, and the caller's data are not in it.
 """
 
@@ -103,8 +104,10 @@ def forecast(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: S
         ],
         "step": [*grads, *reduce, *costs.stepping(trained, config, setup)],
     }
+    full = not config.sharded_checkpoints
     if setup.saves:
-        phases["checkpoint"] = [*grads, *reduce, *costs.collecting(rows, trained, setup)]
+        how = costs.collecting(rows, trained, setup) if full else costs.staging(rows, trained, config, setup)
+        phases["checkpoint"] = [*grads, *reduce, *how]
     local = costs.local(trained, setup)
     if local:
         phases["accumulation"] = [*states, *moving, *local]
@@ -113,7 +116,7 @@ def forecast(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: S
         setup=setup,
         parameters=sum(row.elements for row in rows),
         phases={name: _sum(phases[name], fold) for name in PHASES if name in phases},
-        first={"checkpoint": _sum(costs.full_copy(rows, setup), fold)},
+        first={"checkpoint": _sum(costs.full_copy(rows, setup) if full else [], fold)},
     )
 
 

@@ -40,7 +40,7 @@ class Setup:
         fused: the optimizer is stepped by the native kernel, which takes any dtype of gradients.
         accumulates: several micro-batches per step.
         training: whether there are gradients at all.
-        saves: whether rank 0 collects full copies for checkpoints.
+        saves: whether there are checkpoints.
     """
 
     world: int
