@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero import Sizes, ZeroConfig, estimate
 from lt_zero.checkpoint.full import full_optimizer_state
+from lt_zero.config.checkpoint import Checkpoint
 from lt_zero.config.precision import dtype_policy
 from lt_zero.core import shelf
 from lt_zero.core.bucket import Bucket, State
@@ -244,6 +245,7 @@ def test_accumulation_windows(pool: Pool) -> None:
 def _checkpoint() -> None:
     for stage in (0, 3):
         config = config_for(stage, "none", "", low=False)
+        config = config.model_copy(update={"checkpoint": Checkpoint(format="full")})
         model = Wide()
         cast = estimate(model, config, dist.get_world_size(), device="cpu", precision="bf16-mixed")
         engine, sharded, _, _ = train(model, config, "bf16-mixed")
@@ -256,6 +258,17 @@ def _checkpoint() -> None:
 
 def test_what_rank_0_collects(pool: Pool) -> None:
     pool.run(2, _checkpoint)
+
+
+def test_sharded_checkpoints_are_not_collected() -> None:
+    def of(how: dict[str, Any]) -> Any:
+        return estimate(8e9, {"zero_optimization": {"stage": 3}, "bf16": LOW, "checkpoint": how}, 8)
+
+    plain, copied = of({}), of({"async": True})
+    for cast in (plain, copied):
+        assert not cast.first.get("checkpoint")
+    assert plain.rank(HOST) < 1e9
+    close(copied.rank(HOST) - plain.rank(HOST), 12 * 10**9, "masters and moments of a rank", slack=0.001)
 
 
 # ---- sizes alone -----------------------------------------------------------------------------------------------
@@ -280,7 +293,8 @@ def test_a_gpu_sends_what_is_offloaded_to_the_host_or_the_disk() -> None:
             "offload_optimizer": {"device": optimizer, "nvme_path": "x" if optimizer == "nvme" else None},
             "offload_param": {"device": param, "nvme_path": "x" if param == "nvme" else None, "max_in_cpu": 0},
         }
-        return estimate(8e9, {"zero_optimization": zero, "bf16": LOW}, 8)
+        full = {"format": "full"}
+        return estimate(8e9, {"zero_optimization": zero, "bf16": LOW, "checkpoint": full}, 8)
 
     one = 10**9  # parameters per rank
     plain, states, both, disk = of("none", "none"), of("cpu", "none"), of("cpu", "cpu"), of("nvme", "nvme")

@@ -177,8 +177,8 @@ MODEL = Sizes(7_500_000_000, 200_000_000)
         (40, 500, 0, "stage 1"),
         (20, 500, 0, "stage 3"),
         (12, 500, 0, "stage 3, offload_optimizer: cpu"),
-        (12, 250, 500, "stage 3, offload_optimizer: nvme"),
-        (12, 250, 0, None),
+        (12, 100, 500, "stage 3, offload_optimizer: nvme"),
+        (12, 100, 0, None),
     ],
 )
 def test_the_fastest_that_fits(gpu: float, host: float, nvme: float, want: str | None) -> None:
