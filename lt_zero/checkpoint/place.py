@@ -80,6 +80,7 @@ class Place:
         else:
             path = Path(name).absolute()
             place = cls(str(path), str(_temporary(path)))
+            _refuse_strange(path)
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 remove_leftovers(path.parent)
@@ -168,6 +169,19 @@ class Place:
         else:
             shutil.rmtree(self.folder, ignore_errors=True)
             self._unlock()
+
+
+def _refuse_strange(path: Path) -> None:
+    """See that nothing but a checkpoint of ours is replaced.
+
+    Raises:
+        CheckpointError: a directory with something else has the name.
+    """
+    if path.is_dir() and not path.is_symlink() and not (path / manifest.NAME).is_file() and any(path.iterdir()):
+        raise CheckpointError(
+            f"{path} is a directory that holds something else than a checkpoint of lt_zero, and saving would replace "
+            "it. Name another path, or remove it."
+        )
 
 
 def remove(path: str | os.PathLike[str]) -> None:
