@@ -1,0 +1,123 @@
+"""Exporting fp32 weights from a training state: lt_zero against DeepSpeed's zero_to_fp32, whole processes.
+
+    python benchmarks/export.py --deepspeed-python /path/to/venv/bin/python [--millions 400] [--rounds 3] [--out results.md]
+
+DeepSpeed trains one step of a stack of linear layers on two CPU ranks at stage 3 and saves. Both tools read that
+checkpoint; lt_zero also reads its own directory of the same state. Each run is a process of its own, in turn; time
+includes start-up and imports, memory is the process's peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+WIDTH = 2048
+TRAIN = """
+import os, sys
+os.environ["DS_ACCELERATOR"] = "cpu"
+import torch, torch.multiprocessing as mp
+
+def train(rank, folder, layers, width):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29655", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    import deepspeed
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3},
+              "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+    engine.backward(engine(torch.randn(1, width)).square().mean())
+    engine.step()
+    engine.save_checkpoint(folder)
+    os._exit(0)
+
+if __name__ == "__main__":
+    mp.spawn(train, (sys.argv[1], int(sys.argv[2]), int(sys.argv[3])), 2)
+"""
+
+
+def run(command: list[str]) -> tuple[float, float]:
+    """Seconds and peak MB of a process."""
+    start = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - start
+    if status:
+        assert process.stderr is not None
+        raise RuntimeError(f"{command} failed: {process.stderr.read().decode()[-2000:]}")
+    return seconds, usage.ru_maxrss / 1024
+
+
+def make(python: str, folder: Path, millions: int) -> tuple[Path, Path]:
+    """DeepSpeed's checkpoint, and lt_zero's of the same state."""
+    script, theirs, ours = folder / "train.py", folder / "deepspeed", folder / "ours.ckpt"
+    script.write_text(TRAIN, encoding="utf-8")
+    layers = max(1, round(millions * 1e6 / WIDTH**2))
+    subprocess.run([python, str(script), str(theirs), str(layers), str(WIDTH)], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-m", "lt_zero.cli", "import", str(theirs), str(ours)], check=True)
+    return theirs, ours
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--deepspeed-python", required=True, help="an interpreter that has deepspeed")
+    parser.add_argument("--millions", type=int, default=400, help="of parameters")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--path", type=Path, default=Path("/tmp"))
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    folder = args.path / f"lt_zero-bench-{os.getpid()}"
+    folder.mkdir()
+    try:
+        theirs, ours = make(args.deepspeed_python, folder, args.millions)
+        out = folder / "out"
+        script = (
+            "from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as c; import sys; "
+        )
+        call = f"c(sys.argv[1], sys.argv[2], max_shard_size={10 * args.millions * 10**6!r})"
+        export = [sys.executable, "-m", "lt_zero.cli", "export", "--dtype", "fp32"]
+        commands = {
+            "DeepSpeed's zero_to_fp32": [args.deepspeed_python, "-c", script + call, str(theirs), str(out)],
+            "lt_zero, the same checkpoint": [*export, str(theirs), str(out) + ".pt"],
+            "lt_zero, its own checkpoint": [*export, str(ours), str(out) + ".pt"],
+            "lt_zero, its own, fp16 safetensors": [*export[:-1], "fp16", str(ours), str(out) + ".safetensors"],
+        }
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
+        for _ in range(args.rounds):
+            for name, command in commands.items():
+                found[name].append(run(command))
+                for path in folder.glob("out*"):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        bare = run([sys.executable, "-c", "import lt_zero"])[1]
+    finally:
+        shutil.rmtree(folder)
+    base = found["DeepSpeed's zero_to_fp32"]
+    lines = [
+        f"{args.millions}M parameters, {args.millions * 4 / 1000:.1f} GB in fp32; a process that imports lt_zero: {bare:.0f} MB.",
+        "",
+        "| tool | seconds, median (range) | peak MB | time / DeepSpeed's | peak / DeepSpeed's |",
+        "|---|---|---|---|---|",
+    ]
+    for name, runs in found.items():
+        seconds = statistics.median(s for s, _ in runs)
+        peak = statistics.median(m for _, m in runs)
+        ratio = statistics.median(s / b for (s, _), (b, _) in zip(runs, base, strict=True))
+        spread = f"{seconds:.1f} ({min(s for s, _ in runs):.1f}-{max(s for s, _ in runs):.1f})"
+        share = peak / statistics.median(m for _, m in base)
+        lines.append(f"| {name} | {spread} | {peak:.0f} | {ratio:.2f} | {share:.2f} |")
+    text = "\n".join(lines)
+    print(text)
+    if args.out:
+        args.out.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
