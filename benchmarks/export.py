@@ -1,6 +1,6 @@
 """Exporting fp32 weights from a training state: lt_zero against DeepSpeed's zero_to_fp32, whole processes.
 
-    python benchmarks/export.py --deepspeed-python /path/to/venv/bin/python [--millions 400] [--rounds 3] [--out results.md]
+    python benchmarks/export.py --deepspeed-python /path/to/venv/bin/python [--millions 400] [--rounds 3] [--out file]
 
 DeepSpeed trains one step of a stack of linear layers on two CPU ranks at stage 3 and saves. Both tools read that
 checkpoint; lt_zero also reads its own directory of the same state. Each run is a process of its own, in turn; time
@@ -25,7 +25,8 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import torch, torch.multiprocessing as mp
 
 def train(rank, folder, layers, width):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29655", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29655", RANK=str(rank), WORLD_SIZE="2")
+    os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
     import deepspeed
     deepspeed.init_distributed("gloo")
@@ -96,12 +97,13 @@ def main() -> None:
                 found[name].append(run(command))
                 for path in folder.glob("out*"):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-        bare = run([sys.executable, "-c", "import lt_zero"])[1]
+        bare = run([sys.executable, "-c", "import torch"])[1]
     finally:
         shutil.rmtree(folder)
     base = found["DeepSpeed's zero_to_fp32"]
+    size = f"{args.millions}M parameters, {args.millions * 4 / 1000:.1f} GB in fp32"
     lines = [
-        f"{args.millions}M parameters, {args.millions * 4 / 1000:.1f} GB in fp32; a process that imports lt_zero: {bare:.0f} MB.",
+        f"{size}; a process that imports torch: {bare:.0f} MB.",
         "",
         "| tool | seconds, median (range) | peak MB | time / DeepSpeed's | peak / DeepSpeed's |",
         "|---|---|---|---|---|",
