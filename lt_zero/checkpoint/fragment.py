@@ -123,10 +123,10 @@ class Fragment(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise RuntimeError(
-            f"{func} needs values that lie on several ranks: while a sharded checkpoint is being saved, its tensors "
-            'have shapes and dtypes only. Read weights under `lt_zero.gathered(...)`, or set checkpoint.format="full".'
-        )
+        raise _no_values(str(func))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _no_values("Pickling")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fragment:
         return self
@@ -158,3 +158,10 @@ class Fragment(Tensor):
                 first = flat_index(shape, tuple(chunk.offsets)) - self.lo if self.hi > self.lo else 0
                 return self.local()[first : first + math.prod(chunk.sizes)].view(chunk.sizes)
         raise KeyError(index)
+
+
+def _no_values(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what} needs values that lie on several ranks: while a sharded checkpoint is being saved, its tensors "
+        'have shapes and dtypes only. Read weights under `lt_zero.gathered(...)`, or set checkpoint.format="full".'
+    )

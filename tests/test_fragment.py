@@ -1,0 +1,208 @@
+"""Flat ranges as rectangles, and directories that several ranks' fragments end up in."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import math
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from lt_zero.checkpoint import blocks, fragment, sink
+from lt_zero.checkpoint.archive import Archive
+from lt_zero.checkpoint.fragment import Box, Fragment, boxes, flat_index
+from lt_zero.checkpoint.place import Place
+from lt_zero.checkpoint.writer import DirectoryWriter, Extras
+
+SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+def numbers_in(shape: tuple[int, ...], box: Box) -> list[int]:
+    """The row-major numbers of a rectangle's elements, in its own row-major order."""
+    ranges = [range(o, o + s) for o, s in zip(*box, strict=True)]
+    return [flat_index(shape, index) for index in itertools.product(*ranges)]
+
+
+@given(SHAPES, st.data())
+@settings(max_examples=150, deadline=None)
+def test_boxes_cut_a_range_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+    numel = math.prod(shape)
+    lo = data.draw(st.integers(0, numel))
+    hi = data.draw(st.integers(lo, numel))
+    largest = data.draw(st.none() | st.integers(1, max(1, numel)))
+    found = boxes(shape, lo, hi, largest)
+    for offsets, sizes in found:
+        assert len(offsets) == len(sizes) == len(shape)
+        assert all(o + s <= n for o, s, n in zip(offsets, sizes, shape, strict=True))
+    if numel == 0:
+        assert found == [((0,) * len(shape), shape)], "an empty tensor is one empty rectangle, for every rank"
+        return
+    parts = [numbers_in(shape, box) for box in found]
+    assert all(parts), "no rectangle is empty"
+    # Each is contiguous, they come in order, none overlaps, and together they are the range.
+    assert list(itertools.chain(*parts)) == list(range(lo, hi))
+    assert len(boxes(shape, lo, hi)) <= max(1, 2 * len(shape) - 1)
+    if largest is not None:
+        for box in boxes(shape, lo, hi):
+            axis = next((i for i, size in enumerate(box[1]) if size > 1), None)
+            inside = set(numbers_in(shape, box))
+            for part, elements in zip(found, parts, strict=True):
+                if inside.issuperset(elements) and axis is not None:
+                    assert len(elements) <= largest or part[1][axis] == 1, "only one dimension is cut"
+
+
+@pytest.mark.parametrize(
+    ("shape", "lo", "hi", "expected"),
+    [
+        ((), 0, 1, [((), ())]),
+        ((), 0, 0, []),
+        ((7,), 2, 5, [((2,), (3,))]),
+        ((4, 3), 3, 9, [((1, 0), (2, 3))]),
+        ((4, 3), 4, 5, [((1, 1), (1, 1))]),
+        ((2, 2, 2), 1, 5, [((0, 0, 1), (1, 1, 1)), ((0, 1, 0), (1, 1, 2)), ((1, 0, 0), (1, 1, 1))]),
+        ((0, 3), 0, 0, [((0, 0), (0, 3))]),
+    ],
+)  # fmt: skip
+def test_boxes_of_known_ranges(shape: tuple[int, ...], lo: int, hi: int, expected: list[Box]) -> None:
+    assert boxes(shape, lo, hi) == expected
+
+
+# ---- several ranks in one process ------------------------------------------------------------------------------------
+
+
+def cut(value: Tensor, cuts: list[int], asked: list[int] | None = None) -> list[Fragment]:
+    """One fragment for each rank."""
+
+    def local(lo: int, hi: int) -> Callable[[], Tensor]:
+        def get() -> Tensor:
+            if asked is not None:
+                asked.append(hi - lo)
+            return value.reshape(-1)[lo:hi]
+
+        return get
+
+    ends = [0, *cuts, value.numel()]
+    return [Fragment(local(a, b), tuple(value.shape), a, b, value.dtype) for a, b in itertools.pairwise(ends)]
+
+
+def save_as_ranks(folder: Path, states: list[dict[str, Any]], meta: dict[str, Any]) -> None:
+    """What torch's ``save`` does on each rank, one rank after the other."""
+    place = Place.make(str(folder))
+    planners = [DefaultSavePlanner(flatten_state_dict=False) for _ in states]
+    writers = [
+        DirectoryWriter(place, state, rank, lambda: Extras(meta, {"order": ()})) for rank, state in enumerate(states)
+    ]
+    plans = []
+    for rank, (planner, state) in enumerate(zip(planners, states, strict=True)):
+        planner.set_up_planner(state, is_coordinator=rank == 0)
+        plans.append(planner.create_local_plan())
+    plans, metadata = planners[0].create_global_plan(plans)
+    plans = writers[0].prepare_global_plan(plans)
+    results = []
+    for planner, writer, plan in zip(planners, writers, plans, strict=True):
+        results.append(writer.write_data(planner.finish_plan(plan), planner).wait())
+    writers[0].finish(metadata, results)
+
+
+TENSORS = {
+    "model.a": torch.randn(7, 5),
+    "model.b": torch.randn(3, 4, 5).bfloat16(),
+    "model.none": torch.empty(0, 3),
+    "model.one": torch.randn(1),
+    "model.scalar": torch.tensor(4.5),
+    "model.long": torch.arange(11),
+    "optimizer_0.state.a.exp_avg": torch.randn(7, 5, dtype=torch.float64),
+    "optimizer_0.state.a.mask": torch.rand(13) > 0.5,
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("step", [None, 64])
+def test_fragments_of_ranks_are_one_tensor(
+    tmp_path: Path, ranks: int, step: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if step is not None:
+        monkeypatch.setattr(fragment, "LARGEST", step)  # bytes: large tensors are many rectangles
+    random.seed(ranks)
+    states: list[dict[str, Any]] = [{} for _ in range(ranks)]
+    for name, value in TENSORS.items():
+        cuts = sorted(random.choices(range(value.numel() + 1), k=ranks - 1))
+        for state, part in zip(states, cut(value, cuts), strict=True):
+            state[name] = part
+    states[0]["model.plain"] = torch.randn(4, 2).t()
+    want = {**TENSORS, "model.plain": states[0]["model.plain"]}
+    folder = tmp_path / "ckpt"
+    save_as_ranks(folder, states, {"epoch": 3})
+
+    archive = Archive(str(folder))
+    assert archive.meta == {"epoch": 3}
+    assert archive.verify() > 0
+    for name, value in want.items():
+        flat = value.reshape(-1)
+        assert torch.equal(archive.elements(name, 0, value.numel()), flat), name
+        for _ in range(20):
+            lo, hi = sorted(random.choices(range(value.numel() + 1), k=2))
+            assert torch.equal(archive.elements(name, lo, hi), flat[lo:hi]), (name, lo, hi)
+    archive.close()
+
+    empty = {name: torch.zeros_like(value) for name, value in want.items()}
+    dcp.load(empty, storage_reader=FileSystemReader(folder), no_dist=True)
+    for name, value in want.items():
+        assert torch.equal(empty[name], value), name
+
+
+def test_torchs_own_writer_takes_fragments(tmp_path: Path) -> None:
+    asked: list[int] = []
+    state = {name: cut(value, [], asked)[0] for name, value in TENSORS.items()}
+    assert not asked, "nothing is read before it is written"
+    dcp.save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    empty = {name: torch.zeros_like(value) for name, value in TENSORS.items()}
+    dcp.load(empty, storage_reader=FileSystemReader(tmp_path), no_dist=True)
+    for name, value in TENSORS.items():
+        assert torch.equal(empty[name], value), name
+
+
+def test_files_longer_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checksums per block, blocks that tensors share, and reads that begin and end anywhere."""
+    for module in (sink, blocks):
+        monkeypatch.setattr(module, "STEP", 16384)
+    want = {f"model.{i}": torch.randn(n) for i, n in enumerate([5, 9000, 1, 4096, 30000, 0, 7])}
+    states = [dict[str, Any](), dict[str, Any]()]
+    for name, value in want.items():
+        for state, part in zip(states, cut(value, [value.numel() // 3]), strict=True):
+            state[name] = part
+    save_as_ranks(tmp_path / "ckpt", states, {})
+    archive = Archive(str(tmp_path / "ckpt"))
+    assert max(len(record.sums) for record in archive.manifest.files.values()) > 4
+    archive.verify()
+    for name, value in want.items():
+        for lo, hi in [(0, len(value)), (len(value) // 5, len(value)), (len(value) // 2, len(value) // 2 + 1)]:
+            hi = min(hi, len(value))
+            assert torch.equal(archive.elements(name, lo, hi), value[lo:hi]), (name, lo, hi)
+    archive.close()
+
+
+def test_a_fragment_has_no_values() -> None:
+    (part,) = cut(torch.randn(3, 2), [])
+    assert (tuple(part.shape), part.dtype, part.lo, part.hi) == ((3, 2), torch.float32, 0, 6)
+    assert copy.deepcopy(part) is part
+    assert "Fragment" in repr(part)
+    for use in (lambda: part + 1, part.clone, lambda: part[0], part.sum, lambda: part.copy_(torch.zeros(3, 2))):
+        with pytest.raises(RuntimeError, match="gathered"):
+            use()
+    for refuse in (lambda: torch.save({"a": part}, io.BytesIO()), lambda: pickle.dumps(part)):
+        with pytest.raises(RuntimeError, match="gathered"):
+            refuse()
