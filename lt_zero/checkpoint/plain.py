@@ -40,38 +40,69 @@ def plain(value: Any, swap: Callable[[Path, Tensor], Any] | None = None) -> tupl
     {'a': (1, {'b': '<left out: not a plain value>'})}
     """
     rest: dict[Path, Any] = {}
-    return _plain(value, (), swap or (lambda path, tensor: tensor), rest), rest
+    return _Sorter(swap or (lambda path, tensor: tensor), rest).sort(value, ()), rest
 
 
-def _plain(value: Any, path: Path, swap: Callable[[Path, Tensor], Any], rest: dict[Path, Any]) -> Any:
-    if isinstance(value, Tensor):
-        return swap(path, value)
-    if isinstance(value, enum.Enum):
-        return _plain(value.value, path, swap, rest)
-    if isinstance(value, _ATOMS):
-        return value if type(value) in _ATOMS else _base_of(value)
-    if isinstance(value, _TORCH):
-        return value
-    if isinstance(value, Container):
-        return OmegaConf.to_container(value, resolve=not _has_missing(value))
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return torch.from_numpy(np.ascontiguousarray(value).copy())
-    if isinstance(value, timedelta):
-        return value.total_seconds()
-    if isinstance(value, Mapping):
-        inner = {_key(k): _plain(v, (*path, _key(k)), swap, rest) for k, v in value.items()}
-        return collections.OrderedDict(inner) if type(value) is collections.OrderedDict else inner
-    if isinstance(value, tuple | list):
-        items = [_plain(v, (*path, i), swap, rest) for i, v in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, set | frozenset):
-        return set(_plain(v, (*path, i), swap, rest) for i, v in enumerate(sorted(value, key=repr)))
-    rest[path] = value
-    return MISSING
+class _Sorter:
+    """Walks a value; what has no plain form goes to ``rest``."""
+
+    def __init__(self, swap: Callable[[Path, Tensor], Any], rest: dict[Path, Any]) -> None:
+        self._swap, self._rest = swap, rest
+        self._open: set[int] = set()  # ids of the containers around the value
+
+    def sort(self, value: Any, path: Path) -> Any:
+        if isinstance(value, Tensor):
+            return self._swap(path, value)
+        if isinstance(value, enum.Enum):
+            return self.sort(value.value, path)
+        if isinstance(value, _ATOMS):
+            return value if type(value) in _ATOMS else _base_of(value)
+        if isinstance(value, _TORCH):
+            return value
+        if isinstance(value, Container):  # its values may be enums, paths and objects
+            return self.sort(OmegaConf.to_container(value, resolve=not _has_missing(value)), path)
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        if isinstance(value, timedelta):
+            return value.total_seconds()
+        if isinstance(value, np.generic | np.ndarray):
+            return self._of_numpy(value, path)
+        if not isinstance(value, Mapping | tuple | list | set | frozenset) or id(value) in self._open:
+            return self._aside(value, path)
+        self._open.add(id(value))
+        try:
+            return self._container(value, path)
+        finally:
+            self._open.discard(id(value))
+
+    def _aside(self, value: Any, path: Path) -> str:
+        self._rest[path] = value
+        return MISSING
+
+    def _container(self, value: Any, path: Path) -> Any:
+        if isinstance(value, Mapping):
+            keys = [_key(key) for key in value]
+            if len(set(keys)) < len(keys):  # 1.5 and numpy's 1.5, a path and its text
+                return self._aside(value, path)
+            inner = {key: self.sort(v, (*path, key)) for key, v in zip(keys, value.values(), strict=True)}
+            return collections.OrderedDict(inner) if type(value) is collections.OrderedDict else inner
+        if isinstance(value, tuple | list):
+            items = [self.sort(v, (*path, i)) for i, v in enumerate(value)]
+            return items if isinstance(value, list) else tuple(items)
+        parts = [plain(v) for v in sorted(value, key=repr)]
+        if any(rest for _, rest in parts):
+            return self._aside(value, path)  # nothing can be put back into a set
+        members = [member for member, _ in parts]
+        return set(members) if all(map(_is_hashable, members)) else members
+
+    def _of_numpy(self, value: Any, path: Path) -> Any:
+        if isinstance(value, np.generic):
+            item = value.item()
+            return self._aside(value, path) if isinstance(item, np.generic) else self.sort(item, path)
+        try:
+            return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C", copy=True))
+        except TypeError:  # texts, objects, numbers that torch does not have
+            return self._aside(value, path)
 
 
 def _base_of(value: Any) -> Any:
@@ -81,9 +112,16 @@ def _base_of(value: Any) -> Any:
 
 
 def _key(key: Any) -> Any:
-    if isinstance(key, enum.Enum):
-        return key.value
-    return key if isinstance(key, (*_ATOMS, tuple)) else str(key)
+    made, rest = plain(key)
+    return made if not rest and not isinstance(made, Tensor) and _is_hashable(made) else str(key)
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _has_missing(value: Container) -> bool:
