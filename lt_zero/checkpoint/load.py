@@ -118,7 +118,8 @@ def by_name(state: Mapping[str, Any]) -> bool:
 
 def rounded_weights(engine: Engine, state: Mapping[str, Any]) -> dict[str, Any]:
     """The state dict with the engine's parameters rounded to the dtype they are computed in."""
-    dtypes = {span.name: bucket.dtype for bucket in engine.buckets for span in bucket.layout.spans}
+    every = engine.root.named_parameters(remove_duplicate=False)  # a tied name would bring the exact values back
+    dtypes = {name: engine.owner[id(p)][0].dtype for name, p in every if id(p) in engine.owner}
 
     def rounding(value: Tensor, name: str) -> Tensor:
         lazy = value if isinstance(value, LazyTensor) else None
