@@ -22,6 +22,9 @@ import torch
 from omegaconf import Container, OmegaConf
 from torch import Tensor
 
+from lt_zero.checkpoint.fragment import Fragment
+from lt_zero.core.lazy import LazyTensor
+
 Path = tuple[Any, ...]  # keys from the outermost container to a value
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
@@ -52,7 +55,7 @@ class _Sorter:
 
     def sort(self, value: Any, path: Path) -> Any:
         if isinstance(value, Tensor):
-            return self._swap(path, value)
+            return self._swap(path, value) if _is_dense(value) else self._aside(value, path)
         if isinstance(value, enum.Enum):
             return self.sort(value.value, path)
         if isinstance(value, _ATOMS):
@@ -103,6 +106,14 @@ class _Sorter:
             return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C", copy=True))
         except TypeError:  # texts, objects, numbers that torch does not have
             return self._aside(value, path)
+
+
+def _is_dense(value: Tensor) -> bool:
+    """Whether any process can load it: not a class or a layout of somebody's own."""
+    if isinstance(value, Fragment | LazyTensor):
+        return True
+    known = type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    return known and value.layout == torch.strided and not value.is_quantized and not value.is_meta
 
 
 def _base_of(value: Any) -> Any:

@@ -1,8 +1,9 @@
 """Saving a sharded checkpoint: what a Lightning checkpoint holds goes to tensors, plain containers, and the rest.
 
 Note [One list of names]
-    Hooks may have changed the state dict, and often on rank 0 only. Its names are the ones that are saved; a rank that
-    has a part of a tensor that rank 0 no longer has drops it. Plain tensors are rank 0's, as under DDP.
+    Hooks may have changed the state dict, and often on rank 0 only. Its names are the ones that are saved, tied as they
+    are there; a rank that has a part of a tensor that rank 0 no longer has drops it. Plain tensors are rank 0's, as
+    under DDP, also where other ranks still have a part.
 """
 
 from __future__ import annotations
@@ -75,10 +76,10 @@ def bundle(
     weights: dict[str, Any] = dict(rest.pop("state_dict", {}))
     optimizers: list[Any] = list(rest.pop("optimizer_states", []))
     made = Bundle({})
-    order = _agreed(weights, comm)
+    order, aliases = _agreed(weights, comm)
     problem: Exception | None = None
     try:
-        _fill(made, rest, weights, optimizers, order, names, comm.rank)
+        _fill(made, rest, weights, optimizers, (order, aliases), names, comm.rank)
         if comm.rank == 0:
             made.manifest |= {"left_out": tuple(left_out), "run": dict(run)}
             made.meta[KEY] |= {"frozen_left_out": list(left_out), "config": plain(config)[0]}
@@ -96,13 +97,14 @@ def _fill(
     rest: Mapping[str, Any],
     weights: Mapping[str, Any],
     optimizers: Sequence[Any],
-    order: Sequence[str],
+    agreed: tuple[dict[str, bool], dict[str, str]],
     names: Sequence[Sequence[Sequence[str]]],
     rank: int,
 ) -> None:
     """Sort everything into ``made``."""
     flat = [[name for group in groups for name in group] for groups in names]
-    aliases, extra_state = _take_weights(made, weights, order, rank)
+    order, aliases = agreed
+    extra_state = _take_weights(made, weights, order, aliases, rank)
     packed = [_take_optimizer(made, i, state, flat[i], rank) for i, state in enumerate(optimizers)]
     made.meta, left = plain(rest, lambda path, value: _swap(made, path, value))
     if rank:
@@ -150,36 +152,42 @@ def _reasons(error: CheckpointException, comm: Comm) -> list[str]:
     return reasons
 
 
-def _agreed(weights: Mapping[str, Any], comm: Comm) -> list[str]:
-    """See Note [One list of names]."""
-    order: list[str] = comm.host_broadcast(list(weights), "names of the state dict")
-    lacking = next((name for name in order if name not in weights), None)
+def _agreed(weights: Mapping[str, Any], comm: Comm) -> tuple[dict[str, bool], dict[str, str]]:
+    """Rank 0's names, each with whether it is sharded, and its tied names. See Note [One list of names]."""
+    mine = ({name: isinstance(value, Fragment) for name, value in weights.items()}, _tied(weights))
+    order, aliases = comm.host_broadcast(mine, "names of the state dict")
     problem = None
-    if lacking is not None:
-        problem = f"the state dict has no {lacking!r}, which rank 0 has. Change it in the same way on all ranks."
+    for name, is_sharded in order.items():
+        if name not in weights:
+            problem = f"the state dict has no {name!r}, which rank 0 has. Change it in the same way on all ranks."
+        elif is_sharded and not isinstance(weights[name], Fragment):
+            problem = f"{name!r} was replaced in the state dict, and not on rank 0. Replace it on all ranks."
     if found := comm.problems(problem, "the state dict"):
         raise CheckpointError(" ".join(found))
-    return order
+    return order, aliases
+
+
+def _tied(weights: Mapping[str, Any]) -> dict[str, str]:
+    aliases: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, value in weights.items():
+        if isinstance(value, Tensor) and (known := first.setdefault(_identity(value), name)) != name:
+            aliases[name] = known
+    return aliases
 
 
 def _take_weights(
-    made: Bundle, weights: Mapping[str, Any], order: Sequence[str], rank: int
-) -> tuple[dict[str, str], dict[str, Any]]:
-    """The aliases, and what is no tensor."""
-    aliases: dict[str, str] = {}
-    first: dict[Any, str] = {}
+    made: Bundle, weights: Mapping[str, Any], order: Mapping[str, bool], aliases: Mapping[str, str], rank: int
+) -> dict[str, Any]:
+    """Take the tensors; returns what is none."""
     extra: dict[str, Any] = {}
-    for name in order:
+    for name, is_sharded in order.items():
         value = weights[name]
         if not isinstance(value, Tensor):
             extra[name] = value
-            continue
-        known = first.setdefault(_identity(value), name)
-        if known != name:
-            aliases[name] = known
-        elif isinstance(value, Fragment) or rank == 0:
+        elif name not in aliases and (is_sharded or rank == 0):
             made.tensors[f"model.{name}"] = value
-    return aliases, extra
+    return extra
 
 
 def _identity(value: Tensor) -> Any:
