@@ -28,6 +28,7 @@ from lt_zero.checkpoint.place import Place
 from lt_zero.checkpoint.plain import Path, plain, where
 from lt_zero.checkpoint.writer import DirectoryWriter, Extras
 from lt_zero.core.comm import Comm
+from lt_zero.core.lazy import LazyTensor
 
 KEY = "lt_zero"  # of what this package adds to a Lightning checkpoint
 REFERENCE = "lt_zero.tensor"  # stands for a tensor that is among the sharded ones
@@ -254,7 +255,7 @@ def stage(made: Bundle, buffer: Tensor | None) -> Tensor:
     """Copy all tensors of a bundle to host memory, so that training can go on. Not collective.
 
     Args:
-        made: its tensors are replaced by copies.
+        made: its tensors are replaced by copies; so are those among the rest (step counters change in place).
         buffer: what an earlier call returned, to be used again.
 
     Returns:
@@ -284,7 +285,21 @@ def stage(made: Bundle, buffer: Tensor | None) -> Tensor:
         made.tensors[name] = Fragment(partial(_same, room), tuple(value.shape), value.lo, value.hi, value.dtype)
     if holder is not None:
         holder()
+    made.meta, made.others = _copied(made.meta), _copied(made.others)
     return buffer
+
+
+def _copied(value: Any) -> Any:
+    """Plain containers with copies of their tensors."""
+    if isinstance(value, LazyTensor):
+        return value
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return type(value)((key, _copied(inner)) for key, inner in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_copied(inner) for inner in value)
+    return value
 
 
 def _same(tensor: Tensor) -> Tensor:
