@@ -147,8 +147,8 @@ class Persistence:
             if comm.rank == 0:
                 place = Place.make(path)
                 facts = (place.name, place.folder, place.token())
-        except CheckpointError as error:
-            problem = str(error)
+        except Exception as error:  # also what a path or another file system raises: the other ranks wait for this one
+            problem = str(error) if isinstance(error, CheckpointError) else f"Cannot save to {path!r}: {error!r}."
         facts = comm.host_broadcast(facts, "checkpoint directory")
         if facts is not None and place is None:
             place = Place(facts[0], facts[1])

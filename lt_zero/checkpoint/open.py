@@ -15,7 +15,7 @@ from lt_zero.checkpoint.source import Source
 def is_directory(path: str | os.PathLike[str]) -> bool:
     """Whether a path means a checkpoint that is a directory (itself, or something inside of it)."""
     if is_url(path):
-        return Archive.is_at(str(path))
+        return Archive.is_at(find(path))
     found = Path(find(path))
     return found.is_dir()
 

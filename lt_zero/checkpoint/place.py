@@ -262,7 +262,8 @@ def _replace(new: Path, path: Path) -> None:
         os.rename(new, path)
         shutil.rmtree(old, ignore_errors=True)
         return
-    shutil.rmtree(new, ignore_errors=True)
+    os.rename(new, old := _temporary(path, "old"))  # after a kill nobody takes what is left of it for the new one
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _exchange(one: Path, other: Path) -> bool:
