@@ -84,7 +84,7 @@ def test_last_as_a_link(pool: Pool, tmp_path: Path) -> None:
 
 def _versions(folder: str) -> None:
     keeps = {"filename": "same", "save_top_k": 2, "monitor": "loss"}
-    _keeping(folder, 3, keeps, max_steps=6)
+    _keeping(folder, 3, keeps, max_steps=3)
     dist.barrier()
     assert _names(folder) == ["same-v1.ckpt", "same.ckpt"]
     _keeping(folder, 3, {"filename": "same", "save_top_k": -1}, max_steps=2)
