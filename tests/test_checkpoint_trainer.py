@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from lt_zero.checkpoint import place, sink
 from lt_zero.checkpoint.archive import Archive
+from lt_zero.checkpoint.errors import CheckpointError
 from tests.checkpoint_tools import SHARDED, copied, error_of, everything, raised, resume, same, train
 from tests.lightning_tools import GPT, sharded_trainer
 from tests.pool import Pool
@@ -99,14 +100,13 @@ def test_version_suffixes(pool: Pool, tmp_path: Path) -> None:
 
 
 def _replaces(folder: str) -> None:
-    """A new checkpoint takes the place of an old one, of a file, and of a directory of something else."""
+    """A new checkpoint takes the place of an old one, of a file, of an empty directory, and of nothing else."""
     trainer = train(2, config=SHARDED)
     want = everything(trainer)
     for name in ("old", "file", "other"):
         if dist.get_rank() == 0:
             if name == "other":
                 Path(folder, name).mkdir()
-                Path(folder, name, "x").write_text("x")
             elif name == "file":
                 Path(folder, name).write_text("x")
         dist.barrier()
@@ -120,7 +120,14 @@ def _replaces(folder: str) -> None:
     patch.undo()
     dist.barrier()
     same(resume(f"{folder}/old", 2)[0], want)
-    assert _names(folder) == ["file", "old", "other"]
+    if dist.get_rank() == 0:
+        Path(folder, "mine").mkdir()
+        Path(folder, "mine", "x").write_text("x")
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="mine is a directory that holds something else"):
+        trainer.save_checkpoint(f"{folder}/mine")
+    assert Path(folder, "mine", "x").read_text() == "x"
+    assert _names(folder) == ["file", "mine", "old", "other"]
 
 
 def test_what_had_the_name_goes_away(pool: Pool, tmp_path: Path) -> None:
