@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from lt_zero.checkpoint import blocks, fragment, sink
+from lt_zero.checkpoint import blocks, fragment, manifest, sink
 from lt_zero.checkpoint.archive import Archive
 from lt_zero.checkpoint.fragment import Box, Fragment, boxes, flat_index
 from lt_zero.checkpoint.place import Place
@@ -177,7 +177,7 @@ def test_torchs_own_writer_takes_fragments(tmp_path: Path) -> None:
 
 def test_files_longer_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checksums per block, blocks that tensors share, and reads that begin and end anywhere."""
-    for module in (sink, blocks):
+    for module in (sink, blocks, manifest):
         monkeypatch.setattr(module, "STEP", 16384)
     want = {f"model.{i}": torch.randn(n) for i, n in enumerate([5, 9000, 1, 4096, 30000, 0, 7])}
     states = [dict[str, Any](), dict[str, Any]()]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -102,23 +103,54 @@ class Manifest:
                 f"{path} is damaged: its content does not match its checksum. Restore it from a copy, or resume from "
                 "another checkpoint."
             )
-        body = json.loads(text)
-        if body["version"] > VERSION:
+        try:
+            body = json.loads(text)
+            if body["version"] > VERSION:
+                raise CheckpointError(
+                    f"{path} has version {body['version']}, and this lt_zero reads up to {VERSION}: update lt_zero."
+                )
+            return cls._of(body)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
-                f"{path} has version {body['version']}, and this lt_zero reads up to {VERSION}: update lt_zero."
-            )
-        names = [file["name"] for file in body["files"]]
-        tensors = {
-            name: Entry(
-                tuple(entry["shape"]),
-                getattr(torch, entry["dtype"]),
-                tuple(Chunk(tuple(o), tuple(s), names[file], start) for o, s, file, start in entry["chunks"]),
-            )
-            for name, entry in body["tensors"].items()
-        }
+                f"{path} makes no sense ({type(error).__name__}: {error}), although its checksum is right: whoever "
+                "wrote it did not know the format. Resume from another checkpoint."
+            ) from None
+
+    @classmethod
+    def _of(cls, body: Mapping[str, Any]) -> Manifest:
+        if body["block"] != STEP:
+            raise ValueError(f"blocks of {body['block']} bytes")
         files = {file["name"]: FileRecord(file["bytes"], tuple(file["sums"])) for file in body["files"]}
+        for name, record in files.items():
+            if name != os.path.basename(name) or name in ("", ".", "..", NAME):
+                raise ValueError(f"a file named {name!r}")
+            if len(record.sums) != -(-record.nbytes // STEP):
+                raise ValueError(f"{len(record.sums)} checksums for {record.nbytes} bytes of {name}")
+        names = [file["name"] for file in body["files"]]
+        tensors = {}
+        for name, entry in body["tensors"].items():
+            chunks = tuple(Chunk(tuple(o), tuple(s), names[file], start) for o, s, file, start in entry["chunks"])
+            tensors[name] = Entry(tuple(entry["shape"]), _dtype(entry["dtype"]), chunks)
+            for chunk in chunks:
+                _check(name, tensors[name], chunk, files[chunk.file].nbytes)
         order, left_out = tuple(body["order"]), tuple(body["left_out"])
         return cls(tensors, files, order, body["aliases"], left_out, body["run"])
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"a dtype {name!r}")
+    return dtype
+
+
+def _check(name: str, entry: Entry, chunk: Chunk, nbytes: int) -> None:
+    """That a chunk lies within its tensor and its file of ``nbytes``: nothing else says so when it is read."""
+    axes = zip(entry.shape, chunk.offsets, chunk.sizes, strict=True)
+    inside = all(offset >= 0 and size >= 0 and offset + size <= whole for whole, offset, size in axes)
+    end = chunk.start + math.prod(chunk.sizes) * entry.dtype.itemsize
+    if not inside or not 0 <= chunk.start <= end <= nbytes:
+        raise ValueError(f"{name} of {entry.shape} has a chunk {chunk}")
 
 
 def _digest(text: str) -> str:
