@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import FileSystemReader
 
+import lt_zero.strategy as strategy_module
 from lt_zero.checkpoint import place, sink
 from lt_zero.checkpoint.archive import Archive
 from lt_zero.checkpoint.errors import CheckpointError
@@ -100,13 +102,15 @@ def test_version_suffixes(pool: Pool, tmp_path: Path) -> None:
 
 
 def _replaces(folder: str) -> None:
-    """A new checkpoint takes the place of an old one, of a file, of an empty directory, and of nothing else."""
+    """A new checkpoint takes the place of an old one, of a file, of an empty directory, and of a torn one."""
     trainer = train(2, config=SHARDED)
     want = everything(trainer)
-    for name in ("old", "file", "other"):
+    for name in ("old", "file", "empty", "torn"):
         if dist.get_rank() == 0:
-            if name == "other":
+            if name in ("empty", "torn"):
                 Path(folder, name).mkdir()
+            if name == "torn":
+                Path(folder, name, "weights-00007.pt").write_text("x")
             elif name == "file":
                 Path(folder, name).write_text("x")
         dist.barrier()
@@ -120,18 +124,46 @@ def _replaces(folder: str) -> None:
     patch.undo()
     dist.barrier()
     same(resume(f"{folder}/old", 2)[0], want)
-    if dist.get_rank() == 0:
-        Path(folder, "mine").mkdir()
-        Path(folder, "mine", "x").write_text("x")
-    dist.barrier()
-    with pytest.raises(CheckpointError, match="mine is a directory that holds something else"):
-        trainer.save_checkpoint(f"{folder}/mine")
-    assert Path(folder, "mine", "x").read_text() == "x"
-    assert _names(folder) == ["file", "mine", "old", "other"]
+    assert _names(folder) == ["empty", "file", "old", "torn"]
 
 
 def test_what_had_the_name_goes_away(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _replaces, str(tmp_path))
+
+
+def _released(folder: str) -> None:
+    """Nothing keeps a checkpoint's files open: they may be removed, and their space is wanted."""
+    train(3, config=SHARDED).save_checkpoint(f"{folder}/one")
+    got, trainer = resume(f"{folder}/one", 2)
+    del got
+    gc.collect()
+    held = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
+    assert not [path for path in held if folder in path], held
+
+
+def _is_open(fd: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{fd}")
+
+
+def test_files_are_closed(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _released, str(tmp_path))
+
+
+def _stale(folder: str) -> None:
+    """Weights of a run that failed before they were loaded are not those of the next."""
+    train(3, config=SHARDED).save_checkpoint(f"{folder}/one")
+    patch = pytest.MonkeyPatch()
+    patch.setattr(strategy_module.attach, "check_callbacks", _full)
+    trainer = sharded_trainer(3, max_steps=1, limit_val_batches=0)
+    error_of(trainer.fit, GPT(2, "adamw"), ckpt_path=f"{folder}/one")
+    patch.undo()
+    trainer._checkpoint_connector.resume_end()  # Lightning's own part of it stays otherwise
+    trainer.fit(GPT(2, "adamw"))
+    same(everything(trainer)["weights"], everything(train(3, max_steps=1))["weights"])
+
+
+def test_a_failed_restore_leaves_nothing(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _stale, str(tmp_path))
 
 
 # ---- other readers ---------------------------------------------------------------------------------------------------
@@ -221,6 +253,8 @@ def _broken(folder: str, how: str) -> str:
         patch.setattr(place, "_replace", _full)
     elif how == "folder":
         target = f"{folder}/one/meta.pt/inner"
+    elif how == "project":
+        target = folder
     elif how == "nul":
         target = f"{folder}/a\0b"
     elif how == "protocol":
@@ -260,6 +294,7 @@ def _full(*args: Any, **kwargs: Any) -> int:
         ("manifest", ["rank 0", "No space left"]),
         ("rename", ["Cannot name", "one", "ENOSPC"]),
         ("folder", ["meta.pt"]),
+        ("project", ["is a directory with one", "<name>"]),
         ("nul", ["null"]),
         ("protocol", ["nonsense"]),
         ("long", ["xxx"]),
@@ -267,6 +302,17 @@ def _full(*args: Any, **kwargs: Any) -> int:
 )
 def test_saves_that_fail(pool: Pool, tmp_path: Path, how: str, words: list[str]) -> None:
     raised(pool.run(2, _broken, str(tmp_path), how), *words)
+
+
+@pytest.mark.parametrize("name", ["complete", "x[1]*.ckpt", "a-b-c.tmp-d", "ä b"])
+def test_a_kill_between_two_renames(tmp_path: Path, name: str) -> None:
+    made = place.Place.make(str(tmp_path / name))
+    Path(made.folder, "manifest.json").write_text("{}")
+    assert place.find(tmp_path / name) == made.folder
+    os.close(made._lock)
+    place.remove_leftovers(tmp_path)
+    assert _names(tmp_path) == [name]
+    assert place.find(tmp_path / name / "meta.pt") == str(tmp_path / name)
 
 
 def test_leftovers_of_processes_that_are_gone(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import fsspec
@@ -88,13 +88,15 @@ class Archive:
 
     @property
     def optimizers(self) -> Sequence[SavedOptimizer]:
+        packed = self.meta.get("lt_zero", {}).get("optimizers", [])
+        known = [{name for group in saved["param_groups"] for name in group["params"]} for saved in packed]
         found: dict[int, dict[str, dict[str, Any]]] = {}
         for name, entry in self.manifest.tensors.items():
             if name.startswith("optimizer_"):
-                head, _, parameter, key = split_state(name)
-                state = found.setdefault(int(head.removeprefix("optimizer_")), {}).setdefault(parameter, {})
+                number = int(name.split(".", 1)[0].removeprefix("optimizer_"))
+                parameter, key = split_state(name, known[number])
+                state = found.setdefault(number, {}).setdefault(parameter, {})
                 state[key] = Spec(entry.shape, entry.dtype)
-        packed = self.meta.get("lt_zero", {}).get("optimizers", [])
         merged = []
         for number, saved in enumerate(packed):
             own = found.get(number, {})
@@ -230,11 +232,12 @@ class Archive:
             )
 
 
-def split_state(full: str) -> tuple[str, str, str, str]:
-    """Optimizer, "state", parameter and key of a full name."""
-    head, kind, rest = full.split(".", 2)
-    parameter, key = rest.rsplit(".", 1)
-    return head, kind, parameter, key
+def split_state(full: str, parameters: Collection[str]) -> tuple[str, str]:
+    """Parameter and key of a full name; either may have dots."""
+    _, _, rest = full.split(".", 2)
+    dots = [i for i, letter in enumerate(rest) if letter == "."]
+    at = next((i for i in reversed(dots) if rest[:i] in parameters), dots[-1])
+    return rest[:at], rest[at + 1 :]
 
 
 def _torch_form(entry: Entry) -> TensorStorageMetadata:

@@ -41,6 +41,7 @@ from lt_zero.checkpoint.sink import Blocks, FileSink, Sink, StreamSink, trouble
 from lt_zero.offload.blocks import free_bytes
 
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?:tmp|old)-(?P<host>[^-]+(?:-[^-]+)*)-(?P<pid>\d+)-[0-9a-f]{8}")
+_OURS = re.compile(r"(weights|moments)-\d+\.pt|(meta|extras)\.pt|objects\.pkl|\.metadata|manifest\.json|probe")
 _OLD_AGE = 86400.0  # seconds after which another host's temporary directory is left over
 _EXCHANGE = 2  # RENAME_EXCHANGE
 _AT_FDCWD = -100
@@ -70,19 +71,22 @@ class Place:
         """Make the directory.
 
         Raises:
-            CheckpointError: that is impossible.
+            CheckpointError: that is impossible, or the path is a directory with something else in it.
         """
         if is_url(name):
             place = cls(name, name)
             if place._fs.exists(name):
+                if place._fs.isdir(name):
+                    _refuse_others(name, [os.path.basename(p.rstrip("/")) for p in place._fs.ls(name, detail=False)])
                 place._fs.rm(name, recursive=True)
             place._fs.makedirs(name, exist_ok=True)
         else:
             path = Path(name).absolute()
             place = cls(str(path), str(_temporary(path)))
-            _refuse_strange(path)
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
+                if path.is_dir() and not path.is_symlink():
+                    _refuse_others(name, os.listdir(path))
                 remove_leftovers(path.parent)
                 os.mkdir(place.folder)
                 place._lock = os.open(place.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -171,16 +175,13 @@ class Place:
             self._unlock()
 
 
-def _refuse_strange(path: Path) -> None:
-    """See that nothing but a checkpoint of ours is replaced.
-
-    Raises:
-        CheckpointError: a directory with something else has the name.
-    """
-    if path.is_dir() and not path.is_symlink() and not (path / manifest.NAME).is_file() and any(path.iterdir()):
+def _refuse_others(path: str, names: list[str]) -> None:
+    """What has a checkpoint's name goes away: only if it is a checkpoint (or the beginning of one), or empty."""
+    others = sorted(name for name in names if not _OURS.fullmatch(name))
+    if others and manifest.NAME not in names:
         raise CheckpointError(
-            f"{path} is a directory that holds something else than a checkpoint of lt_zero, and saving would replace "
-            "it. Name another path, or remove it."
+            f"{path} is a directory with {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}, which saving a "
+            f"checkpoint there would remove. Save to {path.rstrip('/')}/<name>, or to another place."
         )
 
 
