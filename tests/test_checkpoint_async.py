@@ -227,3 +227,74 @@ def _one_at_a_time(folder: str) -> None:
 
 def test_one_at_a_time(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _one_at_a_time, str(tmp_path))
+
+
+def _fails_last(folder: str) -> str:
+    """The last save of a fit fails: fit does, too."""
+    gate = Gate()
+    gate.open.set()
+    patch = pytest.MonkeyPatch()
+    patch.setattr(sink, "write_some", gate)
+
+    class Last(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 2:
+                gate.fail = dist.get_rank()
+                trainer.save_checkpoint(f"{folder}/one")
+
+    try:
+        return error_of(train, 1, config=ASYNC, callbacks=[Last()])
+    finally:
+        patch.undo()
+
+
+def test_the_last_save_fails(pool: Pool, tmp_path: Path) -> None:
+    for text in pool.run(2, _fails_last, str(tmp_path)):
+        assert "rank 1" in text
+        assert "ENOSPC" in text
+    assert not list(tmp_path.iterdir())
+
+
+class Stops(GPT):
+    """The user's code fails while a save is under way; then its writers may go on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == 2:
+            self.gate.open.set()  # type: ignore[operator, union-attr]
+            raise ValueError("the user's own")
+        return super().training_step(batch, batch_idx)
+
+
+def _interrupted(folder: str) -> None:
+    gate = Gate()
+    patch = pytest.MonkeyPatch()
+    patch.setattr(sink, "write_some", gate)
+
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(f"{folder}/one")
+
+    module = Stops(dist.get_world_size(), "adamw")
+    module.gate = gate  # type: ignore[assignment]
+    try:
+        text = error_of(train, 2, module, config=ASYNC, callbacks=[Saves()], max_steps=4)
+    finally:
+        gate.open.set()
+    assert text == "the user's own"
+    deadline = time.monotonic() + 30
+    while not Path(folder, "one").is_dir() and time.monotonic() < deadline:
+        time.sleep(0.005)  # what was under way is finished by its threads
+    patch.undo()
+    archive = Archive(f"{folder}/one")
+    archive.verify()
+    assert archive.meta["global_step"] == 2
+    archive.close()
+    dist.barrier()
+    got, _ = resume(f"{folder}/one", 2)
+    assert got["step"] == 2
+
+
+def test_an_error_while_a_save_is_under_way(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _interrupted, str(tmp_path))
+    assert [p.name for p in tmp_path.iterdir()] == ["one"]

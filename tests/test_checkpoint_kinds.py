@@ -18,6 +18,7 @@ from tests.lightning_tools import GPT, Rows
 from tests.pool import Pool
 
 STAGES = [0, 1, 2, 3]
+STILL = ("still", "net.blocks.1.up.weight")
 
 # ---- kinds of parameters ---------------------------------------------------------------------------------------------
 
@@ -90,11 +91,11 @@ def test_odd_parameters_and_states(pool: Pool, tmp_path: Path, stage: int) -> No
 
 def _frozen(stage: int, folder: str, form: str) -> list[str]:
     config: dict[str, Any] = {"checkpoint": {"format": form, "save_frozen": False}}
-    trainer = train(stage, Odd(("still", "net.blocks.1.up.weight")), config=config)
+    trainer = train(stage, Odd(STILL), config=config)
     want = everything(trainer)
     path = f"{folder}/frozen.ckpt"
     trainer.save_checkpoint(path)
-    got, _ = resume(path, stage, Odd(("still", "net.blocks.1.up.weight"), seed=9.0), config=config)
+    got, _ = resume(path, stage, Odd(STILL, seed=9.0), config=config)
     if dist.get_rank() == 0:
         assert torch.equal(got["weights"]["still"], torch.arange(7.0) * 9), "those of the new module"
         for one in (got, want):
@@ -112,14 +113,14 @@ def _frozen(stage: int, folder: str, form: str) -> list[str]:
 
 class Shrunk(Odd):
     def __init__(self) -> None:
-        super().__init__(("still", "net.blocks.1.up.weight"))
+        super().__init__(STILL)
         del self.still
         self.still = torch.zeros(1)  # type: ignore[assignment]
 
 
 class Grown(Odd):
     def __init__(self) -> None:
-        super().__init__(("still", "net.blocks.1.up.weight"))
+        super().__init__(STILL)
         self.newcomer = nn.Parameter(torch.zeros(1), requires_grad=False)
 
 
