@@ -76,7 +76,8 @@ class Persistence:
         state = weight_fragments(engine) if self.sharded else full_state_dict(engine)
         self._frozen = []
         if not self._strategy.config.checkpoint.save_frozen:
-            self._frozen = [name for name, p in engine.root.named_parameters() if not p.requires_grad]
+            every = engine.root.named_parameters(remove_duplicate=False)  # by all names of tied ones
+            self._frozen = [name for name, p in every if not p.requires_grad]
             state = {name: value for name, value in state.items() if name not in set(self._frozen)}
         return state
 

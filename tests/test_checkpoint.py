@@ -148,3 +148,50 @@ def _outside(folder: str) -> list[str]:
 def test_outside_of_fit_and_twice_in_a_process(pool: Pool, tmp_path: Path) -> None:
     for names in pool.run(2, _outside, str(tmp_path)):
         assert sorted(names) == ["fitted", "validated"]
+
+
+class Dotted(torch.optim.Optimizer):
+    """Its states have names that no parameter has, and kinds that no common optimizer has."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01, "nested": {"a": (1, 2)}})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(
+                        {"m.v": torch.zeros_like(p), "count": 0, "seen": torch.zeros_like(p, dtype=torch.int32)}
+                    )
+                state["m.v"].mul_(0.9).add_(p.grad)
+                state["count"] += 1
+                state["seen"] += 1
+                p.sub_(state["m.v"], alpha=group["lr"])
+        return loss
+
+
+class Custom(GPT):
+    def configure_optimizers(self) -> Any:
+        return Dotted(self.parameters())
+
+
+def _custom(stage: int, folder: str) -> None:
+    trainer = train(stage, Custom(dist.get_world_size()), config=SHARDED)
+    want = everything(trainer)
+    if dist.get_rank() == 0:
+        state = want["optimizers"][0]["state"][0]
+        assert state["count"] == 2
+        assert state["m.v"].abs().sum() > 0
+        assert int(state["seen"].min()) == 2
+    trainer.save_checkpoint(f"{folder}/custom")
+    same(resume(f"{folder}/custom", stage, Custom(dist.get_world_size()))[0], want)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_optimizer_of_the_user(pool: Pool, tmp_path: Path, stage: int) -> None:
+    pool.run(2, _custom, stage, str(tmp_path))

@@ -18,7 +18,8 @@ from tests.lightning_tools import GPT, Rows
 from tests.pool import Pool
 
 STAGES = [0, 1, 2, 3]
-STILL = ("still", "net.blocks.1.up.weight")
+STILL = ("still", "net.blocks.1.up.weight", "net.embedding.weight")  # the last is tied to the head
+GONE = {*STILL, "net.head.weight"}
 
 # ---- kinds of parameters ---------------------------------------------------------------------------------------------
 
@@ -95,15 +96,20 @@ def _frozen(stage: int, folder: str, form: str) -> list[str]:
     want = everything(trainer)
     path = f"{folder}/frozen.ckpt"
     trainer.save_checkpoint(path)
-    got, _ = resume(path, stage, Odd(STILL, seed=9.0), config=config)
+    fresh = Odd(STILL, seed=9.0)
+    with torch.no_grad():
+        fresh.net.embedding.weight.fill_(0.25)
+    got, _ = resume(path, stage, fresh, config=config)
     if dist.get_rank() == 0:
+        assert torch.equal(got["weights"]["net.head.weight"], torch.full((11, 10), 0.25)), "tied ones, too"
         assert torch.equal(got["weights"]["still"], torch.arange(7.0) * 9), "those of the new module"
         for one in (got, want):
-            del one["weights"]["still"], one["weights"]["_extra_state"]
+            for name in (*GONE, "_extra_state"):
+                del one["weights"][name]
     same(got, want)
     return [
         # Became frozen later: its value was saved, and its moments have no owner any more.
-        error_of(resume, path, stage, Odd(("still", "net.blocks.1.up.weight", "one")), config=config),
+        error_of(resume, path, stage, Odd((*STILL, "one")), config=config),
         # One that was left out is no longer there.
         error_of(resume, path, stage, Shrunk(), config=config),
         # A parameter that was never there.
@@ -132,8 +138,8 @@ def test_frozen_parameters_can_be_left_out(pool: Pool, tmp_path: Path, stage: in
         assert "newcomer" in grown
     if form == "sharded":
         archive = Archive(str(tmp_path / "frozen.ckpt"))
-        assert set(archive.manifest.left_out) == {"still", "net.blocks.1.up.weight"}
-        assert not {"still", "net.blocks.1.up.weight"} & archive.weights.keys()
+        assert set(archive.manifest.left_out) == GONE
+        assert not GONE & archive.weights.keys()
 
 
 # ---- groups and several optimizers -----------------------------------------------------------------------------------
@@ -310,50 +316,3 @@ def _loose(stage: int, folder: str) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_tensors_that_belong_to_no_module(pool: Pool, tmp_path: Path, stage: int) -> None:
     pool.run(2, _loose, stage, str(tmp_path))
-
-
-class Dotted(torch.optim.Optimizer):
-    """Its states have names that no parameter has, and kinds that no common optimizer has."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.01, "nested": {"a": (1, 2)}})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state.update(
-                        {"m.v": torch.zeros_like(p), "count": 0, "seen": torch.zeros_like(p, dtype=torch.int32)}
-                    )
-                state["m.v"].mul_(0.9).add_(p.grad)
-                state["count"] += 1
-                state["seen"] += 1
-                p.sub_(state["m.v"], alpha=group["lr"])
-        return loss
-
-
-class Custom(GPT):
-    def configure_optimizers(self) -> Any:
-        return Dotted(self.parameters())
-
-
-def _custom(stage: int, folder: str) -> None:
-    trainer = train(stage, Custom(dist.get_world_size()), config=SHARDED)
-    want = everything(trainer)
-    if dist.get_rank() == 0:
-        state = want["optimizers"][0]["state"][0]
-        assert state["count"] == 2
-        assert state["m.v"].abs().sum() > 0
-        assert int(state["seen"].min()) == 2
-    trainer.save_checkpoint(f"{folder}/custom")
-    same(resume(f"{folder}/custom", stage, Custom(dist.get_world_size()))[0], want)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_an_optimizer_of_the_user(pool: Pool, tmp_path: Path, stage: int) -> None:
-    pool.run(2, _custom, stage, str(tmp_path))
