@@ -233,7 +233,7 @@ class Persistence:
 
     def abandon(self) -> None:
         """After an error, when other ranks may be gone: do not wait."""
-        self._pending, self._after, self._late = None, [], None
+        self._pending, self._after = None, []
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
         self._thread = self._buffer = None
