@@ -11,6 +11,7 @@ import math
 import os
 import pickle
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import fsspec
@@ -86,8 +87,9 @@ class Archive:
         assert self._meta is not None
         return self._meta
 
-    @property
+    @cached_property
     def optimizers(self) -> Sequence[SavedOptimizer]:
+        """Their states and settings, by name of the parameter."""
         packed = self.meta.get("lt_zero", {}).get("optimizers", [])
         known = [{name for group in saved["param_groups"] for name in group["params"]} for saved in packed]
         found: dict[int, dict[str, dict[str, Any]]] = {}

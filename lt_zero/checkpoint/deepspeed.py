@@ -27,42 +27,13 @@ import torch
 from torch import Tensor
 
 from lt_zero.checkpoint.admitted import Inert
-from lt_zero.checkpoint.deepspeed_files import MODEL, model_files, optimizer_files, tag_folder
+from lt_zero.checkpoint.deepspeed_files import MODEL, OWN_KEYS, model_files, optimizer_files, tag_folder
 from lt_zero.checkpoint.errors import CheckpointError
 from lt_zero.checkpoint.flatparts import Place, Spans, cut_evenly, cut_rows
 from lt_zero.checkpoint.foreign import Plain, damage, mapping, prefix_of, spec_of, ties
 from lt_zero.checkpoint.handles import Handle
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.checkpoint.torchread import TorchReader
-
-_OWN_KEYS = frozenset(  # of a model file; the rest is what the caller of save_checkpoint gave
-    [
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "ds_config",
-        "ds_version",
-        "checkpoint_parallel_dimensions",
-        "universal_checkpoint_info",
-        "sparse_tensor_module_names",
-        "folding",
-        "ds_autoep_layers",
-        "autoep_layers",
-        "num_experts",
-    ]
-)
 
 
 class DeepSpeedSource:
@@ -78,6 +49,8 @@ class DeepSpeedSource:
 
     Attributes:
         notes: what could not be taken over, one sentence each.
+        left_out: names of frozen parameters that were not saved.
+        steps: that DeepSpeed has counted, skipped ones included.
 
     Raises:
         CheckpointError: files are missing or damaged, or of a kind that cannot be read; names them.
@@ -85,13 +58,15 @@ class DeepSpeedSource:
 
     def __init__(self, path: str | os.PathLike[str], tag: str | None = None, inert: Collection[str] = ()) -> None:
         self.notes: list[str] = []
+        self.left_out: list[str] = []
+        self._inert = inert
         self.folder = tag_folder(Path(path), tag)
         self._files = model_files(self.folder)
         self._models = [mapping(TorchReader(f, inert=inert).value, "model states", f) for f in self._files]
         with damage(self.folder):
-            self._sort_out(inert)
+            self._sort_out()
 
-    def _sort_out(self, inert: Collection[str]) -> None:
+    def _sort_out(self) -> None:
         self._module = mapping(self._models[0].get("module"), "module", self._files[0])
         shapes = self._models[0].get("param_shapes")
         self._shapes: list[dict[str, tuple[int, ...]]] = [_shapes(s, self._files[0]) for s in shapes or []]
@@ -99,12 +74,13 @@ class DeepSpeedSource:
         self._optimizer_files: list[Path] = []
         self._places: dict[str, Place] = {}
         if self._shapes:
-            self._read_optimizers(inert)
+            self._read_optimizers()
         else:
             self.notes.append(
                 f"{self._files[0]} is of ZeRO stage 0, where optimizer states and master weights have no names: "
                 "weights are those of the module, and there is no optimizer state."
             )
+        self.steps = int(self._models[0].get("global_steps") or 0)
         plain = Plain(self._files[0], self.notes)
         self.meta: Mapping[str, Any] = self._meta(plain)
         self._frozen = self._frozen_parameters()
@@ -139,12 +115,17 @@ class DeepSpeedSource:
             raise CheckpointError(f"{self.folder} has no state {key!r} of {name!r} in optimizer {optimizer}.")
         return self._assembled(place, lambda rank: self._moment(rank, place.group, key))
 
+    def verify(self) -> list[str]:
+        """See ``Foreign``."""
+        files = [*self._files, *self._optimizer_files]
+        return [str(file) for file in files if not TorchReader(file, inert=self._inert).verify()]
+
     # ---- files -------------------------------------------------------------------------------------------------
 
-    def _read_optimizers(self, inert: Collection[str]) -> None:
+    def _read_optimizers(self) -> None:
         self._optimizer_files = optimizer_files(self.folder)
         for file in self._optimizer_files:
-            content = mapping(TorchReader(file, inert=inert).value, "optimizer states", file)
+            content = mapping(TorchReader(file, inert=self._inert).value, "optimizer states", file)
             self._inner.append(mapping(content.get("optimizer_state_dict"), "optimizer_state_dict", file))
         first, file = self._inner[0], self._optimizer_files[0]
         counts = first.get("partition_count")
@@ -187,7 +168,7 @@ class DeepSpeedSource:
 
     def _meta(self, plain: Plain) -> dict[str, Any]:
         model = self._models[0]
-        meta: dict[str, Any] = plain.of({key: value for key, value in model.items() if key not in _OWN_KEYS})
+        meta: dict[str, Any] = plain.of({key: value for key, value in model.items() if key not in OWN_KEYS})
         if model.get("lr_scheduler") is not None and "lr_schedulers" not in meta:
             meta["lr_schedulers"] = [plain.of(model["lr_scheduler"], "lr_scheduler")]
         scaler = self._inner[0].get("loss_scaler") if self._inner else None
@@ -248,6 +229,7 @@ class DeepSpeedSource:
                 weights[name] = spec_of(self._module[source])
                 if self._shapes and self._whole and source not in own:  # a placeholder, see Note [Stage 3]
                     del weights[name]
+                    self.left_out.append(name)
                     self.notes.append(f"{name} was not saved (exclude_frozen_parameters).")
         return weights
 

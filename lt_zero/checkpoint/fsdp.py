@@ -116,6 +116,17 @@ class DcpSource:
             raise CheckpointError(f"{self.folder} has no state {key!r} of {name!r} in optimizer {optimizer}.")
         return self._tensor(entry, entry.spec, f"{name}, {key}")
 
+    def verify(self) -> list[str]:
+        """See ``Foreign``."""
+        parts = {part for entry in self._entries.values() for *_, part in entry.boxes}
+        meta = self.folder / "meta.pt"
+        whole = {_Bytes(meta, 0, meta.stat().st_size)} if meta.is_file() else set()
+        unchecked = {self._file}  # a bare pickle
+        for part in sorted(parts | whole, key=lambda part: (part.path, part.start)):
+            if not TorchReader(part.path, part.start, part.stop, self._inert).verify():
+                unchecked.add(part.path)
+        return sorted(map(str, unchecked))
+
     # ---- metadata ----------------------------------------------------------------------------------------------
 
     def _read_metadata(self) -> dict[tuple[Any, ...], _Entry]:

@@ -10,7 +10,7 @@ Note [Optimizer states with numbers]
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class FileSource:
     Args:
         path: a ``.ckpt``, ``.pt``, ``.pth``, ``.bin`` or ``.safetensors`` file.
         inert: names of classes whose objects in the checkpoint are skipped instead of refused.
+        prefix: what wrappers put before all names; default: it is found out.
 
     Attributes:
         notes: what could not be taken over, one sentence each.
@@ -58,21 +59,24 @@ class FileSource:
         CheckpointError: it is damaged, or holds what is not read; names it.
     """
 
-    def __init__(self, path: str | os.PathLike[str], inert: Collection[str] = ()) -> None:
+    def __init__(self, path: str | os.PathLike[str], inert: Collection[str] = (), prefix: str | None = None) -> None:
         self.path = Path(path)
         self.notes: list[str] = []
         self.meta: Mapping[str, Any] = {}
         self.optimizers: tuple[SavedOptimizer, ...] = ()
         self._handles: dict[str, Handle] = {}
         self._states: list[dict[str, dict[str, Any]]] = []
+        self._ties: dict[str, str] = {}
+        self._given, self._inert = prefix, inert
         self._safe = self.path.suffix == ".safetensors"
         with damage(self.path):
             specs = self._open_safetensors() if self._safe else self._open_torch(inert)
-        self._prefix = prefix_of(specs, self.meta)
+        self._prefix = self._prefix_of(specs)
+        self._ties |= ties(self._handles)
+        specs |= {tied: specs[first] for tied, first in self._ties.items()}
         self.weights: Mapping[str, Spec] = {name.removeprefix(self._prefix): spec for name, spec in specs.items()}
         self.aliases: Mapping[str, str] = {
-            tied.removeprefix(self._prefix): first.removeprefix(self._prefix)
-            for tied, first in ties(self._handles).items()
+            tied.removeprefix(self._prefix): first.removeprefix(self._prefix) for tied, first in self._ties.items()
         }
 
     @classmethod
@@ -90,11 +94,12 @@ class FileSource:
         """See ``Source``."""
         if name not in self.weights:
             raise CheckpointError(f"{self.path} has no parameter or buffer {name!r}.")
+        raw = self._prefix + self.aliases.get(name, name)
         if not self._safe:
-            return self._handles[self._prefix + name].read()
+            return self._handles[raw].read()
         try:
             with safe_open(self.path, framework="pt") as file:
-                tensor: Tensor = file.get_tensor(self._prefix + name)
+                tensor: Tensor = file.get_tensor(raw)
                 return tensor
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.path} is damaged at {name!r}: {error}. Take another checkpoint.") from error
@@ -107,10 +112,21 @@ class FileSource:
             raise CheckpointError(f"{self.path} has no state {key!r} of {name!r} in optimizer {optimizer}.")
         return value.read()
 
+    def verify(self) -> list[str]:
+        """See ``Foreign``."""
+        checked = not self._safe and TorchReader(self.path, inert=self._inert).verify()
+        return [] if checked else [str(self.path)]
+
+    def _prefix_of(self, names: Iterable[str]) -> str:
+        return self._given if self._given is not None else prefix_of(names, self.meta)
+
     def _open_safetensors(self) -> dict[str, Spec]:
         try:
             with safe_open(self.path, framework="pt") as file:
                 slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                # safetensors' save_model writes one of the tied names, and the others here.
+                told = (file.metadata() or {}).items()
+                self._ties = {tied: first for tied, first in told if first in slices and tied not in slices}
                 return {
                     name: Spec(tuple(part.get_shape()), getattr(torch, _SAFETENSORS[part.get_dtype()]))
                     for name, part in slices.items()
@@ -134,7 +150,7 @@ class FileSource:
             raise CheckpointError(f"{self.path} has no tensors at its top or under `state_dict`: it is no state dict.")
         if left:
             self.notes.append(f"Entries of {self.path} that are no tensors were left out: {', '.join(left[:10])}.")
-        self._prefix = prefix_of(self._handles, self.meta)
+        self._prefix = self._prefix_of(self._handles)
         states = content.get("optimizer_states") or []
         if isinstance(states, list) and states:
             found = [self._optimizer(state) for state in states]

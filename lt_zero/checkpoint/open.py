@@ -3,39 +3,105 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 from lt_zero.checkpoint import manifest
 from lt_zero.checkpoint.archive import Archive
+from lt_zero.checkpoint.deepspeed import DeepSpeedSource
 from lt_zero.checkpoint.errors import CheckpointError
+from lt_zero.checkpoint.fsdp import DcpSource
+from lt_zero.checkpoint.onefile import FileSource
 from lt_zero.checkpoint.place import find, is_url
-from lt_zero.checkpoint.source import Source
+from lt_zero.checkpoint.shards import ShardsSource
+from lt_zero.checkpoint.source import Foreign, Source
+
+_KINDS = (DeepSpeedSource, DcpSource, ShardsSource, FileSource)
+_SHOWN = 10  # notes of a source
+_LOOKED_FOR = (
+    f"a directory of lt_zero ({manifest.NAME}, which is written last: a kill while saving leaves none), of DeepSpeed "
+    "(*mp_rank_00_model_states.pt, or a folder with them), of FSDPStrategy or ModelParallelStrategy (.metadata), of "
+    "Hugging Face (model.safetensors, pytorch_model.bin or their index.json); a file of torch.save or safetensors"
+)
 
 
 def is_directory(path: str | os.PathLike[str]) -> bool:
     """Whether a path means a checkpoint that is a directory (itself, or something inside of it)."""
     if is_url(path):
         return Archive.is_at(find(path))
-    found = Path(find(path))
-    return found.is_dir()
+    return Path(found_at(path)).is_dir()
 
 
-def open_source(path: str | os.PathLike[str]) -> Source:
+def found_at(path: str | os.PathLike[str]) -> str:
+    """The checkpoint that ``path`` means: a folder that others wrote is itself, else see ``find``."""
+    if not is_url(path):
+        target = Path(path)
+        if target.is_dir() and not (target / manifest.NAME).is_file() and _kind_of(target) is not None:
+            return str(path)
+    return find(path)
+
+
+def open_source(path: str | os.PathLike[str], tag: str | None = None, tell: bool = True) -> Source:
     """Open a checkpoint, whoever wrote it, for reading.
+
+    Args:
+        path: ours, or what DeepSpeed, Lightning's sharded strategies, ``torch.save``, safetensors or Hugging Face's
+            tools wrote.
+        tag: which one of a DeepSpeed directory; default: the one that its file ``latest`` names.
+        tell: warn of what cannot be taken over.
 
     Raises:
         CheckpointError: there is none; it is damaged, or of a kind that is not known.
     """
-    found = find(path)
-    if is_url(found) or Path(found, manifest.NAME).is_file():
-        return Archive(found)
+    found = found_at(path)
     target = Path(found)
+    if is_url(found) or (target / manifest.NAME).is_file():
+        _no_tag(found, tag)
+        return Archive(found)
     if not target.exists():
         raise CheckpointError(f"There is no checkpoint at {target}: no such file or directory.")
-    raise CheckpointError(
-        f"{target} is not a checkpoint: {_contents(target)}. Expected a directory with {manifest.NAME}, which is "
-        "written last: a kill while saving leaves none."
-    )
+    kind = _kind_of(target)
+    if kind is None or _is_half_ours(target):
+        raise CheckpointError(
+            f"{target} is not a checkpoint, or not a complete one: {_contents(target)}. Looked for {_LOOKED_FOR}."
+        )
+    source: Foreign
+    if kind is DeepSpeedSource:
+        source = DeepSpeedSource(target, tag)
+    else:
+        _no_tag(found, tag)
+        source = kind(target)
+    if tell:
+        _tell(source.notes)
+    return source
+
+
+def _kind_of(
+    target: Path,
+) -> type[DeepSpeedSource] | type[DcpSource] | type[ShardsSource] | type[FileSource] | None:
+    try:
+        return next((kind for kind in _KINDS if kind.looks_like(target)), None)
+    except OSError as error:
+        raise CheckpointError(f"Cannot read {target}: {error}. See to its rights, or take another copy.") from error
+
+
+def _is_half_ours(target: Path) -> bool:
+    """Our files without the manifest can be read by others, and nobody knows whether they are all there."""
+    return target.is_dir() and (target / "weights-00000.pt").is_file()
+
+
+def _no_tag(found: str, tag: str | None) -> None:
+    if tag is not None:
+        raise CheckpointError(f"{found} has no tags, as directories of DeepSpeed have them: leave out the tag {tag!r}.")
+
+
+def _tell(notes: Sequence[str]) -> None:
+    """Each note once, and not too many."""
+    different = list(dict.fromkeys(notes))
+    more = len(different) - _SHOWN
+    for note in [*different[:_SHOWN], *([f"{more} more notes of this kind."] if more > 0 else [])]:
+        warnings.warn(note, stacklevel=3)
 
 
 def _contents(target: Path) -> str:

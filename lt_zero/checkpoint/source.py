@@ -68,3 +68,16 @@ class Source(Protocol):
 
     def read_state(self, optimizer: int, name: str, key: str) -> Tensor:
         """An element-wise state of a parameter, with the parameter's shape."""
+
+
+class Foreign(Source, Protocol):
+    """A source that others wrote. ``notes``: what could not be taken over, one sentence each."""
+
+    notes: list[str]
+
+    def verify(self) -> list[str]:
+        """Read every byte that has a checksum; the files that have none.
+
+        Raises:
+            CheckpointError: a file is not what was written; names it.
+        """

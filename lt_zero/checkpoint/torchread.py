@@ -124,8 +124,8 @@ class TorchReader:
             raise ValueError(f"its record {name} is shorter than the {numel} elements of its storage")
         return Storage(self.path, self._part[0] + self._places[name], numel * dtype.itemsize, dtype)
 
-    def verify(self) -> None:
-        """Read everything and compare checksums, where the file has them. See Note [Checksums].
+    def verify(self) -> bool:
+        """Read everything and compare checksums; False if the file has none. See Note [Checksums].
 
         Raises:
             CheckpointError: a record is not what was written; names it.
@@ -133,12 +133,13 @@ class TorchReader:
         with Window(self.path, *self._part) as window:
             small = [name for name in ("byteorder", "version") if name in self._records]
             if not any(self._is_intact(window, name) for name in small):
-                return
+                return False
             for name in self._records:
                 if not self._is_intact(window, name):
                     raise CheckpointError(
                         f"{self.path} is damaged: the checksum of its record {name} is wrong. Take another checkpoint."
                     )
+        return True
 
     def _is_intact(self, window: Window, name: str) -> bool:
         info, place = self._records[name], self._places.get(name)
