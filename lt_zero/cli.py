@@ -47,6 +47,34 @@ def export_command(context: typer.Context) -> None:
     inner(context.args, prog_name="lt-zero export")
 
 
+@app.command(
+    "import",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def import_command(context: typer.Context) -> None:
+    """Make a checkpoint directory of what DeepSpeed, FSDP or others wrote."""
+    from lt_zero.checkpoint.command import import_command as command  # here: it imports torch
+
+    inner = typer.Typer(add_completion=False)
+    inner.command()(command)
+    inner(context.args, prog_name="lt-zero import")
+
+
+@app.command(
+    "verify",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def verify_command(context: typer.Context) -> None:
+    """Read every byte of a checkpoint directory, and tell what it holds."""
+    from lt_zero.checkpoint.command import verify_command as command  # here: it imports torch
+
+    inner = typer.Typer(add_completion=False)
+    inner.command()(command)
+    inner(context.args, prog_name="lt-zero verify")
+
+
 @ops.command("build")
 def build_command(
     cuda: Annotated[

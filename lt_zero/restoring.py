@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lt_zero.checkpoint.collect import parameter_names
 from lt_zero.checkpoint.errors import CheckpointError
 from lt_zero.checkpoint.full import load_full_optimizer_state
-from lt_zero.checkpoint.load import as_lightning, by_name, load_module, number_states, rounded_weights
+from lt_zero.checkpoint.load import as_lightning, by_name, fitting_state, load_module, rounded_weights
 from lt_zero.checkpoint.open import is_directory, open_source
+from lt_zero.checkpoint.resuming import require_training_state
 from lt_zero.checkpoint.save import KEY
 from lt_zero.core.comm import Comm
 from lt_zero.core.guard import owner_of
@@ -45,7 +45,7 @@ class Restoring:
         with self._together("opening the checkpoint"):
             if not is_directory(path):
                 return None
-            return as_lightning(open_source(path), weights_only)
+            return as_lightning(open_source(path, tell=self._strategy.is_global_zero), weights_only)
 
     def pick(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Leave out what is not to be restored. See the ``checkpoint`` block of the configuration."""
@@ -56,9 +56,10 @@ class Restoring:
         if how.load_module_only:
             kept = {k: v for k, v in checkpoint.items() if k in ("state_dict", "pytorch-lightning_version", KEY)}
             return {**kept, "optimizer_states": [], "lr_schedulers": []}
+        require_training_state(checkpoint, how.load_optimizer_states)
         if not how.load_optimizer_states:
             checkpoint["optimizer_states"] = []
-        if not how.load_lr_scheduler_states:
+        if not how.load_lr_scheduler_states or (KEY in checkpoint and "lr_schedulers" not in checkpoint):
             checkpoint["lr_schedulers"] = []
         return checkpoint
 
@@ -110,7 +111,7 @@ class Restoring:
                 )
             for number, (optimizer, state) in enumerate(zip(strategy.optimizers, states, strict=True)):
                 if by_name(state):
-                    state = number_states(state, parameter_names(optimizer, strategy.engine), number)
+                    state = fitting_state(state, optimizer, strategy.engine, number, strategy.is_global_zero)
                 sharded = sharded_of(optimizer)
                 if sharded is None:
                     optimizer.load_state_dict(state)

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from lt_zero.checkpoint.casting import Cast
 from lt_zero.checkpoint.errors import CheckpointError
@@ -30,7 +27,7 @@ from lt_zero.checkpoint.formats import (
     write_pt,
     write_safetensors,
 )
-from lt_zero.checkpoint.output import check_space, whole_file, whole_folder
+from lt_zero.checkpoint.output import bar, check_space, whole_file, whole_folder
 from lt_zero.checkpoint.place import find, is_url
 from lt_zero.checkpoint.source import Source
 
@@ -97,7 +94,7 @@ def export(
         )
     _check_place(checkpoint, target)
     source = _open(checkpoint)
-    with _bar(progress) as (begin, tick):
+    with bar("export", progress) as (begin, tick):
         cast = Cast(source, kind, keep_fp32, tick)
         if training_state:
             check_training_state(cast)
@@ -236,12 +233,3 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 def _name(dtype: torch.dtype) -> str:
     return next(name for name, known in _DTYPES.items() if known == dtype)
-
-
-@contextmanager
-def _bar(shown: bool) -> Iterator[tuple[Callable[[int], object], Callable[[int], object]]]:
-    """Gives what to call with all bytes at first, and with those of each piece."""
-    columns = (TextColumn("export"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
-        task = bar.add_task("export")
-        yield lambda total: bar.update(task, total=total), lambda nbytes: bar.advance(task, nbytes)

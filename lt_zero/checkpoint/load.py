@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lt_zero.checkpoint.archive import Archive
+from lt_zero.checkpoint.collect import parameter_names
 from lt_zero.checkpoint.errors import CheckpointError
 from lt_zero.checkpoint.plain import where
+from lt_zero.checkpoint.resuming import lightning_meta, settings_here
 from lt_zero.checkpoint.save import KEY, REFERENCE
 from lt_zero.checkpoint.saved import saved_state, saved_weights
 from lt_zero.checkpoint.source import Source
@@ -27,17 +30,21 @@ def as_lightning(source: Source, weights_only: bool | None = None) -> dict[str, 
         source: an open checkpoint.
         weights_only: False also unpickles what has no plain form: only for a checkpoint that is trusted.
     """
-    meta = dict(source.meta)
-    if isinstance(source, Archive):
-        meta = _whole_meta(source, weights_only)
+    ours = isinstance(source, Archive)
+    meta = _whole_meta(source, weights_only) if isinstance(source, Archive) else lightning_meta(source)
     own = meta.pop(KEY, {})
-    meta[KEY] = {"frozen_left_out": own.get("frozen_left_out", []), "hparams": own.get("hparams", "")}
+    meta[KEY] = {
+        "frozen_left_out": own.get("frozen_left_out", getattr(source, "left_out", [])),
+        "hparams": own.get("hparams", ""),
+        "path": str(getattr(source, "folder", getattr(source, "path", ""))),
+    }
     meta.setdefault(_VERSION, "2.5.0")
     meta["state_dict"] = {**saved_weights(source), **own.get("extra_state", {})}
-    has_optimizers = own.get("has_optimizers", bool(source.optimizers))
+    has_optimizers = own.get("has_optimizers", False) or bool(source.optimizers)
+    foreign = not ours or own.get("foreign", False)
     if has_optimizers:
         meta["optimizer_states"] = [
-            {"state": saved_state(source, number), "param_groups": saved.groups}
+            {"state": saved_state(source, number), "param_groups": saved.groups, "foreign": foreign}
             for number, saved in enumerate(source.optimizers)
         ]
     return meta
@@ -76,19 +83,26 @@ def _by_full_name(archive: Archive, name: str) -> Tensor:
     return LazyTensor(entry.shape, entry.dtype, lambda lo, hi: archive.elements(name, lo, hi))
 
 
-def number_states(saved: Mapping[str, Any], names: Sequence[Sequence[str]], number: int) -> dict[str, Any]:
+def number_states(
+    saved: Mapping[str, Any],
+    names: Sequence[Sequence[str]],
+    number: int,
+    frozen: Collection[str] = (),
+) -> dict[str, Any]:
     """An optimizer's saved state, keyed by names, as torch wants it: keyed by numbers.
 
     Args:
         saved: groups and states by name.
         names: of the running optimizer's parameters, by group.
         number: of the optimizer, for messages.
+        frozen: names of parameters that need no gradient here; those without a saved state may be here or there only.
 
     Raises:
         CheckpointError: it has other parameters, or other groups of them.
     """
     groups = saved["param_groups"]
-    mine, theirs = [set(group) for group in names], [set(group["params"]) for group in groups]
+    idle = set(frozen) - set(saved["state"])
+    mine, theirs = [set(group) - idle for group in names], [set(group["params"]) - idle for group in groups]
     if mine != theirs:
         new, gone = set().union(*mine) - set().union(*theirs), set().union(*theirs) - set().union(*mine)
         what = (
@@ -102,6 +116,11 @@ def number_states(saved: Mapping[str, Any], names: Sequence[Sequence[str]], numb
         )
     flat = [name for group in names for name in group]
     numbers = {name: i for i, name in enumerate(flat)}
+    if strangers := sorted(set(saved["state"]) - set(numbers)):
+        raise CheckpointError(
+            f"The checkpoint's optimizer {number} has states of {', '.join(strangers[:5])}, which are in none of its "
+            "groups: it is damaged. Take another checkpoint, or set checkpoint.load_optimizer_states=false."
+        )
     return {
         "state": {numbers[name]: state for name, state in saved["state"].items()},
         "param_groups": [
@@ -109,6 +128,34 @@ def number_states(saved: Mapping[str, Any], names: Sequence[Sequence[str]], numb
             for group, mine_in_order in zip(groups, names, strict=True)
         ],
     }
+
+
+def fitting_state(
+    saved: Mapping[str, Any], optimizer: Optimizer, engine: Engine, number: int, tell: bool
+) -> dict[str, Any]:
+    """A saved state of ``as_lightning`` for the running optimizer, as torch wants it.
+
+    Args:
+        saved: groups and states by name.
+        optimizer: the running one.
+        engine: of its parameters.
+        number: of the optimizer, for messages.
+        tell: warn of what is left out.
+
+    Raises:
+        CheckpointError: it has other parameters, or other groups of them.
+    """
+    if saved.get("foreign"):
+        groups, dropped = settings_here(saved["param_groups"], optimizer.param_groups)
+        saved = {**saved, "param_groups": groups}
+        if dropped and tell:
+            warnings.warn(
+                f"Settings of the checkpoint's optimizer {number} that the one here does not have are left out: "
+                f"{', '.join(dropped)}.",
+                stacklevel=2,
+            )
+    frozen = [name for name, p in engine.root.named_parameters() if not p.requires_grad]
+    return number_states(saved, parameter_names(optimizer, engine), number, frozen)
 
 
 def by_name(state: Mapping[str, Any]) -> bool:

@@ -13,10 +13,12 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from torch import Tensor
 
 from lt_zero.checkpoint.errors import CheckpointError
@@ -38,7 +40,7 @@ def told(path: Path) -> Iterator[None]:
         ) from error
 
 
-def check_space(folder: Path, nbytes: int) -> None:
+def check_space(folder: Path, nbytes: int, what: str = "export", instead: str = " or a smaller dtype") -> None:
     """See that ``nbytes`` fit below ``folder``, which need not exist.
 
     Raises:
@@ -49,8 +51,8 @@ def check_space(folder: Path, nbytes: int) -> None:
         free = free_bytes(existing)
     if nbytes > free:
         raise CheckpointError(
-            f"{folder} has {in_words(free)} left, and the export needs {in_words(nbytes)}: free some, or choose another"
-            " place or a smaller dtype. Nothing was written."
+            f"{folder} has {in_words(free)} left, and the {what} needs {in_words(nbytes)}: free some, or choose another"
+            f" place{instead}. Nothing was written."
         )
 
 
@@ -133,3 +135,12 @@ def _move(moves: Sequence[tuple[Path, Path, str]]) -> None:
 
 def _stamp() -> str:
     return f"tmp-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+@contextmanager
+def bar(what: str, shown: bool) -> Iterator[tuple[Callable[[int], object], Callable[[int], object]]]:
+    """Gives what to call with all bytes at first, and with those of each piece."""
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
+        task = progress.add_task(what)
+        yield lambda total: progress.update(task, total=total), lambda nbytes: progress.advance(task, nbytes)

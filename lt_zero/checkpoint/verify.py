@@ -1,0 +1,48 @@
+"""Whether a checkpoint directory is what was written, and what it holds."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lt_zero.checkpoint import manifest
+from lt_zero.checkpoint.archive import Archive
+from lt_zero.checkpoint.errors import CheckpointError
+from lt_zero.checkpoint.open import found_at
+
+_SHOWN = ("stage", "ranks", "precision", "created", "imported_from", "torch")  # of what the run has told
+
+
+def verify(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read every byte of a checkpoint directory of ours.
+
+    Args:
+        path: the directory, its URL, or something inside of it.
+
+    Returns:
+        What it holds, for people: facts of the run, ``step``, ``epoch``, ``weights``, ``optimizers`` (how many),
+        ``files``, ``bytes``.
+
+    Raises:
+        CheckpointError: there is none, or a file is missing or not what was written; names it.
+    """
+    found = found_at(path)
+    if not Archive.is_at(found):
+        raise CheckpointError(
+            f"{found} is not a checkpoint directory of lt_zero, or not a complete one: it has no {manifest.NAME}, which"
+            " is written last. What others wrote is checked by `lt-zero import`, which makes such a directory of it."
+        )
+    archive = Archive(found)
+    try:
+        nbytes = archive.verify()
+        run, meta = archive.manifest.run, archive.meta
+        facts: dict[str, Any] = {key: run[key] for key in _SHOWN if key in run}
+        facts |= {name: meta[key] for name, key in (("step", "global_step"), ("epoch", "epoch")) if key in meta}
+        numel = sum(spec.numel for name, spec in archive.weights.items() if name not in archive.aliases)
+        facts["weights"] = f"{len(archive.weights)} tensors, {numel} elements"
+        facts["optimizers"] = len(archive.optimizers)
+        facts["files"] = len(archive.manifest.files) + 1
+        facts["bytes"] = nbytes
+        return facts
+    finally:
+        archive.close()
