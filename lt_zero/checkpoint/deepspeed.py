@@ -171,6 +171,10 @@ class DeepSpeedSource:
         meta: dict[str, Any] = plain.of({key: value for key, value in model.items() if key not in OWN_KEYS})
         if model.get("lr_scheduler") is not None and "lr_schedulers" not in meta:
             meta["lr_schedulers"] = [plain.of(model["lr_scheduler"], "lr_scheduler")]
+        schedules = meta.get("lr_schedulers")
+        if isinstance(schedules, list) and any(isinstance(s, dict) and "last_batch_iteration" in s for s in schedules):
+            meta["lr_schedulers"] = []
+            self.notes.append(f"{self._files[0]} has states of DeepSpeed's own schedules, which torch's cannot take.")
         scaler = self._inner[0].get("loss_scaler") if self._inner else None
         config = model.get("ds_config")
         fp16 = config.get("fp16") if isinstance(config, dict) else None

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lt_zero.checkpoint.archive import Archive
 from lt_zero.checkpoint.errors import CheckpointError
+from lt_zero.checkpoint.foreign import damage
 from lt_zero.checkpoint.fragment import Fragment
 from lt_zero.checkpoint.load import as_lightning, number_states
 from lt_zero.checkpoint.open import found_at, open_source
@@ -189,7 +190,9 @@ def _content(
 
 def _begin(source: Source, checkpoint: dict[str, Any], made: str) -> None:
     """Let a run begin an epoch with a state that Lightning did not save."""
-    counted = [int(s["step"]) for saved in source.optimizers for s in saved.state.values() if "step" in s]
+    found = [state.get("step") for saved in source.optimizers for state in saved.state.values()]
+    with damage("The steps of the optimizers"):
+        counted = [int(value) for value in found if isinstance(value, (int, float)) or _is_number(value)]
     steps: int = getattr(source, "steps", max(counted, default=0))
     checkpoint.update(beginning_of_epoch(checkpoint, steps))
     schedules = "the saved states of schedules" if checkpoint.setdefault("lr_schedulers", []) else "fresh schedules"
@@ -198,6 +201,10 @@ def _begin(source: Source, checkpoint: dict[str, Any], made: str) -> None:
         f"beginning of epoch {checkpoint['epoch']}, and with {schedules}.",
         stacklevel=4,
     )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def _run(source: str | os.PathLike[str]) -> dict[str, Any]:

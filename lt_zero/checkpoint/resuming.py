@@ -34,10 +34,9 @@ def lightning_meta(source: Source) -> dict[str, Any]:
         state = meta.pop(key, None)
         if isinstance(state, dict) and "scale" in state:
             meta.setdefault("MixedPrecision", state)
-    if "lr_schedulers" in meta:
-        found = meta["lr_schedulers"]
-        usable = isinstance(found, list) and all(isinstance(s, dict) and "last_epoch" in s for s in found)
-        meta["lr_schedulers"] = found if usable else []  # DeepSpeed's own schedules have other states
+    for key, kind in (("lr_schedulers", list), ("callbacks", dict), ("hyper_parameters", dict)):
+        if key in meta and not isinstance(meta[key], kind):
+            del meta[key]
     return meta
 
 
@@ -51,11 +50,12 @@ def beginning_of_epoch(meta: Mapping[str, Any], steps: int) -> dict[str, Any]:
     epoch = meta.get("epoch")
     epoch = epoch if isinstance(epoch, int) and epoch >= 0 else 0
     done = {"total": {"ready": steps, "completed": steps}, "current": {"ready": 0, "completed": 0}}
+    zeroed = {name: {**count, "started": count["ready"]} for name, count in done.items()}
     counts = dict.fromkeys(("ready", "started", "processed", "completed"), epoch)
     fit = {
         "epoch_progress": {"total": counts, "current": dict(counts)},
         "epoch_loop.state_dict": {"_batches_that_stepped": steps},
-        "epoch_loop.automatic_optimization.optim_progress": {"optimizer": {"step": done}},
+        "epoch_loop.automatic_optimization.optim_progress": {"optimizer": {"step": done, "zero_grad": zeroed}},
         "epoch_loop.manual_optimization.optim_step_progress": done,
     }
     return {"epoch": epoch, "global_step": steps, "loops": {"fit_loop": fit}}
