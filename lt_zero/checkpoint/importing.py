@@ -18,6 +18,7 @@ from typing import Any
 import fsspec
 import torch
 from torch import Tensor
+from typing_extensions import TypeGuard
 
 from lt_zero.checkpoint.archive import Archive
 from lt_zero.checkpoint.errors import CheckpointError
@@ -190,9 +191,9 @@ def _content(
 
 def _begin(source: Source, checkpoint: dict[str, Any], made: str) -> None:
     """Let a run begin an epoch with a state that Lightning did not save."""
-    found = [state.get("step") for saved in source.optimizers for state in saved.state.values()]
-    with damage("The steps of the optimizers"):
-        counted = [int(value) for value in found if isinstance(value, (int, float)) or _is_number(value)]
+    found = (state.get("step") for saved in source.optimizers for state in saved.state.values())
+    with damage("The optimizers' number of steps"):
+        counted = [int(value) for value in found if _is_number(value)]
     steps: int = getattr(source, "steps", max(counted, default=0))
     checkpoint.update(beginning_of_epoch(checkpoint, steps))
     schedules = "the saved states of schedules" if checkpoint.setdefault("lr_schedulers", []) else "fresh schedules"
@@ -203,8 +204,8 @@ def _begin(source: Source, checkpoint: dict[str, Any], made: str) -> None:
     )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1
+def _is_number(value: Any) -> TypeGuard[int | float | Tensor]:
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float))
 
 
 def _run(source: str | os.PathLike[str]) -> dict[str, Any]:
