@@ -13,12 +13,11 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import fsspec
 import torch
 from torch import Tensor
-from typing_extensions import TypeGuard
 
 from lt_zero.checkpoint.archive import Archive
 from lt_zero.checkpoint.errors import CheckpointError
