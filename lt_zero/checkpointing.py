@@ -132,6 +132,7 @@ class CheckpointingStrategy(DDPStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         found = self.restoring.load(checkpoint_path, weights_only)
+        found = found or self.restoring.load_file(checkpoint_path, weights_only)
         return self.restoring.pick(found or super().load_checkpoint(checkpoint_path, weights_only))
 
     @override

@@ -8,15 +8,19 @@ Note [Life of a restore]
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lt_zero.checkpoint.errors import CheckpointError
 from lt_zero.checkpoint.full import load_full_optimizer_state
 from lt_zero.checkpoint.load import as_lightning, by_name, fitting_state, load_module, rounded_weights
 from lt_zero.checkpoint.open import is_directory, open_source
+from lt_zero.checkpoint.place import is_url
 from lt_zero.checkpoint.resuming import require_training_state
 from lt_zero.checkpoint.save import KEY
 from lt_zero.core.comm import Comm
@@ -46,6 +50,16 @@ class Restoring:
             if not is_directory(path):
                 return None
             return as_lightning(open_source(path, tell=self._strategy.is_global_zero), weights_only)
+
+    def load_file(self, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any] | None:
+        """A single file, mapped: ranks of a host share its pages, and parts that are not needed are never read.
+
+        None if that is not possible: the file is somewhere else, old, or a plugin's.
+        """
+        if type(self._strategy.checkpoint_io) is not TorchCheckpointIO or is_url(path) or not zipfile.is_zipfile(path):
+            return None
+        found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only is not False)
+        return found
 
     def pick(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Leave out what is not to be restored. See the ``checkpoint`` block of the configuration."""
