@@ -491,7 +491,7 @@ def test_links_are_followed(tmp_path: Path) -> None:
 # ---- in processes of their own -----------------------------------------------------------------------------------
 
 GROWTH = """
-import resource, sys, torch
+import sys, torch
 from lt_zero.checkpoint.export import export
 from lt_zero.checkpoint.source import Spec
 
@@ -502,11 +502,14 @@ class Lazy:
     def read(self, name):
         return torch.full(self.weights[name].shape, float(name))
 
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak():  # not ru_maxrss, which a process has from the one that started it
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
 
 for name in ("a.pt", "a.safetensors", "a.ckpt"):
     export(Lazy(2, 100), sys.argv[1] + "/" + name)
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")
 before = peak()
 for name in ("a.pt", "a.safetensors", "a.ckpt"):
     export(Lazy(6, 9 << 20), sys.argv[1] + "/" + name)
@@ -526,7 +529,7 @@ def test_memory_is_that_of_one_tensor(tmp_path: Path) -> None:
     """6 tensors of 36 MiB (which malloc gives back at once); a file that is held would be 108 MiB."""
     growth = [float(line) for line in run(GROWTH, str(tmp_path)).split()]
     assert len(growth) == 3
-    assert max(growth) < 36 + 30, growth
+    assert 30 < max(growth) < 36 + 30, growth
 
 
 PLAIN = """
