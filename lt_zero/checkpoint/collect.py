@@ -86,12 +86,40 @@ def optimizer_fragments(sharded: ShardedOptimizer) -> dict[str, Any]:
                 held = _states(bucket, index, optimizer.state[parameter])
                 state[numbers[id(parameter)]] = held
     own = {n: {k: v for k, v in held.items() if not isinstance(v, Fragment)} for n, held in state.items()}
-    for other in engine.comm.host_gather(own, "optimizer states that are no tensors"):
-        for number, held in other.items():
+    for packed_scalars in engine.comm.host_gather(_pack(own), "optimizer states that are no tensors"):
+        for number, held in _unpack(*packed_scalars).items():
             mine = state.setdefault(number, {})
             state[number] = {**held, **mine}
     foreign = {numbers[id(p)]: optimizer.state[p] for p in sharded.parameters() if is_foreign(engine, p, optimizer)}
     return {**packed, "state": {**foreign, **dict(sorted(state.items()))}}
+
+
+_Scalars = dict[torch.dtype, tuple[list[tuple[int, str]], Tensor]]
+
+
+def _pack(own: Mapping[int, Mapping[str, Any]]) -> tuple[dict[int, dict[str, Any]], _Scalars]:
+    """Step counters of thousands of parameters as one tensor each dtype: pickling a tensor takes long."""
+    rest: dict[int, dict[str, Any]] = {}
+    scalars: dict[torch.dtype, list[tuple[int, str, Tensor]]] = {}
+    for number, held in own.items():
+        rest[number] = {}
+        for key, value in held.items():
+            if isinstance(value, Tensor) and value.dim() == 0:
+                scalars.setdefault(value.dtype, []).append((number, key, value.detach()))
+            else:
+                rest[number][key] = value
+    return rest, {
+        dtype: ([(number, key) for number, key, _ in found], torch.stack([value.cpu() for *_, value in found]))
+        for dtype, found in scalars.items()
+    }
+
+
+def _unpack(rest: dict[int, dict[str, Any]], scalars: _Scalars) -> dict[int, dict[str, Any]]:
+    """The reverse of ``_pack``."""
+    for places, values in scalars.values():
+        for (number, key), value in zip(places, values.unbind(), strict=True):
+            rest[number][key] = value
+    return rest
 
 
 def _states(bucket: Bucket, index: int, state: Mapping[str, Any]) -> dict[str, Any]:

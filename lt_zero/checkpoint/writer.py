@@ -227,22 +227,30 @@ class DirectoryWriter(StorageWriter):
         if not others:
             return
         output = _Output("extras.pt", self._place.sink("extras.pt"))
-        known: dict[bytes, Stored] = {}
+        known: dict[Any, tuple[Stored, int]] = {}  # thousands of parameters have the same number of steps
         try:
             for path, value in others.items():
-                data = io.BytesIO()
-                torch.save(value, data)
-                blob = data.getvalue()
-                if blob not in known:  # thousands of parameters have the same number of steps
-                    bytes_of = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
-                    known[blob] = output.content[".".join(path)] = output.add(".".join(path), bytes_of)
-                stored, name = known[blob], ".".join(path)
+                name, key = ".".join(path), _equal_by(value)
+                if key is None or key not in known:
+                    data = io.BytesIO()
+                    torch.save(value, data)
+                    blob = torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
+                    stored = output.content[name] = output.add(name, blob)
+                    known[key or name] = stored, blob.numel()
+                stored, size = known[key or name]
                 metadata.planner_data[name] = path
-                _describe_other(metadata, name, value, stored.start, len(blob))
+                _describe_other(metadata, name, value, stored.start, size)
             files["extras.pt"] = output.close()
         except BaseException:
             output.sink.abandon()
             raise
+
+
+def _equal_by(value: Any) -> Any:
+    """Equal for values that are saved as the same bytes; None if that is not known."""
+    if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in (torch.float32, torch.float64, torch.int64):
+        return value.dtype, repr(value.item())
+    return (type(value), repr(value)) if isinstance(value, bool | int | float | str | None) else None
 
 
 def _nbytes(item: WriteItem) -> int:

@@ -87,6 +87,7 @@ class Bucket:
         self.step_dtype = policy.step_of(dtype)
         self.own = self.layout.shard(comm.rank) if sharding.optim or sharding.params else (0, self.layout.numel)
         self._pieces = self.layout.pieces(*self.own)
+        self._piece_of = {piece.index: piece for piece in self._pieces}  # a bucket may have thousands
         self._storage: FlatStorage | None = None
         if sharding.params:
             self._storage = FlatStorage(self.layout.numel, dtype, comm.device)
@@ -232,7 +233,8 @@ class Bucket:
 
     def pieces_of(self, index: int) -> list[Piece]:
         """What this rank holds of parameter ``index``: nothing or one piece."""
-        return [p for p in self._pieces if p.index == index]
+        piece = self._piece_of.get(index)
+        return [piece] if piece is not None else []
 
     @property
     def wants_grad(self) -> bool:
