@@ -131,6 +131,7 @@ class CheckpointingStrategy(DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        self.persistence.wait()  # it may be the one that is being saved
         found = self.restoring.load(checkpoint_path, weights_only)
         found = found or self.restoring.load_file(checkpoint_path, weights_only)
         return self.restoring.pick(found or super().load_checkpoint(checkpoint_path, weights_only))

@@ -6,6 +6,7 @@ only one to change.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,15 @@ def wrapper_tensor(cls: type[Any], shape: tuple[int, ...], dtype: torch.dtype) -
     """A tensor of a subclass that has shape and dtype and no memory. Checked on torch 2.10 to 2.13."""
     with torch.inference_mode(False):
         return torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu"))
+
+
+@functools.cache
+def aliased_arguments(func: Any) -> tuple[frozenset[int], frozenset[str]]:
+    """Arguments (positions, names) that an operator of torch writes to or returns views of. Checked on torch 2.10 to
+    2.13.
+    """
+    found = [(i, argument.name) for i, argument in enumerate(func._schema.arguments) if argument.alias_info is not None]
+    return frozenset(i for i, _ in found), frozenset(name for _, name in found)
 
 
 def storage_info(file: str, offset: int, nbytes: int) -> Any:

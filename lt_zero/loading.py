@@ -13,6 +13,7 @@ from lt_zero.checkpoint.load import as_lightning
 from lt_zero.checkpoint.open import open_source
 from lt_zero.checkpoint.save import KEY
 from lt_zero.compat import module_from_checkpoint
+from lt_zero.core.lazy import read_now
 
 Module = TypeVar("Module", bound=pl.LightningModule)
 
@@ -53,6 +54,7 @@ def load_from_checkpoint(
         raise_or_allow(list(missing), strict, str(path))
         strict = False
     module: Module = module_from_checkpoint(cls, checkpoint, strict, kwargs)
+    read_now(module)
     return module.to(map_location) if map_location is not None else module
 
 

@@ -233,6 +233,8 @@ class Persistence:
 
     def abandon(self) -> None:
         """After an error, when other ranks may be gone: do not wait."""
+        if self._pending is not None and self._strategy.comm is not None:
+            self._strategy.comm.leave_saving_group()  # to the save that may still go on
         self._pending, self._after = None, []
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
@@ -249,7 +251,7 @@ class Persistence:
     def remove(self, path: str) -> None:
         """Remove a checkpoint; after the save that is under way, if there is one: it may be the last good one."""
         if self._pending is not None:
-            self._after.append(path)
+            self._after.append(path if is_url(path) else os.path.abspath(path))
         elif self._strategy.is_global_zero:
             remove(path) if os.path.isdir(path) else self._strategy.checkpoint_io.remove_checkpoint(path)
             for dtype in (torch.float16, torch.bfloat16) if not is_url(path) else ():

@@ -25,7 +25,7 @@ from lt_zero.checkpoint.resuming import require_training_state
 from lt_zero.checkpoint.save import KEY
 from lt_zero.core.comm import Comm
 from lt_zero.core.guard import owner_of
-from lt_zero.core.lazy import LazyTensor
+from lt_zero.core.lazy import LazyTensor, read_now
 from lt_zero.precision import sharded_of
 from lt_zero.progress import KEY as PROGRESS
 
@@ -46,6 +46,7 @@ class Restoring:
         Raises:
             CheckpointError: on all ranks.
         """
+        self.forget()
         with self._together("opening the checkpoint"):
             if not is_directory(path):
                 return None
@@ -81,6 +82,8 @@ class Restoring:
         """Load the module's weights, now or when it is sharded. See Note [Life of a restore]."""
         module = self._strategy.lightning_module
         assert module is not None
+        with self._together("reading what a hook has taken from the checkpoint"):
+            read_now(module)
         state: Mapping[str, Any] = checkpoint["state_dict"]
         left_out = list(checkpoint.get(KEY, {}).get("frozen_left_out", []))
         owned = any(owner_of(p) is not None for p in module.parameters())
@@ -105,6 +108,11 @@ class Restoring:
             if strategy.built is not None and not strategy.config.zero_optimization.load_from_fp32_weights:
                 state = rounded_weights(strategy.built, state)
             load_module(module, state, strict, left_out)
+            read_now(module)  # a module may have taken the tensors instead of their values
+
+    def forget(self) -> None:
+        """A run is over: what it did not come to load is not for the next one."""
+        self._late = None
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' states and the position in the data. Collective."""

@@ -265,6 +265,7 @@ class ZeroStrategy(CheckpointingStrategy):
             self._layer_sync.revert(module)
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
+        self.restoring.forget()
         self.progress.finish()
         self.precision_plugin.teardown()
         if self.accelerator is not None:

@@ -128,6 +128,10 @@ class Comm:
             dist.barrier(self._saving)  # connects it now
         return self._saving if background else self._host
 
+    def leave_saving_group(self) -> None:
+        """The next save in the background gets a group of its own."""
+        self._saving = None
+
     def publish(self, flat: Tensor | None) -> Pending:
         """In the background: fill ``flat`` as ``all_gather`` does; None: what was written to windows is complete.
 
