@@ -42,13 +42,13 @@ class LazyTensor(Tensor):
         read: reads it.
     """
 
-    _values: _Values
+    _held: _Values
     __torch_function__ = no_torch_function
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, read: Reader) -> LazyTensor:
         made: LazyTensor = wrapper_tensor(cls, shape, dtype)
-        made._values = _Values(read)
+        made._held = _Values(read)
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -56,35 +56,35 @@ class LazyTensor(Tensor):
 
     def _with(self, values: _Values) -> LazyTensor:
         made = LazyTensor(tuple(self.shape), self.dtype, values.read)
-        made._values = values
+        made._held = values
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
-        kept = self._values.kept
-        made = memo[id(self)] = self._with(_Values(self._values.read, kept.clone() if kept is not None else None))
+        kept = self._held.kept
+        made = memo[id(self)] = self._with(_Values(self._held.read, kept.clone() if kept is not None else None))
         return made
 
     def elements(self, lo: int, hi: int) -> Tensor:
         """Elements [lo, hi) in row-major order (1D), read now; the caller's."""
-        if self._values.kept is not None:
-            return self._values.kept.reshape(-1)[lo:hi].clone()
+        if self._held.kept is not None:
+            return self._held.kept.reshape(-1)[lo:hi].clone()
         with torch.inference_mode(False):
-            return self._values.read(lo, hi)
+            return self._held.read(lo, hi)
 
     def whole(self) -> Tensor:
         """All of it, read now."""
-        kept = self._values.kept
+        kept = self._held.kept
         return kept if kept is not None else self.elements(0, self.numel()).view(self.shape)
 
     def keep(self) -> Tensor:
         """All of it, which stays. See Note [Edits]."""
-        kept = self._values.kept = self.whole()
+        kept = self._held.kept = self.whole()
         return kept
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
-            return args[0]._with(args[0]._values)
+            return args[0]._with(args[0]._held)
         positions, names = aliased_arguments(func)
         kept: dict[int, LazyTensor] = {}
         args = [_read_all(value, kept if i in positions else None) for i, value in enumerate(args)]
@@ -97,14 +97,14 @@ class LazyTensor(Tensor):
     def refuse_reshaped(self, func: Any) -> None:
         """Raise if an operation gave the values another shape, which this tensor cannot take on."""
         if self.keep().shape != self.shape:
-            self._values.kept = None
+            self._held.kept = None
             raise RuntimeError(f"{func} changes the shape of a tensor of a checkpoint in place: `clone()` it before.")
 
     # ---- what torch does not dispatch --------------------------------------------------------------------------------
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
-        return self._with(self._values)
+    def data(self) -> Tensor:
+        return self._with(self._held)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -113,7 +113,7 @@ class LazyTensor(Tensor):
                 f"`.data` of {self!r} of a checkpoint cannot become {tuple(value.shape)}, {value.dtype}: put the new "
                 "tensor into the state dict."
             )
-        self._values.kept = whole(value).detach().clone()
+        self._held.kept = whole(value).detach().clone()
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.keep().numpy(force=force)
