@@ -124,7 +124,9 @@ class CheckpointingStrategy(DDPStrategy):
                 raise TypeError("A sharded checkpoint takes no storage_options: set checkpoint.format='full'.")
             self.persistence.save(checkpoint, path)
             return
-        if self.is_global_zero and os.path.isdir(path):
+        if self.broadcast(
+            self.is_global_zero and os.path.isdir(path)
+        ):  # what rank 0 sees: the others would wait for it
             raise IsADirectoryError(f"The checkpoint path {path!r} is a directory. Name a file, or remove it.")
         super().save_checkpoint(self.persistence.save_full(checkpoint), path, storage_options)
         self.persistence.export_beside(path)
@@ -151,3 +153,5 @@ class CheckpointingStrategy(DDPStrategy):
     @override
     def on_train_end(self) -> None:
         self.persistence.wait()
+        if self._engine is not None:
+            self._engine.finish_steps()  # the process groups may be gone after fit

@@ -109,7 +109,7 @@ class FileSink:
         self._fill = 0  # bytes of ``_filling``
         self._number = 0  # of the block that is being filled
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise trouble("Cannot make", path, error) from None
         try:

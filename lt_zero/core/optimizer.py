@@ -239,7 +239,7 @@ class ShardedOptimizer:
         self._wide = None
 
     def _adopt_state(self) -> None:
-        """Cut state that the constructor made in the parameters' full shape (Adagrad)."""
+        """Cut state that the constructor made in the parameters' full shape (Adagrad), in the dtype that is stepped."""
         for bucket, index, parameter in self.places():
             state = self.optimizer.state.get(parameter)
             if not state:
@@ -249,7 +249,10 @@ class ShardedOptimizer:
                 del self.optimizer.state[parameter]
             for piece in pieces:
                 for key, value in state.items():
-                    state[key] = cut_state(value, bucket.shapes[index], piece.lo, piece.hi)
+                    cut = cut_state(value, bucket.shapes[index], piece.lo, piece.hi)
+                    # The constructor has seen the compute copy's dtype.
+                    wide = cut is not value and cut.is_floating_point()
+                    state[key] = cut.to(bucket.step_dtype) if wide else cut
 
     def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         self.engine.finish_steps()
