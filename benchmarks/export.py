@@ -83,7 +83,7 @@ def main() -> None:
         script = (
             "from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as c; import sys; "
         )
-        call = f"c(sys.argv[1], sys.argv[2], max_shard_size={10 * args.millions * 10**6!r})"
+        call = "c(sys.argv[1], sys.argv[2], max_shard_size=None)"
         export = [sys.executable, "-m", "lt_zero.cli", "export", "--dtype", "fp32"]
         commands = {
             "DeepSpeed's zero_to_fp32": [args.deepspeed_python, "-c", script + call, str(theirs), str(out)],
