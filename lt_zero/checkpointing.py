@@ -124,9 +124,7 @@ class CheckpointingStrategy(DDPStrategy):
                 raise TypeError("A sharded checkpoint takes no storage_options: set checkpoint.format='full'.")
             self.persistence.save(checkpoint, path)
             return
-        if self.broadcast(
-            self.is_global_zero and os.path.isdir(path)
-        ):  # what rank 0 sees: the others would wait for it
+        if self.broadcast(self.is_global_zero and os.path.isdir(path)):  # or the others wait for rank 0
             raise IsADirectoryError(f"The checkpoint path {path!r} is a directory. Name a file, or remove it.")
         super().save_checkpoint(self.persistence.save_full(checkpoint), path, storage_options)
         self.persistence.export_beside(path)

@@ -209,9 +209,8 @@ def _take_optimizer(made: Bundle, number: int, state: Any, names: Sequence[str],
                 made.tensors[f"optimizer_{number}.state.{name}.{key}"] = value
             elif rank == 0:
                 # Counters may lie in one storage, which torch.save would write with each of them.
-                kept.setdefault(name, {})[key] = (
-                    value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-                )
+                copied = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+                kept.setdefault(name, {})[key] = copied
     groups = [{**group, "params": [by_number[n] for n in group["params"]]} for group in state["param_groups"]]
     return plain({"param_groups": groups, "state": kept})[0] if rank == 0 else {}
 
