@@ -102,14 +102,14 @@ def export(
         begin(needs)
         tensors = len(source.weights) + sum(len(e) for saved in source.optimizers for e in saved.state.values())
         check_space(target.path if target.shard_size else target.path.parent, needs + _PER_TENSOR * (tensors + 16))
-        files = _one(cast, target, training_state) if target.shard_size is None else _several(cast, target)
+        files = _one(cast, target, training_state, needs) if target.shard_size is None else _several(cast, target)
     cast.warn(stacklevel=2)
     return files
 
 
-def _one(cast: Cast, target: _Target, training_state: bool) -> list[Path]:
+def _one(cast: Cast, target: _Target, training_state: bool, needs: int) -> list[Path]:
     names = list(cast.source.weights)
-    with whole_file(target.path) as write:
+    with whole_file(target.path, needs) as write:
         if target.format == "ckpt":
             write_ckpt(write, cast, training_state)
         elif target.format == "pt":
@@ -131,7 +131,7 @@ def _several(cast: Cast, target: _Target) -> list[Path]:
     write_shard = write_pt if target.format == "pt" else write_safetensors
     with whole_folder(target.path, names + index, _earlier(target)) as folder:
         for name, shard in zip(names, shards, strict=True):
-            with whole_file(folder / name) as write:
+            with whole_file(folder / name, sum(cast.spec(n).nbytes for n in shard)) as write:
                 write_shard(write, cast, shard)
         for name in index:
             with whole_file(folder / name) as write:

@@ -19,13 +19,14 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from torch import Tensor
 
 from lt_zero.checkpoint.errors import CheckpointError
 from lt_zero.checkpoint.place import sync_folder
+from lt_zero.checkpoint.sink import Blocks, FileSink
 from lt_zero.checkpoint.torchfile import Write
 from lt_zero.offload.blocks import free_bytes, in_words
-from lt_zero.offload.memory import view_of
+
+_THREADS = 3  # that write one file
 
 
 @contextmanager
@@ -57,36 +58,35 @@ def check_space(folder: Path, nbytes: int, what: str = "export", instead: str = 
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Write]:
+def whole_file(path: Path, expected: int = 0) -> Iterator[Write]:
     """Gives what to write a file with. It takes the place of ``path`` at the end, unless there was an error.
+
+    Args:
+        path: of the file.
+        expected: bytes that it will have, about. They are written by threads, while the next ones are read.
 
     Raises:
         CheckpointError: the system cannot write it.
     """
     temporary = path.with_name(f".{path.name[:200]}.{_stamp()}")
-
-    def write(part: bytes | Tensor) -> None:
-        rest = memoryview(part) if isinstance(part, bytes) else view_of(part)
-        with told(path):
-            while len(rest):
-                rest = rest[os.write(fd, rest) :]
-
-    with told(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    blocks = Blocks(_THREADS)
     try:
+        with told(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        sink = FileSink(temporary, blocks, expected, name=path, copies=True)
         try:
-            yield write
-            with told(path):
-                os.fsync(fd)
+            yield sink.write
+            sink.close()
         finally:
-            os.close(fd)
+            sink.abandon()
         with told(path):
             os.replace(temporary, path)
             sync_folder(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    finally:
+        blocks.close()
 
 
 @contextmanager

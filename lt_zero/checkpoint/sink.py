@@ -95,13 +95,17 @@ class FileSink:
         path: it must not exist.
         blocks: threads and buffers.
         expected: bytes that it will have, about; they are allocated now.
+        name: what the file is called in messages; default: ``path``.
+        copies: nothing is borrowed: what ``write`` gets may change as soon as it returns.
 
     Raises:
         CheckpointError: the file cannot be made, for want of space or rights.
     """
 
-    def __init__(self, path: Path, blocks: Blocks, expected: int = 0) -> None:
-        self.path, self._blocks = path, blocks
+    def __init__(
+        self, path: Path, blocks: Blocks, expected: int = 0, name: Path | None = None, copies: bool = False
+    ) -> None:
+        self.path, self._blocks, self._copies = name or path, blocks, copies
         self._sums: dict[int, int] = {}
         self._lock = threading.Lock()
         self._pending: deque[Future[None]] = deque()
@@ -111,14 +115,14 @@ class FileSink:
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise trouble("Cannot make", path, error) from None
+            raise trouble("Cannot make", self.path, error) from None
         try:
             if expected >= STEP:
                 reserve(self._fd, rounded(expected))
             self._direct = go_direct(self._fd, max(BLOCK, logical_block(path.parent)), expected)
         except OSError as error:
             os.close(self._fd)
-            raise trouble("Cannot make room for", path, error) from None
+            raise trouble("Cannot make room for", self.path, error) from None
 
     @property
     def position(self) -> int:
@@ -130,7 +134,7 @@ class FileSink:
         done = 0
         while done < size:
             left = size - done
-            if self._fill == 0 and left >= STEP:
+            if self._fill == 0 and left >= STEP and not self._copies:
                 self._submit(self._copy_and_write, self._number, address + done, keep)
                 self._number += 1
                 done += STEP
