@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench bench-ops bench-offload gpu clean
+.PHONY: help demo test test-slow lint bench bench-ops bench-offload bench-checkpoint gpu clean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -32,6 +32,9 @@ bench-ops: $(STAMP) ## Measure the kernels against torch's and DeepSpeed's
 
 bench-offload: $(STAMP) ## Measure a model of 400M parameters whose states rest in files (5 minutes, 10 GB of disk)
 	$(BIN)/python benchmarks/offload.py
+
+bench-checkpoint: $(STAMP) ## Measure saving and loading against torch.save, DCP and safetensors
+	$(BIN)/python benchmarks/checkpoint.py
 
 gpu: $(STAMP) ## On a machine with a GPU: build the CUDA kernels, test them against the CPU, measure them
 	$(BIN)/lt-zero ops build --cuda
