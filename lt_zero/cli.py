@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from pathlib import Path
 from typing import Annotated
@@ -19,60 +20,34 @@ def _root() -> None:
     """ZeRO for PyTorch Lightning."""
 
 
-@app.command(
+def _later(name: str, module: str, summary: str) -> None:
+    """Register a command whose function, ``<name>_command`` of ``module``, is imported when it runs: it needs torch."""
+
+    @app.command(
+        name,
+        help=summary,
+        add_help_option=False,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )
+    def run(context: typer.Context) -> None:
+        inner = typer.Typer(add_completion=False)
+        inner.command()(getattr(importlib.import_module(module), f"{name}_command"))
+        inner(context.args, prog_name=f"lt-zero {name}")
+
+
+_CHECKPOINTS = "lt_zero.checkpoint.command"
+_later(
     "estimate",
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    "lt_zero.planning.command",
+    "How much memory a run needs, by stage and offload, on each rank and node.",
 )
-def estimate_command(context: typer.Context) -> None:
-    """How much memory a run needs, by stage and offload, on each rank and node."""
-    from lt_zero.planning.command import estimate_command as command  # here: it imports torch
-
-    inner = typer.Typer(add_completion=False)
-    inner.command()(command)
-    inner(context.args, prog_name="lt-zero estimate")
-
-
-@app.command(
+_later(
     "export",
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    _CHECKPOINTS,
+    "Write a checkpoint's weights as files that need no lt_zero: safetensors, a state dict, a Lightning checkpoint.",
 )
-def export_command(context: typer.Context) -> None:
-    """Write a checkpoint's weights as files that need no lt_zero: safetensors, a state dict, a Lightning checkpoint."""
-    from lt_zero.checkpoint.command import export_command as command  # here: it imports torch
-
-    inner = typer.Typer(add_completion=False)
-    inner.command()(command)
-    inner(context.args, prog_name="lt-zero export")
-
-
-@app.command(
-    "import",
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def import_command(context: typer.Context) -> None:
-    """Make a checkpoint directory of what DeepSpeed, FSDP or others wrote."""
-    from lt_zero.checkpoint.command import import_command as command  # here: it imports torch
-
-    inner = typer.Typer(add_completion=False)
-    inner.command()(command)
-    inner(context.args, prog_name="lt-zero import")
-
-
-@app.command(
-    "verify",
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def verify_command(context: typer.Context) -> None:
-    """Read every byte of a checkpoint directory, and tell what it holds."""
-    from lt_zero.checkpoint.command import verify_command as command  # here: it imports torch
-
-    inner = typer.Typer(add_completion=False)
-    inner.command()(command)
-    inner(context.args, prog_name="lt-zero verify")
+_later("import", _CHECKPOINTS, "Make a checkpoint directory of what DeepSpeed, FSDP or others wrote.")
+_later("verify", _CHECKPOINTS, "Read every byte of a checkpoint directory, and tell what it holds.")
 
 
 @ops.command("build")

@@ -6,6 +6,7 @@ Nothing is gathered and nothing is copied here; fragments are asked for their va
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def _fragment(
     lo, hi = (piece.lo, piece.hi) if piece is not None else (0, 0)
     shape = tuple(bucket.shapes[index])
     if 0 in shape:
-        local = lambda: torch.empty(0, dtype=dtype)  # noqa: E731
+        local = partial(torch.empty, 0, dtype=dtype)
     return Fragment(local, shape, lo, hi, dtype, bucket.shelf.tidy if resting else None)
 
 
@@ -73,12 +74,7 @@ def optimizer_fragments(sharded: ShardedOptimizer) -> dict[str, Any]:
     What is not element-wise (step counters) is complete on every rank.
     """
     optimizer, engine = sharded.optimizer, sharded.engine
-    sharded.by_bucket = True
-    try:
-        packed = optimizer.state_dict()
-    finally:
-        sharded.by_bucket = False
-    numbers = {id(p): n for n, p in zip(parameter_numbers(packed), sharded.parameters(), strict=True)}
+    packed, numbers = packed_states(sharded)
     state: dict[int, dict[str, Any]] = {}
     for bucket in engine.buckets:
         for index, parameter in enumerate(bucket.params):
@@ -142,6 +138,16 @@ def _state(bucket: Bucket, index: int, piece: Piece, key: str, value: Tensor) ->
         return value.detach().reshape(-1)
 
     return _fragment(bucket, index, piece, local, value.dtype, home is not None)
+
+
+def packed_states(sharded: ShardedOptimizer) -> tuple[dict[str, Any], dict[int, int]]:
+    """The optimizer's own ``state_dict``, whose states in files are not read, and the number of each parameter's id."""
+    sharded.by_bucket = True
+    try:
+        packed = sharded.optimizer.state_dict()
+    finally:
+        sharded.by_bucket = False
+    return packed, {id(p): n for n, p in zip(parameter_numbers(packed), sharded.parameters(), strict=True)}
 
 
 def parameter_numbers(packed: Mapping[str, Any]) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lt_zero.checkpoint.collect import is_elementwise, is_foreign, parameter_numbers
+from lt_zero.checkpoint.collect import is_elementwise, is_foreign, packed_states, parameter_numbers
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.layout import Piece
 from lt_zero.core.lazy import LazyTensor, elements_of, whole
@@ -24,12 +24,7 @@ from lt_zero.core.values import gather_own
 def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
     """The optimizer's ``state_dict`` with full tensors on the CPU of rank 0, {} elsewhere. Collective."""
     optimizer, engine = sharded.optimizer, sharded.engine
-    sharded.by_bucket = True
-    try:
-        packed = optimizer.state_dict()
-    finally:
-        sharded.by_bucket = False
-    numbers = {id(p): n for n, p in zip(parameter_numbers(packed), sharded.parameters(), strict=True)}
+    packed, numbers = packed_states(sharded)
     keep = engine.comm.rank == 0
     state: dict[int, dict[str, Any]] = {}
     for bucket in engine.buckets:
