@@ -54,7 +54,7 @@ def test_memory_is_that_of_one_tensor(tmp_path: Path) -> None:
     """6 tensors of 36 MiB (which malloc gives back at once); a file that is held would be 108 MiB."""
     growth = [float(line) for line in run(GROWTH, str(tmp_path)).split()]
     assert len(growth) == 3
-    assert 30 < max(growth) < 36 + 30, growth
+    assert 30 < max(growth) < 36 + 60, growth  # and the buffers of the threads that write
 
 
 PLAIN = """

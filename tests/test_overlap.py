@@ -28,7 +28,7 @@ from lt_zero.core.norm import clip_grad_norm
 from lt_zero.core.values import full_state_dict
 from lt_zero.offload import blocks as io
 from lt_zero.offload.pool import SwapError
-from tests.lightning_tools import GPT, sharded_trainer, weights
+from tests.lightning_tools import FULL, GPT, sharded_trainer, weights
 from tests.models import Net, next_token_loss
 from tests.offload_tools import fail_with
 from tests.parity import config_of, full_values
@@ -421,7 +421,7 @@ def _fit(stage: int, zero: dict[str, Any], folder: str, options: dict[str, Any])
         reader = Reader(folder)
         module = {"GPT": GPT, "EveryOther": EveryOther}[cls](dist.get_world_size(), "adamw")
         callbacks: list[Callback] = [reader, Looks()] if look else [reader]
-        trainer = sharded_trainer(stage, zero, max_epochs=4, callbacks=callbacks, **options)
+        trainer = sharded_trainer(stage, zero, FULL, max_epochs=4, callbacks=callbacks, **options)
         trainer.fit(module)
         trainer.validate(module, verbose=False)
         return weights(trainer), _plain(reader.seen), watch.beside, _plain(dict(trainer.callback_metrics))

@@ -42,7 +42,7 @@ _SAFETENSORS = {
 
 def write_pt(write: Write, cast: Cast, names: Sequence[str]) -> None:
     """A flat state dict of ``names`` for ``torch.load(path, weights_only=True)``; tied names share storage."""
-    file = TorchFile(write)
+    file = TorchFile(write, checksums=True)
     file.finish(_weights(file, cast, names))
 
 
@@ -52,7 +52,7 @@ def write_ckpt(write: Write, cast: Cast, training_state: bool) -> None:
     Raises:
         CheckpointError: with ``training_state``, the source has none; what is in it besides cannot be pickled.
     """
-    file, source = TorchFile(write), cast.source
+    file, source = TorchFile(write, checksums=True), cast.source
     meta = {key: value for key, value in source.meta.items() if training_state or key not in _TRAINING}
     meta.pop(_OWN, None)
     if training_state:
