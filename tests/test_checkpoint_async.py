@@ -175,7 +175,8 @@ def _many(folder: str) -> None:
     module = GPT(dist.get_world_size(), "adamw")
     module.ballast = torch.nn.Parameter(torch.zeros(1 << 19))  # 2 MB and 4 MB of moments over two ranks
     trainer.fit(module)
-    assert sizes[-1] - sizes[3] < 6 << 20, [size >> 20 for size in sizes]
+    # Minima: malloc's noise is a few MB; a copy of 3 MB that each save kept would show.
+    assert min(sizes[8:]) - min(sizes[2:6]) < 6 << 20, [size >> 20 for size in sizes]
     assert threading.active_count() < 40
     end = copied(trainer.strategy.full_state_dict())  # type: ignore[attr-defined]
     archive = Archive(f"{folder}/last.ckpt")
