@@ -126,7 +126,7 @@ class CheckpointingStrategy(DDPStrategy):
             return
         if self.broadcast(self.is_global_zero and os.path.isdir(path)):  # or the others wait for rank 0
             raise IsADirectoryError(f"The checkpoint path {path!r} is a directory. Name a file, or remove it.")
-        super().save_checkpoint(self.persistence.save_full(checkpoint), path, storage_options)
+        super().save_checkpoint(self.persistence.save_full(checkpoint, path), path, storage_options)
         self.persistence.export_beside(path)
 
     @override

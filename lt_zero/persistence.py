@@ -104,6 +104,7 @@ class Persistence:
             CheckpointError: on all ranks; what was at ``path`` before is still there.
         """
         self.wait()
+        self._beside(path)  # refuses a URL before anything is written
         strategy = self._strategy
         engine, config = strategy.engine, strategy.config
         names = [parameter_names(o, engine) for o in strategy.optimizers]
@@ -127,8 +128,9 @@ class Persistence:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="lt_zero-async-save")
         self._pending = self._thread.submit(self._write, made, place, group)
 
-    def save_full(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """The checkpoint in plain containers, for one file. What has no plain form stays as it is."""
+    def save_full(self, checkpoint: dict[str, Any], path: str) -> dict[str, Any]:
+        """The checkpoint in plain containers, for one file at ``path``. What has no plain form stays as it is."""
+        self._beside(path)  # refuses a URL before anything is written
         content, rest = plain(_without_type(checkpoint))
         put_back(content, rest)
         if self._frozen:
@@ -254,8 +256,8 @@ class Persistence:
             self._after.append(path if is_url(path) else os.path.abspath(path))
         elif self._strategy.is_global_zero:
             remove(path) if os.path.isdir(path) else self._strategy.checkpoint_io.remove_checkpoint(path)
-            for dtype in (torch.float16, torch.bfloat16) if not is_url(path) else ():
-                beside(path, dtype).unlink(missing_ok=True)
+            if not is_url(path) and (found := self._beside(path)) is not None:
+                found[0].unlink(missing_ok=True)
 
 
 def beside(path: str, dtype: torch.dtype) -> Path:

@@ -93,10 +93,6 @@ class Restoring:
         if owned or not (lazy or rounds or any(p.is_meta for p in module.parameters())):
             self.load_late()
 
-    def abandon(self) -> None:
-        """After an error: what was not loaded is not for the next run."""
-        self._late = None
-
     def load_late(self) -> None:
         """Load the weights that were to be loaded when the module is sharded, if there are some."""
         if self._late is None:

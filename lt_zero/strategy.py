@@ -257,7 +257,6 @@ class ZeroStrategy(CheckpointingStrategy):
         trainer = module._trainer if module is not None else None
         clean = trainer is not None and trainer.state.status != TrainerStatus.INTERRUPTED
         self.persistence.close() if clean else self.persistence.abandon()
-        self.restoring.abandon()
         if self._engine is not None and clean and self._start_method != "popen":
             restore_whole(self._engine)  # the launcher sends rank 0's state dict to the parent process
         fitted = trainer is not None and trainer.state.fn == TrainerFn.FITTING

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -62,6 +63,7 @@ def _precisions(folder: str) -> None:
             trainer.strategy.full_state_dict()
     with pytest.raises(CheckpointError, match="is a URL"):
         trainer.save_checkpoint("memory://beside/x.ckpt")
+    assert not fsspec.filesystem("memory").exists("/beside/x.ckpt"), "it is refused before anything is written"
 
 
 def test_in_the_dtype_that_is_computed_in(pool: Pool, tmp_path: Path) -> None:
@@ -132,3 +134,18 @@ def _large(folder: str) -> None:
 
 def test_values_out_of_range_are_named(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _large, str(tmp_path))
+
+
+def _removes(folder: str) -> None:
+    """A file of the user with such a name stays, unless lt_zero was told to write it."""
+    trainer = sharded_trainer(2, max_steps=1, limit_val_batches=0)
+    trainer.fit(GPT(2))
+    trainer.save_checkpoint(f"{folder}/x.ckpt")
+    trainer.strategy.export(f"{folder}/x-fp16.pt")
+    trainer.strategy.remove_checkpoint(f"{folder}/x.ckpt")
+    trainer.strategy.barrier()
+    assert [path.name for path in Path(folder).iterdir()] == ["x-fp16.pt"]
+
+
+def test_an_export_of_the_user_stays(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _removes, str(tmp_path))

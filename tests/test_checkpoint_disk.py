@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from lt_zero.checkpoint import place, sink
 from lt_zero.checkpoint.archive import Archive
+from lt_zero.checkpoint.errors import CheckpointError
+from lt_zero.checkpoint.manifest import Manifest
 from tests.checkpoint_tools import SHARDED, error_of, raised, train
 from tests.pool import Pool
 
@@ -96,7 +98,7 @@ def test_saves_that_fail(pool: Pool, tmp_path: Path, how: str, words: list[str])
 @pytest.mark.parametrize("name", ["complete", "x[1]*.ckpt", "a-b-c.tmp-d", "ä b"])
 def test_a_kill_between_two_renames(tmp_path: Path, name: str) -> None:
     made = place.Place.make(str(tmp_path / name))
-    Path(made.folder, "manifest.json").write_text("{}")
+    Path(made.folder, "manifest.json").write_text(Manifest({}, {}).dump())
     assert place.find(tmp_path / name) == made.folder
     os.close(made._lock)
     place.remove_leftovers(tmp_path)
@@ -139,3 +141,13 @@ def test_what_a_save_replaced_never_comes_back(tmp_path: Path, monkeypatch: pyte
     place.remove(old)
     place.remove_leftovers(tmp_path)
     assert _names(tmp_path) == []
+
+
+def test_a_manifest_of_somebody_else(tmp_path: Path) -> None:
+    """Many programs have a file of that name: a checkpoint beside it is itself, and its folder is never replaced."""
+    (tmp_path / "manifest.json").write_text('{"name": "web app"}')
+    (tmp_path / "model.ckpt").write_text("x")
+    assert place.find(tmp_path / "model.ckpt") == str(tmp_path / "model.ckpt")
+    with pytest.raises(CheckpointError, match="model.ckpt, which saving a checkpoint there would remove"):
+        place.Place.make(str(tmp_path))
+    assert (tmp_path / "model.ckpt").read_text() == "x"

@@ -155,3 +155,12 @@ def _check(name: str, entry: Entry, chunk: Chunk, nbytes: int) -> None:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def is_ours(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is a manifest of ours, as far as its beginning tells."""
+    try:
+        with open(path, "rb") as file:
+            return b'"format": "lt_zero"' in file.read(200)
+    except OSError:
+        return False

@@ -86,7 +86,8 @@ class Place:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 if path.is_dir() and not path.is_symlink():
-                    _refuse_others(name, os.listdir(path))
+                    ours = manifest.is_ours(path / manifest.NAME)
+                    _refuse_others(name, [] if ours else os.listdir(path))
                 remove_leftovers(path.parent)
                 os.mkdir(place.folder)
                 place._lock = os.open(place.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -176,9 +177,9 @@ class Place:
 
 
 def _refuse_others(path: str, names: list[str]) -> None:
-    """What has a checkpoint's name goes away: only if it is a checkpoint (or the beginning of one), or empty."""
+    """What has a checkpoint's name goes away: only if it has files of a checkpoint and no others, or is empty."""
     others = sorted(name for name in names if not _OURS.fullmatch(name))
-    if others and manifest.NAME not in names:
+    if others:
         raise CheckpointError(
             f"{path} is a directory with {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}, which saving a "
             f"checkpoint there would remove. Save to {path.rstrip('/')}/<name>, or to another place."
@@ -201,8 +202,10 @@ def find(path: str | os.PathLike[str]) -> str:
     if is_url(path):
         return str(path).rstrip("/")
     target = Path(path).absolute()
-    for folder in (target, *target.parents[:2]):
-        if (folder / manifest.NAME).is_file():
+    if (target / manifest.NAME).is_file():
+        return str(target)
+    for folder in target.parents[:2]:
+        if manifest.is_ours(folder / manifest.NAME):  # others have files of that name, too
             return str(folder)
     if not target.exists():
         # See Note [Taking the name]: a kill between two renames.
