@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench bench-ops bench-offload bench-checkpoint gpu clean
+.PHONY: help demo test test-slow lint bench bench-ops bench-offload bench-checkpoint gpu docs clean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -40,6 +40,9 @@ gpu: $(STAMP) ## On a machine with a GPU: build the CUDA kernels, test them agai
 	$(BIN)/lt-zero ops build --cuda
 	$(BIN)/python -m pytest -m gpu tests/test_ops_cuda.py tests/test_cuda_build.py tests/test_offload_cuda.py
 	$(BIN)/python benchmarks/ops.py --device cuda
+
+docs: $(STAMP) ## Write docs/config.md, the list of all keys, from the schema and the table
+	$(BIN)/python -m lt_zero.config.docs
 
 clean: ## Remove the virtual environment, caches and outputs
 	rm -rf $(VENV) build dist out lightning_logs *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

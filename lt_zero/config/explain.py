@@ -1,0 +1,102 @@
+"""What a key means, in text: ``lt-zero config explain KEY``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from lt_zero.config.catalog import Entry, entries
+from lt_zero.config.table import Verdict, lookup, nearest, rows
+
+_SAYS = {
+    "no_effect": "has no effect here",
+    "later": "is not available yet",
+    "unsupported": "is not supported",
+}
+
+
+def explain(key: str) -> str:
+    """All that is known about a key.
+
+    Args:
+        key: dotted, whole or any part of it ("bucket"); an old spelling; a pattern ("offload_*.device").
+
+    Returns:
+        text of one or several lines: the key itself, or a list if several are meant.
+    """
+    key = key.strip().strip(".")
+    if (exact := _exact(key)) is not None:
+        return exact
+    found = list(dict.fromkeys(_matching(key)))
+    if len(found) == 1:
+        return _exact(found[0]) or found[0]
+    if found:
+        return "\n".join(_line(name) for name in found)
+    near = nearest(key)
+    hint = f" Did you mean {near}?\n\n{explain(near)}" if near else " See docs/config.md for all keys."
+    return f"{key} is not a key of lt_zero or DeepSpeed.{hint}"
+
+
+def _exact(key: str) -> str | None:
+    """About one key, or None if no key has this name."""
+    if not key or "*" in key and key not in _names():
+        return None
+    path = tuple(key.split("."))
+    entry, verdict = _entry(key), lookup(path)
+    if verdict is None:
+        return None if entry is None else _works(entry)
+    if entry is not None and verdict.verdict != "alias":  # parsed, and refused afterwards
+        return f"{_works(entry)}\n{_told(key, verdict)}"
+    return _told(key, verdict)
+
+
+def _entry(key: str) -> Entry | None:
+    for entry in entries():
+        stem = entry.key.removesuffix("<name>")
+        if key in (entry.key, *entry.aliases) or (stem != entry.key and key.startswith(stem)):
+            return entry
+    return None
+
+
+def _works(entry: Entry) -> str:
+    lines = [entry.key, f"    {entry.description}" if entry.description else ""]
+    lines.append(f"    value: {entry.type}{f', {entry.bounds}' if entry.bounds else ''}")
+    lines.append(f"    default: {entry.default}" if entry.default else "")
+    spellings = [*entry.aliases, *(r.key for r in rows() if r.verdict == "alias" and entry.key in r.to.split(" and "))]
+    lines.append(f"    also written: {', '.join(dict.fromkeys(spellings))}" if spellings else "")
+    return "\n".join(filter(None, lines))
+
+
+def _told(key: str, verdict: Verdict) -> str:
+    if verdict.verdict != "alias":
+        off = f"\n    accepted with: null, {verdict.off.replace('|', ', ')}" if verdict.off else ""
+        return f"{key} {_SAYS[verdict.verdict]}.\n    {verdict.note}{off}"
+    targets = verdict.targets(tuple(key.split(".")))
+    about = (_exact(target) for target in targets)
+    return "\n\n".join((f"{key} is read as {' and '.join(targets)}. {verdict.note}", *filter(None, about)))
+
+
+def _names() -> list[str]:
+    return [*(entry.key for entry in entries()), *(row.key for row in rows())]
+
+
+def _matching(part: str) -> Iterator[str]:
+    """Keys that lie in the block ``part``, match it as a pattern, or have it in their names."""
+    names = _names()
+    if part.replace("*", "") == "":
+        yield from names
+    elif any(sign in part for sign in "*?["):
+        yield from (name for name in names if any(fnmatchcase(name, p) for p in (part, f"*.{part}")))
+    else:
+        inside = [name for name in names if name.startswith(f"{part}.")]
+        yield from inside or (name for name in names if part.lower() in name.lower())
+
+
+def _line(key: str) -> str:
+    verdict = lookup(tuple(key.split(".")))
+    if verdict is None:
+        entry = _entry(key)
+        return f"{key}: {entry.description if entry is not None else ''}".rstrip(": ")
+    if verdict.verdict == "alias":
+        return f"{key}: read as {verdict.to}"
+    return f"{key}: {_SAYS[verdict.verdict]}. {verdict.note}"
