@@ -1,4 +1,4 @@
-"""The one place for torch and Lightning internals, each with the versions it was checked on.
+"""The one place for internals of torch, Lightning, Hydra and OmegaConf, each with the versions it was checked on.
 
 A name that starts with an underscore anywhere else in the package is a bug: when an internal moves, this file is the
 only one to change.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch.autograd import Variable
@@ -113,3 +113,81 @@ def module_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | 
     from lightning.pytorch.core.saving import _load_state
 
     return _load_state(cls, checkpoint, strict=strict, **kwargs)
+
+
+def is_part_of_config(config: Any) -> bool:
+    """Whether an OmegaConf container stands in a larger one, which its interpolations may name. Checked on omegaconf
+    2.3.
+    """
+    return config._get_parent() is not None
+
+
+class HydraOverride(NamedTuple):
+    """What Hydra's parser makes of the text of an override.
+
+    Attributes:
+        text: all of it.
+        kind: ``a=1`` changes, ``+a=1`` adds, ``++a=1`` forces, ``~a`` deletes.
+        key: ``a.b``, or ``a/b`` for a group.
+        package: after @, None without.
+        value: plain; None too if there is none.
+        has_value: whether there is one.
+        is_quoted: whether it was text in quotes.
+        is_sweep: whether there are several.
+    """
+
+    text: str
+    kind: Literal["change", "add", "force", "delete"]
+    key: str
+    package: str | None
+    value: Any
+    has_value: bool
+    is_quoted: bool
+    is_sweep: bool
+
+
+class HydraSyntaxError(ValueError):
+    """Text that is no override; ``column`` counts from 0, None if Hydra does not say."""
+
+    def __init__(self, message: str, column: int | None) -> None:
+        super().__init__(message)
+        self.column = column
+
+
+def parse_override(text: str) -> HydraOverride:
+    """``text`` in Hydra's grammar. Checked on hydra-core 1.3.2 to 1.3.8.
+
+    Raises:
+        HydraSyntaxError: it is not in it.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import OverrideType, QuotedString
+    from hydra.errors import HydraException
+
+    kinds: dict[OverrideType, Literal["change", "add", "force", "delete"]] = {
+        OverrideType.CHANGE: "change",
+        OverrideType.ADD: "add",
+        OverrideType.FORCE_ADD: "force",
+        OverrideType.DEL: "delete",
+    }
+    try:
+        found = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        cause = error.__cause__
+        column = getattr(cause, "startIndex", None)  # of the lexer's error; the parser's has a token
+        if column is None:
+            column = getattr(getattr(cause, "offendingToken", None), "column", None)
+        raise HydraSyntaxError(str(error).split("\n", 1)[0], column) from None
+    except RecursionError:
+        raise HydraSyntaxError("nested too deeply", None) from None
+    is_sweep = found.is_sweep_override()
+    return HydraOverride(
+        text,
+        kinds[found.type],
+        found.key_or_group,
+        found.package,
+        None if is_sweep else found.value(),
+        found.value_type is not None,
+        isinstance(found._value, QuotedString),
+        is_sweep,
+    )

@@ -1,0 +1,77 @@
+"""The ready-made blocks of ``lt_zero.conf``: a folder is a group, a YAML file in it an option."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.resources
+import re
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any
+
+from lt_zero.config import yamltext
+from lt_zero.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
+_PACKAGE = re.compile(r"#\s*@package\s+(\S+)\s*")
+
+
+def folder() -> Traversable | None:
+    """Where the groups are: installed as ``lt_zero.conf``, in a checkout ``conf`` beside the package."""
+    try:
+        return importlib.resources.files("lt_zero.conf")
+    except ModuleNotFoundError:
+        root = FilePath(__file__).parents[2]
+        is_checkout = (root / "pyproject.toml").is_file()  # site-packages/conf would be somebody else's
+        return root / "conf" if is_checkout and (root / "conf").is_dir() else None
+
+
+def options(group: str) -> list[str] | None:
+    """Names of a group's options; None if there is no such group. ``a/b`` is a group in a group."""
+    found = folder()
+    for part in group.split("/"):
+        if found is None or not re.fullmatch(r"\w[\w-]*", part):
+            return None
+        found = found / part
+        if not found.is_dir():
+            return None
+    names = sorted(entry.name for entry in found.iterdir()) if found is not None else []
+    return [name.removesuffix(".yaml") for name in names if name.endswith(".yaml")]
+
+
+def load(group: str, option: str) -> dict[str, Any]:
+    """Values of an option, as mapping from the top level.
+
+    They belong under the group's name, or where the file's header says: ``# @package _global_`` is the top level.
+
+    Raises:
+        ConfigError: there is no such option, with the nearest; its file cannot be read.
+    """
+    known = options(group) or []
+    if option not in known:
+        close = difflib.get_close_matches(option, known, 1, 0.4)
+        nearest = f"; did you mean {group}={close[0]}?" if close else ""
+        raise ConfigError(
+            f"{group}={option}: the group {group} has the options {', '.join(known) or '(none)'}{nearest}"
+        )
+    found = folder()
+    assert found is not None  # options were found in it
+    for part in (*group.split("/"), f"{option}.yaml"):
+        found = found / part
+    text = found.read_text(encoding="utf-8")
+    values = yamltext.parse(text, f"{group}/{option}.yaml").values
+    if "defaults" in values:
+        raise ConfigError(f"{group}={option}: it has a defaults list, which only Hydra itself composes; use hydra.main")
+    for part in reversed(_package(text, group)):
+        values = {part: values}
+    return values
+
+
+def _package(text: str, group: str) -> list[str]:
+    lines = (line.strip() for line in text.splitlines())
+    headers = (found[1] for line in lines if line.startswith("#") and (found := _PACKAGE.fullmatch(line)))
+    package = next(headers, "_group_")
+    if package == "_global_":
+        return []
+    return (group.replace("/", ".") if package == "_group_" else package).split(".")
