@@ -10,7 +10,7 @@ import lt_zero
 
 ROOT = Path(lt_zero.__file__).parent
 FLOORS = (
-    {"compat", "config", "ops"},
+    {"compat", "config", "ops", "optim"},
     {"offload"},
     {"core"},
     {"planning", "checkpoint"},

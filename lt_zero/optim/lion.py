@@ -1,0 +1,74 @@
+"""Lion, an optimizer with one moment whose update is a sign (arXiv:2302.06675)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Lion(Optimizer):
+    """Algorithm 2 of the paper, with decoupled weight decay. It is element-wise, so flat pieces step as wholes do.
+
+    Compared with AdamW, the paper takes a learning rate three to ten times smaller and a weight decay as many times
+    larger.
+
+    Args:
+        params: parameters, or dicts of parameter groups.
+        lr: learning rate.
+        betas: how much of the moment counts in the update, and how much of it is kept.
+        weight_decay: per unit of learning rate.
+        maximize: go uphill.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        if not lr >= 0:
+            raise ValueError(f"lr={lr}: write a number of at least 0.")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas={betas}: write two numbers of at least 0 and below 1.")
+        if not weight_decay >= 0:
+            raise ValueError(f"weight_decay={weight_decay}: write a number of at least 0.")
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; returns what ``closure`` (run first, with gradients) returns.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+        return loss
+
+    def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        if grad.is_sparse:
+            raise RuntimeError("Lion has no update for sparse gradients. Use sparse=False, or SparseAdam.")
+        state = self.state[parameter]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        moment, (beta1, beta2) = state["exp_avg"], group["betas"]
+        grad = -grad if group["maximize"] else grad
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.sub_(moment.lerp(grad, 1 - beta1).sign_() * group["lr"])
+        moment.lerp_(grad, 1 - beta2)

@@ -1,0 +1,304 @@
+"""DeepSpeed's learning-rate schedules as schedulers of torch, with the rates of DeepSpeed 0.19.8."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+
+from torch.optim import Optimizer
+
+from lt_zero.optim.scheduling import PerGroup, Schedule, per_group, positive
+
+
+class LRRangeTest(Schedule):
+    """A rate that grows without end, to find the largest one that trains (arXiv:1803.09820).
+
+    Args:
+        optimizer: any.
+        lr_range_test_min_lr: the first rate.
+        lr_range_test_step_size: optimizer steps per interval.
+        lr_range_test_step_rate: growth per interval, in multiples of the first rate.
+        lr_range_test_staircase: grow at the ends of intervals only.
+        last_batch_iteration: see ``scheduling.py``.
+
+    Raises:
+        ValueError: a value is out of range, or a list has not one value per group.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        lr_range_test_min_lr: PerGroup = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.min_lrs = per_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
+        self.step_size = positive("lr_range_test_step_size", lr_range_test_step_size)
+        self.step_rate = lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
+        super().__init__(optimizer, last_batch_iteration)
+
+    def rates(self, steps: int) -> list[float]:
+        intervals = steps / self.step_size
+        if self.staircase:
+            intervals = math.floor(intervals)
+        return [low * (1 + self.step_rate * intervals) for low in self.min_lrs]
+
+
+class OneCycle(Schedule):
+    """Rates go up and down once while the momentum does the reverse, then both decay (arXiv:1803.09820).
+
+    Momentum is the first of ``betas``; the second becomes 0.99, as in DeepSpeed. An optimizer without betas keeps what
+    it has, with a warning.
+
+    Args:
+        optimizer: any.
+        cycle_min_lr, cycle_max_lr: the rates at the ends and in the middle of the cycle.
+        decay_lr_rate: after the cycle the rate is divided by 1 + this per interval.
+        cycle_first_step_size, cycle_second_step_size: optimizer steps up, and down (by default as many).
+        cycle_first_stair_count, cycle_second_stair_count: stairs on the way up, and down (by default as many); 0: none.
+        decay_step_size: optimizer steps per interval of decay; 0: no decay.
+        cycle_momentum: whether momentum moves, too.
+        cycle_min_mom, cycle_max_mom: momentum in the middle and at the ends of the cycle.
+        decay_mom_rate: after the cycle momentum is multiplied by 1 + this per interval; so it passes 1 if it is
+            positive, and Adam diverges. The formula is DeepSpeed's.
+        last_batch_iteration: see ``scheduling.py``.
+
+    Raises:
+        ValueError: a value is out of range, or a list has not one value per group.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        cycle_min_lr: PerGroup,
+        cycle_max_lr: PerGroup,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: float = 2000,
+        cycle_second_step_size: float | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: float = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: PerGroup = 0.8,
+        cycle_max_mom: PerGroup = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.up = positive("cycle_first_step_size", cycle_first_step_size)
+        self.down = self.up if cycle_second_step_size is None else cycle_second_step_size
+        if self.down < 0:
+            raise ValueError(f"cycle_second_step_size={self.down}: write a number of steps, 0 or more.")
+        self.stairs_up = cycle_first_stair_count
+        self.stairs_down = self.stairs_up if cycle_second_stair_count is None else cycle_second_stair_count
+        self.decay_every = decay_step_size
+        self.lr_decay, self.momentum_decay = decay_lr_rate, decay_mom_rate
+        self.min_lrs = per_group(optimizer, "cycle_min_lr", cycle_min_lr)
+        self.max_lrs = per_group(optimizer, "cycle_max_lr", cycle_max_lr)
+        self.min_moms = per_group(optimizer, "cycle_min_mom", cycle_min_mom)
+        self.max_moms = per_group(optimizer, "cycle_max_mom", cycle_max_mom)
+        self.cycle_momentum = cycle_momentum and "betas" in optimizer.defaults
+        if cycle_momentum and not self.cycle_momentum:
+            warnings.warn(
+                f"cycle_momentum=True, but {type(optimizer).__name__} has no betas: its momentum stays. Set it to "
+                "False, or use an optimizer like AdamW.",
+                stacklevel=2,
+            )
+        super().__init__(optimizer, last_batch_iteration)
+
+    def step(self, epoch: int | None = None) -> None:
+        """Set the rates, and the momentum where it cycles."""
+        super().step(epoch)
+        if self.cycle_momentum and not self._keeps:
+            for group, momentum in zip(self.optimizer.param_groups, self.momenta(self.last_epoch), strict=True):
+                group["betas"] = (momentum, 0.99)
+
+    def rates(self, steps: int) -> list[float]:
+        if self._in_cycle(steps):
+            height = self._height(steps)
+            return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return [low / (1 + self.lr_decay * self._intervals(steps)) for low in self.min_lrs]
+
+    def momenta(self, steps: int) -> list[float]:
+        """The momentum of each group after ``steps`` optimizer steps. It starts low, for one step, as DeepSpeed's."""
+        if steps == 0:
+            return list(self.min_moms)
+        if self._in_cycle(steps):
+            height = self._height(steps)
+            return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms, strict=True)]
+        return [high * (1 + self.momentum_decay * self._intervals(steps)) for high in self.max_moms]
+
+    def _in_cycle(self, steps: int) -> bool:
+        return steps - 1 < self.up + self.down
+
+    def _intervals(self, steps: int) -> float:
+        """Of decay since the cycle."""
+        return (steps - (self.up + self.down)) / self.decay_every if self.decay_every else 0.0
+
+    def _height(self, steps: int) -> float:
+        """0 at the ends of the cycle, 1 in the middle. Stairs are counted in steps: no rounding moves their edges."""
+        place = steps % (self.up + self.down)
+        rises = place <= self.up
+        way, length, stairs = (place, self.up, self.stairs_up)
+        if not rises:
+            way, length, stairs = (self.up + self.down - place, self.down, self.stairs_down)
+        return math.floor(way * stairs / length) / stairs if stairs > 0 else way / length
+
+
+class _Warmup(Schedule):
+    """What the warm-ups share: a share of the way that grows from 0 to 1, by the logarithm or linearly."""
+
+    def __init__(
+        self, optimizer: Optimizer, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int
+    ) -> None:
+        if warmup_type not in ("log", "linear"):
+            raise ValueError(f"warmup_type={warmup_type!r}: write log or linear.")
+        self.warmup_num_steps = max(2, positive("warmup_num_steps", warmup_num_steps))  # as DeepSpeed; log(1) is 0
+        self.warmup_type = warmup_type
+        super().__init__(optimizer, last_batch_iteration)
+
+    def warmed(self, iteration: int) -> float | None:
+        """The share at DeepSpeed's ``iteration``; None after the warm-up."""
+        if iteration >= self.warmup_num_steps:
+            return None
+        if self.warmup_type == "linear":
+            return iteration / self.warmup_num_steps
+        return 1.0 / math.log(self.warmup_num_steps) * math.log(iteration + 1)
+
+
+class WarmupLR(_Warmup):
+    """From a low rate to a high one, which stays.
+
+    Args:
+        optimizer: any.
+        warmup_min_lr: the first rate.
+        warmup_max_lr: the rate after the warm-up; None: the optimizer's.
+        warmup_num_steps: optimizer steps; 1 counts as 2, as in DeepSpeed.
+        warmup_type: ``log`` (most of the way in the first steps) or ``linear``.
+        last_batch_iteration: see ``scheduling.py``.
+
+    Raises:
+        ValueError: a value is out of range, or a list has not one value per group.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.min_lrs = per_group(optimizer, "warmup_min_lr", warmup_min_lr)
+        self.max_lrs = None if warmup_max_lr is None else per_group(optimizer, "warmup_max_lr", warmup_max_lr)
+        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
+
+    def rates(self, steps: int) -> list[float]:
+        if steps == 0:
+            return list(self.min_lrs)
+        share = self._share(steps - 1)
+        highs = self._bases if self.max_lrs is None else self.max_lrs
+        return [low + (high - low) * share for low, high in zip(self.min_lrs, highs, strict=True)]
+
+    def _share(self, iteration: int) -> float:
+        warmed = self.warmed(iteration)
+        return 1.0 if warmed is None else warmed
+
+
+class WarmupDecayLR(WarmupLR):
+    """``WarmupLR``, then linearly down to ``warmup_min_lr``, which is reached after ``total_num_steps``.
+
+    Args:
+        optimizer: any.
+        total_num_steps: optimizer steps of the training.
+        warmup_max_lr: the rate after the warm-up; None: the optimizer's.
+        warmup_min_lr, warmup_num_steps, warmup_type, last_batch_iteration: as for ``WarmupLR``.
+
+    Raises:
+        ValueError: a value is out of range, or a list has not one value per group.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.total_num_steps = positive("total_num_steps", total_num_steps)
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+        _compare(self.total_num_steps, self.warmup_num_steps)
+
+    def _share(self, iteration: int) -> float:
+        warmed = self.warmed(iteration)
+        if warmed is not None:
+            return warmed
+        length = max(1, self.total_num_steps - self.warmup_num_steps)
+        return max(0.0, (self.total_num_steps - iteration) / length)
+
+
+class WarmupCosineLR(_Warmup):
+    """From a share of the optimizer's rate up to it, then down along a cosine to another share.
+
+    The very first step has the rate 0, whatever ``warmup_min_ratio`` is, as in DeepSpeed.
+
+    Args:
+        optimizer: any.
+        total_num_steps: optimizer steps of the training.
+        warmup_min_ratio: share of the optimizer's rate at which the warm-up starts.
+        warmup_num_steps: optimizer steps; 1 counts as 2, as in DeepSpeed.
+        cos_min_ratio: share of the optimizer's rate at the end.
+        warmup_type: ``log`` or ``linear``.
+        last_batch_iteration: see ``scheduling.py``.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.total_num_steps = positive("total_num_steps", total_num_steps)
+        self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
+        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
+        _compare(self.total_num_steps, self.warmup_num_steps)
+
+    def rates(self, steps: int) -> list[float]:
+        ratio = 0.0 if steps == 0 else self._ratio(steps - 1)
+        return [base * ratio for base in self._bases]
+
+    def _ratio(self, iteration: int) -> float:
+        warmed = self.warmed(iteration)
+        if warmed is not None:
+            return self.warmup_min_ratio + warmed * (1.0 - self.warmup_min_ratio)
+        length = max(1, self.total_num_steps - self.warmup_num_steps)
+        done = min(1.0, (iteration - self.warmup_num_steps + 1) / length)
+        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2)
+
+
+SCHEDULES: Mapping[str, type[Schedule]] = {
+    cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}
+
+
+def _compare(total: int, warmup: int) -> None:
+    if total < warmup:
+        warnings.warn(
+            f"total_num_steps={total} is less than warmup_num_steps={warmup}: the training ends within the warm-up. "
+            "Raise the one or lower the other.",
+            stacklevel=3,
+        )
