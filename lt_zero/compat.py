@@ -191,3 +191,22 @@ def parse_override(text: str) -> HydraOverride:
         isinstance(found._value, QuotedString),
         is_sweep,
     )
+
+
+def is_default_logger(logger: Any, root: str) -> bool:
+    """Whether ``Trainer(logger=None)`` or ``logger=True`` made this logger, or somebody made the same one by hand.
+
+    Trainer keeps no record of it, but a logger that nobody has configured or used is equal to a new one in all its
+    attributes. Checked on lightning 2.5 to 2.6.
+
+    Args:
+        root: the Trainer's ``default_root_dir``.
+    """
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+    if type(logger) is CSVLogger:
+        return vars(logger) == vars(CSVLogger(save_dir=root))
+    if type(logger) is TensorBoardLogger:
+        return vars(logger) == vars(TensorBoardLogger(save_dir=root, version=SLURMEnvironment.job_id()))
+    return False

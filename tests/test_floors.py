@@ -15,7 +15,7 @@ FLOORS = (
     {"core"},
     {"planning", "checkpoint"},
     {"build"},
-    {"precision", "attach", "progress"},
+    {"precision", "attach", "progress", "loggers", "monitoring"},
     {"persistence", "restoring", "loading", "checkpointing"},
     {"strategy", "cli", "__init__", "__main__"},
 )

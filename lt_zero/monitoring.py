@@ -1,0 +1,261 @@
+"""What a run tells about itself: a line every N steps, the resolved configuration, messages of the package.
+
+Note [Silent until a line is due]
+    The line is no Callback: it would appear in ``trainer.callbacks``, and hooks around backward would make the engine
+    believe that somebody looks at gradients. Between two lines numbers stay where they are, on the device; a line that
+    is due reads them, on all ranks at the same step, since means over ranks and the verdict on a step are collective.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import math
+import time
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from pydantic import BaseModel
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lt_zero.core.engine import Engine
+from lt_zero.core.optimizer import ShardedOptimizer
+from lt_zero.core.report import memory_report
+from lt_zero.precision import ZeroPrecision
+
+# ---- a line every N steps ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What is known of a step only while it is taken."""
+
+    number: int
+    optimizer: int  # its number
+    rates: tuple[float, ...]  # learning rate of each group
+    norm: Tensor | None  # 0D, of the gradients before clipping
+
+
+class StepPrinter:
+    """``steps_per_print``: rank 0 prints a line at every ``every``-th optimizer step.
+
+    * ``loss``: what ``training_step`` returned, mean over the micro-batches since the last step and over the ranks.
+    * ``lr``: the rate that the step used; a list where groups differ.
+    * ``grad_norm``: before clipping, where ``gradient_clip_val`` clips by norm.
+    * ``loss_scale``: with fp16, after the step. ``skipped_steps``: so far, where overflow is checked.
+    * ``samples/s``: of all ranks since the last line, without validation; rows are counted in the first tensor of a
+      batch.
+
+    What is not known is left out. See Note [Silent until a line is due].
+
+    Args:
+        every: optimizer steps, counted as ``trainer.global_step`` does: those of all optimizers, skipped ones included.
+    """
+
+    def __init__(self, every: int) -> None:
+        if every < 1:
+            raise ValueError(f"steps_per_print={every} is not a number of steps; leave it out to print nothing.")
+        self.every = every
+        self._norm: Tensor | None = None  # the last one that was seen, of whatever step
+        self.start()
+
+    def start(self) -> None:
+        """A fit begins."""
+        self._due: list[_Step] = []
+        self._stepped = False
+        self._since: float | None = None  # seconds; when counting of samples began
+        self._paused: float | None = None
+        self._samples: int | None = 0  # None: a batch without a tensor came
+        self._forget_losses()
+
+    def _forget_losses(self) -> None:
+        self._loss: Tensor | None = None  # 0D, sum over the window
+        self._losses = 0
+
+    def before_training_step(self) -> None:
+        """The clock runs from the first one."""
+        if self._since is None:
+            self._since = time.perf_counter()
+
+    def after_training_step(self, module: pl.LightningModule, batch: Any, output: Any) -> None:
+        """Count, and with manual optimization print for the steps that were taken inside. Collective if one is due."""
+        rows = _rows(batch)
+        self._samples = None if rows is None or self._samples is None else self._samples + rows
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            value = loss.detach().reshape(()).float()
+            self._loss = value if self._loss is None else self._loss + value
+            self._losses += 1
+        if not module.automatic_optimization:
+            self._conclude(module)
+
+    def after_optimizer_step(self, module: pl.LightningModule, optimizer: Optimizer) -> None:
+        """Right after the step, before schedules move on. Collective if a line is due."""
+        trainer = module.trainer
+        plugin = trainer.precision_plugin
+        assert isinstance(plugin, ZeroPrecision)
+        norm = plugin.grad_norm if plugin.grad_norm is not self._norm else None
+        self._norm, self._stepped = plugin.grad_norm, True
+        number = trainer.global_step + 1  # Lightning counts it when this call returns
+        if number % self.every == 0:
+            which = next(i for i, known in enumerate(trainer.strategy.optimizers) if known is optimizer)
+            rates = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
+            self._due.append(_Step(number, which, rates, norm))
+        if module.automatic_optimization:
+            self._conclude(module)
+
+    def pause(self) -> None:
+        """Validation begins: its time is not counted."""
+        self._paused = time.perf_counter()
+
+    def resume(self) -> None:
+        """Training goes on."""
+        if self._paused is not None and self._since is not None:
+            self._since += time.perf_counter() - self._paused
+        self._paused = None
+
+    def _conclude(self, module: pl.LightningModule) -> None:
+        if self._due:
+            self._print(module)
+            self._due.clear()
+        if self._stepped:
+            self._stepped = False
+            self._forget_losses()
+
+    def _print(self, module: pl.LightningModule) -> None:
+        trainer = module.trainer
+        plugin = trainer.precision_plugin
+        assert isinstance(plugin, ZeroPrecision)
+        device = trainer.strategy.root_device
+        counts = [0.0, float(self._losses > 0), float(self._samples or 0), float(self._samples is not None)]
+        sums = torch.tensor(counts, dtype=torch.float64, device=device)  # 1D
+        if self._loss is not None:
+            sums[0] = self._loss / self._losses
+        sums = trainer.strategy.reduce(sums, reduce_op="sum")
+        skipped = plugin.skipped_steps  # collective if the device holds a verdict
+        if trainer.is_global_zero:
+            loss, losses, samples, counted = sums.tolist()
+            now = time.perf_counter()
+            rate = samples / (now - self._since) if self._since is not None and counted == trainer.world_size else None
+            mean = loss / losses if losses else None
+            for step in self._due:
+                module.print(_line(step, plugin, mean, skipped, rate, len(trainer.strategy.optimizers)))
+        self._since, self._samples = time.perf_counter(), 0
+
+
+def _line(
+    step: _Step, plugin: ZeroPrecision, loss: float | None, skipped: int, rate: float | None, optimizers: int
+) -> str:
+    checks = plugin.gate.checks
+    norm = step.norm.item() if step.norm is not None else None
+    if norm is not None and checks and not math.isfinite(norm):
+        norm = None  # the step was skipped
+    rates = [f"{value:.6g}" for value in dict.fromkeys(step.rates)]
+    lr = rates[0] if len(rates) == 1 else f"[{', '.join(f'{value:.6g}' for value in step.rates)}]"
+    parts = {
+        "optimizer": str(step.optimizer) if optimizers > 1 else None,
+        "loss": f"{loss:.6g}" if loss is not None else None,
+        "lr": lr if rates else None,
+        "grad_norm": f"{norm:.6g}" if norm is not None else None,
+        "loss_scale": f"{plugin.loss_scale:.10g}" if plugin.gate.scaler is not None else None,
+        "skipped_steps": str(skipped) if checks else None,
+        "samples/s": f"{rate:.4g}" if rate is not None else None,
+    }
+    return f"step {step.number}: " + ", ".join(f"{name}={text}" for name, text in parts.items() if text is not None)
+
+
+def _rows(batch: Any) -> int | None:
+    """The first dimension of the first tensor; None if there is none."""
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.dim() else 1
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)):
+        return next((rows for rows in map(_rows, batch) if rows is not None), None)
+    return None
+
+
+# ---- dump_state, log_level, disable_python_gc ----------------------------------------------------------------------
+
+
+def dump_state(config: BaseModel, engine: Engine, optimizers: Iterable[ShardedOptimizer]) -> None:
+    """``dump_state``: rank 0 prints the resolved configuration, without secrets, and bytes of model states.
+
+    Units and dtypes are not repeated: their tables are printed whenever an engine is built.
+    """
+    if engine.comm.rank != 0:
+        return
+    table = Table(title="Model states, bytes")
+    for column in ("kind", "this rank", "replicated"):
+        table.add_column(column, justify="left" if column == "kind" else "right")
+    for kind, (here, replicated) in memory_report(engine, list(optimizers)).items():
+        table.add_row(kind, f"{here:,}", f"{replicated:,}")
+    console = Console()
+    text = "\n".join(["Configuration of ZeroStrategy, defaults included:", *config_lines(config, "  ")])
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(table)
+
+
+def config_lines(block: BaseModel, indent: str = "") -> list[str]:
+    """All keys of a configuration with their values, a line each, as YAML has them; secrets are stars."""
+    lines = []
+    for name in type(block).model_fields:
+        value = getattr(block, name)
+        if isinstance(value, BaseModel):
+            lines += [f"{indent}{name}:", *config_lines(value, indent + "  ")]
+        else:
+            lines.append(f"{indent}{name}: {_shown(value)}")
+    return lines
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return json.dumps(value, default=str)
+
+
+@contextmanager
+def logger_level(level: str | None, rank: int = 0) -> Generator[None, None, None]:
+    """``log_level``: the level of the logger "lt_zero", until the context ends; None leaves it as it is.
+
+    Messages need somewhere to go: without a handler, Python shows warnings only. So one to stderr is added if there is
+    none at all; on ranks other than 0 it shows warnings only. Handlers of the user get everything on every rank.
+    """
+    if level is None:
+        yield
+        return
+    logger = logging.getLogger("lt_zero")
+    before, handler = logger.level, None
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
+        handler.setLevel(logging.NOTSET if rank == 0 else logging.WARNING)
+        logger.addHandler(handler)
+    logger.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        if handler is not None:
+            logger.removeHandler(handler)
+
+
+@contextmanager
+def gc_disabled(wanted: bool) -> Generator[None, None, None]:
+    """``disable_python_gc``: no automatic collection of cycles until the context ends, then as before."""
+    enabled = gc.isenabled()
+    if wanted:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if wanted and enabled:
+            gc.enable()
