@@ -11,6 +11,7 @@ import pickle
 import re
 import sys
 from contextlib import redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -205,9 +206,7 @@ def test_missing_packages_are_named_together(tmp_path: Path, monkeypatch: pytest
 def test_tensorboard(tmp_path: Path) -> None:
     block = TensorBoard(enabled=True, output_path=str(tmp_path / "events"), job_name="job")
     trainer = trainer_with(tmp_path)
-    try:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: F401
-    except ImportError:
+    if find_spec("tensorboard") is None and find_spec("tensorboardX") is None:
         with pytest.raises(ConfigError, match="tensorboard.enabled=true needs the package tensorboard"):
             attach_loggers(trainer, [block])
         return
@@ -274,6 +273,7 @@ def test_the_key_is_told_to_nobody() -> None:
     assert pickle.loads(pickle.dumps(config)) == config
     told = [repr(config), str(config), str(config.model_dump()), config.model_dump_json(exclude={"dtype"})]
     assert not [text for text in (*told, *config_lines(config)) if KEY in text]
+    assert "api_key" not in config.model_dump()["comet"], "each checkpoint holds a dump"
     lines = config_lines(config, "  ")
     assert lines[0] == "  comet:"
     assert {'    api_key: "**********"', "  dtype: float16", '  many: ["a"]'} <= set(lines)
