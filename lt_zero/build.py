@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -54,7 +55,7 @@ def shard(
         NotEnoughMemory: a machine has less than this needs; nothing was changed.
     """
     device = device or _device_of(module)
-    comm = comm or Comm.for_world(device, check=debug_enabled())
+    comm = comm or Comm.for_world(device, check=debug_enabled() or config.zero_optimization.enable_sanity_checks)
     policy = policy or dtype_policy(config, resolve_mode(config, "32-true", device.type))
     zero = config.zero_optimization
     _configure_reductions(comm, config)
@@ -75,7 +76,7 @@ def shard(
     units, root = _move_in(plan, parts, rest, materializer, module)
     materializer.fill_buffers()
     if policy.buffers is not None:
-        _cast_buffers(module, policy.buffers, plan.islands)
+        _cast_buffers(module, policy.buffers, plan.islands, config.data_types.keep_in_fp32_modules)
     buckets = [b for u in reversed(units) for b in u.buckets] + root.buckets
     reducer = Reducer(comm, buckets, zero.overlap_comm, zero.reduce_bucket_size)
     residency = Residency(
@@ -118,8 +119,13 @@ def _configure_reductions(comm: Comm, config: ZeroConfig) -> None:
         comm.predivide = config.gradient_predivide_factor
 
 
-def _cast_buffers(root: nn.Module, dtype: torch.dtype, islands: Islands) -> None:
+def _cast_buffers(root: nn.Module, dtype: torch.dtype, islands: Islands, names: str | tuple[str, ...]) -> None:
     kept = {child for _, module in islands.modules for child in module.modules()}
+    if isinstance(names, str):  # "auto": transformers' models say it themselves
+        names = tuple(n for m in root.modules() for n in getattr(m, "_keep_in_fp32_modules", None) or ())
+    for path, module in root.named_modules():
+        if any(fnmatchcase(part, name) for part in path.split(".") for name in names):
+            kept |= set(module.modules())
     kept |= {m for m in root.modules() if any(p in islands.parameters for p in m.parameters(recurse=False))}
     for module in root.modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -21,7 +21,8 @@ def _root() -> None:
 
 
 def _later(name: str, module: str, summary: str) -> None:
-    """Register a command whose function, ``<name>_command`` of ``module``, is imported when it runs: it needs torch."""
+    """Register a command whose function or app, ``<name>_command`` of ``module``, is imported when it runs: it needs
+    torch."""
 
     @app.command(
         name,
@@ -30,11 +31,14 @@ def _later(name: str, module: str, summary: str) -> None:
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     )
     def run(context: typer.Context) -> None:
-        inner = typer.Typer(add_completion=False)
-        inner.command()(getattr(importlib.import_module(module), f"{name}_command"))
+        found = getattr(importlib.import_module(module), f"{name}_command")
+        inner = found if isinstance(found, typer.Typer) else typer.Typer(add_completion=False)
+        if inner is not found:
+            inner.command()(found)
         inner(context.args, prog_name=f"lt-zero {name}")
 
 
+_later("config", "lt_zero.config.command", "Check, show, convert and explain configurations.")
 _CHECKPOINTS = "lt_zero.checkpoint.command"
 _later(
     "estimate",

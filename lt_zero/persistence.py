@@ -33,6 +33,7 @@ from lt_zero.checkpoint.live import export_engine
 from lt_zero.checkpoint.place import Place, is_url, remove
 from lt_zero.checkpoint.plain import plain, put_back
 from lt_zero.checkpoint.save import KEY, Bundle, bundle, stage, write
+from lt_zero.config.show import resolved
 from lt_zero.core.values import full_state_dict
 from lt_zero.precision import sharded_of
 from lt_zero.progress import KEY as PROGRESS
@@ -116,7 +117,7 @@ class Persistence:
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "torch": str(torch.__version__),
         }
-        made = bundle(_without_type(checkpoint), names, engine.comm, run, config.model_dump(), self._frozen)
+        made = bundle(_without_type(checkpoint), names, engine.comm, run, resolved(config), self._frozen)
         place = self._make(path)
         if not (config.checkpoint.async_save and self._training()):
             self._write(made, place, engine.comm.saving_group(background=False))

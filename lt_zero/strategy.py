@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import os
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
@@ -11,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins import Precision, TorchSyncBatchNorm
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,7 +20,6 @@ from typing_extensions import override
 
 from lt_zero import attach
 from lt_zero.build import shard
-from lt_zero.checkpointing import CheckpointingStrategy
 from lt_zero.config import ZeroConfig
 from lt_zero.core.comm import Comm
 from lt_zero.core.construct import ConstructionSharder
@@ -29,31 +29,36 @@ from lt_zero.core.norm import grad_norm
 from lt_zero.core.report import memory_report
 from lt_zero.core.sequence import debug_enabled
 from lt_zero.core.values import restore_whole
+from lt_zero.monitored import MonitoredStrategy
 from lt_zero.planning.check import check_optimizers
 from lt_zero.precision import ZeroPrecision, sharded_of
+from lt_zero.reconcile import Reconciler
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class ZeroStrategy(CheckpointingStrategy):
+class ZeroStrategy(MonitoredStrategy):
     """Trains with optimizer states, gradients and parameters sharded over the ranks (ZeRO, arXiv:1910.02054).
 
     Args:
         stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters (default: the config's, or 3).
-        config: keys of a DeepSpeed configuration as a mapping, or a ``ZeroConfig``.
+        config: keys of a DeepSpeed configuration: the path of a JSON or YAML file, a mapping, or a ``ZeroConfig``.
+        overrides: ``key=value`` and ``group=option`` in Hydra's grammar, applied to ``config``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in every strategy.
         process_group_backend: ``gloo`` on CPU and ``nccl`` on CUDA by default.
         timeout: of collectives on the default process group.
         start_method: ``popen``, or ``spawn``, ``fork``, ``forkserver`` for multiprocessing and notebooks.
 
     Raises:
-        ValueError: a key of ``config`` is unknown, a value is wrong, or ``stage`` contradicts the config.
+        ConfigError: all that is wrong with the configuration: unknown keys, values, keys that contradict each other.
     """
 
     def __init__(
         self,
         stage: int | None = None,
-        config: dict[str, Any] | ZeroConfig | None = None,  # in this order: jsonargparse tries the dict first
+        # In this order: jsonargparse tries the mapping first.
+        config: Mapping[str, Any] | ZeroConfig | str | os.PathLike[str] | None = None,
+        overrides: Sequence[str] = (),
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -63,7 +68,9 @@ class ZeroStrategy(CheckpointingStrategy):
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        self.config = ZeroConfig.of(config, 3 if stage is None and config is None else stage)
+        default = 3 if config is None else None
+        self.config = ZeroConfig.of(config, stage, overrides, default_stage=default)
+        self._reconciler = Reconciler(self.config)
         self._engine: Engine | None = None
         self._comm: Comm | None = None
         super().__init__(
@@ -119,7 +126,13 @@ class ZeroStrategy(CheckpointingStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         if self._comm is None:
-            self._comm = Comm.for_world(self.root_device, check=debug_enabled())
+            check = debug_enabled() or self.config.zero_optimization.enable_sanity_checks
+            self._comm = Comm.for_world(self.root_device, check=check)
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        self._reconciler.lend_optimizers(model)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -128,10 +141,15 @@ class ZeroStrategy(CheckpointingStrategy):
         self.accelerator.setup(trainer)
         attach.check_callbacks(trainer, self.stage)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self.config = self._reconciler.agree(trainer, self.lightning_module, self.world_size, self.is_global_zero)
+        if self.config.zero_optimization.sync_bn_in_backward and self._layer_sync is None:
+            self._layer_sync = TorchSyncBatchNorm()
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.lightning_module)
         self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
+        before = self._engine
         self._engine = self._find_or_build(self.lightning_module, fitting)
         plugin = self.precision_plugin
         plugin.engine, plugin.device_type = self._engine, self.root_device.type
@@ -140,6 +158,7 @@ class ZeroStrategy(CheckpointingStrategy):
             self.setup_optimizers(trainer)
             attach.announce_offload(self.engine, self.optimizers)
             plugin.gate.start_watching(self._engine)
+            self.start_monitoring(self._engine is not before)
         self.setup_precision_plugin()
 
     def _find_or_build(self, module: pl.LightningModule, fitting: bool) -> Engine:
@@ -203,6 +222,7 @@ class ZeroStrategy(CheckpointingStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.persistence.tick()
+        self.config = self._reconciler.see(args[0] if args else None, self.world_size, self.is_global_zero)
         with self._scope():
             return super().training_step(*args, **kwargs)
 
@@ -229,11 +249,13 @@ class ZeroStrategy(CheckpointingStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        super().on_validation_start()
         self.progress.before_validation()
         sync_buffers(self.engine)
 
     @override
     def on_validation_end(self) -> None:
+        super().on_validation_end()
         self.progress.after_validation()
         self.engine.gatherer.release_all()
         self.engine.shelves.check(self.engine.comm, "weights in files")
@@ -253,6 +275,7 @@ class ZeroStrategy(CheckpointingStrategy):
     @override
     def teardown(self) -> None:
         """Leaves shards where they are. No collectives after an error: other ranks may be gone."""
+        self.stop_monitoring()
         module = self.lightning_module
         trainer = module._trainer if module is not None else None
         clean = trainer is not None and trainer.state.status != TrainerStatus.INTERRUPTED
@@ -265,6 +288,7 @@ class ZeroStrategy(CheckpointingStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         self.restoring.forget()
+        self._reconciler.take_back()
         self.progress.finish()
         self.precision_plugin.teardown()
         if self.accelerator is not None:

@@ -7,7 +7,6 @@ import json
 import os
 import time
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +21,6 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED = Path(os.environ.get("LT_ZERO_SHARED", ROOT.parent / "shared"))
 INVENTORY, CONFIGS = SHARED / "research" / "config_keys.tsv", SHARED / "ds_configs"
 Z = "zero_optimization."
-
-# Keys that the schema is about to have. A line that it has must be removed here.
-PENDING = {
-    *("comet.*", "csv_monitor.*", "tensorboard.*", "wandb.*", "optimizer.*", "scheduler.*", "torch_autocast.*"),
-    "data_types.keep_in_fp32_modules",
-    "disable_python_gc",
-    "dump_state",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "log_level",
-    "steps_per_print",
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    Z + "elastic_checkpoint",
-    Z + "enable_sanity_checks",
-    Z + "leaf_module.name_suffixes",
-    Z + "leaf_module.names",
-    Z + "stage3_model_persistence_threshold",
-    Z + "sync_bn_in_backward",
-    Z + "zero_allowed_param_types",
-    Z + "zero_force_param_types",
-}
 
 # Keys that DeepSpeed does not know, or knew long ago, and that files have all the same.
 WILD = {
@@ -101,10 +78,6 @@ def in_schema(key: str) -> bool:
     return False
 
 
-def pending(key: str) -> bool:
-    return any(fnmatchcase(key, line) for line in PENDING)
-
-
 def inventory() -> dict[str, Verdict | None]:
     """Each key of DeepSpeed with its row of the table. Those of other JSON files go by their names in them."""
     with INVENTORY.open(encoding="utf-8", newline="") as file:
@@ -127,8 +100,7 @@ def test_every_key_has_a_verdict() -> None:
     found = inventory()
     assert len(found) > 600
     without = {key for key, verdict in found.items() if verdict is None and not in_schema(key)}
-    assert {key for key in without if not pending(key)} == set()
-    assert {line for line in PENDING if not any(fnmatchcase(key, line) for key in without)} == set()
+    assert without == set()
 
 
 @needs_inventory
@@ -147,7 +119,7 @@ def test_keys_in_the_wild_have_verdicts() -> None:
         except json.JSONDecodeError:
             continue  # comments and the like
     assert len(seen) > 150
-    assert {key for key in seen if lookup(path_of(key)) is None and not in_schema(key) and not pending(key)} == set()
+    assert {key for key in seen if lookup(path_of(key)) is None and not in_schema(key)} == set()
 
 
 def leaves(values: dict[str, Any], prefix: str = "") -> Iterable[str]:
@@ -183,7 +155,7 @@ def test_aliases_lead_to_keys() -> None:
     for row in table.aliases():
         for target in row.to.split(" and "):
             verdict = lookup(path_of(target))
-            assert verdict is not None or in_schema(target) or pending(target) or pending(f"{target}.enabled"), row
+            assert verdict is not None or in_schema(target) or in_schema(f"{target}.enabled"), row
             assert verdict is None or verdict.verdict != "alias", row
 
 

@@ -15,8 +15,8 @@ FLOORS = (
     {"core"},
     {"planning", "checkpoint"},
     {"build"},
-    {"precision", "attach", "progress", "loggers", "monitoring"},
-    {"persistence", "restoring", "loading", "checkpointing"},
+    {"precision", "attach", "progress", "reconcile", "loggers", "monitoring"},
+    {"persistence", "restoring", "loading", "checkpointing", "monitored"},
     {"strategy", "cli", "__init__", "__main__"},
 )
 TOP = FLOORS[-1] | FLOORS[-2] | FLOORS[-3] | {"compat"}  # know lightning

@@ -40,56 +40,24 @@ KEY = "k3y" * 9
 
 
 class Monitored(ZeroStrategy):
-    """Calls what is tested where ``ZeroStrategy`` is to call it."""
+    """Counts reductions."""
 
-    blocks: Any = ()
-    printer: StepPrinter | None = None
     reductions = 0
-
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        attach_loggers(self.lightning_module.trainer, self.blocks)
-
-    def setup(self, trainer: pl.Trainer) -> None:
-        super().setup(trainer)
-        if self.printer is not None and trainer.training:
-            self.printer.start()
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.printer is None:
-            return super().training_step(*args, **kwargs)
-        self.printer.before_training_step()
-        output = super().training_step(*args, **kwargs)
-        self.printer.after_training_step(self.lightning_module, args[0], output)
-        return output
-
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.printer is not None:
-            self.printer.after_optimizer_step(self.lightning_module, optimizer)
-        return output
-
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        if self.printer is not None:
-            self.printer.pause()
-
-    def on_validation_end(self) -> None:
-        super().on_validation_end()
-        if self.printer is not None:
-            self.printer.resume()
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         self.reductions += tensor.dtype == torch.float64  # Lightning's own are of other dtypes
         return super().reduce(tensor, *args, **kwargs)
 
 
+NAMES = {CsvMonitor: "csv_monitor", TensorBoard: "tensorboard", Wandb: "wandb", Comet: "comet"}
+
+
 def monitored(
     stage: int, blocks: Any = (), every: int | None = None, config: dict[str, Any] | None = None, **kwargs: Any
 ) -> pl.Trainer:
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    strategy = Monitored(config={"zero_optimization": zero, **(config or {})})
-    strategy.blocks, strategy.printer = blocks, StepPrinter(every) if every is not None else None
+    keys = {NAMES[type(block)]: block.model_dump(exclude_unset=True) for block in blocks}
+    strategy = Monitored(config={"zero_optimization": zero, "steps_per_print": every, **keys, **(config or {})})
     os.environ.update(torchrun_env())
     return pl.Trainer(**{**QUIET, "strategy": strategy, "devices": dist.get_world_size(), **kwargs})
 

@@ -37,6 +37,10 @@ ON, OFF = {"enabled": True}, {"enabled": False}
         ({"fp16": OFF, "bf16": OFF}, "32-true", "cuda", "32-true"),
         ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, "bf16-true", "cuda", "bf16-true"),
         ({"fp16": OFF, "bf16": ON}, "bf16-true", "cuda", "bf16-true"),
+        ({"torch_autocast": {"enabled": True, "dtype": "bf16"}}, "32-true", "cuda", "bf16-mixed"),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, "16-mixed", "cuda", "16-mixed"),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, "bf16-mixed", "cpu", "16-mixed"),
+        ({"torch_autocast": {"enabled": False}}, "16-mixed", "cuda", "16-mixed"),
     ],
 )
 def test_modes_agree(keys: dict[str, Any], precision: str, device: str, want: str) -> None:
@@ -51,6 +55,7 @@ def test_modes_agree(keys: dict[str, Any], precision: str, device: str, want: st
         ({"bf16": ON}, "16-true", "bf16.enabled=true"),
         ({"fp16": OFF}, "16-mixed", "fp16.enabled=false"),
         ({"bf16": OFF}, "bf16-true", "bf16.enabled=false"),
+        ({"torch_autocast": {"enabled": True, "dtype": "bf16"}}, "16-mixed", "torch_autocast.dtype"),
     ],
 )
 def test_contradictions_show_both(keys: dict[str, Any], precision: str, shown: str) -> None:
@@ -69,8 +74,10 @@ def test_contradictions_show_both(keys: dict[str, Any], precision: str, shown: s
         ({"fp16": {"loss_scale": -1}}, "loss_scale"),
         ({"fp16": {"loss_scale": float("inf")}}, "loss_scale"),
         ({"fp16": {"loss_scale_window": 0}}, "loss_scale_window"),
-        ({"fp16": {"min_loss_scale": 0}}, "min_loss_scale"),
-        ({"fp16": {"scale_window": 100}}, "scale_window"),
+        ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "min_loss_scale"),
+        ({"fp16": {"scale_windows": 100}}, "scale_window"),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp16"}, "bf16": ON}, "torch_autocast.dtype"),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp32"}}, "torch_autocast.dtype"),
         ({"data_types": {"grad_accum_dtype": "int8"}}, "int8"),
         ({"communication_data_type": "none"}, "communication_data_type"),
         ({"gradient_allreduce_op": "max"}, "gradient_allreduce_op"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 _DTYPES: Mapping[str, torch.dtype] = {
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32", "torch.float"), torch.float32),
@@ -20,22 +20,38 @@ def _dtype(value: Any) -> Any:
         return _DTYPES[value.lower()]
     if isinstance(value, torch.dtype) and value in _DTYPES.values():
         return value
-    raise ValueError(f"{value!r} is not one of fp32, fp16, bf16")
+    raise ValueError("it is not one of fp32, fp16, bf16")
+
+
+def _number(value: Any) -> Any:
+    """Text that is a number, as real files have it: "2e8", "500_000_000"."""
+    if isinstance(value, str):
+        try:
+            return float(value.replace("_", "")) if not value.strip().isdigit() else int(value)
+        except ValueError:
+            return value
+    return value
 
 
 def _whole_number(value: Any) -> Any:
     """Numbers as real files write them: 5e8, "2e8", "500_000_000"; a fraction stays one and is refused by pydantic."""
-    if isinstance(value, str):
-        try:
-            value = float(value.replace("_", ""))
-        except ValueError:
-            return value
+    value = _number(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Dtype = Annotated[torch.dtype, BeforeValidator(_dtype)]
+def _names(value: Any) -> Any:
+    """One name is a list of one."""
+    return (value,) if isinstance(value, str) else value
+
+
+Dtype = Annotated[
+    torch.dtype, BeforeValidator(_dtype), WithJsonSchema({"type": "string", "enum": ["fp32", "fp16", "bf16"]})
+]
+Whole = Annotated[int, BeforeValidator(_whole_number), Field(strict=True)]
 Elements = Annotated[int, BeforeValidator(_whole_number), Field(ge=0, strict=True)]
 PositiveElements = Annotated[int, BeforeValidator(_whole_number), Field(gt=0, strict=True)]
+Real = Annotated[float, BeforeValidator(_number), Field(strict=True, allow_inf_nan=False)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 
 class Block(BaseModel):

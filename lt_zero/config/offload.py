@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import AliasChoices, Field, field_validator
+from pydantic import Field, field_validator
 
-from lt_zero.config.fields import Block, Elements, PositiveElements
+from lt_zero.config.errors import Problem
+from lt_zero.config.fields import Block, Elements, PositiveElements, Real
 
 if TYPE_CHECKING:
     from lt_zero.config.schema import ZeroConfig
-
-log = logging.getLogger("lt_zero")
 
 Device = Literal["none", "cpu", "nvme"]
 
@@ -28,9 +25,12 @@ class _Offload(Block):
     @field_validator("nvme_path", mode="before")
     @classmethod
     def _folder(cls, value: Any) -> Any:
-        if isinstance(value, (str, Path)) and not str(value).strip():
-            raise ValueError("it is empty; name a folder on a local NVMe disk, or leave it out")
-        return Path(value).expanduser() if isinstance(value, (str, Path)) else value
+        if isinstance(value, (str, Path)) and (not str(value).strip() or "\0" in str(value)):
+            raise ValueError("it is empty or no path; name a folder on a local NVMe disk, or leave it out")
+        try:
+            return Path(value).expanduser() if isinstance(value, (str, Path)) else value
+        except RuntimeError as error:  # ~name of nobody
+            raise ValueError(f"{error} (write the whole path)") from None
 
     @field_validator("device", mode="before")
     @classmethod
@@ -42,10 +42,10 @@ class OffloadOptimizer(_Offload):
     """The ``zero_optimization.offload_optimizer`` block."""
 
     buffer_count: PositiveElements = Field(4, description="buckets in memory at a time at most, with nvme")
-    pipeline_read: bool = Field(True, description="read the next bucket while one is stepped")
-    pipeline_write: bool = Field(True, description="write the last bucket while one is stepped")
+    pipeline_read: bool = Field(True, description="read the next bucket while one is stepped (DeepSpeed: false)")
+    pipeline_write: bool = Field(True, description="write the last bucket while one is stepped (DeepSpeed: false)")
     fast_init: bool = Field(False, description="always on: weights are written as they are made")
-    ratio: float = Field(1.0, ge=0, le=1, description="part of the elements that is offloaded, the rest stays")
+    ratio: Real = Field(1.0, ge=0, le=1, description="part of the elements that is offloaded, the rest stays")
     overlap_step: bool | Literal["auto"] = Field(
         "auto", description="step beside backward (auto), beside the next forward too (true), or on its own (false)"
     )
@@ -62,13 +62,11 @@ class OffloadParam(_Offload):
 class Aio(Block):
     """The ``aio`` block: how files are read and written."""
 
-    block_size: PositiveElements = Field(4 << 20, description="bytes per request")
-    queue_depth: PositiveElements = Field(8, description="requests in flight at most")
-    intra_op_parallelism: PositiveElements = Field(
-        4,
-        validation_alias=AliasChoices("intra_op_parallelism", "thread_count"),
-        description="threads that read and write",
+    block_size: PositiveElements = Field(
+        4 << 20, description="bytes per request, a multiple of 4096 (DeepSpeed: 1048576)"
     )
+    queue_depth: PositiveElements = Field(8, description="requests in flight at most")
+    intra_op_parallelism: PositiveElements = Field(4, description="threads that read and write (DeepSpeed: 1)")
     single_submit: bool = Field(False, description="one request in flight")
     overlap_events: bool = Field(True, description="false: one request in flight")
     use_gds: bool = Field(False, description="not supported: see the error")
@@ -97,81 +95,38 @@ class Aio(Block):
         return 1 if self.single_submit or not self.overlap_events else self.queue_depth
 
 
-# Spellings in files that were written for something else: key -> (block, what it means there).
-_OLD: dict[str, tuple[str, str]] = {
-    "cpu_offload": ("offload_optimizer", "device"),
-    "cpu_offload_param": ("offload_param", "device"),
-    "cpu_offload_params": ("offload_param", "device"),
-    "cpu_offload_use_pin_memory": ("offload_optimizer", "pin_memory"),
-    "pin_memory": ("offload_optimizer", "pin_memory"),
-    "fast_init": ("offload_optimizer", "fast_init"),
-}
+def _is_device(path: Path) -> bool:
+    return path.parts[:2] == ("/", "dev") and path.parts[2:3] != ("shm",)
 
 
-def modernise(block: Mapping[str, Any]) -> dict[str, Any]:
-    """``zero_optimization`` with old and misplaced offload keys where they belong; each is told once.
-
-    Raises:
-        ValueError: an old key and its replacement contradict each other.
-    """
-    new = dict(block)
-    if "offload_params" in new:
-        _tell("offload_params", "offload_param")
-        if "offload_param" in new:
-            raise ValueError(
-                "offload_params is an old name of offload_param, and both are given. Remove offload_params."
-            )
-        new["offload_param"] = new.pop("offload_params")
-    for name in ("offload_optimizer", "offload_param"):
-        if isinstance(new.get(name), bool):
-            _tell(f"{name}: {str(new[name]).lower()}", f"{name}: {{device: {'cpu' if new[name] else 'none'}}}")
-            new[name] = {"device": "cpu" if new[name] else "none"}
-    for key, (name, meaning) in _OLD.items():
-        if key not in new:
-            continue
-        value = new.pop(key)
-        value = (
-            ("cpu" if value else "none") if meaning == "device" and value in (True, False) else value
-        )  # 1 and 0, too
-        _tell(key, f"{name}.{meaning}: {value}")
-        if value is None:
-            continue
-        target = new.get(name)
-        target = target.model_dump(exclude_unset=True) if isinstance(target, Block) else dict(target or {})
-        if meaning == "device" and target.get("device", value) != value:
-            raise ValueError(f"{key} says {value!r}, {name}.device says {target['device']!r}. Remove {key}.")
-        new[name] = {meaning: value, **target}
-    return new
-
-
-def _tell(old: str, new: str) -> None:
-    warnings.warn(f"zero_optimization.{old} is read as {new}. Write the latter.", stacklevel=2)
-
-
-def check_offload(config: ZeroConfig) -> None:
-    """Keys that fit together.
-
-    Raises:
-        ValueError: they do not.
-    """
+def check_offload(config: ZeroConfig) -> Iterator[Problem]:
+    """Keys about offload that do not fit together."""
     zero = config.zero_optimization
     if zero.offload_param.device != "none" and zero.stage < 3:
-        raise ValueError(
+        yield Problem(
+            "zero_optimization.offload_param.device",
             f"zero_optimization.offload_param.device={zero.offload_param.device!r} needs stage 3, stage is "
             f"{zero.stage}: below it every rank uses all parameters all the time. Set stage=3, or remove offload_param "
-            "(offload_optimizer works at every stage)."
+            "(offload_optimizer works at every stage).",
         )
     for name in ("offload_optimizer", "offload_param"):
         block = getattr(zero, name)
         if block.device == "nvme" and block.nvme_path is None:
-            raise ValueError(
+            yield Problem(
+                f"zero_optimization.{name}.nvme_path",
                 f"zero_optimization.{name}.device='nvme' needs zero_optimization.{name}.nvme_path: a folder on a local "
-                "NVMe disk."
+                "NVMe disk.",
             )
-        if block.device == "none" and name == "offload_optimizer" and block.overlap_step is True:
-            raise ValueError(
-                "zero_optimization.offload_optimizer.overlap_step=true needs offload_optimizer.device='cpu' or 'nvme': "
-                "what is stepped on the device itself has nothing to overlap with."
+        if block.device == "nvme" and block.nvme_path is not None and _is_device(block.nvme_path):
+            yield Problem(
+                f"zero_optimization.{name}.nvme_path",
+                f"zero_optimization.{name}.nvme_path={str(block.nvme_path)!r} is a raw device. Make a file system on "
+                "it, and name a folder there.",
             )
-        if block.device != "nvme" and block.nvme_path is not None:
-            log.info("zero_optimization.%s.nvme_path is not used: device is %r", name, block.device)
+    block = zero.offload_optimizer
+    if block.device == "none" and block.overlap_step is True:
+        yield Problem(
+            "zero_optimization.offload_optimizer.overlap_step",
+            "zero_optimization.offload_optimizer.overlap_step=true needs offload_optimizer.device='cpu' or 'nvme': "
+            "what is stepped on the device itself has nothing to overlap with.",
+        )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import Field
 
-from lt_zero.config.fields import Block, Dtype
+from lt_zero.config.errors import Problem
+from lt_zero.config.fields import Block, Dtype, Names, PositiveElements, Real, Whole
 
 if TYPE_CHECKING:
     from lt_zero.config.schema import ZeroConfig
@@ -29,15 +31,17 @@ class Fp16(Block):
 
     enabled: Switch = Field(None, description="fp16 weights in forward and backward; auto: what the Trainer says")
     auto_cast: bool | None = Field(None, description="cast floating-point inputs; by default the true modes do")
-    loss_scale: float = Field(0.0, ge=0, allow_inf_nan=False, description="0: dynamic, else the scale")
-    initial_scale_power: int = Field(16, ge=0, le=100, description="the dynamic scale starts at 2**this")
-    loss_scale_window: int = Field(1000, gt=0, description="steps without overflow before the scale doubles")
-    hysteresis: int = Field(2, description="overflows before the scale is halved; 0 or less: never")
+    loss_scale: Real = Field(0.0, ge=0, description="0: dynamic, else the scale")
+    initial_scale_power: Whole = Field(16, ge=0, le=100, description="the dynamic scale starts at 2**this")
+    loss_scale_window: PositiveElements = Field(1000, description="steps without overflow before the scale doubles")
+    hysteresis: Whole = Field(2, description="overflows before the scale is halved; 0 or less: never")
     consecutive_hysteresis: bool = Field(False, description="hysteresis starts anew at each step without overflow")
-    min_loss_scale: float = Field(1.0, gt=0, allow_inf_nan=False, description="the dynamic scale's lower limit")
+    min_loss_scale: Real = Field(
+        1.0, ge=0, description="the dynamic scale's lower limit, any number above 0 (DeepSpeed: whole numbers)"
+    )
     raise_error_at_min_scale: bool | None = Field(None, description="true: on_min_scale=raise, false: hold")
     fp16_master_weights_and_grads: bool = Field(False, description="no fp32 copy of the weights, fp16 accumulators")
-    fp16_override_modules: tuple[str, ...] = ()
+    fp16_override_modules: Names = Field((), description="as the key of the same name at top level")
 
 
 class Bf16(Block):
@@ -45,12 +49,19 @@ class Bf16(Block):
 
     enabled: Switch = Field(None, description="bf16 weights in forward and backward; auto: what the Trainer says")
     immediate_grad_update: bool = Field(
-        True, description="accepted; each backward adds into the accumulator at once in any case"
+        True, description="each backward adds into the accumulator at once in any case (DeepSpeed: false)"
     )
     check_grad_overflow: bool = Field(True, description="skip a step whose gradients are not finite")
     bf16_master_weights_and_grads: bool = Field(False, description="no fp32 copy of the weights, bf16 accumulators")
     bf16_optimizer_states: bool = Field(False, description="moments in bf16; needs bf16_master_weights_and_grads")
-    fp16_override_modules: tuple[str, ...] = ()
+    fp16_override_modules: Names = Field((), description="as the key of the same name at top level")
+
+
+class TorchAutocast(Block):
+    """The ``torch_autocast`` block: another way to say ``Trainer(precision="16-mixed")`` or ``"bf16-mixed"``."""
+
+    enabled: bool = Field(False, description="forward runs under torch.autocast, weights are gathered in its dtype")
+    dtype: Dtype = Field(torch.bfloat16, description="fp16 or bf16 (DeepSpeed: whatever torch takes on the device)")
 
 
 class DataTypes(Block):
@@ -59,6 +70,9 @@ class DataTypes(Block):
     grad_accum_dtype: Dtype | None = Field(None, description="dtype of the gradient accumulators (fp32)")
     param_dtype: Dtype | None = Field(None, description="what the fp16 or bf16 block implies; only checked")
     buffer_dtype: Dtype | None = Field(None, description="cast floating-point buffers; they keep their dtype without")
+    keep_in_fp32_modules: Literal["auto"] | Names = Field(
+        "auto", description="modules whose buffers are not cast; auto: what the model's _keep_in_fp32_modules names"
+    )
 
 
 @dataclass(frozen=True)
@@ -144,26 +158,43 @@ class DtypePolicy:
         return torch.float32 if low and not (self.low_master and dtype == self.compute) else dtype
 
 
-def check_precision(config: ZeroConfig) -> None:
-    """Refuse keys that contradict each other.
-
-    Raises:
-        ValueError: names both keys.
-    """
+def check_precision(config: ZeroConfig) -> Iterator[Problem]:
+    """Keys about dtypes and scaling that contradict each other."""
     fp16, bf16 = config.fp16, config.bf16
     if fp16.enabled is True and bf16.enabled is True:
-        raise ValueError("fp16.enabled and bf16.enabled are both true. Switch one of them off.")
+        yield Problem("fp16.enabled", "fp16.enabled and bf16.enabled are both true. Switch one of them off.")
+    if fp16.enabled is True and fp16.loss_scale == 0 and fp16.min_loss_scale == 0:
+        yield Problem(
+            "fp16.min_loss_scale",
+            "fp16.min_loss_scale=0 with a dynamic scale: the scale could shrink to nothing. Write 1, or a small number "
+            "such as 1e-5.",
+        )
     if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
-        raise ValueError("bf16.bf16_optimizer_states=true needs bf16.bf16_master_weights_and_grads=true.")
+        yield Problem(
+            "bf16.bf16_optimizer_states",
+            "bf16.bf16_optimizer_states=true needs bf16.bf16_master_weights_and_grads=true.",
+        )
     asked = fp16.raise_error_at_min_scale
     if asked is not None and "on_min_scale" in config.model_fields_set and asked != (config.on_min_scale == "raise"):
-        raise ValueError(
-            f"fp16.raise_error_at_min_scale={asked} contradicts on_min_scale={config.on_min_scale!r}. Remove one."
+        yield Problem(
+            "fp16.raise_error_at_min_scale",
+            f"fp16.raise_error_at_min_scale={asked} contradicts on_min_scale={config.on_min_scale!r}. Remove one.",
         )
     if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
-        raise ValueError(
+        yield Problem(
+            "prescale_gradients",
             "prescale_gradients=true divides by the number of ranks before the reduction, "
-            f"gradient_predivide_factor={config.gradient_predivide_factor} by another number. Remove one."
+            f"gradient_predivide_factor={config.gradient_predivide_factor} by another number. Remove one.",
+        )
+    autocast = config.torch_autocast
+    if autocast.enabled and autocast.dtype == torch.float32:
+        yield Problem("torch_autocast.dtype", "torch_autocast.dtype=fp32 casts nothing. Write bf16 or fp16.")
+    other = bf16.enabled if autocast.dtype == torch.float16 else fp16.enabled
+    if autocast.enabled and other is True:
+        name = "bf16" if autocast.dtype == torch.float16 else "fp16"
+        yield Problem(
+            "torch_autocast.dtype",
+            f"torch_autocast.dtype={autocast.dtype} contradicts {name}.enabled=true. Switch one of them off.",
         )
 
 
@@ -182,6 +213,8 @@ def resolve_mode(config: ZeroConfig, precision: str, device: str) -> str:
     wanted = next((name for name, enabled in blocks.items() if enabled is True), None)
     asked = {torch.float16: "fp16", torch.bfloat16: "bf16", None: None}[MODES[precision][0]]
     digits = {"fp16": "16", "bf16": "bf16"}
+    if config.torch_autocast.enabled:
+        return _autocast_mode(config, precision, device)
     if wanted is None:
         if asked is not None and blocks[asked] is False:
             raise ValueError(_contradiction(precision, f"{asked}.enabled=false"))
@@ -193,6 +226,15 @@ def resolve_mode(config: ZeroConfig, precision: str, device: str) -> str:
             return f"{digits[wanted]}-mixed"
         raise ValueError(_contradiction(precision, f"{wanted}.enabled=true"))
     return precision
+
+
+def _autocast_mode(config: ZeroConfig, precision: str, device: str) -> str:
+    """What ``torch_autocast`` asks for, unless the Trainer asks for something else."""
+    low = config.torch_autocast.dtype == torch.float16
+    mode = "16-mixed" if low else "bf16-mixed"
+    if precision not in ("32-true", mode) and not (device == "cpu" and low and precision == "bf16-mixed"):
+        raise ValueError(_contradiction(precision, f"torch_autocast.dtype={config.torch_autocast.dtype}"))
+    return mode
 
 
 def _contradiction(precision: str, key: str) -> str:

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import AliasChoices, Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from lt_zero.config.checkpoint import Checkpoint
-from lt_zero.config.fields import Block, Dtype, Elements, PositiveElements
-from lt_zero.config.offload import Aio, OffloadOptimizer, OffloadParam, check_offload, modernise
-from lt_zero.config.precision import Bf16, DataTypes, Fp16, check_precision
-
-
-class LeafModule(Block):
-    """Which modules are gathered as one although the model does not repeat them."""
-
-    classes: tuple[str, ...] = Field((), description="class names, bare or dotted, whose instances are units")
+from lt_zero.config.errors import ConfigError, Path, Problem
+from lt_zero.config.fields import Block, Dtype, Elements, Names, PositiveElements, Real
+from lt_zero.config.monitor import Comet, CsvMonitor, TensorBoard, Wandb
+from lt_zero.config.offload import Aio, OffloadOptimizer, OffloadParam, check_offload
+from lt_zero.config.precision import Bf16, DataTypes, Fp16, TorchAutocast, check_precision
+from lt_zero.config.training import (
+    Communication,
+    GradientCompression,
+    LeafModule,
+    OptimizerBlock,
+    SchedulerBlock,
+    check_leaves,
+    check_training,
+)
 
 
 class ZeroOptimization(Block):
     """The ``zero_optimization`` block."""
 
     stage: int = Field(0, ge=0, le=3, description="0: nothing sharded, 1: optimizer, 2: + gradients, 3: + parameters")
-    overlap_comm: bool = Field(True, description="gradients are reduced while backward goes on")
+    overlap_comm: bool = Field(
+        True, description="gradients are reduced while backward goes on (DeepSpeed: true at stage 3 only)"
+    )
     contiguous_gradients: bool = Field(
         True, description="always on: gradients are copied into one flat buffer per bucket as they appear"
     )
@@ -32,52 +40,54 @@ class ZeroOptimization(Block):
     allgather_bucket_size: PositiveElements = Field(
         500_000_000, description="elements per all-gather of updated parameters (stages 1 and 2) at most"
     )
-    stage3_prefetch_bucket_size: Elements = Field(
-        50_000_000,
-        validation_alias=AliasChoices("stage3_prefetch_bucket_size", "prefetch_bucket_size"),
-        description="elements gathered ahead of their use",
-    )
+    stage3_prefetch_bucket_size: Elements = Field(50_000_000, description="elements gathered ahead of their use")
     stage3_param_persistence_threshold: Elements = Field(
-        100_000,
-        validation_alias=AliasChoices("stage3_param_persistence_threshold", "param_persistence_threshold"),
-        description="parameters with fewer elements stay whole on every rank",
+        100_000, description="parameters with fewer elements stay whole on every rank"
+    )
+    stage3_model_persistence_threshold: Elements | None = Field(
+        None, description="elements of the model that stay whole at most, the smallest parameters first; null: no limit"
     )
     stage3_max_live_parameters: Elements = Field(
-        1_000_000_000,
-        validation_alias=AliasChoices("stage3_max_live_parameters", "max_live_parameters"),
-        description="gathered elements per rank beyond which nothing is kept or prefetched",
+        1_000_000_000, description="gathered elements per rank beyond which nothing is kept or prefetched"
     )
     stage3_max_reuse_distance: Elements = Field(
         1_000_000_000,
-        validation_alias=AliasChoices("stage3_max_reuse_distance", "max_reuse_distance"),
         description="a parameter stays gathered if it is used again within this many elements; 0 releases at once",
     )
-    leaf_module: LeafModule = LeafModule()
-    offload_optimizer: OffloadOptimizer = OffloadOptimizer()
-    offload_param: OffloadParam = OffloadParam()
+    leaf_module: LeafModule = Field(LeafModule(), description="modules that are units although nothing repeats them")
+    zero_allowed_param_types: Names = Field(
+        (), description="class names of modules: only their parameters are sharded at stage 3; empty: all are"
+    )
+    zero_force_param_types: Names = Field(
+        (), description="class names of modules whose parameters stay whole on every rank at stage 3"
+    )
+    sync_bn_in_backward: bool = Field(False, description="batch norms compute their statistics over all ranks")
+    enable_sanity_checks: bool = Field(
+        False, description="the ranks compare each collective before they launch it, as with LT_ZERO_DEBUG=1"
+    )
+    offload_optimizer: OffloadOptimizer = Field(OffloadOptimizer(), description="where optimizer states rest")
+    offload_param: OffloadParam = Field(OffloadParam(), description="where sharded parameters rest (stage 3)")
     load_from_fp32_weights: bool = Field(
         True, description="false: master weights start from what was saved rounded to the compute dtype"
     )
     stage3_gather_16bit_weights_on_model_save: bool = Field(
-        False,
-        validation_alias=AliasChoices(
-            "stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save"
-        ),
-        description="one file with all weights in 16 bits is written beside each checkpoint",
+        False, description="one file with all weights in 16 bits is written beside each checkpoint"
     )
     sub_group_size: PositiveElements = Field(
         1_000_000_000, description="elements of a bucket at most, if the optimizer is offloaded"
     )
 
-    @field_validator("offload_optimizer", "offload_param", mode="before")
+    @field_validator("offload_optimizer", "offload_param", "leaf_module", mode="before")
     @classmethod
     def _absent(cls, value: Any) -> Any:
         return {} if value is None else value
 
-    @model_validator(mode="before")
+    @field_validator("stage", mode="before")
     @classmethod
-    def _old_spellings(cls, value: Any) -> Any:
-        return modernise(value) if isinstance(value, Mapping) else value
+    def _stage(cls, value: Any) -> Any:
+        if isinstance(value, bool) or not (isinstance(value, (int, float)) or value in ("0", "1", "2", "3")):
+            raise ValueError("it is not one of 0, 1, 2, 3")
+        return value
 
 
 class ZeroConfig(Block):
@@ -87,33 +97,92 @@ class ZeroConfig(Block):
     2
     """
 
-    zero_optimization: ZeroOptimization = ZeroOptimization()
-    fp16: Fp16 = Fp16()
-    bf16: Bf16 = Field(Bf16(), validation_alias=AliasChoices("bf16", "bfloat16"))
-    data_types: DataTypes = DataTypes()
-    aio: Aio = Aio()
-    checkpoint: Checkpoint = Checkpoint()
+    train_batch_size: PositiveElements | None = Field(
+        None, description="samples per optimizer step over all ranks; compared with what is seen"
+    )
+    train_micro_batch_size_per_gpu: PositiveElements | None = Field(
+        None, description="samples per forward of a rank; compared with the first batch"
+    )
+    gradient_accumulation_steps: PositiveElements | None = Field(
+        None, description="micro-batches per optimizer step: Trainer(accumulate_grad_batches), which may say it, too"
+    )
+    gradient_clipping: Real | None = Field(
+        None,
+        ge=0,
+        description="norm of all gradients at most, 0: any; null: Trainer(gradient_clip_val) (DeepSpeed: 1.0)",
+    )
+    steps_per_print: PositiveElements | None = Field(
+        None, description="optimizer steps from one printed line to the next; null or inf: none"
+    )
+    dump_state: bool = Field(False, description="print the resolved configuration and the engine's tables once")
+    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = Field(
+        None, description="level of the logger lt_zero"
+    )
+    disable_python_gc: bool = Field(False, description="no automatic garbage collection while fitting")
+    zero_optimization: ZeroOptimization = Field(ZeroOptimization(), description="what is sharded, and how")
+    fp16: Fp16 = Field(Fp16(), description="training with fp16 weights")
+    bf16: Bf16 = Field(Bf16(), description="training with bf16 weights")
+    torch_autocast: TorchAutocast = Field(TorchAutocast(), description="training under torch.autocast")
+    data_types: DataTypes = Field(DataTypes(), description="dtypes of accumulators and buffers")
+    aio: Aio = Field(Aio(), description="reading and writing files of offloaded states")
+    checkpoint: Checkpoint = Field(Checkpoint(), description="saving and resuming")
+    optimizer: OptimizerBlock | None = Field(None, description="built if the module has no configure_optimizers")
+    scheduler: SchedulerBlock | None = Field(None, description="of the one optimizer, stepped after each of its steps")
+    csv_monitor: CsvMonitor = Field(CsvMonitor(), description="metrics in CSV files")
+    tensorboard: TensorBoard = Field(TensorBoard(), description="metrics for TensorBoard")
+    wandb: Wandb = Field(Wandb(), description="metrics for Weights & Biases")
+    comet: Comet = Field(Comet(), description="metrics for Comet")
     communication_data_type: Dtype | None = Field(None, description="dtype of gradients on the wire")
     prescale_gradients: bool = Field(False, description="gradients are divided before the reduction, not after")
-    gradient_predivide_factor: float = Field(1.0, gt=0, description="the part of that division that comes before")
+    gradient_predivide_factor: Real = Field(1.0, gt=0, description="the part of that division that comes before")
     gradient_allreduce_op: Literal["mean", "sum"] = Field("mean", description="what a gradient is, over the ranks")
-    fp16_override_modules: tuple[str, ...] = Field((), description="class names, module or parameter patterns in fp32")
+    gradient_compression: GradientCompression = Field(GradientCompression(), description="parsed; not available yet")
+    communication: Communication = Field(Communication(), description="parsed; not available yet")
+    fp16_override_modules: Names = Field((), description="class names, module or parameter patterns in fp32")
     fused_step: bool = Field(True, description="torch's Adam and AdamW are stepped by one native kernel")
-    max_cpu_gb: float | None = Field(None, gt=0, description="GB (1e9 bytes) of a node's host memory to use at most")
+    max_cpu_gb: Real | None = Field(None, gt=0, description="GB (1e9 bytes) of a node's host memory to use at most")
     on_skipped_step: Literal["hold", "advance"] = Field("hold", description="whether schedules wait for skipped steps")
     on_min_scale: Literal["raise", "hold", "warn"] = Field("raise", description="overflow at the minimum loss scale")
 
+    _autos: frozenset[Path] = PrivateAttr(frozenset())  # written "auto" and not resolved: they have their defaults
+
+    @field_validator(
+        "zero_optimization", "fp16", "bf16", "torch_autocast", "data_types", "aio", "checkpoint",
+        "gradient_compression", "communication", "csv_monitor", "tensorboard", "wandb", "comet", mode="before",
+    )  # fmt: skip
+    @classmethod
+    def _absent(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+    @field_validator("steps_per_print", mode="before")
+    @classmethod
+    def _never(cls, value: Any) -> Any:
+        return None if value in (float("inf"), "inf") else value
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _lower(cls, value: Any) -> Any:
+        return value.lower() if isinstance(value, str) else value
+
     @model_validator(mode="after")
     def _consistent(self) -> ZeroConfig:
-        check_precision(self)
-        check_offload(self)
+        if problems := list(self.problems()):
+            raise ConfigError(problems)
+        return self
+
+    def problems(self) -> Iterator[Problem]:
+        """Keys that do not fit together."""
+        yield from check_training(self)
+        yield from check_leaves(self)
+        yield from check_precision(self)
+        yield from check_offload(self)
         if self.checkpoint.async_save and self.sharded_checkpoints is False:
-            raise ValueError(
+            yield Problem(
+                "checkpoint.async",
                 "checkpoint.async=true needs sharded checkpoints, and these are full ones (checkpoint.format="
                 f"{self.checkpoint.format!r}, stage {self.zero_optimization.stage}): set checkpoint.format='sharded', "
-                "or use Lightning's AsyncCheckpointIO."
+                "or use Lightning's AsyncCheckpointIO.",
             )
-        return self
 
     @property
     def sharded_checkpoints(self) -> bool:
@@ -121,28 +190,32 @@ class ZeroConfig(Block):
         how = self.checkpoint.format
         return how == "sharded" or (how == "auto" and self.zero_optimization.stage > 0)
 
+    @property
+    def autos(self) -> frozenset[Path]:
+        """Keys that were written "auto" and are not resolved yet; until then they have their defaults."""
+        return self._autos
+
     @classmethod
-    def of(cls, config: ZeroConfig | Mapping[str, Any] | None = None, stage: int | None = None) -> ZeroConfig:
-        """Validate ``config``; ``stage`` sets ``zero_optimization.stage``.
+    def of(
+        cls,
+        config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        stage: int | None = None,
+        overrides: Sequence[str] = (),
+        default_stage: int | None = None,
+    ) -> ZeroConfig:
+        """Validate a configuration; keys that are read differently, or have no effect, are warned of.
+
+        Args:
+            config: a mapping, the path of a JSON or YAML file, or a configuration that is changed.
+            stage: sets ``zero_optimization.stage``.
+            overrides: ``key=value`` and ``group=option`` in Hydra's grammar.
+            default_stage: the stage if nothing says one.
 
         Raises:
-            ValueError: a key is unknown or a value is wrong, or ``stage`` contradicts the config.
+            ConfigError: all that is wrong.
         """
-        if not isinstance(config, cls):
-            values = dict(config or {})
-            zero = values.get("zero_optimization", {})
-            if stage is not None and isinstance(zero, Mapping):  # rules between keys need to know the stage
-                values["zero_optimization"] = {"stage": stage, **zero}
-            config = cls.model_validate(values)
-        parsed = config
-        if stage is None:
-            return parsed
-        block = parsed.zero_optimization
-        if "stage" in block.model_fields_set and block.stage != stage:
-            raise ValueError(
-                f"stage={stage} contradicts zero_optimization.stage={block.stage} of the config. Remove one of them."
-            )
-        values = {name: getattr(block, name) for name in block.model_fields_set} | {"stage": stage}
-        changed = parsed.model_copy(update={"zero_optimization": ZeroOptimization.model_validate(values)})
-        check_offload(changed)  # copies are not validated
-        return changed
+        from lt_zero.config.load import load  # load knows the schema
+
+        made, loaded = load(config, stage, overrides, default_stage)
+        loaded.announce()
+        return made

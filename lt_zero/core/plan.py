@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,11 +15,13 @@ from torch.nn import Parameter
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lt_zero.config import ZeroConfig
+from lt_zero.config.errors import ConfigError, Problem
 from lt_zero.config.precision import DtypePolicy
+from lt_zero.config.schema import ZeroOptimization
 from lt_zero.core.bucket import Sharding
 from lt_zero.core.islands import BATCH_NORMS, DEFAULT_ISLANDS_MIXED, Islands, find_islands
 from lt_zero.core.layout import BucketLayout, plan_bucket, split_by_size
-from lt_zero.core.units import UnitPlan, UnitRules, find_units
+from lt_zero.core.units import UnitPlan, UnitRules, class_matches, clean_name, find_units
 
 _WEIGHTLESS_BACKWARD = (nn.Embedding, nn.EmbeddingBag)  # their backward needs indices only
 
@@ -87,13 +90,18 @@ def plan_engine(root: nn.Module, config: ZeroConfig, policy: DtypePolicy) -> Eng
     """Find the units of ``root`` and cut their parameters into buckets. Nothing is allocated or changed.
 
     Raises:
-        ValueError: a pattern of ``fp16_override_modules`` matches nothing.
+        ValueError: a pattern of ``fp16_override_modules``, or a class or module that the configuration names, matches
+            nothing.
         TypeError: a lazy parameter has no shape yet.
     """
     zero = config.zero_optimization
     islands = _islands(root, policy)
-    rules = UnitRules(zero.stage3_param_persistence_threshold, zero.reduce_bucket_size, zero.leaf_module.classes)
-    cutter = _Cutter(config, policy, islands.parameters)
+    leaf = zero.leaf_module
+    rules = UnitRules(
+        zero.stage3_param_persistence_threshold, zero.reduce_bucket_size, leaf.classes, leaf.names, leaf.name_suffixes
+    )
+    _check_names(root, config)
+    cutter = _Cutter(config, policy, islands.parameters, stay_whole(root, zero))
     small: list[Named] = []
     units = []
     for plan in find_units(root, rules):
@@ -102,6 +110,48 @@ def plan_engine(root: nn.Module, config: ZeroConfig, policy: DtypePolicy) -> Eng
         units.append(PlannedUnit(plan, cutter.buckets(plan.name or "the root module", large, cutter.sharding)))
     whole = Sharding(cutter.sharding.optim, cutter.sharding.grads, params=False)
     return EnginePlan(root, tuple(units), cutter.buckets("small parameters", small, whole), islands)
+
+
+def stay_whole(root: nn.Module, zero: ZeroOptimization) -> frozenset[Parameter]:
+    """The parameters of which every rank has all elements also at stage 3."""
+    whole: set[Parameter] = set()
+    total, limit = 0, zero.stage3_model_persistence_threshold
+    for parameter in sorted(root.parameters(), key=lambda p: p.numel()):
+        total += parameter.numel()
+        if parameter.numel() < zero.stage3_param_persistence_threshold and (limit is None or total <= limit):
+            whole.add(parameter)
+    if zero.zero_force_param_types:
+        whole |= _inside(root, zero.zero_force_param_types)
+    if zero.zero_allowed_param_types:
+        whole |= set(root.parameters()) - _inside(root, zero.zero_allowed_param_types)
+    return frozenset(whole)
+
+
+def _inside(root: nn.Module, classes: tuple[str, ...]) -> set[Parameter]:
+    return {p for module in root.modules() if class_matches(module, classes) for p in module.parameters()}
+
+
+def _check_names(root: nn.Module, config: ZeroConfig) -> None:
+    """A name that matches nothing is a typing error, and would change nothing in silence."""
+    zero, leaf = config.zero_optimization, config.zero_optimization.leaf_module
+    modules = {clean_name(f"{name}.").removesuffix("."): module for name, module in root.named_modules()}
+    known = sorted({type(module).__name__ for module in modules.values()})
+    for key in ("zero_allowed_param_types", "zero_force_param_types"):
+        for name in getattr(zero, key):
+            if not any(class_matches(module, (name,)) for module in modules.values()):
+                _refuse(f"zero_optimization.{key}", name, "no module of the model is of this class", known)
+    for name in leaf.names:
+        if name not in modules:
+            _refuse("zero_optimization.leaf_module.names", name, "the model has no module of this name", list(modules))
+    for name in leaf.name_suffixes:
+        if not name or not any(n.endswith(name) for n in modules):
+            _refuse("zero_optimization.leaf_module.name_suffixes", name, "no module's name ends so", list(modules))
+
+
+def _refuse(key: str, name: str, why: str, known: list[str]) -> None:
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(filter(None, known[:8]))}, ..."
+    raise ConfigError([Problem(key, f"{key}: {name!r}: {why}.{hint}")])
 
 
 def _islands(root: nn.Module, policy: DtypePolicy) -> Islands:
@@ -120,7 +170,9 @@ def _islands(root: nn.Module, policy: DtypePolicy) -> Islands:
 class _Cutter:
     """Cuts the parameters of a unit into buckets of one dtype and one kind (trainable or frozen) each."""
 
-    def __init__(self, config: ZeroConfig, policy: DtypePolicy, kept: frozenset[Parameter]) -> None:
+    def __init__(
+        self, config: ZeroConfig, policy: DtypePolicy, kept: frozenset[Parameter], whole: frozenset[Parameter]
+    ) -> None:
         zero = config.zero_optimization
         self.sharding = Sharding.of_stage(zero.stage)
         # A bucket is reduced as one, and below stage 3 gathered as one after the step.
@@ -128,13 +180,12 @@ class _Cutter:
         gather_limit = zero.allgather_bucket_size if whole_after_step else zero.reduce_bucket_size
         step_limit = zero.sub_group_size if zero.offload_optimizer.device != "none" else gather_limit
         self._limit = max(1, min(zero.reduce_bucket_size, gather_limit, step_limit))
-        self._threshold = zero.stage3_param_persistence_threshold
-        self._policy, self._kept = policy, kept
+        self._policy, self._kept, self._whole = policy, kept, whole
 
     def divide(self, plan: UnitPlan) -> tuple[list[Named], list[Named]]:
-        """Small parameters, which stay whole, and the others."""
-        small = [(n, p) for n, p in plan.parameters if p.numel() < self._threshold]
-        return small, [(n, p) for n, p in plan.parameters if p.numel() >= self._threshold]
+        """Parameters that stay whole, most of them small, and the others."""
+        whole = [(n, p) for n, p in plan.parameters if p in self._whole]
+        return whole, [(n, p) for n, p in plan.parameters if p not in self._whole]
 
     def buckets(self, name: str, parameters: Iterable[Named], sharding: Sharding) -> tuple[BucketPlan, ...]:
         kinds: dict[tuple[torch.dtype, bool], list[Named]] = {}

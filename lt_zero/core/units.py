@@ -50,11 +50,21 @@ class UnitRules:
         min_numel: a leaf module below this size is left to the root.
         max_numel: a repeated module above this size is entered if there is something repeated inside.
         leaf_classes: class names (bare or dotted) whose instances are always units.
+        leaf_names: full names of modules that are always units.
+        leaf_suffixes: ends of such names.
     """
 
     min_numel: int = 100_000
     max_numel: int = 500_000_000
     leaf_classes: tuple[str, ...] = ()
+    leaf_names: tuple[str, ...] = ()
+    leaf_suffixes: tuple[str, ...] = ()
+
+    def forces(self, name: str, module: nn.Module) -> bool:
+        """Whether the user wants this module to be a unit."""
+        plain = clean_name(f"{name}.").removesuffix(".")
+        by_name = plain in self.leaf_names or (plain != "" and plain.endswith(self.leaf_suffixes or ("\0",)))
+        return by_name or class_matches(module, self.leaf_classes)
 
 
 def class_matches(module: nn.Module, names: Iterable[str]) -> bool:
@@ -117,8 +127,7 @@ def _search(module: nn.Module, name: str, rules: UnitRules, repeated: bool) -> I
     if numel == 0:
         return
     children = [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
-    forced = class_matches(module, rules.leaf_classes)
-    if forced or (repeated and (numel <= rules.max_numel or not _has_repeats(module))):
+    if rules.forces(name, module) or (repeated and (numel <= rules.max_numel or not _has_repeats(module))):
         yield name, module
         return
     if not children:

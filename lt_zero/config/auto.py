@@ -1,0 +1,197 @@
+"""Keys that may be "auto", and what they become when the Trainer, the module and its size are known.
+
+The rules are those of Hugging Face's Trainer, which most files with "auto" were written for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pydantic.fields import FieldInfo
+
+from lt_zero.config.errors import ConfigError, Path, Problem, dotted
+from lt_zero.config.schema import ZeroConfig
+
+# What each key becomes, for docs/config.md and errors. Keys whose own values include "auto" are not here.
+RULES: Mapping[str, str] = {
+    "train_micro_batch_size_per_gpu": "the size of the first batch",
+    "gradient_accumulation_steps": "Trainer(accumulate_grad_batches)",
+    "train_batch_size": "micro-batch * accumulation * ranks",
+    "gradient_clipping": "Trainer(gradient_clip_val), 0 without one",
+    "zero_optimization.reduce_bucket_size": "hidden size squared",
+    "zero_optimization.stage3_prefetch_bucket_size": "0.9 * hidden size squared, rounded down",
+    "zero_optimization.stage3_param_persistence_threshold": "10 * hidden size",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "false",
+    "zero_optimization.offload_optimizer.device": "none",
+    "zero_optimization.offload_param.device": "none",
+    "optimizer.params.lr": "`lr` or `learning_rate` of the module or its hparams",
+    "optimizer.params.betas": "`betas`, or `adam_beta1` and `adam_beta2`, of the module or its hparams, else "
+    "0.9, 0.999",
+    "optimizer.params.eps": "`eps` or `adam_epsilon` of the module or its hparams, else 1e-8",
+    "optimizer.params.weight_decay": "`weight_decay` of the module or its hparams, else 0",
+    "scheduler.params.warmup_min_lr": "0",
+    "scheduler.params.warmup_max_lr": "the optimizer's lr",
+    "scheduler.params.warmup_num_steps": "`warmup_steps` of the module or its hparams, else `warmup_ratio` of it times "
+    "the optimizer steps of the run, at least 1",
+    "scheduler.params.total_num_steps": "the optimizer steps of the run (Trainer.estimated_stepping_batches)",
+}
+_BATCH = ("train_micro_batch_size_per_gpu", "train_batch_size")
+
+
+def resolvable(path: Path) -> bool:
+    """Whether "auto" can be resolved there."""
+    return dotted(path) in RULES
+
+
+def refusal(path: Path, field: FieldInfo | None) -> str:
+    """Why "auto" is an error there."""
+    key = dotted(path)
+    default = "" if field is None or field.is_required() else f"; its default is {_plain(field)}"
+    return f'{key}="auto": nothing here can resolve it. Write a value, or remove the key{default}.'
+
+
+def _plain(field: FieldInfo) -> Any:
+    value = field.get_default(call_default_factory=True)
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else value
+
+
+class Resolution(NamedTuple):
+    """What an "auto" became, and from where."""
+
+    key: str
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known when a run is set up.
+
+    Attributes:
+        accumulation: micro-batches per optimizer step, of the Trainer.
+        clipping: norm limit of the Trainer, 0 without one.
+        hidden: finds the hidden size and how it was found; raises ConfigError.
+        named: a value of the module or its hparams by the first of several names, and where it was; None.
+        steps: optimizer steps of the run; may set up data loaders.
+    """
+
+    accumulation: int
+    clipping: float
+    hidden: Callable[[], tuple[int, str]]
+    named: Callable[[Sequence[str]], tuple[Any, str] | None]
+    steps: Callable[[], int]
+
+
+def resolve(config: ZeroConfig, facts: Facts) -> tuple[ZeroConfig, list[Resolution]]:
+    """Resolve what can be resolved before the first batch; sizes of batches stay in ``autos``.
+
+    Raises:
+        ConfigError: nothing resolves a key; all of these are named.
+    """
+    found: list[Resolution] = []
+    problems: list[Problem] = []
+    order = list(RULES)
+    for path in sorted(config.autos, key=lambda p: order.index(dotted(p))):
+        if dotted(path) in _BATCH:
+            continue
+        try:
+            found.append(Resolution(dotted(path), *_value(dotted(path), facts, config, found)))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return _with(config, found), found
+
+
+def resolve_batch(config: ZeroConfig, micro: int, accumulation: int, world: int) -> tuple[ZeroConfig, list[Resolution]]:
+    """Resolve the sizes of batches when the first one was seen."""
+    values = {
+        "train_micro_batch_size_per_gpu": (micro, "the first batch"),
+        "train_batch_size": (micro * accumulation * world, f"{micro} * {accumulation} * {world} ranks"),
+    }
+    found = [Resolution(key, *values[key]) for key in _BATCH if (key,) in config.autos]
+    return _with(config, found), found
+
+
+def _with(config: ZeroConfig, found: Sequence[Resolution]) -> ZeroConfig:
+    """The configuration with these values."""
+    from lt_zero.config.load import plain
+    from lt_zero.config.tree import Tree
+
+    tree = Tree(plain(config))
+    for path in config.autos:
+        tree.pop(path)
+    for entry in found:
+        tree.put(tuple(entry.key.split(".")), entry.value)
+    made = ZeroConfig.model_validate(tree.values)
+    made._autos = config.autos - {tuple(entry.key.split(".")) for entry in found}
+    return made
+
+
+def _value(key: str, facts: Facts, config: ZeroConfig, before: Sequence[Resolution]) -> tuple[Any, str]:
+    head, _, name = key.rpartition(".")
+    if head == "zero_optimization" and name in _SIZES:
+        hidden, source = facts.hidden()
+        return _SIZES[name](hidden), f"hidden size {hidden}: {source}"
+    if key == "gradient_accumulation_steps":
+        return facts.accumulation, "Trainer(accumulate_grad_batches)"
+    if key == "gradient_clipping":
+        return facts.clipping, "Trainer(gradient_clip_val)"
+    if head == "optimizer.params":
+        return _of_optimizer(name, facts)
+    if head == "scheduler.params":
+        return _of_schedule(name, facts, config, before)
+    return _FIXED[name], "Hugging Face's default"
+
+
+_SIZES: Mapping[str, Callable[[int], int]] = {
+    "reduce_bucket_size": lambda hidden: hidden * hidden,
+    "stage3_prefetch_bucket_size": lambda hidden: 9 * hidden * hidden // 10,
+    "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
+}
+_FIXED: Mapping[str, Any] = {"stage3_gather_16bit_weights_on_model_save": False, "device": "none"}
+_DEFAULT = "the default"
+
+
+def _of_optimizer(name: str, facts: Facts) -> tuple[Any, str]:
+    if name == "lr":
+        rate = facts.named(("lr", "learning_rate"))
+        if rate is None:
+            raise ConfigError(
+                [
+                    Problem(
+                        "optimizer.params.lr",
+                        'optimizer.params.lr="auto", and the module has neither `lr` nor `learning_rate`, nor have its '
+                        "hparams. Write a number, or set one of them.",
+                    )
+                ]
+            )
+        return rate
+    if name == "betas":
+        first, second = facts.named(("adam_beta1",)), facts.named(("adam_beta2",))
+        if first is not None and second is not None:
+            return [first[0], second[0]], f"{first[1]}, {second[1]}"
+        return facts.named(("betas",)) or ([0.9, 0.999], _DEFAULT)
+    if name == "eps":
+        return facts.named(("eps", "adam_epsilon")) or (1e-8, _DEFAULT)
+    return facts.named(("weight_decay",)) or (0.0, _DEFAULT)
+
+
+def _of_schedule(name: str, facts: Facts, config: ZeroConfig, before: Sequence[Resolution]) -> tuple[Any, str]:
+    if name == "warmup_min_lr":
+        return 0.0, "Hugging Face's default"
+    if name == "total_num_steps":
+        return facts.steps(), "Trainer.estimated_stepping_batches"
+    if name == "warmup_max_lr":
+        rate = next((e.value for e in before if e.key == "optimizer.params.lr"), None)
+        written = config.optimizer.params.get("lr") if config.optimizer is not None else None
+        if rate is None and written is None:
+            return facts.named(("lr", "learning_rate")) or (None, "the optimizer's lr")
+        return (written if rate is None else rate), "optimizer.params.lr"
+    if (steps := facts.named(("warmup_steps", "warmup_num_steps", "num_warmup_steps"))) is not None:
+        return max(1, int(steps[0])), steps[1]
+    if (ratio := facts.named(("warmup_ratio",))) is not None:
+        return max(1, int(ratio[0] * facts.steps())), f"{ratio[1]} * Trainer.estimated_stepping_batches"
+    return 1, "no `warmup_steps` or `warmup_ratio` in the module or its hparams"

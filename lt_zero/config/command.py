@@ -1,0 +1,143 @@
+"""``lt-zero config``: check, show, convert and explain configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path as File
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lt_zero.config.auto import RULES
+from lt_zero.config.errors import ConfigError, Path, dotted
+from lt_zero.config.load import Loaded, examine
+from lt_zero.config.show import HIDDEN, clean, json_schema, with_origins
+from lt_zero.config.table import lookup
+
+config_command = typer.Typer(
+    help="Check, show, convert and explain configurations.", no_args_is_help=True, add_completion=False
+)
+Source = Annotated[File, typer.Argument(help="A JSON or YAML file with DeepSpeed's keys.")]
+Changes = Annotated[list[str] | None, typer.Argument(help="key=value or group=option, in Hydra's grammar.")]
+Stage = Annotated[int | None, typer.Option(help="The stage, as in ZeroStrategy(stage=...).")]
+
+
+@config_command.command()
+def check(file: Source, overrides: Changes = None, stage: Stage = None) -> None:
+    """Tell for each key whether it works. The exit code is 1 if the file cannot be used, 0 if it can."""
+    loaded = _read(file, overrides, stage)
+    console = Console()
+    table = Table(box=None, pad_edge=False)
+    table.add_column("key", no_wrap=True)
+    table.add_column("value", overflow="fold", max_width=24)
+    table.add_column("verdict", overflow="fold")
+    colours = {"works": "green", "auto": "green", "error": "red"}
+    for key, value, verdict, note in verdicts(loaded):
+        shown = f"[{colours.get(verdict, 'yellow')}]{verdict}[/]" + (f": {escape(note)}" if note else "")
+        table.add_row(escape(key), escape(value), shown)
+    console.print(table)
+    for notice in loaded.notices:
+        if notice.kind == "file":
+            console.print(escape(str(notice)), style="yellow")
+    for problem in loaded.problems:
+        console.print(escape(str(problem)), style="red", soft_wrap=True)
+    count = len(loaded.problems)
+    console.print(f"{file}: {'it can be used' if not count else f'{count} problem' + 's' * (count > 1)}")
+    raise typer.Exit(int(bool(count)))
+
+
+@config_command.command()
+def show(
+    file: Source,
+    overrides: Changes = None,
+    stage: Stage = None,
+    everything: Annotated[bool, typer.Option("--all", help="Also keys that have their defaults.")] = False,
+) -> None:
+    """Print the configuration as it is understood, and where each value comes from."""
+    print(with_origins(_usable(_read(file, overrides, stage)), everything))
+
+
+@config_command.command()
+def convert(
+    file: Source,
+    overrides: Changes = None,
+    stage: Stage = None,
+    out: Annotated[File | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
+) -> None:
+    """Write the configuration as YAML in the keys of today, without what has no effect."""
+    text = clean(_usable(_read(file, overrides, stage)))
+    if out is None:
+        print(text)
+    elif out.exists():
+        _stop(f"{out} exists. Remove it, or name another file.")
+    else:
+        out.write_text(text, encoding="utf-8")
+
+
+@config_command.command()
+def explain(key: Annotated[str, typer.Argument(help="A key, or a part of one.")]) -> None:
+    """Tell what a key does."""
+    from lt_zero.config.explain import explain as text_of
+
+    print(text_of(key))
+
+
+@config_command.command()
+def schema() -> None:
+    """Print the JSON Schema of all keys that work, for editors."""
+    print(json_schema())
+
+
+def verdicts(loaded: Loaded) -> Iterator[tuple[str, str, str, str]]:
+    """Key, value, verdict and a note of all that was written."""
+    notices = {notice.key: notice for notice in loaded.notices}
+    wrong = {problem.key for problem in loaded.problems}
+    for path, value in _leaves(loaded.written, ()):
+        key = dotted(path)
+        shown = HIDDEN if path in loaded.secret else _short(value)
+        around = [dotted(path[:length]) for length in range(len(path), 0, -1)]
+        if any(name in wrong for name in around):
+            yield key, shown, "error", "see below"
+        elif (notice := next((notices[name] for name in around if name in notices), None)) is not None:
+            yield key, shown, notice.kind, notice.message
+        elif value == "auto" and key in RULES:
+            yield key, shown, "auto", RULES[key]
+        elif (row := lookup(path)) is not None and row.verdict in ("later", "unsupported"):
+            yield key, shown, "off", ""
+        else:
+            yield key, shown, "works", ""
+
+
+def _leaves(values: Mapping[str, Any], path: Path) -> Iterator[tuple[Path, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def _short(value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) or value is None else str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _read(file: File, overrides: list[str] | None, stage: int | None) -> Loaded:
+    try:
+        return examine(file, stage, overrides or ())
+    except ConfigError as error:
+        _stop(str(error))
+        raise AssertionError from None  # _stop does not come back
+
+
+def _usable(loaded: Loaded) -> Loaded:
+    if loaded.config is None:
+        _stop(str(ConfigError(loaded.problems)))
+    return loaded
+
+
+def _stop(message: str) -> None:
+    Console(stderr=True).print(escape(message), style="red", soft_wrap=True)
+    raise typer.Exit(1)

@@ -1,0 +1,206 @@
+"""From what the user wrote to a ``ZeroConfig``: files, overrides, old spellings, verdicts, values, rules.
+
+All that is wrong is collected on the way and raised as one ``ConfigError``.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from lt_zero.config import files
+from lt_zero.config import overrides as changes
+from lt_zero.config.errors import ConfigError, Mark, Path, Problem, dotted
+from lt_zero.config.fields import Block
+from lt_zero.config.interpolation import resolve
+from lt_zero.config.judge import judge
+from lt_zero.config.rename import modernise
+from lt_zero.config.schema import ZeroConfig
+from lt_zero.config.tree import MISSING, Notice, Tree
+from lt_zero.config.words import message_of
+from lt_zero.optim.build import check_optimizer, check_scheduler
+
+Given = ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+
+
+class ConfigWarning(UserWarning):
+    """A key is read differently, or has no effect here."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was read, and what is to be said about it.
+
+    Attributes:
+        config: validated; None if there are problems.
+        problems: all that is wrong, in the order of the file.
+        notices: what was accepted and should be known.
+        written: keys and values as they were written, after overrides and interpolations.
+        marks: where each of them was written.
+        secret: values that must not be shown.
+    """
+
+    config: ZeroConfig | None
+    problems: Sequence[Problem]
+    notices: Sequence[Notice]
+    written: Mapping[str, Any]
+    marks: Mapping[Path, Mark]
+    secret: frozenset[Path] = field(default=frozenset())
+
+    def announce(self) -> None:
+        """Warn of each notice, on the first rank only."""
+        if all(os.environ.get(name, "0") in ("0", "") for name in _RANKS):
+            for notice in self.notices:
+                warnings.warn(str(notice), ConfigWarning, stacklevel=4)
+
+
+def load(
+    config: Given = None,
+    stage: int | None = None,
+    overrides: Sequence[str] = (),
+    default_stage: int | None = None,
+) -> tuple[ZeroConfig, Loaded]:
+    """Read and validate.
+
+    Args:
+        config: a mapping, a file's path, or a configuration.
+        stage: sets ``zero_optimization.stage``.
+        overrides: ``key=value`` and ``group=option`` in Hydra's grammar.
+        default_stage: the stage if nothing says one.
+
+    Raises:
+        ConfigError: all that is wrong.
+    """
+    if isinstance(config, ZeroConfig):
+        if stage is None and not overrides:
+            return config, Loaded(config, (), (), {}, {})
+        config = plain(config)
+    loaded = examine(config, stage, overrides, default_stage)
+    if loaded.config is None:
+        raise ConfigError(loaded.problems)
+    return loaded.config, loaded
+
+
+def examine(
+    config: Mapping[str, Any] | str | os.PathLike[str] | None,
+    stage: int | None = None,
+    overrides: Sequence[str] = (),
+    default_stage: int | None = None,
+) -> Loaded:
+    """Read and validate; what is wrong with keys and values is returned.
+
+    Raises:
+        ConfigError: it cannot be read at all.
+    """
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides={overrides!r} is one text. Write a list: overrides=[{overrides!r}].")
+    source = files.read(config)
+    if overrides:
+        source = changes.apply(source, overrides)
+    source = resolve(source)
+    written = copy.deepcopy(source.values)
+    tree = Tree(source.values, dict(source.marks), [Notice("file", "", text) for text in source.notices])
+    _set_stage(tree, stage)
+    if not isinstance(tree.get(("zero_optimization",)), bool) and tree.get(("zero_optimization", "stage")) is MISSING:
+        _set_stage(tree, default_stage)
+    modernise(tree)
+    autos = judge(tree, ZeroConfig)
+    made = _validate(tree)
+    _check_named(tree, autos)
+    if made is not None:
+        made._autos = autos
+    return Loaded(
+        None if tree.problems else made,
+        sorted(dict.fromkeys(tree.problems), key=_place),
+        tuple(dict.fromkeys(tree.notices)),
+        written,
+        tree.marks,
+        frozenset(source.secret),
+    )
+
+
+def plain(config: ZeroConfig) -> dict[str, Any]:
+    """What was written, as plain containers: ``load`` makes the same configuration of it."""
+    tree = Tree(_written(config))
+    for path in config.autos:
+        tree.put(path, "auto")
+    return tree.values
+
+
+def _written(block: Block) -> dict[str, Any]:
+    values = {name: getattr(block, name) for name in type(block).model_fields if name in block.model_fields_set}
+    return {name: _written(value) if isinstance(value, Block) else value for name, value in values.items()}
+
+
+def _set_stage(tree: Tree, stage: int | None) -> None:
+    path: Path = ("zero_optimization", "stage")
+    if stage is None:
+        return
+    if isinstance(there := tree.get(path[:1]), bool):
+        there = int(there)
+        tree.pop(path[:1])
+    else:
+        there = tree.get(path)
+    if there is MISSING or there is None or there == "auto":
+        if tree.put(path, stage):
+            tree.marks[path] = Mark(f"stage={stage}")
+    elif str(there) != str(stage):
+        tree.problem(path, f"stage={stage} contradicts zero_optimization.stage={there}. Remove one of them.")
+
+
+def _check_named(tree: Tree, autos: frozenset[Path]) -> None:
+    """The arguments of optimizers and schedulers, which the schema leaves to their classes."""
+    for block, check in (("optimizer", check_optimizer), ("scheduler", check_scheduler)):
+        kind, params = tree.get((block, "type")), tree.get((block, "params"))
+        if isinstance(kind, str) and kind and (params is MISSING or params is None or isinstance(params, Mapping)):
+            later = {str(path[-1]): "auto" for path in autos if path[:-1] == (block, "params")}
+            for problem in check(kind, {**(params if isinstance(params, Mapping) else {}), **later}):
+                tree.problem(tuple(problem.key.split(".")), problem.message)
+
+
+def _validate(tree: Tree) -> ZeroConfig | None:
+    """Check values, then rules between keys; the rules also if some values are wrong, so that all is told at once."""
+    try:
+        return ZeroConfig.model_validate(tree.values)
+    except ValidationError as error:
+        wrong = _take(tree, error)
+    if any(wrong):
+        for path in wrong:
+            tree.pop(path)
+        try:
+            ZeroConfig.model_validate(tree.values)
+        except ValidationError as error:
+            before = len(tree.problems)
+            _take(tree, error)
+            names = [dotted(path) for path in wrong]
+            tree.problems[before:] = [p for p in tree.problems[before:] if not any(n in p.message for n in names)]
+    return None
+
+
+def _take(tree: Tree, error: ValidationError) -> list[Path]:
+    """Turn pydantic's errors into problems; returns the places of wrong values."""
+    wrong: list[Path] = []
+    for entry in error.errors(include_url=False):
+        inner = entry.get("ctx", {}).get("error")
+        if isinstance(inner, ConfigError):
+            tree.problems += [replace(p, mark=tree.mark(tuple(p.key.split(".")))) for p in inner.problems]
+            continue
+        path, message = message_of(tree, entry)
+        if entry["type"] == "missing":
+            path = path[:-1]
+        if path not in wrong:
+            wrong.append(path)
+            tree.problem(path, message)
+    return wrong
+
+
+def _place(problem: Problem) -> tuple[str, int, int]:
+    mark = problem.mark
+    return ("", 0, 0) if mark is None else (mark.source, mark.line or 0, mark.column or 0)

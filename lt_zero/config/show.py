@@ -1,0 +1,148 @@
+"""A configuration as text: YAML with the place where each value comes from, or as a file of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path as File
+from typing import Any
+
+import torch
+import yaml
+
+from lt_zero.config.auto import RULES
+from lt_zero.config.errors import Mark, Path
+from lt_zero.config.fields import Block
+from lt_zero.config.load import Loaded, plain
+from lt_zero.config.schema import ZeroConfig
+from lt_zero.config.tree import Tree
+
+HIDDEN = "***"
+_SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def resolved(config: ZeroConfig) -> dict[str, Any]:
+    """All keys with their values in plain containers; ``ZeroConfig.of`` reads it. Secrets are left out."""
+    values = _plain(config)
+    for path in config.autos:
+        Tree(values).put(path, "auto")
+    return values
+
+
+def to_yaml(values: Mapping[str, Any]) -> str:
+    """YAML with two spaces of indentation, keys in their order; ``files.read`` gives the values back."""
+    return str(
+        yaml.safe_dump(_scalars(values), sort_keys=False, default_flow_style=None, width=100, allow_unicode=True)
+    )
+
+
+def clean(loaded: Loaded) -> str:
+    """What was written, in the keys of today: YAML that begins with what was changed."""
+    assert loaded.config is not None
+    lines = [f"# {notice.message}" for notice in loaded.notices if notice.kind != "file"]
+    values = _masked(plain(loaded.config), loaded.secret)
+    return "\n".join([*lines, to_yaml(values)] if lines else [to_yaml(values)])
+
+
+def with_origins(loaded: Loaded, everything: bool) -> str:
+    """YAML of the validated configuration, each value with where it comes from.
+
+    Args:
+        loaded: without problems.
+        everything: also keys that have their defaults.
+    """
+    assert loaded.config is not None
+    written, whole = plain(loaded.config), resolved(loaded.config)
+    lines = list(_lines(_masked(whole if everything else written, loaded.secret), written, loaded.marks, ()))
+    width = max((len(text) for text, origin in lines if origin), default=0)
+    return "\n".join(f"{text.ljust(width)}  # {origin}" if origin else text for text, origin in lines)
+
+
+def json_schema() -> str:
+    """JSON Schema of the keys that work, for editors."""
+    schema = ZeroConfig.model_json_schema()
+    for key in RULES:
+        _allow_auto(schema, key.split("."))
+    return json.dumps(schema, indent=2, default=str)
+
+
+def _lines(
+    values: Mapping[str, Any], written: Any, marks: Mapping[Path, Mark], path: Path
+) -> Iterator[tuple[str, str]]:
+    indent = "  " * len(path)
+    for key, value in values.items():
+        here = (*path, key)
+        given = isinstance(written, Mapping) and key in written
+        if isinstance(value, Mapping) and value:
+            yield f"{indent}{key}:", ""
+            yield from _lines(value, written[key] if given else None, marks, here)
+        else:
+            text = yaml.safe_dump(_scalars({key: value}), default_flow_style=None, width=1000).rstrip()
+            origin = str(_mark(marks, here) or "given") if given else "default"
+            rule = RULES.get(".".join(map(str, here)), "") if value == "auto" else ""
+            yield f"{indent}{text}", f"{origin}; becomes {rule}" if rule else origin
+
+
+def _mark(marks: Mapping[Path, Mark], path: Path) -> Mark | None:
+    while path:
+        if path in marks:
+            return marks[path]
+        path = path[:-1]
+    return None
+
+
+def _plain(block: Block) -> dict[str, Any]:
+    found = {}
+    for name, field in type(block).model_fields.items():
+        value = getattr(block, name)
+        if field.exclude:  # secrets
+            continue
+        found[name] = _plain(value) if isinstance(value, Block) else _scalars(value)
+    return found
+
+
+def _scalars(value: Any) -> Any:
+    """In types that YAML and ``torch.load(weights_only=True)`` know."""
+    if isinstance(value, Mapping):
+        return {str(key): _scalars(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_scalars(entry) for entry in value]
+    if isinstance(value, torch.dtype):
+        return _SHORT.get(value, str(value))
+    if isinstance(value, (str, int, float, bool)) or value is None:
+        return value
+    return str(value) if isinstance(value, File) else HIDDEN if "Secret" in type(value).__name__ else str(value)
+
+
+def _masked(values: Mapping[str, Any], secret: frozenset[Path], path: Path = ()) -> dict[str, Any]:
+    return {
+        key: HIDDEN
+        if (*path, key) in secret
+        else _masked(value, secret, (*path, key))
+        if isinstance(value, Mapping)
+        else value
+        for key, value in values.items()
+    }
+
+
+def _allow_auto(schema: dict[str, Any], keys: list[str]) -> None:
+    """Let "auto" be a value of a key that may have it."""
+    node = schema
+    for number, key in enumerate(keys):
+        properties = node.get("properties", {})
+        if key not in properties:
+            return  # arguments of constructors may be anything
+        if number == len(keys) - 1:
+            entry = properties[key]
+            meaning = {k: entry.pop(k) for k in ("title", "description", "default") if k in entry}
+            properties[key] = {**meaning, "anyOf": [entry, {"const": "auto"}]}
+            return
+        node = _follow(schema, properties[key])
+
+
+def _follow(schema: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
+    for part in (entry, *entry.get("anyOf", ()), *entry.get("allOf", ())):
+        if "$ref" in part:
+            found: dict[str, Any] = schema["$defs"][part["$ref"].rsplit("/", 1)[1]]
+            return found
+    return entry

@@ -1,0 +1,300 @@
+"""The configuration, the Trainer and the module: what one of them says holds, what two of them say has to agree.
+
+Note [Who says it]
+    A value that only the configuration has is given to the Trainer before the run, and shown in a table. A Trainer
+    cannot tell whether the user wrote its default (one micro-batch per step, no clipping), so a default contradicts
+    nothing. Batches are looked at as they come: data loaders are built by Lightning, once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.data import extract_batch_size
+from rich.console import Console
+from rich.table import Table
+from torch.optim import Optimizer
+
+from lt_zero.config import ZeroConfig
+from lt_zero.config.auto import Facts, Resolution, resolve, resolve_batch
+from lt_zero.config.errors import ConfigError, Problem
+from lt_zero.core.hidden import hidden_size
+from lt_zero.optim.build import build_optimizer, build_scheduler
+
+_HOOK = "configure_optimizers"
+
+
+class Reconciler:
+    """Holds the configuration of one strategy, and what of it is resolved.
+
+    Attributes:
+        config: as far as it is resolved now.
+    """
+
+    def __init__(self, config: ZeroConfig) -> None:
+        self.config = config
+        self._lent: pl.LightningModule | None = None  # has our configure_optimizers
+        self._seen, self._steps = False, 1
+
+    # ---- before a run ------------------------------------------------------------------------------------------
+
+    def lend_optimizers(self, module: pl.LightningModule) -> None:
+        """Give the module a ``configure_optimizers`` if the configuration names an optimizer or a schedule.
+
+        Raises:
+            ConfigError: the module has one, too.
+        """
+        self.take_back()
+        if self.config.optimizer is None and self.config.scheduler is None:
+            return
+        own = hasattr(module, _HOOK) and getattr(type(module), _HOOK) is not pl.LightningModule.configure_optimizers
+        if self.config.optimizer is not None and (own or _HOOK in vars(module)):
+            raise ConfigError(
+                [
+                    Problem(
+                        "optimizer",
+                        f"optimizer.type={self.config.optimizer.type!r} is configured, and "
+                        f"{type(module).__name__}.configure_optimizers makes optimizers, too. Remove one of them "
+                        "(override the key with optimizer=null to keep the module's).",
+                    )
+                ]
+            )
+        theirs = getattr(module, _HOOK)
+        if self.config.optimizer is not None:
+            setattr(module, _HOOK, lambda: self._configured(module))
+        elif own:
+            setattr(module, _HOOK, lambda: self._scheduled(theirs()))
+        else:
+            return  # Lightning says that there is no optimizer
+        self._lent = module
+
+    def take_back(self) -> None:
+        """Leave the module as it came."""
+        if self._lent is not None:
+            vars(self._lent).pop(_HOOK, None)
+        self._lent = None
+
+    def agree(self, trainer: pl.Trainer, module: pl.LightningModule, world: int, show: bool) -> ZeroConfig:
+        """Resolve "auto" and make the Trainer and the configuration say the same.
+
+        Args:
+            trainer: about to fit.
+            module: complete, not sharded yet.
+            world: number of ranks.
+            show: whether to print the table of what was resolved.
+
+        Raises:
+            ConfigError: they contradict each other, or nothing resolves an "auto".
+        """
+        self._seen = False
+        problems: list[Problem] = []
+        told = [
+            *_agree_on_accumulation(self.config, trainer, module, problems),
+            *_agree_on_clipping(self.config, trainer, module, problems),
+        ]
+        if problems:
+            raise ConfigError(problems)
+        steps, limit = trainer.accumulate_grad_batches, trainer.gradient_clip_val
+        self._steps = steps
+        facts = Facts(
+            accumulation=steps,
+            clipping=float(limit or 0.0),
+            hidden=lambda: hidden_size(module),
+            named=lambda names: _named(module, names),
+            steps=lambda: _steps(trainer),
+        )
+        self.config, found = resolve(self.config, facts)
+        micro = self.config.train_micro_batch_size_per_gpu
+        if micro is not None:
+            _check_batch(self.config, micro, steps, world, "is configured")
+        if show:
+            show_table([*told, *found])
+        return self.config
+
+    # ---- in a run ----------------------------------------------------------------------------------------------
+
+    def see(self, batch: Any, world: int, show: bool) -> ZeroConfig:
+        """Compare the keys about batches with the first batch of a run, and resolve them.
+
+        Raises:
+            ConfigError: they contradict it.
+        """
+        if self._seen:
+            return self.config
+        self._seen = True
+        wanted = {"train_batch_size", "train_micro_batch_size_per_gpu"}
+        asked = {path[0] for path in self.config.autos} | {k for k in wanted if getattr(self.config, k) is not None}
+        size = _size(batch) if wanted & asked else None
+        if size is None:
+            return self.config
+        _check_batch(self.config, size, self._steps, world, "is the size of the first batch")
+        self.config, found = resolve_batch(self.config, size, self._steps, world)
+        if show:
+            show_table(found)
+        return self.config
+
+    # ---- optimizers --------------------------------------------------------------------------------------------
+
+    def _configured(self, module: pl.LightningModule) -> Any:
+        block = self.config.optimizer
+        assert block is not None
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        if not parameters:
+            raise ConfigError(f"optimizer.type={block.type!r} has nothing to train: no parameter requires gradients.")
+        return self._scheduled(build_optimizer(block.type, block.params, parameters))
+
+    def _scheduled(self, optimizers: Any) -> Any:
+        """Add the configured schedule to what a ``configure_optimizers`` returns."""
+        block = self.config.scheduler
+        if block is None:
+            return optimizers
+        optimizer = optimizers.get("optimizer") if isinstance(optimizers, dict) else optimizers
+        if isinstance(optimizer, (list, tuple)) and len(optimizer) == 1:
+            optimizer = optimizer[0]
+        if not isinstance(optimizer, Optimizer) or (isinstance(optimizers, dict) and "lr_scheduler" in optimizers):
+            raise ConfigError(
+                f"scheduler.type={block.type!r} is configured, and configure_optimizers returns several optimizers or "
+                "a schedule of its own. Remove the scheduler block, or return one optimizer only."
+            )
+        params = dict(block.params)
+        if "warmup_max_lr" in params and params["warmup_max_lr"] is None:
+            params["warmup_max_lr"] = [group["lr"] for group in optimizer.param_groups]
+        scheduler = build_scheduler(block.type, params, optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def show_table(found: Sequence[Resolution], console: Console | None = None) -> None:
+    """Print what was resolved, if something was."""
+    if not found:
+        return
+    table = Table(title="Configuration")
+    for column in ("key", "value", "from"):
+        table.add_column(column, overflow="fold")
+    for entry in found:
+        table.add_row(entry.key, str(entry.value), entry.source)
+    (console or Console()).print(table)
+
+
+def _agree_on_accumulation(
+    config: ZeroConfig, trainer: pl.Trainer, module: pl.LightningModule, problems: list[Problem]
+) -> list[Resolution]:
+    key, wanted, has = (
+        "gradient_accumulation_steps",
+        config.gradient_accumulation_steps,
+        trainer.accumulate_grad_batches,
+    )
+    if wanted is None or wanted == has:
+        return []
+    reason = None
+    if has != 1:
+        reason = f"Trainer(accumulate_grad_batches={has}) says something else. Remove one of them, or write the same"
+    elif not module.automatic_optimization:
+        reason = "the module optimizes manually, so it decides when to step. Remove the key"
+    elif any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        reason = "the Trainer has a GradientAccumulationScheduler, which decides it. Remove the key"
+    if reason is not None:
+        problems.append(Problem(key, f"{key}={wanted}, but {reason}."))
+        return []
+    trainer.accumulate_grad_batches = wanted
+    return [Resolution(f"Trainer.accumulate_grad_batches, was {has}", wanted, key)]
+
+
+def _agree_on_clipping(
+    config: ZeroConfig, trainer: pl.Trainer, module: pl.LightningModule, problems: list[Problem]
+) -> list[Resolution]:
+    key, wanted, has = "gradient_clipping", config.gradient_clipping, trainer.gradient_clip_val
+    by_value = trainer.gradient_clip_algorithm == "value"
+    if wanted is None or (wanted == (has or 0.0) and not (by_value and wanted)):
+        return []
+    reason = None
+    if has or by_value:
+        algorithm = ", gradient_clip_algorithm='value'" if by_value else ""
+        reason = (
+            f"Trainer(gradient_clip_val={has}{algorithm}) says something else. Remove one of them, or write the same"
+        )
+    elif not module.automatic_optimization:
+        reason = "the module optimizes manually: call self.clip_gradients there, and remove the key"
+    if reason is not None:
+        problems.append(Problem(key, f"{key}={wanted} is the limit of the norm, but {reason}."))
+        return []
+    trainer.gradient_clip_val = wanted
+    return [Resolution(f"Trainer.gradient_clip_val, was {has}", wanted, key)]
+
+
+def _check_batch(config: ZeroConfig, micro: int, steps: int, world: int, origin: str) -> None:
+    problems = []
+    if config.train_micro_batch_size_per_gpu not in (None, micro):
+        problems.append(
+            Problem(
+                "train_micro_batch_size_per_gpu",
+                f"train_micro_batch_size_per_gpu={config.train_micro_batch_size_per_gpu}, but {micro} {origin}. Give "
+                "the data loader that batch_size, or remove the key.",
+            )
+        )
+    if config.train_batch_size not in (None, micro * steps * world):
+        problems.append(
+            Problem(
+                "train_batch_size",
+                f"train_batch_size={config.train_batch_size}, but micro-batch * accumulation * ranks = {micro} * "
+                f"{steps} * {world} = {micro * steps * world} (the micro-batch {origin}). Remove the key, or change "
+                "one of them.",
+            )
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _size(batch: Any) -> int | None:
+    """Samples of a batch; None if its tensors have different sizes, or it has none."""
+    if isinstance(batch, Iterator):  # of a training_step that takes the loader's iterator
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            return int(extract_batch_size(batch))
+        except (MisconfigurationException, UserWarning, RecursionError):
+            return None
+
+
+def _named(module: pl.LightningModule, names: Sequence[str]) -> tuple[Any, str] | None:
+    """A value that the module keeps under one of the names; what calls would make is none."""
+    for place, look in (("hparams", _in_hparams), ("", _in_module)):
+        for name in names:
+            value = look(module, name)
+            if value is not None:
+                return value, f"{type(module).__name__}.{place + '.' if place else ''}{name}"
+    return None
+
+
+def _in_hparams(module: pl.LightningModule, name: str) -> Any:
+    return _plain(module.hparams.get(name))
+
+
+def _in_module(module: pl.LightningModule, name: str) -> Any:
+    return _plain(getattr(module, name, None))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return list(value) if all(isinstance(entry, (int, float)) for entry in value) else None
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _steps(trainer: pl.Trainer) -> int:
+    steps = trainer.estimated_stepping_batches
+    if steps == float("inf") or steps < 1:
+        raise ConfigError(
+            [
+                Problem(
+                    "scheduler.params.total_num_steps",
+                    f'scheduler.params: "auto" needs the length of the run, and the Trainer says {steps} steps. Set '
+                    "Trainer(max_steps=...), or write a number.",
+                )
+            ]
+        )
+    return int(steps)
