@@ -45,10 +45,10 @@ def parse(text: str, name: str) -> Source:
     """
     where = Text(text, name)
     tokens = _scan(where)
-    if not tokens:
+    kept = [token for token in tokens if token.kind != "comment"]
+    if not kept:
         raise ConfigError(f"{name} is empty (or holds nothing but comments); write at least {{}}")
     cleaned, notices = _blank(where, tokens)
-    kept = [token for token in tokens if token.kind != "comment"]
     values = _strict(where, cleaned, kept)
     if not isinstance(values, dict):
         raise ConfigError([where.problem(kept[0].start, f"the top level is a {_kind(values)}, not a mapping {{...}}")])
