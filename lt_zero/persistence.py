@@ -134,8 +134,9 @@ class Persistence:
         self._beside(path)  # refuses a URL before anything is written
         content, rest = plain(_without_type(checkpoint))
         put_back(content, rest)
+        content.setdefault(KEY, {})["config"] = resolved(self._strategy.config)
         if self._frozen:
-            content.setdefault(KEY, {})["frozen_left_out"] = list(self._frozen)
+            content[KEY]["frozen_left_out"] = list(self._frozen)
         assert isinstance(content, dict)
         return content
 

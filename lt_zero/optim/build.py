@@ -14,7 +14,8 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lt_zero.config.errors import ConfigError, Problem
-from lt_zero.optim.known import REFUSED, Kind, optimizer_kind, scheduler_kind
+from lt_zero.optim.future import future_signature
+from lt_zero.optim.known import OPTIMIZER_RULES, REFUSED, Kind, optimizer_kind, scheduler_kind
 from lt_zero.optim.values import Reader, shown
 
 AUTO = frozenset(
@@ -62,7 +63,12 @@ def check_optimizer(kind: str, params: Mapping[str, Any]) -> list[Problem]:
     Args:
         kind, params: as for ``build_optimizer``.
     """
-    return _problems("optimizer", optimizer_kind, kind, params, _trial_parameters)
+    found = _problems("optimizer", optimizer_kind, kind, params, _trial_parameters)
+    signature = future_signature(kind, OPTIMIZER_RULES) if isinstance(kind, str) else None
+    if signature is not None:
+        future = Kind(kind, signature, lambda *_: None)
+        found += _read("optimizer", future, params, auto=True)[1]
+    return found
 
 
 def check_scheduler(kind: str, params: Mapping[str, Any]) -> list[Problem]:

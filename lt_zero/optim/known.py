@@ -80,16 +80,16 @@ REFUSED: Mapping[str, Reader] = {
     **dict.fromkeys(("max_coeff", "min_coeff", "eps_inside_sqrt"), Refused("it belongs to Lamb; remove it")),
     **dict.fromkeys(("muon_lr", "adam_lr", "ns_method", "per_head_muon"), Refused("it belongs to Muon; remove it")),
 }
-_COMPRESSED = "DeepSpeed removed the 1-bit optimizers, too (0.19.7). Use Adam: the same update, with exact gradients."
+_COMPRESSED = "Use Adam meanwhile: the same update, with gradients that are not compressed."
 UNSUPPORTED: Mapping[str, str] = {  # by name in lower case
-    "lamb": "Its steps depend on norms of whole parameters. Use AdamW with a learning rate for it.",
-    "muon": "Its steps need whole matrices. Use AdamW, or, at stage 0, type torch.optim.Muon.",
+    "lamb": "Its steps depend on norms of whole parameters. Use AdamW meanwhile, with a learning rate for it.",
+    "muon": "Its steps need whole matrices. Use AdamW meanwhile, or, at stage 0, type torch.optim.Muon.",
     "muadam": "Use AdamW, and scale the learning rate of each parameter group as mup does.",
     "muadamw": "Use AdamW, and scale the learning rate of each parameter group as mup does.",
     "musgd": "Use SGD, and scale the learning rate of each parameter group as mup does.",
     "onebitadam": _COMPRESSED,
     "zerooneadam": _COMPRESSED,
-    "onebitlamb": "DeepSpeed removed the 1-bit optimizers, too (0.19.7). Use AdamW with a learning rate for it.",
+    "onebitlamb": "Use AdamW meanwhile, with a learning rate for it.",
 }
 
 SCHEDULER_RULES: Mapping[str, Reader] = {
@@ -144,7 +144,7 @@ def optimizer_kind(name: Any) -> Kind:
         own = Signature.of(Adagrad, OPTIMIZER_RULES)
         return Kind("Adagrad", own.plus({"fp32_optimizer_states": _FP32}), _adagrad)
     if low in UNSUPPORTED:
-        raise _wrong("optimizer", name, f"It is known, not supported. {UNSUPPORTED[low]}")
+        raise _wrong("optimizer", name, f"It is known, and not available yet. {UNSUPPORTED[low]}")
     cls = _torch_classes().get("SGD" if low == "sgd" else name)
     if cls is None and re.fullmatch(r"\w+(\.\w+)+", name):
         cls = _imported(name)
