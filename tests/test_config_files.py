@@ -127,6 +127,7 @@ def test_comments_and_trailing_commas_are_one_notice(tmp_path: Path) -> None:
         ('{"a": }', "a value is missing before }"),
         ('{"a": [{"b": 1, "c": 2, "b": 3}]}', "the key a.0.b stands twice, first at line 1, column 9; keep one"),
         ('{"a": ' + "[" * 60, "nested more than 50 deep"),
+        ("{" + "," * 500_000, "more than 400,000 words and signs"),
     ],
 )
 def test_wrong_json(tmp_path: Path, text: str, says: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lt_zero.config.errors import ConfigError, Mark, Path, Problem, dotted
-from lt_zero.config.source import DEEPEST, Budget, Source, Text, names_secret
+from lt_zero.config.source import DEEPEST, MOST_VALUES, Budget, Source, Text, names_secret
 
 _MOST_PROBLEMS = 20
 _TOKEN = re.compile(
@@ -77,6 +77,8 @@ def _scan(where: Text) -> list[_Token]:
         if kind in ("string", "word") or text in _CLOSES:
             budget.take(depth, where.mark(start) if depth > DEEPEST else None)
         tokens.append(_Token(kind, text, start))
+        if len(tokens) > 4 * MOST_VALUES:
+            raise ConfigError(f"{where.name} is no configuration: it has more than {4 * MOST_VALUES:,} words and signs")
     return tokens
 
 
