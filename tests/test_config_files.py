@@ -127,11 +127,15 @@ def test_comments_and_trailing_commas_are_one_notice(tmp_path: Path) -> None:
         ('{"a": }', "a value is missing before }"),
         ('{"a": [{"b": 1, "c": 2, "b": 3}]}', "the key a.0.b stands twice, first at line 1, column 9; keep one"),
         ('{"a": ' + "[" * 60, "nested more than 50 deep"),
-        ("{" + "," * 500_000, "more than 400,000 words and signs"),
     ],
 )
 def test_wrong_json(tmp_path: Path, text: str, says: str) -> None:
     assert says in refused(written(tmp_path, "a.json", text))
+
+
+def test_signs_without_values_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsontext, "MOST_VALUES", 100)
+    assert "more than 400 words and signs" in refused("{" + "," * 500)
 
 
 def test_all_that_is_wrong_is_told_at_once_without_secrets(tmp_path: Path) -> None:
