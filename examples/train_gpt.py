@@ -1,15 +1,16 @@
 """Train a small GPT on Python's own sources with ZeRO, on two CPU processes or on every GPU.
 
-    python examples/train_gpt.py              # ZeRO stage 3
-    python examples/train_gpt.py --stage 1    # another stage
-    python examples/train_gpt.py --precision bf16-mixed
-    python examples/train_gpt.py --ddp        # Lightning's own replicated training, to compare
+    python examples/train_gpt.py                               # ZeRO stage 3
+    python examples/train_gpt.py zero_optimization=stage1      # another stage
+    python examples/train_gpt.py precision=bf16_mixed
+    python examples/train_gpt.py strategy=ddp                  # Lightning's own replicated training, to compare
+    python examples/train_gpt.py --help                        # everything that can be set
 
-What differs between the last and the others is the `strategy` argument of the Trainer. Lightning starts the other
-ranks by running this script again, so every rank executes `main`; only rank 0 writes files and prints.
+The configuration is composed from conf/train_gpt.yaml and the groups of lt_zero.conf. What differs between ddp and
+the others is the `strategy` argument of the Trainer. Lightning starts the other ranks by running this script again,
+so every rank executes `main`; only rank 0 writes files and prints.
 """
 
-import argparse
 import csv
 import math
 import os
@@ -20,12 +21,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import hydra
 import lightning as L
 import torch
+from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from matplotlib.figure import Figure
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -36,19 +40,26 @@ from torchmetrics.text import Perplexity
 from corpus import Windows, read_text
 from gpt import GPT
 from lt_zero import ZeroStrategy
+from lt_zero.sweep import own_process
 
-VALIDATION_WINDOWS = 256
+Config = dict[str, Any]
+OWN_KEYS = {"strategy", "out", "seed", "threads", "learning_rate", "data", "trainer", "model"}  # others are lt_zero's
 
 
 class GPTModule(L.LightningModule):
     """Trains a GPT to predict the next byte. It knows nothing of how, or whether, its states are sharded."""
 
-    def __init__(self, gpt: GPT, steps: int, peak_rate: float) -> None:
-        """`steps` is the length of the whole run: the learning rate has come down when it ends."""
+    def __init__(self, gpt: GPT, steps: int, peak_rate: float, optimizer: bool = True, schedule: bool = True) -> None:
+        """`steps` is the length of the whole run: the learning rate has come down when it ends.
+
+        `optimizer` and `schedule` tell whether the module makes them; if not, they are the strategy's business.
+        """
         super().__init__()
         self.gpt = gpt
         self.steps = steps
         self.peak_rate = peak_rate
+        self.makes_optimizer = optimizer
+        self.makes_schedule = schedule
         self.perplexity = Perplexity()
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -69,11 +80,15 @@ class GPTModule(L.LightningModule):
 
         Norms and biases are left out of weight decay.
         """
+        if not self.makes_optimizer:
+            return None
         groups = [
             {"params": [p for p in self.parameters() if p.ndim >= 2], "weight_decay": 0.1},
             {"params": [p for p in self.parameters() if p.ndim < 2], "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(groups, lr=self.peak_rate, betas=(0.9, 0.95))
+        if not self.makes_schedule:
+            return optimizer
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate_factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -85,29 +100,27 @@ class GPTModule(L.LightningModule):
         return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", type=int, default=3, choices=(1, 2, 3), help="ZeRO stage (default: %(default)s)")
-    parser.add_argument("--ddp", action="store_true", help="train with plain DDP instead of ZeRO")
-    parser.add_argument(
-        "--precision",
-        default="32-true",
-        choices=("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"),
-        help="of forward and backward (default: %(default)s); fp16 is very slow on CPUs",
-    )
-    parser.add_argument("--devices", type=int, help="processes (default: every GPU, or 2 on CPU)")
-    parser.add_argument("--threads", type=int, help="threads of each CPU process (default: cores / processes)")
-    parser.add_argument("--max-steps", type=int, default=700, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--validations", type=int, default=7, help="how often to validate (default: %(default)s times)")
-    parser.add_argument("--depth", type=int, default=4, help="blocks (default: %(default)s)")
-    parser.add_argument("--width", type=int, default=192, help="width of the stream (default: %(default)s)")
-    parser.add_argument("--context", type=int, default=128, help="bytes in a window (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=6, help="windows a process sees in a step (default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate (default: %(default)s)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("out"), help="folder for what is written (default: %(default)s)"
-    )
-    return parser.parse_args()
+def trainer_arguments(config: Config) -> Config:
+    """Arguments of the Trainer, with what depends on the machine and on the length of the run filled in."""
+    given: Config = dict(config["trainer"])
+    if given["accelerator"] == "auto":
+        given["accelerator"] = "gpu" if torch.cuda.is_available() else "cpu"
+    if given["devices"] == "auto":
+        given["devices"] = torch.cuda.device_count() if given["accelerator"] == "gpu" else 2
+    if given["val_check_interval"] is None:
+        batches = given["max_steps"] * given["accumulate_grad_batches"]
+        given["val_check_interval"] = max(1, batches // config["data"]["validations"])
+        given["check_val_every_n_epoch"] = None
+    return given
+
+
+def make_strategy(config: Config) -> Strategy:
+    """Everything that is not the script's own goes to lt_zero, which refuses keys that it does not know."""
+    if config["strategy"] == "ddp":
+        return DDPStrategy()
+    if config["strategy"] != "zero":
+        raise ValueError(f"strategy={config['strategy']!r} is not one of zero, ddp")
+    return ZeroStrategy(config={key: value for key, value in config.items() if key not in OWN_KEYS})
 
 
 def use_threads(threads: int | None, processes: int) -> None:
@@ -122,32 +135,20 @@ def silence_warnings() -> None:
     warnings.filterwarnings("ignore", message=".*LeafSpec.*deprecated.*")  # Lightning 2.6 with torch 2.13
 
 
-def make_loaders(args: argparse.Namespace) -> tuple[DataLoader[Any], DataLoader[Any]]:
+def make_loaders(data: Config, context: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
     """Training and validation batches; Lightning gives every rank its own share of them."""
-    train = Windows(read_text(validation=False), args.context)
-    validation = Windows(read_text(validation=True), args.context, VALIDATION_WINDOWS)
+    train = Windows(read_text(validation=False), context)
+    validation = Windows(read_text(validation=True), context, data["validation_windows"])
     return (
-        DataLoader(train, batch_size=args.batch, shuffle=True, drop_last=True),
-        DataLoader(validation, batch_size=2 * args.batch),
+        DataLoader(train, batch_size=data["batch_size"], shuffle=True, drop_last=True),
+        DataLoader(validation, batch_size=2 * data["batch_size"]),
     )
 
 
-def make_trainer(args: argparse.Namespace, strategy: Strategy, devices: int) -> L.Trainer:
-    return L.Trainer(
-        strategy=strategy,
-        accelerator="gpu" if torch.cuda.is_available() else "cpu",
-        devices=devices,
-        precision=args.precision,
-        max_steps=args.max_steps,
-        val_check_interval=max(1, args.max_steps // args.validations),
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        gradient_clip_val=1.0,
-        log_every_n_steps=5,
-        logger=CSVLogger(args.out, name="logs"),
-        callbacks=[TQDMProgressBar(refresh_rate=20)],
-        enable_checkpointing=False,
-    )
+def make_module(config: Config) -> GPTModule:
+    """The model; it makes optimizer and schedule unless the configuration has them."""
+    own = {"optimizer": not config.get("optimizer"), "schedule": not config.get("scheduler")}
+    return GPTModule(GPT(256, **config["model"]), config["trainer"]["max_steps"], config["learning_rate"], **own)
 
 
 def megabytes(size: int) -> str:
@@ -202,43 +203,45 @@ def generate(path: Path, context: int) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def main() -> None:
+@hydra.main(version_base="1.3", config_path="conf", config_name="train_gpt")
+@own_process
+def main(composed: DictConfig) -> float | None:
+    """Train, export, sample; returns the validation perplexity on rank 0."""
     started = time.perf_counter()
-    args = parse_arguments()
-    on_gpu = torch.cuda.is_available()
-    devices = args.devices or (torch.cuda.device_count() if on_gpu else 2)
-    if not on_gpu:
-        use_threads(args.threads, devices)
-    args.out.mkdir(parents=True, exist_ok=True)
+    config: Config = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    folder = Path(os.path.relpath(HydraConfig.get().runtime.output_dir))
+    arguments = trainer_arguments(config)
+    if arguments["accelerator"] == "cpu":
+        use_threads(config["threads"], arguments["devices"])
     silence_warnings()
 
-    L.seed_everything(0)
-    module = GPTModule(GPT(256, args.depth, args.width, args.context), args.max_steps, args.rate)
-    strategy = DDPStrategy() if args.ddp else ZeroStrategy(stage=args.stage)
-    trainer = make_trainer(args, strategy, devices)
-    trainer.fit(module, *make_loaders(args))
+    L.seed_everything(config["seed"])
+    module = make_module(config)
+    strategy = make_strategy(config)
+    logger = CSVLogger(folder, name="logs")
+    trainer = L.Trainer(strategy=strategy, logger=logger, callbacks=[TQDMProgressBar(refresh_rate=20)], **arguments)
+    trainer.fit(module, *make_loaders(config["data"], module.gpt.context))
     trained = time.perf_counter()
 
     report = strategy.memory_report() if isinstance(strategy, ZeroStrategy) else None
-    exported = args.out / "gpt-fp16.pt"
+    exported = folder / "gpt-fp16.pt"
     export(trainer, module, exported)
     if not trainer.is_global_zero:
-        return
+        return None
 
     console = Console()
     if report is not None:
         print_memory(report, console)
-    assert trainer.logger is not None
-    assert trainer.logger.log_dir is not None
-    picture = args.out / "loss.png"
-    plot_losses(Path(trainer.logger.log_dir) / "metrics.csv", picture)
-    sample = generate(exported, args.context)
+    picture = folder / "loss.png"
+    plot_losses(Path(logger.log_dir) / "metrics.csv", picture)
+    sample = generate(exported, module.gpt.context)
     console.rule(f"sample from {exported}")
     console.print(sample, markup=False, highlight=False)
     console.rule()
     perplexity = float(trainer.callback_metrics["val_perplexity"])
     print(f"validation perplexity {perplexity:.2f} per byte; wrote {exported} and {picture}")
     print(f"training took {trained - started:.0f} s, all of it {time.perf_counter() - started:.0f} s")
+    return perplexity
 
 
 if __name__ == "__main__":

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 DEMO = Path(__file__).parent.parent / "examples/train_gpt.py"
-SMALL = {"depth": 2, "width": 64, "context": 64, "batch": 4, "max-steps": 300, "validations": 1, "stage": 3}
+SMALL = ("model=tiny", "data.batch_size=4", "data.validations=1", "trainer.max_steps=300")
 
 
 def validation_loss(precision: str, folder: Path) -> float:
-    options = {**SMALL, "precision": precision, "out": folder}
-    command = [sys.executable, str(DEMO), *(f"--{name}={value}" for name, value in options.items())]
+    command = [sys.executable, str(DEMO), *SMALL, f"trainer.precision={precision}", f"out={folder}"]
     subprocess.run(command, check=True, capture_output=True, timeout=900)
     (path,) = folder.rglob("metrics.csv")
     with path.open(newline="") as file:

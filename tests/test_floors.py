@@ -10,14 +10,14 @@ import lt_zero
 
 ROOT = Path(lt_zero.__file__).parent
 FLOORS = (
-    {"compat", "config", "ops", "optim"},
+    {"compat", "config", "conf", "ops", "optim"},
     {"offload"},
     {"core"},
     {"planning", "checkpoint"},
     {"build"},
     {"precision", "attach", "progress", "reconcile", "loggers", "monitoring"},
     {"persistence", "restoring", "loading", "checkpointing", "monitored"},
-    {"strategy", "cli", "__init__", "__main__"},
+    {"strategy", "cli", "sweep", "__init__", "__main__"},
 )
 TOP = FLOORS[-1] | FLOORS[-2] | FLOORS[-3] | {"compat"}  # know lightning
 COLLECTIVES = {"core/comm.py", "core/sequence.py", "core/rollcall.py"}  # the others compare what the first is to do

@@ -1,0 +1,102 @@
+"""Sweeps of Hydra (``-m``) over training with several ranks: each job runs in processes of its own.
+
+Hydra runs the jobs of a sweep one after another in one process. Lightning leaves its environment variables and its
+process group there, so a second job would start no other ranks; and it starts the ranks of the first one by running the
+script again with the same arguments, which is the whole sweep.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from hydra.utils import get_original_cwd, to_absolute_path
+from omegaconf import DictConfig, OmegaConf
+
+Task = Callable[[DictConfig], Any]
+
+_RESULT = "LT_ZERO_JOB_RESULT"  # where the process of a job leaves what the task returned
+_OF_THE_SWEEP = ("hydra.mode=", "hydra.run.dir=", "hydra.sweep.", "hydra.job.num=", "hydra.job.id=")
+
+
+def own_process(task: Task) -> Task:
+    """Run the function under ``@hydra.main`` as it is, and each job of a sweep as a run of its own.
+
+    A job's process gets the overrides that Hydra made for the job, writes to the job's folder, and starts its ranks as
+    a run without ``-m`` does. What the task returns there (numbers, or anything that JSON has) goes to the sweeper.
+
+    ::
+
+        @hydra.main(version_base="1.3", config_path="conf", config_name="train")
+        @own_process
+        def main(config: DictConfig) -> float: ...
+
+    Raises:
+        RuntimeError: a job failed, or the sweep was started by torchrun, whose store serves one run only.
+    """
+
+    @functools.wraps(task)  # Hydra finds the script's folder through __wrapped__
+    def run(config: DictConfig) -> Any:
+        if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+            return _run_job()
+        leave_at = os.environ.pop(_RESULT, None)  # other ranks inherit the environment and must not find it
+        result = task(config)
+        if leave_at is not None:
+            Path(leave_at).write_text(json.dumps(result), encoding="utf-8")
+        return result
+
+    return run
+
+
+def _run_job() -> Any:
+    job = HydraConfig.get()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise RuntimeError(
+            "torchrun cannot run a sweep (-m): its ranks meet once. Run the script with python, or each job on its own."
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        leave_at = Path(folder, "result.json")
+        environment = {**os.environ, _RESULT: str(leave_at)}
+        code = subprocess.run(list(_command(job)), env=environment, cwd=get_original_cwd()).returncode
+        if code:
+            raise RuntimeError(
+                f"Job {job.job.num} of the sweep ({job.job.override_dirname or 'no overrides'}) ended with exit code "
+                f"{code}; its error is above."
+            )
+        return json.loads(leave_at.read_text(encoding="utf-8")) if leave_at.exists() else None
+
+
+def _command(job: Any) -> Iterator[str]:
+    """The script with one job's overrides instead of the sweep's."""
+    specification = sys.modules["__main__"].__spec__
+    yield sys.executable
+    yield from (to_absolute_path(sys.argv[0]),) if specification is None else ("-m", specification.name)
+    options = {"main": "--config-path", "command-line": "--config-dir"}
+    for source in job.runtime.config_sources:
+        if source.provider in options and source.path:
+            path = f"pkg://{source.path}" if source.schema == "pkg" else source.path
+            yield from (options[source.provider], path)
+    if job.job.config_name is not None:
+        yield from ("--config-name", job.job.config_name)
+    yield from job.overrides.task
+    yield from (override for override in job.overrides.hydra if not override.startswith(_OF_THE_SWEEP))
+    yield "hydra.mode=RUN"
+    yield f"hydra.run.dir={_quoted(job.runtime.output_dir)}"
+    for key in ("num", "id"):  # the configuration may refer to them
+        if not OmegaConf.is_missing(job.job, key):
+            yield f"hydra.job.{key}={job.job[key]}"
+
+
+def _quoted(text: str) -> str:
+    """As a value in Hydra's grammar, whatever characters are in it."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("${", "\\${")
+    return f'"{escaped}"'
