@@ -210,6 +210,7 @@ def main(composed: DictConfig) -> float | None:
     started = time.perf_counter()
     config: Config = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     folder = Path(os.path.relpath(HydraConfig.get().runtime.output_dir))
+    strategy = make_strategy(config)
     arguments = trainer_arguments(config)
     if arguments["accelerator"] == "cpu":
         use_threads(config["threads"], arguments["devices"])
@@ -217,7 +218,6 @@ def main(composed: DictConfig) -> float | None:
 
     L.seed_everything(config["seed"])
     module = make_module(config)
-    strategy = make_strategy(config)
     logger = CSVLogger(folder, name="logs")
     trainer = L.Trainer(strategy=strategy, logger=logger, callbacks=[TQDMProgressBar(refresh_rate=20)], **arguments)
     trainer.fit(module, *make_loaders(config["data"], module.gpt.context))
