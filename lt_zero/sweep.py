@@ -1,8 +1,9 @@
 """Sweeps of Hydra (``-m``) over training with several ranks: each job runs in processes of its own.
 
-Hydra runs the jobs of a sweep one after another in one process. Lightning leaves its environment variables and its
-process group there, so a second job would start no other ranks; and it starts the ranks of the first one by running the
-script again with the same arguments, which is the whole sweep.
+Hydra runs the jobs one after another in one process, and Lightning starts the other ranks of the first one by running
+the script again with the same arguments. So every rank runs the whole sweep, in the process group that the first job
+made: a later job with another number of ranks does not get it, a job that fails on one rank leaves the others waiting,
+and a sweeper that learns from results learns something else on each rank.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -98,5 +100,6 @@ def _command(job: Any) -> Iterator[str]:
 
 def _quoted(text: str) -> str:
     """As a value in Hydra's grammar, whatever characters are in it."""
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("${", "\\${")
+    doubled = re.sub(r'(\\+)(?="|\$\{|$)', r"\1\1", text)  # elsewhere a backslash is one
+    escaped = doubled.replace('"', '\\"').replace("${", "\\${")
     return f'"{escaped}"'

@@ -208,8 +208,8 @@ def test_demo_runs_on_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sweep_of_the_demo(tmp_path: Path) -> None:
-    stages = {"stage1": 1, "stage3": 3}
-    output = run_demo("-m", *TINY, f"zero_optimization={','.join(stages)}", f"out={tmp_path}")
-    assert output.count("validation perplexity") == len(stages)
-    for number, stage in enumerate(stages.values()):
-        assert same_on_ranks(tmp_path / f"job-{number}")["zero_optimization"]["stage"] == stage
+    """Over the number of ranks, since ranks that run the sweep in step, as Lightning starts them, cannot do that."""
+    output = run_demo("-m", *TINY, "trainer.devices=1,2", "zero_optimization=stage3", f"out={tmp_path}")
+    assert output.count("validation perplexity") == 2
+    assert len(list((tmp_path / "job-0").glob("rank-*"))) == 1
+    assert same_on_ranks(tmp_path / "job-1")["trainer"]["devices"] == 2

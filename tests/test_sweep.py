@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
 from lt_zero import sweep
 
 # Without torch, which would take most of the time: sweep.py is loaded by its path.
@@ -122,3 +126,11 @@ def test_without_a_sweep_nothing_is_started(tmp_path: Path) -> None:
     refused = run(tmp_path, "-m", "number=1,2", TORCHELASTIC_RUN_ID="x")
     assert refused.returncode != 0
     assert "torchrun cannot run a sweep" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "text", ["a b", "=,[c]{d}", r"a\b", r"a\\b", r"a\\", 'a"b', r"a\"b", "a${b}", r"a\${b}", r"\\${b}"]
+)
+def test_folders_with_odd_names(text: str) -> None:
+    override = OverridesParser.create().parse_override(f"key={sweep._quoted(text)}")
+    assert OmegaConf.create({"key": override.value()}).key == text
