@@ -63,6 +63,27 @@ def test_from_the_command_line() -> None:
     assert strategy_of("--trainer.strategy=zero_1").stage == 1  # a class without arguments is taken for such a name
 
 
+def test_a_file_of_deepspeed_and_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text('{"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8}, "steps_per_print": 10}')
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        f"trainer:\n  strategy:\n    class_path: {CLASS}\n    init_args:\n      config: {file}\n"
+        "      overrides: [zero_optimization.reduce_bucket_size=1e6, precision=bf16]\n"
+    )
+    for arguments in (
+        [f"--config={run}"],
+        [
+            f"--trainer.strategy={CLASS}",
+            f"--trainer.strategy.config={file}",
+            '--trainer.strategy.overrides=["zero_optimization.reduce_bucket_size=1e6","precision=bf16"]',
+        ],
+    ):
+        config = strategy_of(*arguments).config
+        assert (config.zero_optimization.stage, config.zero_optimization.reduce_bucket_size) == (2, 1_000_000)
+        assert (config.bf16.enabled, config.steps_per_print) == (True, 10)
+
+
 @pytest.mark.parametrize(
     ("argument", "told"),
     [
@@ -70,7 +91,7 @@ def test_from_the_command_line() -> None:
         ("stage=2.5", "Expected a <class 'int'>"),
         ("stages=2", "Option 'stages' is not accepted"),
         ("start_method=forkk", "Got value: forkk"),
-        ("config=[3]", "Expected a <class 'dict'>"),
+        ("overrides=fp16.enabled=true", "overrides"),
     ],
 )
 def test_types_are_checked_by_the_parser(argument: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,6 +105,8 @@ def test_types_are_checked_by_the_parser(argument: str, told: str, capsys: pytes
     ("arguments", "told"),
     [
         (["--trainer.strategy.stage=7"], "(?s)stage.*7"),
+        (["--trainer.strategy.config=nowhere.json"], "nowhere.json"),
+        (["--trainer.strategy.overrides=[a..b=1]"], "a..b"),
         (
             ["--trainer.strategy.config", '{"zero_optimization": {"reduce_bucket": 1}}'],
             "zero_optimization.reduce_bucket",

@@ -97,7 +97,7 @@ def verdicts(loaded: Loaded) -> Iterator[tuple[str, str, str, str]]:
     wrong = {problem.key for problem in loaded.problems}
     for path, value in _leaves(loaded.written, ()):
         key = dotted(path)
-        shown = HIDDEN if path in loaded.secret else _short(value)
+        shown = HIDDEN if loaded.hides(path) else _short(value)
         around = [dotted(path[:length]) for length in range(len(path), 0, -1)]
         if any(name in wrong for name in around):
             yield key, shown, "error", "see below"

@@ -54,6 +54,10 @@ class Loaded:
     marks: Mapping[Path, Mark]
     secret: frozenset[Path] = field(default=frozenset())
 
+    def hides(self, path: Path) -> bool:
+        """Whether a value must not be shown."""
+        return any(path[:length] in self.secret for length in range(1, len(path) + 1))
+
     def announce(self) -> None:
         """Warn of each notice, on the first rank only."""
         if all(os.environ.get(name, "0") in ("0", "") for name in _RANKS):
@@ -136,7 +140,9 @@ def plain(config: ZeroConfig) -> dict[str, Any]:
 
 def _written(block: Block) -> dict[str, Any]:
     values = {name: getattr(block, name) for name in type(block).model_fields if name in block.model_fields_set}
-    return {name: _written(value) if isinstance(value, Block) else value for name, value in values.items()}
+    return {
+        name: _written(value) if isinstance(value, Block) else copy.deepcopy(value) for name, value in values.items()
+    }
 
 
 def _set_stage(tree: Tree, stage: int | None) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path as File
 from typing import Any
 
 import torch
 import yaml
+from pydantic.json_schema import PydanticJsonSchemaWarning
 
 from lt_zero.config.auto import RULES
 from lt_zero.config.errors import Mark, Path
@@ -60,7 +62,9 @@ def with_origins(loaded: Loaded, everything: bool) -> str:
 
 def json_schema() -> str:
     """JSON Schema of the keys that work, for editors."""
-    schema = ZeroConfig.model_json_schema()
+    with warnings.catch_warnings():  # a default that is a dtype is left out
+        warnings.simplefilter("ignore", PydanticJsonSchemaWarning)
+        schema = ZeroConfig.model_json_schema()
     for key in RULES:
         _allow_auto(schema, key.split("."))
     return json.dumps(schema, indent=2, default=str)

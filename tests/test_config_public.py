@@ -1,0 +1,191 @@
+"""Files as people have them: what becomes of each, and that those which are right train."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import RandomDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lt_zero import ZeroStrategy
+from lt_zero.config.errors import ConfigError
+from lt_zero.config.load import Loaded, examine
+from tests.lightning_tools import QUIET
+
+OWN = Path(__file__).parent / "configs"
+SHARED = Path(os.environ.get("LT_ZERO_SHARED", Path(__file__).parents[2] / "shared"))
+PUBLIC = SHARED / "ds_configs"
+FILES = sorted(path for path in PUBLIC.glob("*") if path.suffix != ".tsv") if PUBLIC.exists() else []
+
+CHECKPOINTING, CLOCK = "activation_checkpointing", "wall_clock_breakdown"
+OFFLOAD = "zero_optimization.offload_param.device"
+# Keys that are wrong in each file, by the beginning of its name; "" is about the whole file. The others are right.
+WRONG: dict[str, set[str]] = {
+    "120205690": {"int8"},
+    "BarryZ001": {CLOCK, "disable_fused_adam"},
+    "CZtheHusky": {""},  # a comma is missing
+    "CarperAI": {OFFLOAD},  # below stage 3
+    "ExaSearch": {CLOCK},
+    "Fahad-Touseef": {"tensor_parallel"},
+    "JiwenJ": {"zero_optimization.zero_hpz_partition_size"},
+    "KtechB": {""},  # a Markdown fence
+    "ND-SAFA": {f"zero_optimization.offload_{what}.nvme_path" for what in ("optimizer", "param")},  # a raw device
+    "OptimalScale": {"deepspeed_config"},  # of accelerate
+    "OvJat": {CHECKPOINTING},
+    "THUDM__GLM__ds_onebit": {"optimizer.type"},
+    "TUM-DI": {"optimizer.params.freeze_step"},
+    "aqlaboratory": {CHECKPOINTING},
+    "axolotl": {"compile"},
+    "bigscience": {"curriculum_learning"},
+    "duyubo": {"flops_profiler"},
+    "huggingface__transformers": {"zero_optimization.reduce_bucket_size"},  # 0
+    "mauryaavinash95": {"veloc_config", CLOCK, "memory_breakdown", "comms_logger"},
+    "microsoft__DeepSpeedExamples__deepspeed_bsz16K_lamb": {"optimizer.type", CLOCK},
+    "microsoft__DeepSpeedExamples__deepspeed_bsz4k_01adam": {"optimizer.type"},
+    "microsoft__DeepSpeedExamples__ds_config_fp16_tune": {"autotuning"},
+    "microsoft__DeepSpeedExamples__ds_config_gpt_medium": {"data_efficiency"},
+    "microsoft__DeepSpeedExamples__ds_zero-offload": {CHECKPOINTING},
+    "microsoft__DeepSpeedExamples__ds_zero_stage_2_config_curriculum": {""},  # placeholders
+    "microsoft__DeepSpeedExamples__ds_zerodual": {CHECKPOINTING},
+    "microsoft__DeepSpeedExamples__onebit": {"optimizer.type"},
+    "microsoft__DeepSpeedExamples__test": {"quantize_training"},
+    "microsoft__DeepSpeed__hybrid": {OFFLOAD},
+}
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def expected(path: Path) -> set[str]:
+    return next((keys for start, keys in WRONG.items() if path.name.startswith(start)), set())
+
+
+def problems(path: Path) -> tuple[set[str], Loaded | None]:
+    try:
+        loaded = examine(path)
+    except ConfigError as error:
+        return {problem.key for problem in error.problems}, None
+    return {problem.key for problem in loaded.problems}, loaded
+
+
+@pytest.mark.skipif(not FILES, reason="files of other projects are not here")
+def test_all_are_judged() -> None:
+    assert len(FILES) == 58
+    starts = [start for start in WRONG if any(path.name.startswith(start) for path in FILES)]
+    assert starts == list(WRONG)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name[:40])
+def test_verdict(path: Path) -> None:
+    found, loaded = problems(path)
+    assert found == expected(path)
+    for problem in loaded.problems if loaded is not None else ():
+        assert problem.mark is not None
+        assert problem.mark.line is not None, "each problem has its place"
+        text = path.read_text().splitlines()[problem.mark.line - 1]
+        assert problem.key.split(".")[-1] in text
+        assert problem.key in problem.message
+
+
+class Model(pl.LightningModule):
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self.lr, self.batch = 1e-3, batch
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).float().square().mean()
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(RandomDataset(8, 64 * self.batch), batch_size=self.batch)
+
+
+class WithOptimizer(Model):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train(path: Path, root: Path, *overrides: str) -> ZeroStrategy:
+    """Eight steps in one process: DeepSpeed's warm-up has the rate 0 in the first two, fp16 skips some.
+
+    The size of a step of more ranks becomes "auto".
+    """
+    loaded = examine(path, overrides=overrides)
+    assert loaded.config is not None, loaded.problems
+    micro, total = loaded.config.train_micro_batch_size_per_gpu, loaded.config.train_batch_size
+    steps = loaded.config.gradient_accumulation_steps or 1
+    fits = total is None or micro is None or total == micro * steps
+    batch = micro or (total // steps if total else 4)
+    auto = [] if fits else ["train_batch_size=auto"]
+    strategy = ZeroStrategy(config=path, overrides=[*overrides, *auto])
+    trainer = pl.Trainer(
+        **{**QUIET, "devices": 1, "max_steps": 8, "strategy": strategy, "default_root_dir": root, "logger": None}
+    )
+    model = Model(batch) if strategy.config.optimizer is not None else WithOptimizer(batch)
+    before = [p.detach().clone() for p in model.parameters()]
+    trainer.fit(model)
+    assert trainer.global_step == 8
+    assert strategy.config.autos == frozenset()
+    after = strategy.full_state_dict()
+    skipped = trainer.precision_plugin.skipped_steps
+    moved = any(not torch.equal(b, a) for b, a in zip(before, after.values(), strict=True))
+    assert moved or skipped > 5, "weights moved unless fp16 overflowed all the time"
+    assert all(torch.isfinite(value).all() for value in after.values())
+    return strategy
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if not expected(p)], ids=lambda path: path.name[:40])
+def test_right_ones_train(path: Path, tmp_path: Path) -> None:
+    monitors = ["tensorboard.enabled=false", "wandb.enabled=false"]
+    train(path, tmp_path, *(monitors if "tensorboard" in path.read_text() else []))
+
+
+@pytest.mark.parametrize("name", ["hf_stage2", "hf_stage3", "hf_stage2_bfloat16", "hf_stage3_bfloat16"])
+def test_files_of_transformers_run_unchanged(name: str, tmp_path: Path) -> None:
+    strategy = train(OWN / f"{name}.json", tmp_path)
+    config = strategy.config
+    assert config.zero_optimization.stage == int(name[8])
+    assert config.optimizer is not None
+    assert config.optimizer.params == {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+    assert (config.train_batch_size, config.gradient_clipping) == (4, 0.0)
+    if "stage3" in name:
+        assert config.zero_optimization.reduce_bucket_size == 64
+        assert config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+
+
+def test_old_spellings(tmp_path: Path) -> None:
+    loaded = examine(OWN / "old_spellings.json")
+    assert loaded.problems == []
+    told = {notice.key for notice in loaded.notices}
+    z = "zero_optimization."
+    for key in ("min_num_size", "prefetch_bucket_size", "offload_param", "cpu_offload", "pin_memory", "fast_init"):
+        assert z + key in told
+    assert {"gradient_accumulation", "gradient_clipping", "fp16.scale_window"} <= told
+    config = train(OWN / "old_spellings.json", tmp_path).config
+    zero = config.zero_optimization
+    assert (config.gradient_accumulation_steps, config.gradient_clipping, config.fp16.loss_scale_window) == (
+        2,
+        1.0,
+        1000,
+    )
+    assert (zero.offload_param.device, zero.offload_optimizer.device, zero.offload_param.pin_memory) == (
+        "cpu",
+        "cpu",
+        True,
+    )
+    assert (zero.stage3_param_persistence_threshold, zero.offload_optimizer.fast_init) == (500_000_000, True)
+
+
+def test_a_notice_is_one_warning() -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        ZeroStrategy(config={"zero_optimization": {"stage": 2, "cpu_offload": True, "allgather_partitions": True}})
+    texts = [str(entry.message) for entry in seen]
+    assert len([text for text in texts if "cpu_offload" in text]) == 1
+    assert any("allgather_partitions has no effect here: " in text for text in texts)
+    assert all(entry.filename == __file__ for entry in seen), "warnings point at the user's line"
