@@ -31,11 +31,17 @@ def resolved(config: ZeroConfig) -> dict[str, Any]:
     return values
 
 
+class _Dumper(yaml.SafeDumper):
+    """Blocks on lines of their own, lists on one."""
+
+
+_Dumper.add_representer(list, lambda dumper, values: dumper.represent_sequence("tag:yaml.org,2002:seq", values, True))
+
+
 def to_yaml(values: Mapping[str, Any]) -> str:
     """YAML with two spaces of indentation, keys in their order; ``files.read`` gives the values back."""
-    return str(
-        yaml.safe_dump(_scalars(values), sort_keys=False, default_flow_style=None, width=100, allow_unicode=True)
-    )
+    text = yaml.dump(_scalars(values), Dumper=_Dumper, sort_keys=False, width=1000, allow_unicode=True)
+    return str(text)
 
 
 def clean(loaded: Loaded) -> str:
@@ -81,7 +87,7 @@ def _lines(
             yield f"{indent}{key}:", ""
             yield from _lines(value, written[key] if given else None, marks, here)
         else:
-            text = yaml.safe_dump(_scalars({key: value}), default_flow_style=None, width=1000).rstrip()
+            text = to_yaml({key: value}).rstrip()
             origin = str(_mark(marks, here) or "given") if given else "default"
             rule = RULES.get(".".join(map(str, here)), "") if value == "auto" else ""
             yield f"{indent}{text}", f"{origin}; becomes {rule}" if rule else origin
