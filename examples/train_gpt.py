@@ -49,17 +49,9 @@ OWN_KEYS = {"strategy", "out", "seed", "threads", "learning_rate", "data", "trai
 class GPTModule(L.LightningModule):
     """Trains a GPT to predict the next byte. It knows nothing of how, or whether, its states are sharded."""
 
-    def __init__(self, gpt: GPT, steps: int, peak_rate: float, optimizer: bool = True, schedule: bool = True) -> None:
-        """`steps` is the length of the whole run: the learning rate has come down when it ends.
-
-        `optimizer` and `schedule` tell whether the module makes them; if not, they are the strategy's business.
-        """
+    def __init__(self, gpt: GPT) -> None:
         super().__init__()
         self.gpt = gpt
-        self.steps = steps
-        self.peak_rate = peak_rate
-        self.makes_optimizer = optimizer
-        self.makes_schedule = schedule
         self.perplexity = Perplexity()
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -75,19 +67,31 @@ class GPTModule(L.LightningModule):
         self.log("val_loss", F.cross_entropy(logits.flatten(0, 1), targets.flatten()), sync_dist=True)
         self.log("val_perplexity", self.perplexity, prog_bar=True)
 
+
+class GPTWithAdamW(GPTModule):
+    """Makes its optimizer itself; without `configure_optimizers` the strategy builds what the configuration names."""
+
+    def __init__(self, gpt: GPT, steps: int, peak_rate: float, schedule: bool = True) -> None:
+        """`steps` is the length of the whole run: the learning rate has come down when it ends.
+
+        Without `schedule` the configuration has one.
+        """
+        super().__init__(gpt)
+        self.steps = steps
+        self.peak_rate = peak_rate
+        self.schedule = schedule
+
     def configure_optimizers(self) -> Any:
         """AdamW, whose rate warms up over the first tenth of the run and falls along a cosine to a tenth of its peak.
 
         Norms and biases are left out of weight decay.
         """
-        if not self.makes_optimizer:
-            return None
         groups = [
             {"params": [p for p in self.parameters() if p.ndim >= 2], "weight_decay": 0.1},
             {"params": [p for p in self.parameters() if p.ndim < 2], "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(groups, lr=self.peak_rate, betas=(0.9, 0.95))
-        if not self.makes_schedule:
+        if not self.schedule:
             return optimizer
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate_factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -146,9 +150,13 @@ def make_loaders(data: Config, context: int) -> tuple[DataLoader[Any], DataLoade
 
 
 def make_module(config: Config) -> GPTModule:
-    """The model; it makes optimizer and schedule unless the configuration has them."""
-    own = {"optimizer": not config.get("optimizer"), "schedule": not config.get("scheduler")}
-    return GPTModule(GPT(256, **config["model"]), config["trainer"]["max_steps"], config["learning_rate"], **own)
+    """The model, with an optimizer and a schedule of its own unless lt_zero is to build them."""
+    built = {key for key in ("optimizer", "scheduler") if config["strategy"] == "zero" and config.get(key)}
+    gpt = GPT(256, **config["model"])
+    if "optimizer" in built:
+        return GPTModule(gpt)
+    steps = config["trainer"]["max_steps"]
+    return GPTWithAdamW(gpt, steps, config["learning_rate"], schedule="scheduler" not in built)
 
 
 def megabytes(size: int) -> str:

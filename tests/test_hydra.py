@@ -53,7 +53,7 @@ def test_every_option_is_valid(option: str, nvme: Path) -> None:
     group, name = option.split("=")
     config = composed(*({"+trainer=default", f"+{option}"} if group != "trainer" else {f"+{option}"}))
     if group not in ("precision", "monitor"):  # which set blocks of other names
-        assert (group in config) is (name != "none")
+        assert bool(config.get(group)) is (name != "none")
     parsed(config)
 
 
@@ -92,11 +92,20 @@ def test_infinity_needs_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
         ("bf16_mixed", "bf16-mixed"),
     ],
 )
-def test_precision_whatever_is_listed_first(option: str, mode: str) -> None:
-    groups = ("+trainer=default", f"+precision={option}")
-    for order in (groups, groups[::-1]):
-        config = composed(*order)
-        assert resolve_mode(parsed(config), config["trainer"].get("precision", "32-true"), "cuda") == mode
+def test_precision(option: str, mode: str) -> None:
+    config = composed("+trainer=default", f"+precision={option}")
+    assert resolve_mode(parsed(config), config["trainer"]["precision"], "cuda") == mode
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option.split("=")[0] not in NOT_OURS])
+def test_options_are_overrides_of_the_strategy(option: str, nvme: Path) -> None:
+    assert ZeroConfig.of({}, overrides=[option]) == parsed(composed(f"+{option}"))
+
+
+def test_none_takes_away_what_a_file_has() -> None:
+    file = composed("+optimizer=sgd", "+scheduler=warmup", "+monitor=csv")
+    config = ZeroConfig.of(file, overrides=["optimizer=none", "scheduler=none", "monitor=none"])
+    assert (config.optimizer, config.scheduler, config.csv_monitor.enabled) == (None, None, False)
 
 
 def test_a_folder_of_ones_own(tmp_path: Path) -> None:
@@ -147,14 +156,14 @@ def test_demo_shows_its_configuration(demo: Any) -> None:
     assert config.zero_optimization.offload_param.device == "cpu"
     assert config.out == "out"
     assert config.trainer.max_steps == 700
-    assert "optimizer" not in config
+    assert config.optimizer is None
 
 
 def test_demo_takes_keys_that_no_file_has(demo: Any) -> None:
     _, shown = demo("+zero_optimization.leaf_module.classes=[Block]", "precision=bf16_mixed", "--cfg", "job")
     config = OmegaConf.create(shown)
     assert config.zero_optimization.leaf_module.classes == ["Block"]
-    assert config.trainer.precision == "bf16-mixed"
+    assert config.torch_autocast.dtype == "bf16"
 
 
 def test_help_names_every_option(demo: Any) -> None:
