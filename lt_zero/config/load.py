@@ -133,7 +133,7 @@ def examine(
 def plain(config: ZeroConfig) -> dict[str, Any]:
     """What was written, as plain containers: ``load`` makes the same configuration of it."""
     tree = Tree(_written(config))
-    for path in config.autos:
+    for path in sorted(config.autos, key=dotted):
         tree.put(path, "auto")
     return tree.values
 

@@ -31,7 +31,7 @@ def resolved(config: ZeroConfig) -> dict[str, Any]:
     return values
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
     """Blocks on lines of their own, lists on one."""
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from lt_zero.config.errors import Problem
 from lt_zero.config.fields import Block, Names, Real
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
 ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
-class _Named(Block):
-    params: dict[str, Any] = Field({}, description="arguments of its constructor")
-
-    @field_validator("params", mode="before")
-    @classmethod
-    def _none(cls, value: Any) -> Any:
-        return {} if value is None else value
+def _empty(value: Any) -> Any:
+    return {} if value is None else value
 
 
-class OptimizerBlock(_Named):
+Params = Annotated[dict[str, Any], BeforeValidator(_empty)]
+
+
+class OptimizerBlock(Block):
     """The ``optimizer`` block: what is built if the module has no ``configure_optimizers``."""
 
     type: str = Field(min_length=1, description="Adam, AdamW, Adagrad, Lion, SGD, a torch.optim class or a dotted path")
+    params: Params = Field({}, description="arguments of its constructor")
 
 
-class SchedulerBlock(_Named):
+class SchedulerBlock(Block):
     """The ``scheduler`` block: stepped after each optimizer step."""
 
     type: str = Field(
         min_length=1,
         description="LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR or torch.optim.lr_scheduler's",
     )
+    params: Params = Field({}, description="arguments of its constructor, beside the optimizer")
 
 
 class LeafModule(Block):
