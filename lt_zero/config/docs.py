@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from lt_zero.config.auto import RULES
 from lt_zero.config.catalog import Entry, entries
+from lt_zero.config.rename import FORMS
 from lt_zero.config.table import Verdict, lookup, rows
 
 _HEAD = """\
@@ -19,6 +21,13 @@ Keys are those of DeepSpeed 0.19.8, so its files can be passed as they are; some
 DeepSpeed has one of five verdicts, and a key that is not on this page is an error. `a.b` is the key `b` in the block
 `a`. `*` stands for any name, `a.**` for the block `a` and everything in it, `<name>` for names of your choice. null is
 the same as leaving a key out. `lt-zero config explain KEY` shows a part of this page.
+"""
+_AUTO = """\
+Where a value is "auto", it becomes what Hugging Face's Trainer would make of it. `fp16.enabled` and `bf16.enabled` become
+what `Trainer(precision=...)` says; `zero_optimization.stage` what `ZeroStrategy(stage=...)` says; a few keys have "auto" as
+a value of their own, see above. Anywhere else it is an error. The hidden size is `hidden_size`, or the largest of
+`hidden_sizes`, in the `config` of the model or one of its modules, or in its `text_config`; without one, the size that
+most matrices of the model have (of equals the smaller).
 """
 _ALIASES = """\
 They are read as the keys beside them, with one warning each. Both at once are an error if they contradict each other.
@@ -47,7 +56,8 @@ def generate() -> str:
     by_block = sorted(working(), key=lambda entry: entry.key.count(".") > 0)  # those outside of blocks first
     for block, found in groupby(by_block, key=lambda entry: _top(entry.key)):
         parts += [f"### {f'`{block}`' if block else 'Outside of blocks'}\n", _works(found)]
-    parts += ["## Other spellings\n", _ALIASES, _table(("written", "read as", ""), _aliases())]
+    parts += ['## "auto"\n', _AUTO, _table(("key", "becomes"), ((_code(key), rule) for key, rule in RULES.items()))]
+    parts += ["## Other spellings\n", _ALIASES, _table(("written", "read as", ""), [*_forms(), *_aliases()])]
     parts += ["## No effect\n", _NO_EFFECT, _table(("key", "why"), _rows("no_effect"))]
     header = ("key", "accepted with", "")
     parts += ["## Not available yet\n", _LATER, _table(header, _rows("later", _off))]
@@ -72,6 +82,12 @@ def _aliases() -> Iterator[Sequence[str]]:
         if row.verdict == "alias":
             rest = ".**" if row.key.endswith(".**") else ""
             yield _code(row.key), " and ".join(_code(to + rest) for to in row.to.split(" and ")), row.note
+
+
+def _forms() -> Iterator[Sequence[str]]:
+    """Keys of today with values of another kind."""
+    for written, meant in FORMS.items():
+        yield _code(written), _code(meant), ""
 
 
 def _off(row: Verdict) -> tuple[str, ...]:

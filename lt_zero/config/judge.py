@@ -58,6 +58,9 @@ def _block(tree: Tree, values: dict[str, Any], schema: type[Block], path: Path) 
             _foreign(tree, here, value)
             del values[key]
             continue
+        if value is None and not fields[key].is_required() and fields[key].default is not None:
+            del values[key]  # as if it were not written
+            continue
         inner = block_of(fields[key])
         if value == "auto" and not _takes_auto(fields[key]):
             del values[key]

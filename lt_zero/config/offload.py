@@ -32,11 +32,6 @@ class _Offload(Block):
         except RuntimeError as error:  # ~name of nobody
             raise ValueError(f"{error} (write the whole path)") from None
 
-    @field_validator("device", mode="before")
-    @classmethod
-    def _no_device(cls, value: Any) -> Any:
-        return "none" if value is None else value
-
 
 class OffloadOptimizer(_Offload):
     """The ``zero_optimization.offload_optimizer`` block."""

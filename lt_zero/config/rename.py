@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lt_zero.config import table
@@ -10,6 +10,15 @@ from lt_zero.config.errors import Path, dotted
 from lt_zero.config.tree import MISSING, Tree
 
 Z = "zero_optimization"
+# Values of another kind that keys of today may have, for the documentation.
+FORMS: Mapping[str, str] = {
+    f"{Z}: true": f"{Z}.stage: 1",
+    f"{Z}: false": f"{Z}.stage: 0",
+    f"{Z}.offload_optimizer: true": f"{Z}.offload_optimizer.device: cpu",
+    f"{Z}.offload_param: true": f"{Z}.offload_param.device: cpu",
+    f"{Z}.offload_param: nvme": f"{Z}.offload_param.device: nvme",
+    "gradient_clipping: {enabled: true, clip_value: 1.0}": "gradient_clipping: 1.0",
+}
 
 
 def modernise(tree: Tree) -> None:
@@ -118,8 +127,3 @@ _SPECIAL: Mapping[str, Callable[[Tree, Path, Any], None]] = {
     "gradient_clipping.enabled": lambda tree, old, value: None,  # see _clipping
     "gradient_clipping.clip_value": lambda tree, old, value: None,
 }
-
-
-def spellings() -> Iterator[str]:
-    """Old keys that are not simply another name."""
-    yield from _SPECIAL

@@ -77,11 +77,6 @@ class ZeroOptimization(Block):
         1_000_000_000, description="elements of a bucket at most, if the optimizer is offloaded"
     )
 
-    @field_validator("offload_optimizer", "offload_param", "leaf_module", mode="before")
-    @classmethod
-    def _absent(cls, value: Any) -> Any:
-        return {} if value is None else value
-
     @field_validator("stage", mode="before")
     @classmethod
     def _stage(cls, value: Any) -> Any:
@@ -114,7 +109,7 @@ class ZeroConfig(Block):
     steps_per_print: PositiveElements | None = Field(
         None, description="optimizer steps from one printed line to the next; null or inf: none"
     )
-    dump_state: bool = Field(False, description="print the resolved configuration and the engine's tables once")
+    dump_state: bool = Field(False, description="print the resolved configuration and bytes of model states once")
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = Field(
         None, description="level of the logger lt_zero"
     )
@@ -145,14 +140,6 @@ class ZeroConfig(Block):
     on_min_scale: Literal["raise", "hold", "warn"] = Field("raise", description="overflow at the minimum loss scale")
 
     _autos: frozenset[Path] = PrivateAttr(frozenset())  # written "auto" and not resolved: they have their defaults
-
-    @field_validator(
-        "zero_optimization", "fp16", "bf16", "torch_autocast", "data_types", "aio", "checkpoint",
-        "gradient_compression", "communication", "csv_monitor", "tensorboard", "wandb", "comet", mode="before",
-    )  # fmt: skip
-    @classmethod
-    def _absent(cls, value: Any) -> Any:
-        return {} if value is None else value
 
     @field_validator("steps_per_print", mode="before")
     @classmethod

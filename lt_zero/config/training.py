@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from lt_zero.config.errors import Problem
 from lt_zero.config.fields import Block, Names, Real
@@ -17,18 +17,11 @@ if TYPE_CHECKING:
 ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
-def _empty(value: Any) -> Any:
-    return {} if value is None else value
-
-
-Params = Annotated[dict[str, Any], BeforeValidator(_empty)]
-
-
 class OptimizerBlock(Block):
     """The ``optimizer`` block: what is built if the module has no ``configure_optimizers``."""
 
     type: str = Field(min_length=1, description="Adam, AdamW, Adagrad, Lion, SGD, a torch.optim class or a dotted path")
-    params: Params = Field({}, description="arguments of its constructor")
+    params: dict[str, Any] = Field({}, description="arguments of its constructor")
 
 
 class SchedulerBlock(Block):
@@ -38,7 +31,7 @@ class SchedulerBlock(Block):
         min_length=1,
         description="LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR or torch.optim.lr_scheduler's",
     )
-    params: Params = Field({}, description="arguments of its constructor, beside the optimizer")
+    params: dict[str, Any] = Field({}, description="arguments of its constructor, beside the optimizer")
 
 
 class LeafModule(Block):
