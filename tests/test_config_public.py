@@ -181,6 +181,21 @@ def test_old_spellings(tmp_path: Path) -> None:
     assert (zero.stage3_param_persistence_threshold, zero.offload_optimizer.fast_init) == (500_000_000, True)
 
 
+def test_keys_that_do_nothing_are_told_together() -> None:
+    zero: dict[str, Any] = {"stage": 2, "stage3_max_live_parameters": 1e9, "sub_group_size": 1e9}
+    zero["offload_param"] = {"device": "none", "buffer_count": 3}
+    with pytest.warns(UserWarning, match="These keys do nothing here") as seen:
+        ZeroStrategy(config={"zero_optimization": zero, "aio": {"queue_depth": 4}})
+    (text,) = {str(entry.message) for entry in seen}
+    for key in ("stage3_max_live_parameters", "sub_group_size", "offload_param.buffer_count", "aio.queue_depth"):
+        assert key in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nvme = {"device": "nvme", "nvme_path": "/x", "buffer_count": 3}
+        quiet = {"stage": 3, "stage3_max_live_parameters": 1e9, "sub_group_size": 1e9, "offload_optimizer": nvme}
+        ZeroStrategy(config={"zero_optimization": quiet, "aio": {"queue_depth": 4}})
+
+
 def test_a_notice_is_one_warning() -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

@@ -102,7 +102,8 @@ def verdicts(loaded: Loaded) -> Iterator[tuple[str, str, str, str]]:
         if any(name in wrong for name in around):
             yield key, shown, "error", "see below"
         elif (notice := next((notices[name] for name in around if name in notices), None)) is not None:
-            yield key, shown, notice.kind, notice.message
+            said = notice.message.removeprefix(f"{notice.key} ").removeprefix("has no effect here: ")
+            yield key, shown, notice.kind, said.removesuffix(" Write the latter.")
         elif value == "auto" and key in RULES:
             yield key, shown, "auto", RULES[key]
         elif (row := lookup(path)) is not None and row.verdict in ("later", "unsupported"):

@@ -23,11 +23,11 @@ DeepSpeed has one of five verdicts, and a key that is not on this page is an err
 the same as leaving a key out. `lt-zero config explain KEY` shows a part of this page.
 """
 _AUTO = """\
-Where a value is "auto", it becomes what Hugging Face's Trainer would make of it. `fp16.enabled` and `bf16.enabled` become
-what `Trainer(precision=...)` says; `zero_optimization.stage` what `ZeroStrategy(stage=...)` says; a few keys have "auto" as
-a value of their own, see above. Anywhere else it is an error. The hidden size is `hidden_size`, or the largest of
-`hidden_sizes`, in the `config` of the model or one of its modules, or in its `text_config`; without one, the size that
-most matrices of the model have (of equals the smaller).
+Where a value is "auto", it becomes what Hugging Face's Trainer would make of it. `fp16.enabled` and `bf16.enabled`
+become what `Trainer(precision=...)` says; `zero_optimization.stage` what `ZeroStrategy(stage=...)` says; a few keys
+have "auto" as a value of their own, see above. Anywhere else it is an error. The hidden size is `hidden_size`, or the
+largest of `hidden_sizes`, in the `config` of the model or one of its modules, or in its `text_config`; without one,
+the size that most matrices of the model have (of equals the smaller).
 """
 _ALIASES = """\
 They are read as the keys beside them, with one warning each. Both at once are an error if they contradict each other.

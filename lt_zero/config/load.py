@@ -18,6 +18,7 @@ from lt_zero.config import files
 from lt_zero.config import overrides as changes
 from lt_zero.config.errors import ConfigError, Mark, Path, Problem, dotted
 from lt_zero.config.fields import Block
+from lt_zero.config.inactive import inactive
 from lt_zero.config.interpolation import resolve
 from lt_zero.config.judge import judge
 from lt_zero.config.rename import modernise
@@ -62,7 +63,11 @@ class Loaded:
         """Warn of each notice, on the first rank only."""
         if all(os.environ.get(name, "0") in ("0", "") for name in _RANKS):
             for notice in self.notices:
-                warnings.warn(str(notice), ConfigWarning, stacklevel=4)
+                if notice.kind != "inactive":
+                    warnings.warn(str(notice), ConfigWarning, stacklevel=4)
+            idle = [f"{notice.key} ({notice.message})" for notice in self.notices if notice.kind == "inactive"]
+            if idle:
+                warnings.warn(f"These keys do nothing here: {', '.join(idle)}.", ConfigWarning, stacklevel=4)
 
 
 def load(
@@ -120,6 +125,8 @@ def examine(
     _check_named(tree, autos)
     if made is not None:
         made._autos = autos
+        for path, why in inactive(made, plain(made)):
+            tree.notices.append(Notice("inactive", dotted(path), why, tree.mark(path)))
     return Loaded(
         None if tree.problems else made,
         sorted(dict.fromkeys(tree.problems), key=_place),

@@ -47,7 +47,7 @@ def to_yaml(values: Mapping[str, Any]) -> str:
 def clean(loaded: Loaded) -> str:
     """What was written, in the keys of today: YAML that begins with what was changed."""
     assert loaded.config is not None
-    lines = [f"# {notice.message}" for notice in loaded.notices if notice.kind != "file"]
+    lines = [f"# {notice.message}" for notice in loaded.notices if notice.kind in ("alias", "no effect")]
     values = _masked(plain(loaded.config), loaded.secret)
     return "\n".join([*lines, to_yaml(values)] if lines else [to_yaml(values)])
 

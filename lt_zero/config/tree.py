@@ -17,13 +17,14 @@ class Notice:
     """Something that is accepted, and that the user should know.
 
     Attributes:
-        kind: ``alias``: read as another key; ``no effect``: nothing to be done here; ``file``: about the file itself.
+        kind: ``alias``: read as another key; ``no effect``: nothing to be done here; ``inactive``: it does nothing
+            beside the other keys; ``file``: about the file itself.
         key: dotted.
         message: one line.
         mark: where it was written.
     """
 
-    kind: Literal["alias", "no effect", "file"]
+    kind: Literal["alias", "no effect", "inactive", "file"]
     key: str
     message: str
     mark: Mark | None = None

@@ -1,0 +1,100 @@
+"""Keys that work, and do nothing beside the others: those of stage 3 at stage 2, of files without files, and so on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from lt_zero.config.errors import Path, dotted
+from lt_zero.config.schema import ZeroConfig
+
+Z = "zero_optimization"
+
+
+class _Rule(NamedTuple):
+    """Keys of a block that count only sometimes.
+
+    Attributes:
+        block: dotted.
+        keys: names in it; none: all but ``enabled`` and ``device``.
+        counts: when they do.
+        why: why they do not.
+    """
+
+    block: str
+    keys: tuple[str, ...]
+    counts: Callable[[ZeroConfig], bool]
+    why: str
+
+
+def _stage3(config: ZeroConfig) -> bool:
+    return config.zero_optimization.stage == 3
+
+
+def _in_files(config: ZeroConfig) -> bool:
+    return "nvme" in (config.zero_optimization.offload_optimizer.device, config.zero_optimization.offload_param.device)
+
+
+_STAGE3 = (
+    "stage3_prefetch_bucket_size",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_model_persistence_threshold",
+    "stage3_param_persistence_threshold",
+    "zero_allowed_param_types",
+    "zero_force_param_types",
+)
+_FILES = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init")
+_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
+_RULES = (
+    _Rule(Z, _STAGE3, _stage3, "parameters are sharded at stage 3 only"),
+    _Rule(
+        Z,
+        ("allgather_bucket_size",),
+        lambda config: config.zero_optimization.stage in (1, 2),
+        "parameters are gathered after the step at stages 1 and 2 only",
+    ),
+    _Rule(
+        Z,
+        ("sub_group_size",),
+        lambda config: config.zero_optimization.offload_optimizer.device != "none",
+        "it counts with an offloaded optimizer only",
+    ),
+    _Rule(
+        f"{Z}.offload_optimizer",
+        _FILES,
+        lambda config: config.zero_optimization.offload_optimizer.device == "nvme",
+        "it counts with device: nvme only",
+    ),
+    _Rule(
+        f"{Z}.offload_param",
+        _FILES,
+        lambda config: config.zero_optimization.offload_param.device == "nvme",
+        "it counts with device: nvme only",
+    ),
+    _Rule("aio", (), _in_files, "nothing is offloaded to nvme"),
+    _Rule("fp16", _SCALE, lambda config: config.fp16.loss_scale == 0, "fp16.loss_scale fixes the scale"),
+    _Rule(
+        "data_types",
+        ("keep_in_fp32_modules",),
+        lambda config: config.data_types.buffer_dtype is not None,
+        "buffers keep their dtype without data_types.buffer_dtype",
+    ),
+)
+
+
+def inactive(config: ZeroConfig, written: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+    """Keys among those that were written which do nothing in this configuration, and why."""
+    for path in _leaves(written, ()):
+        block, name = dotted(path[:-1]), str(path[-1])
+        for rule in _RULES:
+            if rule.block == block and (name in rule.keys or not rule.keys) and not rule.counts(config):
+                yield path, rule.why
+
+
+def _leaves(values: Mapping[str, Any], path: Path) -> Iterator[Path]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*path, key))
+        else:
+            yield (*path, key)
