@@ -21,6 +21,7 @@ from lt_zero.core.comm import Comm
 from lt_zero.core.construct import Materializer
 from lt_zero.core.engine import Engine
 from lt_zero.core.guard import Owner, weak_owner
+from lt_zero.core.hidden import with_sizes
 from lt_zero.core.islands import Islands, find_islands, install_islands
 from lt_zero.core.plan import BucketPlan, EnginePlan, plan_engine
 from lt_zero.core.reducer import Reducer
@@ -54,6 +55,7 @@ def shard(
         ValueError: a pattern of ``fp16_override_modules`` matches nothing.
         NotEnoughMemory: a machine has less than this needs; nothing was changed.
     """
+    config = with_sizes(config, module)
     device = device or _device_of(module)
     comm = comm or Comm.for_world(device, check=debug_enabled() or config.zero_optimization.enable_sanity_checks)
     policy = policy or dtype_policy(config, resolve_mode(config, "32-true", device.type))

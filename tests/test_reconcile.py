@@ -14,9 +14,10 @@ from lightning.pytorch.demos.boring_classes import RandomDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lt_zero import ZeroStrategy
+import lt_zero
+from lt_zero import ZeroConfig, ZeroStrategy
 from lt_zero.config.errors import ConfigError
-from lt_zero.core.hidden import hidden_size
+from lt_zero.core.hidden import hidden_size, with_sizes
 from tests.lightning_tools import QUIET
 from tests.pool import Pool
 
@@ -285,3 +286,34 @@ def _two_ranks() -> None:
 
 def test_two_ranks(pool: Pool) -> None:
     pool.run(2, _two_ranks)
+
+
+def test_sizes_without_a_trainer() -> None:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": "auto"}
+    found = with_sizes(ZeroConfig.of({"zero_optimization": zero, "train_batch_size": "auto"}), Plain())
+    assert (found.zero_optimization.reduce_bucket_size, found.autos) == (36, {("train_batch_size",)})
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(40)))
+    one = lt_zero.estimate(model, {"zero_optimization": zero}, device="cpu")
+    other = lt_zero.estimate(model, {"zero_optimization": {**zero, "reduce_bucket_size": 64}}, device="cpu")
+    assert one.rank("host") == other.rank("host")
+    assert one.rank("host") != lt_zero.estimate(model, {"zero_optimization": {"stage": 3}}, device="cpu").rank("host")
+
+
+def test_validating_comes_first() -> None:
+    class Validates(Own):
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.net(batch)
+
+        val_dataloader = Plain.train_dataloader
+
+    zero = {"stage": 3, "stage3_param_persistence_threshold": "auto", "reduce_bucket_size": "auto"}
+    trainer = pl.Trainer(
+        **{**QUIET, "devices": 1, "max_steps": 1, "strategy": ZeroStrategy(config={"zero_optimization": zero})}
+    )
+    module = Validates()
+    trainer.validate(module, verbose=False)
+    engine = trainer.strategy.engine
+    assert engine.config.zero_optimization.reduce_bucket_size == 36
+    trainer.fit(module)
+    assert trainer.strategy.engine is engine
+    assert trainer.strategy.config.zero_optimization.stage3_param_persistence_threshold == 60

@@ -105,6 +105,20 @@ def resolve(config: ZeroConfig, facts: Facts) -> tuple[ZeroConfig, list[Resoluti
     return _with(config, found), found
 
 
+def resolve_sizes(config: ZeroConfig, hidden: Callable[[], tuple[int, str]]) -> ZeroConfig:
+    """Resolve the sizes that depend on the model only; the rest stays in ``autos``.
+
+    Raises:
+        ConfigError: there is no hidden size.
+    """
+    found = []
+    for name, rule in _SIZES.items():
+        if ("zero_optimization", name) in config.autos:
+            size, source = hidden()
+            found.append(Resolution(f"zero_optimization.{name}", rule(size), source))
+    return _with(config, found) if found else config
+
+
 def resolve_batch(config: ZeroConfig, micro: int, accumulation: int, world: int) -> tuple[ZeroConfig, list[Resolution]]:
     """Resolve the sizes of batches when the first one was seen."""
     values = {

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from lt_zero.config import ZeroConfig
+from lt_zero.config.auto import resolve_sizes
 from lt_zero.config.errors import ConfigError, Problem
 
 
@@ -41,6 +43,15 @@ def hidden_size(root: nn.Module) -> tuple[int, str]:
         )
     most = max(sizes.values())
     return min(size for size, count in sizes.items() if count == most), "the size that most matrices have"
+
+
+def with_sizes(config: ZeroConfig, root: nn.Module) -> ZeroConfig:
+    """The configuration with bucket sizes that were "auto" resolved for this model.
+
+    Raises:
+        ConfigError: there is no matrix.
+    """
+    return resolve_sizes(config, lambda: hidden_size(root))
 
 
 def _of(config: Any) -> int | None:

@@ -9,11 +9,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from torch import nn
-from yaml import YAMLError
 
 from lt_zero.config import ZeroConfig
 from lt_zero.planning.estimate import Sizes, estimate
@@ -47,7 +44,7 @@ def estimate_command(
     """How much memory a run needs, by stage and offload, on each rank and node. GB are 1e9 bytes."""
     console = Console(highlight=False)
     try:
-        model, parsed = _model(params, largest, module), _config(config, stage)
+        model, parsed = _model(params, largest, module), _config(config, stage, module)
         options: dict[str, Any] = {
             "ranks_per_node": per_node,
             "optimizer": float(optimizer) if optimizer.replace(".", "", 1).isdigit() else optimizer,
@@ -90,16 +87,12 @@ def _model(params: float | None, largest: float | None, module: str | None) -> n
     return made
 
 
-def _config(path: Path | None, stage: int | None) -> ZeroConfig:
-    values: Any = {}
-    if path is not None:
-        try:
-            values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-        except (OSError, YAMLError, OmegaConfBaseException) as error:
-            raise ValueError(f"--config {path}: {error}") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"--config {path} has no keys at its top level.")
-    return ZeroConfig.of(values, stage)
+def _config(path: Path | None, stage: int | None, known: str | None) -> ZeroConfig:
+    config = ZeroConfig.of(path, stage)
+    sizes = [".".join(map(str, key)) for key in config.autos if key[0] == "zero_optimization"]
+    if sizes and known is None:
+        raise ValueError(f'--config {path}: {", ".join(sorted(sizes))} "auto" needs the model: give --module.')
+    return config
 
 
 def _fit(

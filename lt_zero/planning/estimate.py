@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import MODES, dtype_policy, resolve_mode
 from lt_zero.core.fused import FusedAdam
+from lt_zero.core.hidden import with_sizes
 from lt_zero.core.plan import plan_engine
 from lt_zero.core.supported import states_per_element
 from lt_zero.planning.forecast import Forecast, forecast
@@ -81,6 +82,8 @@ def estimate(
     per_node = ranks_per_node or (world if device == "cpu" else min(world, 8))
     if world < 1 or not 1 <= per_node <= world:
         raise ValueError(f"world={world}, ranks_per_node={per_node}: 1 <= ranks_per_node <= world is needed.")
+    if isinstance(model, nn.Module):
+        config = with_sizes(config, model)
     policy = dtype_policy(config, resolve_mode(config, precision or "32-true", device))
     if not isinstance(model, nn.Module):
         sizes = model if isinstance(model, Sizes) else Sizes(int(model))
