@@ -39,6 +39,7 @@ class Reconciler:
     def __init__(self, config: ZeroConfig) -> None:
         self.config = config
         self._lent: pl.LightningModule | None = None  # has our configure_optimizers
+        self._theirs: Any = None  # what was set on the module itself, as LightningCLI does
         self._seen, self._steps = False, 1
 
     # ---- before a run ------------------------------------------------------------------------------------------
@@ -52,8 +53,11 @@ class Reconciler:
         self.take_back()
         if self.config.optimizer is None and self.config.scheduler is None:
             return
-        own = hasattr(module, _HOOK) and getattr(type(module), _HOOK) is not pl.LightningModule.configure_optimizers
-        if self.config.optimizer is not None and (own or _HOOK in vars(module)):
+        self._theirs = vars(module).get(_HOOK)
+        own = (
+            self._theirs is not None or type(module).configure_optimizers is not pl.LightningModule.configure_optimizers
+        )
+        if self.config.optimizer is not None and own:
             raise ConfigError(
                 [
                     Problem(
@@ -77,6 +81,8 @@ class Reconciler:
         """Leave the module as it came."""
         if self._lent is not None:
             vars(self._lent).pop(_HOOK, None)
+            if self._theirs is not None:
+                setattr(self._lent, _HOOK, self._theirs)
         self._lent = None
 
     def agree(self, trainer: pl.Trainer, module: pl.LightningModule, world: int, show: bool) -> ZeroConfig:

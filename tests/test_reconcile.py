@@ -106,6 +106,18 @@ def test_a_schedule_of_the_configuration() -> None:
     assert trainer.strategy.config.scheduler.params["warmup_max_lr"] in (None, 0.5)
 
 
+def test_what_was_set_on_the_module_itself_comes_back() -> None:
+    module = Plain()
+    theirs = module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.5)  # as LightningCLI does
+    config: dict[str, Any] = {"scheduler": {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}}
+    run(module, config)
+    assert module.rates == [0.5, 0.25]
+    assert module.configure_optimizers is theirs
+    with pytest.raises(ConfigError, match="optimizer.type='SGD' is configured, and Plain.configure_optimizers"):
+        run(module, {"optimizer": SGD})
+    assert module.configure_optimizers is theirs
+
+
 def test_accumulation_and_clipping_are_given_to_the_trainer() -> None:
     module = Own()
     trainer = run(module, {"gradient_accumulation_steps": 3, "gradient_clipping": 0.5})
