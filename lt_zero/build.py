@@ -116,8 +116,10 @@ def _move_in(
 def _configure_reductions(comm: Comm, config: ZeroConfig) -> None:
     comm.use_reduce_scatter = config.zero_optimization.reduce_scatter
     comm.sum_gradients = config.gradient_allreduce_op == "sum"
-    comm.predivide = float(comm.world) if config.prescale_gradients else None
-    if "gradient_predivide_factor" in config.model_fields_set:
+    comm.predivide = None
+    if config.prescale_gradients:  # with the factor 1 that many files have beside it
+        comm.predivide = float(comm.world)
+    elif "gradient_predivide_factor" in config.model_fields_set:
         comm.predivide = config.gradient_predivide_factor
 
 
