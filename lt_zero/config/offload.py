@@ -20,7 +20,9 @@ Device = Literal["none", "cpu", "nvme"]
 class _Offload(Block):
     device: Device = Field("none", description="where it rests between uses")
     nvme_path: Path | None = Field(None, description="folder for the files, on a fast local disk")
-    pin_memory: bool = Field(True, description="page-locked host memory, if there is a GPU")
+    pin_memory: bool = Field(
+        True, description="page-locked host memory, if there is a GPU; false in one of the offload blocks is for both"
+    )
 
     @field_validator("nvme_path", mode="before")
     @classmethod
@@ -49,6 +51,11 @@ class OffloadOptimizer(_Offload):
 class OffloadParam(_Offload):
     """The ``zero_optimization.offload_param`` block."""
 
+    device: Device = Field(
+        "none",
+        description="where it rests between uses; what is trained only if offload_optimizer is on, as gathers read the "
+        "master weights otherwise",
+    )
     buffer_count: PositiveElements = Field(5, description="buckets that are read ahead at most, with nvme")
     buffer_size: PositiveElements = Field(100_000_000, description="elements that are read ahead at most, with nvme")
     max_in_cpu: Elements = Field(1_000_000_000, description="elements that stay in memory in spite of nvme")
@@ -60,10 +67,10 @@ class Aio(Block):
     block_size: PositiveElements = Field(
         4 << 20, description="bytes per request, a multiple of 4096 (DeepSpeed: 1048576)"
     )
-    queue_depth: PositiveElements = Field(8, description="requests in flight at most")
+    queue_depth: PositiveElements = Field(8, description="requests of one tensor in flight at most")
     intra_op_parallelism: PositiveElements = Field(4, description="threads that read and write (DeepSpeed: 1)")
-    single_submit: bool = Field(False, description="one request in flight")
-    overlap_events: bool = Field(True, description="false: one request in flight")
+    single_submit: bool = Field(False, description="true: one request of a tensor in flight, as queue_depth=1")
+    overlap_events: bool = Field(True, description="false: one request of a tensor in flight, as queue_depth=1")
     use_gds: bool = Field(False, description="not supported: see the error")
     checksum: bool = Field(False, description="what is read is compared with what was written")
 

@@ -30,11 +30,13 @@ class Fp16(Block):
     """The ``fp16`` block."""
 
     enabled: Switch = Field(None, description="fp16 weights in forward and backward; auto: what the Trainer says")
-    auto_cast: bool | None = Field(None, description="cast floating-point inputs; by default the true modes do")
+    auto_cast: bool | None = Field(
+        None, description="cast floating-point inputs; null: the true modes do (DeepSpeed: false)"
+    )
     loss_scale: Real = Field(0.0, ge=0, description="0: dynamic, else the scale")
     initial_scale_power: Whole = Field(16, ge=0, le=100, description="the dynamic scale starts at 2**this")
     loss_scale_window: PositiveElements = Field(1000, description="steps without overflow before the scale doubles")
-    hysteresis: Whole = Field(2, description="overflows before the scale is halved; 0 or less: never")
+    hysteresis: Whole = Field(2, description="the scale is halved at this many overflows; 0 or less: never")
     consecutive_hysteresis: bool = Field(False, description="hysteresis starts anew at each step without overflow")
     min_loss_scale: Real = Field(
         1.0, ge=0, description="the dynamic scale's lower limit, any number above 0 (DeepSpeed: whole numbers)"
@@ -67,7 +69,9 @@ class TorchAutocast(Block):
 class DataTypes(Block):
     """The ``data_types`` block."""
 
-    grad_accum_dtype: Dtype | None = Field(None, description="dtype of the gradient accumulators (fp32)")
+    grad_accum_dtype: Dtype | None = Field(
+        None, description="dtype of the gradient accumulators; null: the master weights' (DeepSpeed: the weights')"
+    )
     param_dtype: Dtype | None = Field(None, description="what the fp16 or bf16 block implies; only checked")
     buffer_dtype: Dtype | None = Field(None, description="cast floating-point buffers; they keep their dtype without")
     keep_in_fp32_modules: Literal["auto"] | Names = Field(

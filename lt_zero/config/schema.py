@@ -35,17 +35,24 @@ class ZeroOptimization(Block):
     contiguous_gradients: bool = Field(
         True, description="always on: gradients are copied into one flat buffer per bucket as they appear"
     )
-    reduce_scatter: bool = Field(True, description="false: gradients are all-reduced, each rank keeps its shard")
-    reduce_bucket_size: PositiveElements = Field(500_000_000, description="elements of a gradient bucket at most")
+    reduce_scatter: bool = Field(
+        True,
+        description="false: gradients are all-reduced, each rank keeps its shard (but where CPUs share memory)",
+    )
+    reduce_bucket_size: PositiveElements = Field(
+        500_000_000, description="elements of a gradient bucket at most; a larger parameter is a bucket by itself"
+    )
     allgather_bucket_size: PositiveElements = Field(
         500_000_000, description="elements per all-gather of updated parameters (stages 1 and 2) at most"
     )
     stage3_prefetch_bucket_size: Elements = Field(50_000_000, description="elements gathered ahead of their use")
     stage3_param_persistence_threshold: Elements = Field(
-        100_000, description="parameters with fewer elements stay whole on every rank"
+        100_000, description="parameters with fewer elements stay whole on every rank (DeepSpeed: with as many, too)"
     )
     stage3_model_persistence_threshold: Elements | None = Field(
-        None, description="elements of the model that stay whole at most, the smallest parameters first; null: no limit"
+        None,
+        description="elements of the model that stay whole at most, the smallest parameters first; null: no limit "
+        "(DeepSpeed: in the order of the model)",
     )
     stage3_max_live_parameters: Elements = Field(
         1_000_000_000, description="gathered elements per rank beyond which nothing is kept or prefetched"
@@ -127,9 +134,13 @@ class ZeroConfig(Block):
     tensorboard: TensorBoard = Field(TensorBoard(), description="metrics for TensorBoard")
     wandb: Wandb = Field(Wandb(), description="metrics for Weights & Biases")
     comet: Comet = Field(Comet(), description="metrics for Comet")
-    communication_data_type: Dtype | None = Field(None, description="dtype of gradients on the wire")
-    prescale_gradients: bool = Field(False, description="gradients are divided before the reduction, not after")
-    gradient_predivide_factor: Real = Field(1.0, gt=0, description="the part of that division that comes before")
+    communication_data_type: Dtype | None = Field(
+        None, description="dtype of gradients on the wire; null: theirs, or the accumulators' where sums would round"
+    )
+    prescale_gradients: bool = Field(
+        False, description="gradients are divided by the number of ranks before the reduction, not after"
+    )
+    gradient_predivide_factor: Real = Field(1.0, gt=0, description="by what gradients are divided before the reduction")
     gradient_allreduce_op: Literal["mean", "sum"] = Field("mean", description="what a gradient is, over the ranks")
     gradient_compression: GradientCompression = Field(GradientCompression(), description="parsed; not available yet")
     communication: Communication = Field(Communication(), description="parsed; not available yet")

@@ -37,7 +37,9 @@ class SchedulerBlock(Block):
 class LeafModule(Block):
     """Which modules are gathered as one although the model does not repeat them."""
 
-    classes: Names = Field((), description="class names, bare or dotted, whose instances are units")
+    classes: Names = Field(
+        (), description="class names, bare or dotted, whose instances are units (DeepSpeed: transformers' MoE blocks)"
+    )
     names: Names = Field((), description="full names of modules that are units")
     name_suffixes: Names = Field((), description="ends of the names of modules that are units")
 
