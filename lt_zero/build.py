@@ -119,7 +119,7 @@ def _configure_reductions(comm: Comm, config: ZeroConfig) -> None:
     comm.predivide = None
     if config.prescale_gradients:  # with the factor 1 that many files have beside it
         comm.predivide = float(comm.world)
-    elif "gradient_predivide_factor" in config.model_fields_set:
+    elif config.gradient_predivide_factor != 1.0:  # its default changes nothing when it is written out
         comm.predivide = config.gradient_predivide_factor
 
 

@@ -40,7 +40,6 @@ _STAGE3 = (
     "stage3_max_live_parameters",
     "stage3_max_reuse_distance",
     "stage3_model_persistence_threshold",
-    "stage3_param_persistence_threshold",
     "zero_allowed_param_types",
     "zero_force_param_types",
 )
@@ -71,6 +70,21 @@ _RULES = (
         _FILES,
         lambda config: config.zero_optimization.offload_param.device == "nvme",
         "it counts with device: nvme only",
+    ),
+    _Rule(
+        f"{Z}.offload_param",
+        ("device",),
+        lambda config: (
+            config.zero_optimization.offload_param.device == "none"
+            or config.zero_optimization.offload_optimizer.device != "none"
+        ),
+        "trained parameters rest with their master weights: without offload_optimizer only frozen ones move",
+    ),
+    _Rule(
+        "gradient_compression",
+        ("topk_ratio", "huffman_coding", "hierarchical_compress"),
+        lambda config: config.gradient_compression.algorithm != "none",
+        "gradient_compression.algorithm is none",
     ),
     _Rule("aio", (), _in_files, "nothing is offloaded to nvme"),
     _Rule("fp16", _SCALE, lambda config: config.fp16.loss_scale == 0, "fp16.loss_scale fixes the scale"),

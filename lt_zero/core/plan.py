@@ -115,11 +115,13 @@ def plan_engine(root: nn.Module, config: ZeroConfig, policy: DtypePolicy) -> Eng
 def stay_whole(root: nn.Module, zero: ZeroOptimization) -> frozenset[Parameter]:
     """The parameters of which every rank has all elements also at stage 3."""
     whole: set[Parameter] = set()
-    total, limit = 0, zero.stage3_model_persistence_threshold
+    total, limit = 0, zero.stage3_model_persistence_threshold if zero.stage == 3 else None
     for parameter in sorted(root.parameters(), key=lambda p: p.numel()):
         total += parameter.numel()
         if parameter.numel() < zero.stage3_param_persistence_threshold and (limit is None or total <= limit):
             whole.add(parameter)
+    if zero.stage < 3:
+        return frozenset(whole)  # all are whole; the small ones are together in buckets of their own
     if zero.zero_force_param_types:
         whole |= _inside(root, zero.zero_force_param_types)
     if zero.zero_allowed_param_types:
