@@ -19,3 +19,15 @@ def pool() -> Iterator[Pool]:
     workers = Pool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(autouse=True)
+def _as_found() -> Iterator[None]:
+    """A Trainer that runs in this process leaves a process group and variables for its ranks: not for the next test."""
+    environment = dict(os.environ)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if os.environ != environment:
+        os.environ.clear()
+        os.environ.update(environment)
