@@ -9,24 +9,29 @@ Note [Who says it]
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities.data import extract_batch_size
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lt_zero.config import ZeroConfig
 from lt_zero.config.auto import Facts, Resolution, resolve, resolve_batch
 from lt_zero.config.errors import ConfigError, Problem
+from lt_zero.config.load import ConfigWarning
+from lt_zero.core.comm import Comm
 from lt_zero.core.hidden import hidden_size
+from lt_zero.hparams import find_value
 from lt_zero.optim.build import build_optimizer, build_scheduler
+from lt_zero.unanimous import check_same, together
 
 _HOOK = "configure_optimizers"
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 
 class Reconciler:
@@ -37,7 +42,7 @@ class Reconciler:
     """
 
     def __init__(self, config: ZeroConfig) -> None:
-        self.config = config
+        self.config = self._given = config  # "auto" is resolved anew for each fit: for its module, Trainer and data
         self._lent: pl.LightningModule | None = None  # has our configure_optimizers
         self._theirs: Any = None  # what was set on the module itself, as LightningCLI does
         self._seen, self._steps = False, 1
@@ -85,60 +90,75 @@ class Reconciler:
                 setattr(self._lent, _HOOK, self._theirs)
         self._lent = None
 
-    def agree(self, trainer: pl.Trainer, module: pl.LightningModule, world: int, show: bool) -> ZeroConfig:
-        """Resolve "auto" and make the Trainer and the configuration say the same.
+    def agree(self, trainer: pl.Trainer, module: pl.LightningModule, comm: Comm, show: bool) -> ZeroConfig:
+        """Resolve "auto" and make the Trainer and the configuration say the same. Collective.
 
         Args:
             trainer: about to fit.
             module: complete, not sharded yet.
-            world: number of ranks.
+            comm: all ranks, which have to come to the same.
             show: whether to print the table of what was resolved.
 
         Raises:
             ConfigError: they contradict each other, or nothing resolves an "auto".
         """
-        self._seen = False
-        problems: list[Problem] = []
-        told = [
-            *_agree_on_accumulation(self.config, trainer, module, problems),
-            *_agree_on_clipping(self.config, trainer, module, problems),
-        ]
-        if problems:
-            raise ConfigError(problems)
-        steps, limit = trainer.accumulate_grad_batches, trainer.gradient_clip_val
-        self._steps = steps
-        facts = Facts(
-            accumulation=steps,
-            clipping=float(limit or 0.0),
-            hidden=lambda: hidden_size(module),
-            named=lambda names: _named(module, names),
-            steps=lambda: _steps(trainer),
-        )
-        self.config, found = resolve(self.config, facts)
-        micro = self.config.train_micro_batch_size_per_gpu
-        if micro is not None:
-            _check_batch(self.config, micro, steps, world, "is configured")
+        self._seen, config = False, self._given
+        with together(comm):
+            problems: list[Problem] = []
+            told = [
+                *_agree_on_accumulation(config, trainer, module, problems),
+                *_agree_on_clipping(config, trainer, module, problems),
+            ]
+            if problems:
+                raise ConfigError(problems)
+            steps, limit = trainer.accumulate_grad_batches, trainer.gradient_clip_val
+            self._steps = steps
+            facts = Facts(
+                accumulation=steps,
+                clipping=float(limit or 0.0),
+                hidden=lambda: hidden_size(module),
+                named=lambda names: find_value(module, names),
+                steps=lambda: _steps(trainer),
+            )
+            config, found = resolve(config, facts)
+            micro = config.train_micro_batch_size_per_gpu
+            if micro is not None:
+                _check_batch(config, micro, steps, comm.world, "is configured")
+        check_same(config, comm)
+        self.config = config
         if show:
             show_table([*told, *found])
-        return self.config
+        return config
 
     # ---- in a run ----------------------------------------------------------------------------------------------
 
-    def see(self, batch: Any, world: int, show: bool) -> ZeroConfig:
-        """Compare the keys about batches with the first batch of a run, and resolve them.
+    def see(self, batch: Any, trainer: pl.Trainer, comm: Comm, show: bool) -> ZeroConfig:
+        """Compare the keys about batches with the first batch of a run, and resolve them. Collective for that batch.
+
+        A run that was resumed may begin with the last batch of an epoch, which may be short: the next one counts.
 
         Raises:
-            ConfigError: they contradict it.
+            ConfigError: on all ranks: they contradict it.
         """
         if self._seen:
             return self.config
-        self._seen = True
-        wanted = {"train_batch_size", "train_micro_batch_size_per_gpu"}
-        asked = {path[0] for path in self.config.autos} | {k for k in wanted if getattr(self.config, k) is not None}
-        size = _size(batch) if wanted & asked else None
-        if size is None:
+        given = {key: getattr(self.config, key) for key in _BATCH if getattr(self.config, key) is not None}
+        if not given and not any((key,) in self.config.autos for key in _BATCH):
+            self._seen = True
             return self.config
-        _check_batch(self.config, size, self._steps, world, "is the size of the first batch")
+        if trainer.is_last_batch and trainer.fit_loop.epoch_loop.batch_idx > 0:
+            return self.config
+        self._seen = True
+        size, world = _size(batch), comm.world
+        with together(comm):
+            if size is not None:
+                _check_batch(self.config, size, self._steps, world, "is the size of the first batch")
+        if size is None:
+            if given and show:
+                names = " and ".join(f"{key}={value}" for key, value in given.items())
+                text = f"{names} cannot be compared with the first batch: its size is not clear."
+                warnings.warn(text, ConfigWarning, stacklevel=2)
+            return self.config
         self.config, found = resolve_batch(self.config, size, self._steps, world)
         if show:
             show_table(found)
@@ -256,42 +276,42 @@ def _check_batch(config: ZeroConfig, micro: int, steps: int, world: int, origin:
 
 
 def _size(batch: Any) -> int | None:
-    """Samples of a batch; None if its tensors have different sizes, or it has none."""
-    if isinstance(batch, Iterator):  # of a training_step that takes the loader's iterator
+    """Samples of a batch; None if its tensors have different sizes, or it has none.
+
+    Not Lightning's ``extract_batch_size``: it takes the first of different sizes, and warns once per process.
+    """
+    try:
+        sizes = set(_sizes(batch))
+    except RecursionError:
         return None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        try:
-            return int(extract_batch_size(batch))
-        except (MisconfigurationException, UserWarning, RecursionError):
-            return None
+    return sizes.pop() if len(sizes) == 1 else None
 
 
-def _named(module: pl.LightningModule, names: Sequence[str]) -> tuple[Any, str] | None:
-    """A value that the module keeps under one of the names; what calls would make is none."""
-    for place, look in (("hparams", _in_hparams), ("", _in_module)):
-        for name in names:
-            value = look(module, name)
-            if value is not None:
-                return value, f"{type(module).__name__}.{place + '.' if place else ''}{name}"
-    return None
-
-
-def _in_hparams(module: pl.LightningModule, name: str) -> Any:
-    return _plain(module.hparams.get(name))
-
-
-def _in_module(module: pl.LightningModule, name: str) -> Any:
-    return _plain(getattr(module, name, None))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return list(value) if all(isinstance(entry, (int, float)) for entry in value) else None
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+def _sizes(batch: Any) -> Iterator[int]:
+    """The first dimension of all tensors that have one. An iterator (of the data loader) is not looked into."""
+    if isinstance(batch, Tensor):
+        yield from batch.shape[:1]
+    elif isinstance(batch, Mapping):
+        yield from _sizes(list(batch.values()))
+    elif isinstance(batch, (list, tuple)):
+        for entry in batch:
+            yield from _sizes(entry)
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        yield from _sizes([getattr(batch, field.name) for field in fields(batch)])
 
 
 def _steps(trainer: pl.Trainer) -> int:
+    scheduler = next((c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)), None)  # type: ignore[attr-defined]
+    if scheduler is not None and trainer.max_epochs != -1:
+        raise ConfigError(
+            [
+                Problem(
+                    "scheduler.params.total_num_steps",
+                    'scheduler.params: "auto" needs the length of the run, which is not known with a '
+                    "GradientAccumulationScheduler. Write a number, or set Trainer(max_epochs=-1, max_steps=...).",
+                )
+            ]
+        )
     steps = trainer.estimated_stepping_batches
     if steps == float("inf") or steps < 1:
         raise ConfigError(

@@ -33,6 +33,7 @@ from lt_zero.monitored import MonitoredStrategy
 from lt_zero.planning.check import check_optimizers
 from lt_zero.precision import ZeroPrecision, sharded_of
 from lt_zero.reconcile import Reconciler
+from lt_zero.unanimous import check_same
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -128,6 +129,7 @@ class ZeroStrategy(MonitoredStrategy):
         if self._comm is None:
             check = debug_enabled() or self.config.zero_optimization.enable_sanity_checks
             self._comm = Comm.for_world(self.root_device, check=check)
+            check_same(self.config, self._comm)
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -138,11 +140,12 @@ class ZeroStrategy(MonitoredStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         assert self.lightning_module is not None
+        assert self._comm is not None
         self.accelerator.setup(trainer)
         attach.check_callbacks(trainer, self.stage)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            self.config = self._reconciler.agree(trainer, self.lightning_module, self.world_size, self.is_global_zero)
+            self.config = self._reconciler.agree(trainer, self.lightning_module, self._comm, self.is_global_zero)
         if self.config.zero_optimization.sync_bn_in_backward and self._layer_sync is None:
             self._layer_sync = TorchSyncBatchNorm()
         if fitting and self._layer_sync:
@@ -222,7 +225,11 @@ class ZeroStrategy(MonitoredStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.persistence.tick()
-        self.config = self._reconciler.see(args[0] if args else None, self.world_size, self.is_global_zero)
+        assert self.lightning_module is not None
+        assert self._comm is not None
+        self.config = self._reconciler.see(
+            args[0] if args else None, self.lightning_module.trainer, self._comm, self.is_global_zero
+        )
         with self._scope():
             return super().training_step(*args, **kwargs)
 

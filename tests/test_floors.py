@@ -15,7 +15,7 @@ FLOORS = (
     {"core"},
     {"planning", "checkpoint"},
     {"build"},
-    {"precision", "attach", "progress", "reconcile", "loggers", "monitoring"},
+    {"precision", "attach", "progress", "hparams", "unanimous", "reconcile", "loggers", "monitoring"},
     {"persistence", "restoring", "loading", "checkpointing", "monitored"},
     {"strategy", "cli", "sweep", "__init__", "__main__"},
 )

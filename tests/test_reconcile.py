@@ -251,7 +251,7 @@ def test_batches_without_a_size_are_not_guessed() -> None:
             rows = [{"x": torch.ones(4, 32), "lengths": torch.ones(7)} for _ in range(4)]
             return DataLoader(rows, batch_size=None)
 
-    config = run(Tensors(), {"train_batch_size": 99, "train_micro_batch_size_per_gpu": "auto"}).strategy.config
+    config = run(Tensors(), {"train_micro_batch_size_per_gpu": "auto"}).strategy.config
     assert config.train_micro_batch_size_per_gpu is None
 
 

@@ -5,14 +5,17 @@ The rules are those of Hugging Face's Trainer, which most files with "auto" were
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from lt_zero.config.errors import ConfigError, Path, Problem, dotted
 from lt_zero.config.schema import ZeroConfig
+from lt_zero.config.tree import Tree
 
 # What each key becomes, for docs/config.md and errors. Keys whose own values include "auto" are not here.
 RULES: Mapping[str, str] = {
@@ -132,16 +135,31 @@ def resolve_batch(config: ZeroConfig, micro: int, accumulation: int, world: int)
 def _with(config: ZeroConfig, found: Sequence[Resolution]) -> ZeroConfig:
     """The configuration with these values."""
     from lt_zero.config.load import plain
-    from lt_zero.config.tree import Tree
 
     tree = Tree(plain(config))
     for path in config.autos:
         tree.pop(path)
     for entry in found:
         tree.put(tuple(entry.key.split(".")), entry.value)
-    made = ZeroConfig.model_validate(tree.values)
+    try:
+        made = ZeroConfig.model_validate(tree.values)
+    except ValidationError as error:
+        raise ConfigError(_problems_of(error, tree, found)) from None
     made._autos = config.autos - {tuple(entry.key.split(".")) for entry in found}
     return made
+
+
+def _problems_of(error: ValidationError, tree: Tree, found: Sequence[Resolution]) -> Iterator[Problem]:
+    """What a value that was resolved breaks, with where it came from."""
+    from lt_zero.config.words import message_of
+
+    for entry in error.errors(include_url=False):
+        inner = entry.get("ctx", {}).get("error")
+        path, message = message_of(tree, entry)
+        told = inner.problems if isinstance(inner, ConfigError) else (Problem(dotted(path), message),)
+        for problem in told:
+            origins = [f"{e.key} was auto, {e.value} is from {e.source}" for e in found if e.key in problem.message]
+            yield Problem(problem.key, f"{problem.message} ({'; '.join(origins)})" if origins else problem.message)
 
 
 def _value(key: str, facts: Facts, config: ZeroConfig, before: Sequence[Resolution]) -> tuple[Any, str]:
@@ -205,7 +223,14 @@ def _of_schedule(name: str, facts: Facts, config: ZeroConfig, before: Sequence[R
             return facts.named(("lr", "learning_rate")) or (None, "the optimizer's lr")
         return (written if rate is None else rate), "optimizer.params.lr"
     if (steps := facts.named(("warmup_steps", "warmup_num_steps", "num_warmup_steps"))) is not None:
-        return max(1, int(steps[0])), steps[1]
+        return max(1, int(_number(steps))), steps[1]
     if (ratio := facts.named(("warmup_ratio",))) is not None:
-        return max(1, int(ratio[0] * facts.steps())), f"{ratio[1]} * Trainer.estimated_stepping_batches"
+        return max(1, int(_number(ratio) * facts.steps())), f"{ratio[1]} * Trainer.estimated_stepping_batches"
     return 1, "no `warmup_steps` or `warmup_ratio` in the module or its hparams"
+
+
+def _number(named: tuple[Any, str]) -> float:
+    value, place = named
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ConfigError(f"{place}={value!r} is not one finite number. Correct it, or write warmup_num_steps.")
+    return value
