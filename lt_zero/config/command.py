@@ -14,7 +14,8 @@ from rich.table import Table
 from lt_zero.config.auto import RULES
 from lt_zero.config.errors import ConfigError, Path, dotted
 from lt_zero.config.load import Loaded, examine
-from lt_zero.config.show import HIDDEN, clean, json_schema, with_origins
+from lt_zero.config.mask import HIDDEN
+from lt_zero.config.show import clean, json_schema, with_origins
 from lt_zero.config.table import lookup
 
 config_command = typer.Typer(
@@ -97,7 +98,8 @@ def verdicts(loaded: Loaded) -> Iterator[tuple[str, str, str, str]]:
     wrong = {problem.key for problem in loaded.problems}
     for path, value in _leaves(loaded.written, ()):
         key = dotted(path)
-        shown = HIDDEN if loaded.hides(path) else _short(value)
+        secret = loaded.hides(path) or any(found[: len(path)] == path for found in loaded.secret)  # in a list
+        shown = HIDDEN if secret else _short(value)
         around = [dotted(path[:length]) for length in range(len(path), 0, -1)]
         if any(name in wrong for name in around):
             yield key, shown, "error", "see below"

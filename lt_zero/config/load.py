@@ -21,6 +21,7 @@ from lt_zero.config.fields import Block
 from lt_zero.config.inactive import inactive
 from lt_zero.config.interpolation import resolve
 from lt_zero.config.judge import judge
+from lt_zero.config.mask import Mask
 from lt_zero.config.rename import modernise
 from lt_zero.config.schema import ZeroConfig
 from lt_zero.config.tree import MISSING, Notice, Tree
@@ -127,13 +128,14 @@ def examine(
         made._autos = autos
         for path, why in inactive(made, plain(made)):
             tree.notices.append(Notice("inactive", dotted(path), why, tree.mark(path)))
+    mask = Mask(written, source.secret)
     return Loaded(
         None if tree.problems else made,
-        sorted(dict.fromkeys(tree.problems), key=_place),
-        tuple(dict.fromkeys(tree.notices)),
+        sorted(dict.fromkeys(replace(p, message=mask(p.message)) for p in tree.problems), key=_place),
+        tuple(dict.fromkeys(replace(n, message=mask(n.message)) for n in tree.notices)),
         written,
         tree.marks,
-        frozenset(source.secret),
+        frozenset(source.secret | tree.moved(source.secret)),
     )
 
 

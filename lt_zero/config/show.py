@@ -16,10 +16,11 @@ from lt_zero.config.auto import RULES
 from lt_zero.config.errors import Mark, Path
 from lt_zero.config.fields import Block
 from lt_zero.config.load import Loaded, plain
+from lt_zero.config.mask import HIDDEN
 from lt_zero.config.schema import ZeroConfig
+from lt_zero.config.source import leaves
 from lt_zero.config.tree import Tree
 
-HIDDEN = "***"
 _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -48,7 +49,9 @@ def clean(loaded: Loaded) -> str:
     """What was written, in the keys of today: YAML that begins with what was changed."""
     assert loaded.config is not None
     lines = [f"# {notice.message}" for notice in loaded.notices if notice.kind in ("alias", "no effect")]
-    values = _masked(plain(loaded.config), loaded.secret)
+    values = _masked(plain(loaded.config), loaded.secret, to_give := "???")
+    if to_give in (leaf for _, leaf in leaves(values)):
+        lines.append(f"# {to_give}: a secret, or from an environment variable; write ${{oc.env:NAME}} for it")
     return "\n".join([*lines, to_yaml(values)] if lines else [to_yaml(values)])
 
 
@@ -124,15 +127,14 @@ def _scalars(value: Any) -> Any:
     return str(value) if isinstance(value, File) else HIDDEN if "Secret" in type(value).__name__ else str(value)
 
 
-def _masked(values: Mapping[str, Any], secret: frozenset[Path], path: Path = ()) -> dict[str, Any]:
-    return {
-        key: HIDDEN
-        if (*path, key) in secret
-        else _masked(value, secret, (*path, key))
-        if isinstance(value, Mapping)
-        else value
-        for key, value in values.items()
-    }
+def _masked(value: Any, secret: frozenset[Path], sign: str = HIDDEN, path: Path = ()) -> Any:
+    if path in secret:
+        return sign
+    if isinstance(value, Mapping):
+        return {key: _masked(entry, secret, sign, (*path, key)) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_masked(entry, secret, sign, (*path, number)) for number, entry in enumerate(value)]
+    return value
 
 
 def _allow_auto(schema: dict[str, Any], keys: list[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -41,12 +41,14 @@ class Tree:
         values: plain containers.
         marks: where each value was written; of a moved one, where its old key is.
         notices, problems: what was found.
+        moves: from old places to new ones.
     """
 
     values: dict[str, Any]
     marks: dict[Path, Mark] = field(default_factory=dict)
     notices: list[Notice] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    moves: dict[Path, Path] = field(default_factory=dict)
 
     def get(self, path: Path) -> Any:
         """The value, or ``MISSING``."""
@@ -99,8 +101,18 @@ class Tree:
             return
         if mark is not None:
             self.marks[new] = mark
+        self.moves[old] = new
         if not quiet:
             self.tell(old, f"{dotted(old)} is read as {dotted(new)}={_shown(value)}. Write the latter.", mark)
+
+    def moved(self, paths: Iterable[Path]) -> set[Path]:
+        """Where values that were at ``paths``, or in a block there, are now."""
+        return {
+            (*new, *path[len(old) :])
+            for path in paths
+            for old, new in self.moves.items()
+            if path[: len(old)] == old or old[: len(path)] == path
+        }
 
     def tell(self, path: Path, message: str, mark: Mark | None = None) -> None:
         self.notices.append(Notice("alias", dotted(path), message, mark or self.mark(path)))

@@ -1,0 +1,60 @@
+"""What a file must not show appears nowhere: in errors, notices, tables and files that are written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lt_zero.config import ZeroConfig
+from lt_zero.config.command import verdicts
+from lt_zero.config.errors import ConfigError
+from lt_zero.config.load import examine
+from lt_zero.config.show import clean, with_origins
+
+SECRET = "hunter2-abcdefghijklmnopqrstuvwxyz-0123456789-and-more-of-it-so-that-it-is-cut-somewhere"
+FROM = "${oc.env:LT_ZERO_TEST_SECRET}"
+CONFIGS: list[dict[str, Any]] = [
+    {"train_batch_size": FROM},
+    {"zero_optimization": {"cpu_offload": FROM}},
+    {"zero_optimization": {"stage": 3, "offload_params": {"device": "nvme", "nvme_path": FROM}}},
+    {"optimizer": {"type": FROM}},
+    {"optimizer": {"type": "AdamW", "params": {"lr": FROM}}},
+    {"optimizer": {"type": "AdamW", "params": {"betas": [FROM, 2]}}},
+    {"optimizer": {"type": "Adam", "params": {"api_token": SECRET}}},
+    {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": FROM}}},
+    {"comet": {"api_key": [SECRET]}},
+    {"comet": {"enabled": True, "api_key": SECRET}},
+    {"train_batch_size": "${wandb.team}", "wandb": {"team": FROM}},
+    {"gradient_clipping": {"clip_value": FROM}},
+    {"fp16_override_modules": [FROM]},
+    {"fp16": {"type": FROM}, "unknown": FROM},
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_secrets_are_not_shown(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LT_ZERO_TEST_SECRET", SECRET)
+    loaded = examine(config)
+    said = [str(ConfigError(loaded.problems)), *map(str, loaded.notices), *map(str, verdicts(loaded))]
+    if loaded.config is not None:
+        said += [clean(loaded), with_origins(loaded, True), with_origins(loaded, False)]
+    assert not [text for text in said if "hunter2" in text]
+
+
+def test_short_ones_leave_messages_readable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LT_ZERO_TEST_SECRET", "4")
+    with pytest.raises(
+        ConfigError, match=r"zero_optimization.stage=(\"?)\*\*\*\1 is wrong: it is not one of 0, 1, 2, 3"
+    ):
+        ZeroConfig.of({"zero_optimization": {"stage": FROM}})
+
+
+def test_what_is_converted_has_to_be_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LT_ZERO_TEST_SECRET", "/local")
+    zero = {"stage": 3, "offload_params": {"device": "nvme", "nvme_path": FROM}}
+    file = tmp_path / "converted.yaml"
+    file.write_text(clean(examine({"zero_optimization": zero})))
+    with pytest.raises(ConfigError, match=r"offload_param\.nvme_path is \?\?\?"):
+        examine(file)
