@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 _DTYPES: Mapping[str, torch.dtype] = {
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32", "torch.float"), torch.float32),
@@ -39,6 +39,23 @@ def _whole_number(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+class _FrozenDict(dict[str, Any]):
+    """Of a block without a schema: a configuration does not change."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("A configuration is frozen. Make another: ZeroConfig.of(config, overrides=[...]).")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> Any:  # as a dict, pickle and deepcopy would set its items
+        return type(self), (dict(self),)
+
+
+def thawed(value: Any) -> Any:
+    """A dict that can be changed in place of a frozen one."""
+    return dict(value) if isinstance(value, _FrozenDict) else value
+
+
 def _names(value: Any) -> Any:
     """One name is a list of one."""
     return (value,) if isinstance(value, str) else value
@@ -51,6 +68,7 @@ Whole = Annotated[int, BeforeValidator(_whole_number), Field(strict=True)]
 Elements = Annotated[int, BeforeValidator(_whole_number), Field(ge=0, strict=True)]
 PositiveElements = Annotated[int, BeforeValidator(_whole_number), Field(gt=0, strict=True)]
 Real = Annotated[float, BeforeValidator(_number), Field(strict=True, allow_inf_nan=False)]
+Params = Annotated[dict[str, Any], AfterValidator(_FrozenDict)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 

@@ -80,7 +80,7 @@ def _copied(
         value = _plain(value, path, problems, secret)
     if not isinstance(value, (Mapping, list, tuple)):
         budget.take(0)
-        return value
+        return _scalar(value, path, problems)
     if id(value) in around:
         problems.append(Problem(dotted(path), f"{dotted(path)} contains itself; write its values out"))
         return None
@@ -98,6 +98,21 @@ def _copied(
         else:
             copied[str(key)] = _copied(item, (*path, str(key)), budget, around, problems, secret)
     return copied
+
+
+def _scalar(value: Any, path: Path, problems: list[Problem]) -> Any:
+    """A value that can be compared with others; numpy's numbers and lists, and tensors, as Python's own."""
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    try:
+        if callable(getattr(value, "tolist", None)):
+            return value.tolist()
+        bool(value == "auto"), str(value), repr(value)
+    except Exception as error:  # classes of all origins
+        text = f"{dotted(path)} is an object of {type(value).__name__}, which cannot be read ({type(error).__name__})"
+        problems.append(Problem(dotted(path), f"{text}; write numbers, text, lists and mappings"))
+        return None
+    return value
 
 
 def _plain(config: Any, path: Path, problems: list[Problem], secret: set[Path]) -> Any:

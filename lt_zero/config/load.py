@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from pydantic import ValidationError
 from lt_zero.config import files
 from lt_zero.config import overrides as changes
 from lt_zero.config.errors import ConfigError, Mark, Path, Problem, dotted
-from lt_zero.config.fields import Block
+from lt_zero.config.fields import Block, thawed
 from lt_zero.config.inactive import inactive
 from lt_zero.config.interpolation import resolve
 from lt_zero.config.judge import judge
@@ -29,7 +30,9 @@ from lt_zero.config.words import message_of
 from lt_zero.optim.build import check_optimizer, check_scheduler
 
 Given = ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None
-_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+_RANKS = (  # of processes and of nodes; some launchers set one of them only
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+)
 
 
 class ConfigWarning(UserWarning):
@@ -63,12 +66,21 @@ class Loaded:
     def announce(self) -> None:
         """Warn of each notice, on the first rank only."""
         if all(os.environ.get(name, "0") in ("0", "") for name in _RANKS):
+            level = _level_outside()
             for notice in self.notices:
                 if notice.kind != "inactive":
-                    warnings.warn(str(notice), ConfigWarning, stacklevel=4)
+                    warnings.warn(str(notice), ConfigWarning, stacklevel=level)
             idle = [f"{notice.key} ({notice.message})" for notice in self.notices if notice.kind == "inactive"]
             if idle:
-                warnings.warn(f"These keys do nothing here: {', '.join(idle)}.", ConfigWarning, stacklevel=4)
+                warnings.warn(f"These keys do nothing here: {', '.join(idle)}.", ConfigWarning, stacklevel=level)
+
+
+def _level_outside() -> int:
+    """The ``stacklevel``, for the caller, of the code that called into this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "lt_zero":
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def load(
@@ -150,7 +162,8 @@ def plain(config: ZeroConfig) -> dict[str, Any]:
 def _written(block: Block) -> dict[str, Any]:
     values = {name: getattr(block, name) for name in type(block).model_fields if name in block.model_fields_set}
     return {
-        name: _written(value) if isinstance(value, Block) else copy.deepcopy(value) for name, value in values.items()
+        name: _written(value) if isinstance(value, Block) else thawed(copy.deepcopy(value))
+        for name, value in values.items()
     }
 
 

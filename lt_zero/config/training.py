@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from lt_zero.config.errors import Problem
-from lt_zero.config.fields import Block, Names, Real
+from lt_zero.config.fields import Block, Names, Params, Real
 
 if TYPE_CHECKING:
     from lt_zero.config.schema import ZeroConfig
@@ -21,7 +21,7 @@ class OptimizerBlock(Block):
     """The ``optimizer`` block: what is built if the module has no ``configure_optimizers``."""
 
     type: str = Field(min_length=1, description="Adam, AdamW, Adagrad, Lion, SGD, a torch.optim class or a dotted path")
-    params: dict[str, Any] = Field({}, description="arguments of its constructor")
+    params: Params = Field({}, validate_default=True, description="arguments of its constructor")
 
 
 class SchedulerBlock(Block):
@@ -31,7 +31,7 @@ class SchedulerBlock(Block):
         min_length=1,
         description="LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR or torch.optim.lr_scheduler's",
     )
-    params: dict[str, Any] = Field({}, description="arguments of its constructor, beside the optimizer")
+    params: Params = Field({}, validate_default=True, description="arguments of its constructor, beside the optimizer")
 
 
 class LeafModule(Block):
