@@ -179,7 +179,9 @@ class ZeroStrategy(MonitoredStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         self._reset_optimizers_and_schedulers()  # those of an earlier run refer to fragments that may be gone
+        self._reconciler.lend_optimizers(trainer.lightning_module)
         super().setup_optimizers(trainer)
+        self._reconciler.take_back()  # a module that is pickled or copied while it trains has nothing of ours
         gate = self.precision_plugin.gate
         attach.shard_optimizers(self.engine, self.optimizers, gate)
         accumulates, saves = trainer.accumulate_grad_batches > 1, bool(trainer.checkpoint_callbacks)

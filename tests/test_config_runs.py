@@ -136,6 +136,32 @@ def test_sizes_that_are_not_clear_are_told() -> None:
         trainer_for({"optimizer": SGD, "train_micro_batch_size_per_gpu": 32}).fit(Pairs(second=torch.tensor(3.0)))
 
 
+def test_nothing_of_ours_is_on_the_module_while_it_trains() -> None:
+    class Looks(Plain):
+        def on_train_start(self) -> None:
+            self.lent = "configure_optimizers" in vars(self)
+
+    module = Looks()
+    trainer_for({"optimizer": SGD}).fit(module)
+    assert module.lent is False
+    assert module.rates == [0.25]
+
+
+def test_a_schedule_that_nobody_steps_is_told() -> None:
+    class Manual(Plain):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.manual_backward(self.net(batch).sum())
+            self.optimizers().step()  # type: ignore[union-attr]
+
+    trainer = trainer_for({"optimizer": SGD, "scheduler": {"type": "WarmupLR"}})
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trainer.fit(Manual())
+    assert any("self.lr_schedulers().step()" in str(w.message) for w in seen)
+
+
 def _errors_on_both_ranks() -> None:
     os.environ.update(torchrun_env())
     rank = dist.get_rank()

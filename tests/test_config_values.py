@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import lt_zero
 from lt_zero import ZeroStrategy
 from lt_zero.config import ZeroConfig
 from lt_zero.config.errors import ConfigError
 from lt_zero.config.load import ConfigWarning
+from lt_zero.config.precision import resolve_mode
 
 
 class _Unreadable:
@@ -56,3 +59,25 @@ def test_warnings_point_at_the_caller(rank: str, monkeypatch: pytest.MonkeyPatch
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ZeroConfig.of({"zero_optimization": {"stage": 2, "cpu_offload": True}})
+
+
+def test_sizes_of_a_model_that_is_not_there() -> None:
+    zero = {"stage": 3, "reduce_bucket_size": "auto", "offload_param": {"device": "auto"}}
+    with pytest.raises(ValueError, match=r'reduce_bucket_size "auto" needs the model'):
+        lt_zero.estimate(10**6, {"zero_optimization": zero})
+
+
+def test_an_import_that_ends_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lt_zero_test_exits.py").write_text("raise SystemExit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be imported .*SystemExit"):
+        ZeroConfig.of({"optimizer": {"type": "lt_zero_test_exits.Adam"}})
+
+
+def test_the_same_stage_in_another_type() -> None:
+    assert ZeroConfig.of({"zero_optimization": {"stage": 2.0}}, stage=2).zero_optimization.stage == 2
+
+
+def test_a_precision_that_contradicts_is_a_problem_of_the_configuration() -> None:
+    with pytest.raises(ConfigError, match=r"bf16-true.* contradicts fp16\.enabled=true"):
+        resolve_mode(ZeroConfig.of({"fp16": {"enabled": True}}), "bf16-true", "cpu")

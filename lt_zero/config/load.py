@@ -179,7 +179,7 @@ def _set_stage(tree: Tree, stage: int | None) -> None:
     if there is MISSING or there is None or there == "auto":
         if tree.put(path, stage):
             tree.marks[path] = Mark(f"stage={stage}")
-    elif str(there) != str(stage):
+    elif there != stage and str(there) != str(stage):
         tree.problem(path, f"stage={stage} contradicts zero_optimization.stage={there}. Remove one of them.")
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from pydantic import Field
 
-from lt_zero.config.errors import Problem
+from lt_zero.config.errors import ConfigError, Problem
 from lt_zero.config.fields import Block, Dtype, Names, PositiveElements, Real, Whole
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def resolve_mode(config: ZeroConfig, precision: str, device: str) -> str:
         device: device type; on "cpu" Lightning has already replaced "16-mixed" by "bf16-mixed".
 
     Raises:
-        ValueError: they contradict each other; both are shown.
+        ConfigError: they contradict each other; both are shown.
     """
     blocks: dict[str, Switch] = {"fp16": config.fp16.enabled, "bf16": config.bf16.enabled}
     wanted = next((name for name, enabled in blocks.items() if enabled is True), None)
@@ -221,14 +221,14 @@ def resolve_mode(config: ZeroConfig, precision: str, device: str) -> str:
         return _autocast_mode(config, precision, device)
     if wanted is None:
         if asked is not None and blocks[asked] is False:
-            raise ValueError(_contradiction(precision, f"{asked}.enabled=false"))
+            raise ConfigError(_contradiction(precision, f"{asked}.enabled=false"))
         return precision
     if asked is None:
         return f"{digits[wanted]}-true"
     if asked != wanted:
         if device == "cpu" and precision == "bf16-mixed":
             return f"{digits[wanted]}-mixed"
-        raise ValueError(_contradiction(precision, f"{wanted}.enabled=true"))
+        raise ConfigError(_contradiction(precision, f"{wanted}.enabled=true"))
     return precision
 
 
@@ -237,7 +237,7 @@ def _autocast_mode(config: ZeroConfig, precision: str, device: str) -> str:
     low = config.torch_autocast.dtype == torch.float16
     mode = "16-mixed" if low else "bf16-mixed"
     if precision not in ("32-true", mode) and not (device == "cpu" and low and precision == "bf16-mixed"):
-        raise ValueError(_contradiction(precision, f"torch_autocast.dtype={config.torch_autocast.dtype}"))
+        raise ConfigError(_contradiction(precision, f"torch_autocast.dtype={config.torch_autocast.dtype}"))
     return mode
 
 
@@ -254,20 +254,20 @@ def dtype_policy(config: ZeroConfig, mode: str, rules: ScalerRules | None = None
         rules: loss scaling that the user configured in another way (a plugin's GradScaler).
 
     Raises:
-        ValueError: a key contradicts the mode, or ``rules`` contradict the ``fp16`` block.
+        ConfigError: a key contradicts the mode, or ``rules`` contradict the ``fp16`` block.
     """
     compute, autocast = MODES[mode]
     low = {torch.float16: config.fp16.fp16_master_weights_and_grads}
     low[torch.bfloat16] = config.bf16.bf16_master_weights_and_grads
     for dtype, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
         if low[dtype] and compute != dtype:
-            raise ValueError(
+            raise ConfigError(
                 f"{name}.{name}_master_weights_and_grads=true, but the precision is {mode!r}. Set {name}.enabled=true "
                 "or remove the key."
             )
     param = config.data_types.param_dtype
     if param is not None and param != (compute or torch.float32):
-        raise ValueError(
+        raise ConfigError(
             f"data_types.param_dtype={param} contradicts the precision {mode!r}, in which weights are "
             f"{compute or torch.float32} in forward. Remove the key."
         )
@@ -307,7 +307,7 @@ def _scaling(config: ZeroConfig, rules: ScalerRules | None) -> ScalerRules:
     if rules is not None:
         given = sorted(_SCALE_KEYS & block.model_fields_set)
         if given:
-            raise ValueError(
+            raise ConfigError(
                 f"The precision plugin has a GradScaler of its own, and fp16.{given[0]}={getattr(block, given[0])} is "
                 "configured. Remove one."
             )

@@ -214,7 +214,7 @@ def _imported(path: str) -> type:
     module, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)
-    except Exception as error:  # importing runs what is written in the module
+    except (Exception, SystemExit) as error:  # importing runs what is written in the module
         text = f"It cannot be imported ({type(error).__name__}: {error}). Correct the path, or install the package."
         raise _wrong("optimizer", path, text) from error
     if not (isinstance(found, type) and issubclass(found, Optimizer)) or found is Optimizer:

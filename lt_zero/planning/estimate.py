@@ -21,6 +21,7 @@ from lt_zero.planning.forecast import Forecast, forecast
 from lt_zero.planning.rows import Setup
 
 _MOST_UNITS = 1024  # of sizes alone; more would not change the result
+_OF_HIDDEN = ("bucket_size", "persistence_threshold")  # ends of keys that "auto" makes of the hidden size
 _USUAL_UNITS = 32  # layers of a model of which only the size is known
 
 
@@ -84,6 +85,8 @@ def estimate(
         raise ValueError(f"world={world}, ranks_per_node={per_node}: 1 <= ranks_per_node <= world is needed.")
     if isinstance(model, nn.Module):
         config = with_sizes(config, model)
+    elif sizes_left := sorted(path[1] for path in config.autos if path[1:] and str(path[1]).endswith(_OF_HIDDEN)):
+        raise ValueError(f'{", ".join(map(str, sizes_left))} "auto" needs the model, not its size: write numbers.')
     policy = dtype_policy(config, resolve_mode(config, precision or "32-true", device))
     if not isinstance(model, nn.Module):
         sizes = model if isinstance(model, Sizes) else Sizes(int(model))
