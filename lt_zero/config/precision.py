@@ -221,14 +221,14 @@ def resolve_mode(config: ZeroConfig, precision: str, device: str) -> str:
         return _autocast_mode(config, precision, device)
     if wanted is None:
         if asked is not None and blocks[asked] is False:
-            raise ConfigError(_contradiction(precision, f"{asked}.enabled=false"))
+            raise _contradiction(precision, f"{asked}.enabled", "false")
         return precision
     if asked is None:
         return f"{digits[wanted]}-true"
     if asked != wanted:
         if device == "cpu" and precision == "bf16-mixed":
             return f"{digits[wanted]}-mixed"
-        raise ConfigError(_contradiction(precision, f"{wanted}.enabled=true"))
+        raise _contradiction(precision, f"{wanted}.enabled", "true")
     return precision
 
 
@@ -237,12 +237,13 @@ def _autocast_mode(config: ZeroConfig, precision: str, device: str) -> str:
     low = config.torch_autocast.dtype == torch.float16
     mode = "16-mixed" if low else "bf16-mixed"
     if precision not in ("32-true", mode) and not (device == "cpu" and low and precision == "bf16-mixed"):
-        raise ConfigError(_contradiction(precision, f"torch_autocast.dtype={config.torch_autocast.dtype}"))
+        raise _contradiction(precision, "torch_autocast.dtype", config.torch_autocast.dtype)
     return mode
 
 
-def _contradiction(precision: str, key: str) -> str:
-    return f"Trainer(precision={precision!r}) contradicts {key} in the ZeRO configuration. Change or remove one."
+def _contradiction(precision: str, key: str, value: object) -> ConfigError:
+    text = f"Trainer(precision={precision!r}) contradicts {key}={value} in the ZeRO configuration."
+    return ConfigError([Problem(key, f"{text} Change or remove one.")])
 
 
 def dtype_policy(config: ZeroConfig, mode: str, rules: ScalerRules | None = None) -> DtypePolicy:
@@ -262,14 +263,25 @@ def dtype_policy(config: ZeroConfig, mode: str, rules: ScalerRules | None = None
     for dtype, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
         if low[dtype] and compute != dtype:
             raise ConfigError(
-                f"{name}.{name}_master_weights_and_grads=true, but the precision is {mode!r}. Set {name}.enabled=true "
-                "or remove the key."
+                [
+                    Problem(
+                        f"{name}.{name}_master_weights_and_grads",
+                        f"{name}.{name}_master_weights_and_grads=true, but the precision is {mode!r}. Set "
+                        f"{name}.enabled=true "
+                        "or remove the key.",
+                    )
+                ]
             )
     param = config.data_types.param_dtype
     if param is not None and param != (compute or torch.float32):
         raise ConfigError(
-            f"data_types.param_dtype={param} contradicts the precision {mode!r}, in which weights are "
-            f"{compute or torch.float32} in forward. Remove the key."
+            [
+                Problem(
+                    "data_types.param_dtype",
+                    f"data_types.param_dtype={param} contradicts the precision {mode!r}, in which weights are "
+                    f"{compute or torch.float32} in forward. Remove the key.",
+                )
+            ]
         )
     low_master = compute is not None and low[compute]
     return DtypePolicy(
@@ -308,8 +320,14 @@ def _scaling(config: ZeroConfig, rules: ScalerRules | None) -> ScalerRules:
         given = sorted(_SCALE_KEYS & block.model_fields_set)
         if given:
             raise ConfigError(
-                f"The precision plugin has a GradScaler of its own, and fp16.{given[0]}={getattr(block, given[0])} is "
-                "configured. Remove one."
+                [
+                    Problem(
+                        f"fp16.{given[0]}",
+                        f"The precision plugin has a GradScaler of its own, and "
+                        f"fp16.{given[0]}={getattr(block, given[0])} is "
+                        "configured. Remove one.",
+                    )
+                ]
             )
         return rules
     dynamic = ScalerRules(
