@@ -202,7 +202,8 @@ def show_table(found: Sequence[Resolution], console: Console | None = None) -> N
     if not found:
         return
     table = Table(title="Configuration")
-    for column in ("key", "value", "from"):
+    table.add_column("key", no_wrap=True)
+    for column in ("value", "from"):
         table.add_column(column, overflow="fold")
     for entry in found:
         table.add_row(entry.key, str(entry.value), entry.source)

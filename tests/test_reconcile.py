@@ -208,7 +208,8 @@ AUTO: dict[str, Any] = {
 }
 
 
-def test_everything_auto(capsys: pytest.CaptureFixture[str]) -> None:
+def test_everything_auto(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     module = Plain(learning_rate=0.125, adam_beta1=0.5, adam_beta2=0.75, weight_decay=0.0625)
     trainer = run(module, dict(AUTO), accumulate_grad_batches=2, gradient_clip_val=0.5)
     config = trainer.strategy.config
