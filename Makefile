@@ -13,8 +13,8 @@ help: ## Show the targets
 demo: $(STAMP) ## Train a small GPT with ZeRO stage 3 on two processes (about 3 minutes)
 	$(BIN)/python examples/train_gpt.py
 
-test: $(STAMP) ## Run the fast tests
-	$(BIN)/python -m pytest
+test: $(STAMP) ## Run the fast tests, in two processes
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(STAMP) ## Run the slow tests
 	$(BIN)/python -m pytest -m slow --timeout 1200
