@@ -7,11 +7,14 @@ only one to change.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.autograd import Variable
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins import HalfPrecision  # only the strategy imports lightning at run time
@@ -89,6 +92,41 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Any:
 def in_running_backward() -> bool:
     """Whether the calling thread is executing a backward. Checked on torch 2.10 to 2.13."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def current_node() -> Any:
+    """The autograd node that the calling thread is executing; None outside of one. Checked on torch 2.10 to 2.13."""
+    return torch._C._current_autograd_node()
+
+
+class DispatchMode(TorchDispatchMode):
+    """Sees every operation below autograd, on the thread that enters it and in backward. Checked on torch 2.10 to 2.13.
+
+    Entered last it is asked first; inside of its ``__torch_dispatch__`` the modes that were entered before are active.
+    """
+
+    supports_higher_order_operators = True
+
+
+def is_higher_order(func: Any) -> bool:
+    """Whether an operation takes code (flex_attention, cond). Checked on torch 2.10 to 2.13."""
+    return isinstance(func, HigherOrderOperator)
+
+
+def backward_id() -> int:
+    """A number of the backward that the calling thread executes, -1 outside of one. Checked on torch 2.10 to 2.13."""
+    return int(torch._C._current_graph_task_id())
+
+
+def compiled_frames() -> int:
+    """How often torch.compile has looked at a piece of Python code in this process. Checked on torch 2.10 to 2.13."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return sum(dynamo.counters["frames"].values()) if dynamo is not None else 0
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether calls go through torch.compile, by either of its spellings. Checked on torch 2.10 to 2.13."""
+    return type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl") is not None
 
 
 def announce_compute_dtype(plugin: HalfPrecision, dtype: torch.dtype) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lt_zero.checkpointing import CheckpointingStrategy
+from lt_zero.flops import FlopCount
 from lt_zero.loggers import attach_loggers
-from lt_zero.monitoring import StepPrinter, dump_state, gc_disabled, logger_level
+from lt_zero.monitoring import StepPrinter, _rows, dump_state, gc_disabled, logger_level
 from lt_zero.precision import sharded_of
+from lt_zero.profiler import Profiler
 
 
 class MonitoredStrategy(CheckpointingStrategy):
@@ -21,6 +25,9 @@ class MonitoredStrategy(CheckpointingStrategy):
     def __init__(self, **kwargs: Any) -> None:
         every = self.config.steps_per_print
         self._printer = StepPrinter(every) if every is not None else None
+        profiles = self.config.flops_profiler
+        self.flops = FlopCount() if every is not None or profiles.enabled else None  # of a micro-batch, on this rank
+        self._profiler = Profiler(profiles, self.flops) if profiles.enabled and self.flops is not None else None
         self._for_this_run = ExitStack()  # what is undone when a run ends
         super().__init__(**kwargs)
 
@@ -40,6 +47,11 @@ class MonitoredStrategy(CheckpointingStrategy):
         """A fit begins; ``new``: with an engine that was built for it."""
         if self._printer is not None:
             self._printer.start()
+            if self.flops is not None and self.flops.flops_per_micro_batch is None:
+                self.flops.want()
+        if self._profiler is not None:
+            self._profiler.start(self.engine.comm)
+            self._for_this_run.callback(self._profiler.show)
         self._for_this_run.enter_context(gc_disabled(self.config.disable_python_gc))
         if self.config.dump_state and new:
             dump_state(self.config, self.engine, [s for s in map(sharded_of, self.optimizers) if s is not None])
@@ -50,17 +62,43 @@ class MonitoredStrategy(CheckpointingStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._printer is None:
-            return super().training_step(*args, **kwargs)
-        self._printer.before_training_step()
-        output = super().training_step(*args, **kwargs)
-        assert self.lightning_module is not None
-        self._printer.after_training_step(self.lightning_module, args[0] if args else None, output)
+        if self._printer is not None:
+            self._printer.before_training_step()
+        with self._counted(args):
+            output = super().training_step(*args, **kwargs)
+        if self._printer is not None:
+            assert self.lightning_module is not None
+            self._printer.after_training_step(self.lightning_module, args[0] if args else None, output)
         return output
+
+    @contextmanager
+    def _counted(self, args: tuple[Any, ...]) -> Iterator[None]:
+        """Around a training step: FLOPs are counted, or time is taken, if this micro-batch is the one."""
+        module = self.lightning_module
+        if self.flops is None or module is None:
+            yield
+            return
+        whole = not module.automatic_optimization
+        with ExitStack() as measured:
+            if self._profiler is not None:
+                step = module.trainer.global_step
+                measured.enter_context(self._profiler.forward(module, step, self.root_device, whole))
+            measured.enter_context(self.flops.forward(module, _rows(args[0]) if args else None, whole))
+            yield
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        with ExitStack() as measured:
+            if self._profiler is not None:
+                measured.enter_context(self._profiler.backward())
+            if self.flops is not None:
+                measured.enter_context(self.flops.backward())
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self.flops.paused() if self.flops is not None else nullcontext():
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._printer is not None:
             assert isinstance(self.lightning_module, pl.LightningModule)
             self._printer.after_optimizer_step(self.lightning_module, optimizer)

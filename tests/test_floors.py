@@ -15,7 +15,8 @@ FLOORS = (
     {"core"},
     {"planning", "checkpoint"},
     {"build"},
-    {"precision", "attach", "progress", "hparams", "unanimous", "reconcile", "loggers", "monitoring"},
+    {"precision", "attach", "progress", "hparams", "unanimous", "reconcile", "loggers", "monitoring"}
+    | {"flops", "flops_table", "profiler"},
     {"persistence", "restoring", "loading", "checkpointing", "monitored"},
     {"strategy", "cli", "sweep", "__init__", "__main__"},
 )

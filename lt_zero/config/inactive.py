@@ -45,6 +45,8 @@ _STAGE3 = (
 )
 _FILES = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init")
 _SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
+_FLOPS = ("profile_step", "module_depth", "top_modules", "detailed", "output_file", "recompute_fwd_factor")
+_COMMS = ("verbose", "prof_all", "debug", "prof_ops")
 _RULES = (
     _Rule(Z, _STAGE3, _stage3, "parameters are sharded at stage 3 only"),
     _Rule(
@@ -85,6 +87,14 @@ _RULES = (
         ("topk_ratio", "huffman_coding", "hierarchical_compress"),
         lambda config: config.gradient_compression.algorithm != "none",
         "gradient_compression.algorithm is none",
+    ),
+    _Rule("flops_profiler", _FLOPS, lambda config: config.flops_profiler.enabled, "flops_profiler.enabled is false"),
+    _Rule("comms_logger", _COMMS, lambda config: config.comms_logger.enabled, "comms_logger.enabled is false"),
+    _Rule(
+        "comms_logger",
+        ("prof_ops",),
+        lambda config: not config.comms_logger.prof_all or not config.comms_logger.enabled,
+        "comms_logger.prof_all records all operations",
     ),
     _Rule("aio", (), _in_files, "nothing is offloaded to nvme"),
     _Rule("fp16", _SCALE, lambda config: config.fp16.loss_scale == 0, "fp16.loss_scale fixes the scale"),

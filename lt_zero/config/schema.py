@@ -14,6 +14,7 @@ from lt_zero.config.fields import Block, Dtype, Elements, Names, PositiveElement
 from lt_zero.config.monitor import Comet, CsvMonitor, TensorBoard, Wandb
 from lt_zero.config.offload import Aio, OffloadOptimizer, OffloadParam, check_offload
 from lt_zero.config.precision import Bf16, DataTypes, Fp16, TorchAutocast, check_precision
+from lt_zero.config.profiling import CommsLogger, FlopsProfiler, check_profiling
 from lt_zero.config.training import (
     Communication,
     GradientCompression,
@@ -120,6 +121,8 @@ class ZeroConfig(Block):
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = Field(
         None, description="level of the logger lt_zero"
     )
+    flops_profiler: FlopsProfiler = Field(FlopsProfiler(), description="what a micro-batch computes, per module")
+    comms_logger: CommsLogger = Field(CommsLogger(), description="what collectives cost")
     disable_python_gc: bool = Field(False, description="no automatic garbage collection while fitting")
     zero_optimization: ZeroOptimization = Field(ZeroOptimization(), description="what is sharded, and how")
     fp16: Fp16 = Field(Fp16(), description="training with fp16 weights")
@@ -174,6 +177,7 @@ class ZeroConfig(Block):
         yield from check_leaves(self)
         yield from check_precision(self)
         yield from check_offload(self)
+        yield from check_profiling(self)
         if self.checkpoint.async_save and self.sharded_checkpoints is False:
             yield Problem(
                 "checkpoint.async",
