@@ -47,7 +47,6 @@ _HEAVY = (
     "_scaled_mm_v2", "_addmm_activation", "linear_backward", "_nested_",
 )
 # fmt: on
-)
 
 
 @dataclass

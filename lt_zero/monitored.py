@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
+from rich.console import Console
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lt_zero.checkpointing import CheckpointingStrategy
+from lt_zero.core.comm import Comm
+from lt_zero.core.comm_log import CommRecord, LoggedComm, comm_table
 from lt_zero.flops import FlopCount
 from lt_zero.loggers import attach_loggers
 from lt_zero.monitoring import StepPrinter, _rows, dump_state, gc_disabled, logger_level
@@ -41,7 +45,35 @@ class MonitoredStrategy(CheckpointingStrategy):
             self.lightning_module.trainer, [config.tensorboard, config.csv_monitor, config.wandb, config.comet]
         )
         self._for_this_run.close()
+        if isinstance(self.comm, LoggedComm):
+            self.comm.log.clear()
         self._for_this_run.enter_context(logger_level(config.log_level, self.global_rank))
+
+    @property
+    def comm_class(self) -> type[Comm]:
+        """Makes the collectives; without ``comms_logger`` nothing is recorded."""
+        return LoggedComm if self.config.comms_logger.enabled else Comm
+
+    def log_comms(self) -> None:
+        """The collectives are there, or used by another run: what they do is recorded from here on."""
+        if isinstance(self.comm, LoggedComm):
+            self.comm.log.configure(self.config.comms_logger)
+
+    def comms_summary(self) -> list[CommRecord]:
+        """What the collectives of this rank cost since the last call of ``fit`` (or another entry point) began.
+
+        Raises:
+            RuntimeError: nothing is recorded.
+        """
+        if not isinstance(self.comm, LoggedComm):
+            raise RuntimeError(
+                "Collectives are recorded with comms_logger.enabled: true, from Trainer.fit/validate/test/predict on."
+            )
+        return self.comm.log.records()
+
+    def _show_comms(self) -> None:
+        if self.is_global_zero and (records := self.comms_summary()):
+            Console(width=None if sys.stdout.isatty() else 160).print(comm_table(records))
 
     def start_monitoring(self, new: bool) -> None:
         """A fit begins; ``new``: with an engine that was built for it."""
@@ -49,6 +81,8 @@ class MonitoredStrategy(CheckpointingStrategy):
             self._printer.start()
             if self.flops is not None and self.flops.flops_per_micro_batch is None:
                 self.flops.want()
+        if self.config.comms_logger.enabled:
+            self._for_this_run.callback(self._show_comms)
         if self._profiler is not None:
             self._profiler.start(self.engine.comm)
             self._for_this_run.callback(self._profiler.show)

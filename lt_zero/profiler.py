@@ -23,7 +23,6 @@ from lt_zero.core.comm import Comm
 from lt_zero.flops import ROOT, FlopCount
 from lt_zero.flops_table import Profile, Times, parameters_of, write
 
-
 _WIDTH = 160  # columns, where nobody else says
 
 

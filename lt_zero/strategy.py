@@ -128,7 +128,8 @@ class ZeroStrategy(MonitoredStrategy):
         super().setup_environment()
         if self._comm is None:
             check = debug_enabled() or self.config.zero_optimization.enable_sanity_checks
-            self._comm = Comm.for_world(self.root_device, check=check)
+            self._comm = self.comm_class.for_world(self.root_device, check=check)
+            self.log_comms()
             check_same(self.config, self._comm)
 
     @override
