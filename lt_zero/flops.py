@@ -111,7 +111,7 @@ class FlopCount:
         self.counted: Counted | None = None
         self.problem: str | None = None
         self.rows: int | None = None  # of the micro-batch that was counted
-        self._wanted = self._first_is_over = False
+        self._wanted = self._first_is_over = self._observes = False
         self._compiles = False  # something was compiled before, or in, the first micro-batch
         self._running: Counted | None = None
         self._watch: _Watch | None = None
@@ -144,11 +144,12 @@ class FlopCount:
             whole: backward runs inside (manual optimization).
         """
         self._running = None
+        if not self._first_is_over:
+            self._first_is_over, self._observes, self._compiles = True, True, compiled_frames() > 0
+            return self._observed()
+        self._observes = False
         if not self._wanted:
             return nullcontext()
-        if not self._first_is_over:
-            self._first_is_over, self._compiles = True, compiled_frames() > 0
-            return self._observed()
         self.problem = self._problem(root)
         if self.problem is not None:
             self._wanted = False
@@ -169,7 +170,7 @@ class FlopCount:
         """Around a backward; one inside of ``forward`` is seen there."""
         if self._running is not None and self._watch is None:
             return self._backward(self._running)
-        return self._observed() if self._wanted else nullcontext()
+        return self._observed() if self._observes else nullcontext()
 
     @contextmanager
     def _observed(self) -> Iterator[None]:
@@ -236,6 +237,7 @@ class _Watch(DispatchMode):
         self._stack: list[tuple[str, bool]] = []  # modules that run: name, whether in backward
         self._grows_graph: dict[int, bool] = {}  # by backward
         self._counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
+        vars(self._counter)["mod_tracker"] = _NoModules()
         registry: dict[Any, Any] = vars(self._counter)["flop_registry"]
         registry.update({packet: partial(self._safely, str(packet), formula) for packet, formula in registry.items()})
         self._open = ExitStack()
@@ -307,6 +309,16 @@ class _Watch(DispatchMode):
             if node is not None and _OWNER not in node.metadata:
                 node.metadata[_OWNER] = owner
                 nodes += [behind for behind, _ in node.next_functions]
+
+
+class _NoModules:
+    """In place of torch's tracker of modules, whose hooks make ``autograd.grad`` fail for leaves."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: Any) -> None: ...
 
 
 def _is_unseen(func: Any) -> bool:

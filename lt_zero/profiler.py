@@ -113,9 +113,9 @@ class Profiler:
         count, profile = self._count, self._profile
         if profile is None or (count.counted is None and count.problem is None):
             warnings.warn(
-                f"flops_profiler counted nothing: flops_profiler.profile_step={self._block.profile_step} was not "
-                f"reached in {self._steps + 1} optimizer steps, or only by the first micro-batch. Set a lower one, or "
-                "train longer.",
+                f"flops_profiler counted nothing: flops_profiler.profile_step={self._block.profile_step}, and the last "
+                f"micro-batch came after {self._steps} optimizer steps (a fit's first one is never counted). Set a "
+                "lower one, or train longer.",
                 stacklevel=2,
             )
             return

@@ -21,6 +21,7 @@ from lt_zero.config.errors import ConfigError
 from tests import reach_engine as e
 from tests import reach_files as f
 from tests import reach_loggers as log
+from tests import reach_profiling as prof
 from tests import reach_trainer as t
 from tests.pool import Pool
 from tests.reach_engine import Config, Lab, nested
@@ -49,6 +50,7 @@ SMALL = {"fp16.initial_scale_power": 0, "fp16.hysteresis": 1, **FP16}
 KEPT = {"data_types.buffer_dtype": "bf16", **BF16}
 SGD = {"optimizer.type": "SGD", "optimizer.params.lr": 0.5}
 WARM = {"scheduler.type": "WarmupLR", "scheduler.params.warmup_max_lr": 0.5, "scheduler.params.warmup_num_steps": 2}
+FLOPS, COMMS = {"flops_profiler.enabled": True}, {"comms_logger.enabled": True}
 COMET = {"comet.enabled": True}
 APART, TOGETHER = ["embedding", "head", "pair.first", "pair.second"], ["embedding", "head", "pair"]
 OUTSIDE = sorted(
@@ -116,6 +118,25 @@ PROBES: dict[str, Probe] = {
     "dump_state": Probe(t.run(lambda r: "    stage: 3\n" in r.text), True, False, True),
     "log_level": Probe(t.run(lambda r: r.module.levels), "error", {logging.NOTSET}, {logging.ERROR}),
     "disable_python_gc": Probe(t.run(lambda r: r.module.collects), True, {True}, {False}),
+    # what is profiled
+    "flops_profiler.enabled": Probe(prof.table(prof.counted_at), True, [], ["1"]),
+    "flops_profiler.profile_step": Probe(prof.table(prof.counted_at), 2, ["1"], ["2"], FLOPS),
+    "flops_profiler.module_depth": Probe(prof.table(prof.levels), 0, ["0", "1"], ["0"], FLOPS),
+    "flops_profiler.top_modules": Probe(prof.table(prof.classes), 2, ["Linear"], ["Linear", "BatchNorm1d"], FLOPS),
+    "flops_profiler.detailed": Probe(prof.table(prof.rows), False, ["first", "norm", "second"], [], FLOPS),
+    "flops_profiler.output_file": Probe(prof.written, "{folder}/made/flops.txt", [True, False], [False, True], FLOPS),
+    "flops_profiler.recompute_fwd_factor": Probe(prof.table(prof.recomputed), 0.5, [], ["80 FLOP (assumed)"], FLOPS),
+    "comms_logger.enabled": Probe(prof.comms(prof.enabled), True, False, True),
+    "comms_logger.verbose": Probe(prof.comms(prof.lines), True, False, True, COMMS),
+    "comms_logger.prof_all": Probe(prof.comms(prof.some), False, ["broadcast", "reduce_scatter"], [], COMMS),
+    "comms_logger.prof_ops": Probe(
+        prof.comms(prof.some),
+        ["reduce_scatter_tensor"],
+        [],
+        ["reduce_scatter"],
+        {**COMMS, "comms_logger.prof_all": False},
+    ),
+    "comms_logger.debug": Probe(prof.comms(prof.named), True, False, True, COMMS),
     # what is sharded, and how
     Z + "stage": Probe(e.sharded, 2, (False, False, False), (True, True, False)),
     Z + "overlap_comm": Probe(e.flying, False, 2, 1, S1),
