@@ -25,28 +25,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lt_zero.compat import DispatchMode, backward_id, compiled_frames, current_node, is_compiled, is_higher_order
+from lt_zero.compat import DispatchMode, backward_id, compiled_frames, current_node, is_compiled
 from lt_zero.core.walk import iter_tensors
+from lt_zero.flops_formulas import FORMULAS, is_unseen
 
 ROOT = ""  # the module that is trained, as in ``named_modules``
 _OWNER = "lt_zero.module"
-_OWN_NAMESPACES = {"aten", "prim", "prims", "c10d", "_c10d_functional", "lt_zero", "profiler"}
-# Operations of torch that multiply matrices and have no formula.
-# fmt: off
-_HEAVY = (
-    "_scaled_dot_product", "_fused_sdp", "_native_multi_head", "_transformer_encoder", "_triton_", "_flash",
-    "_efficient", "_trilinear", "mkldnn_", "_mkldnn_", "_cudnn_rnn", "miopen_", "_thnn_differentiable", "_sparse_",
-    "_cdist", "_fft_", "linalg_", "_linalg_", "_int_mm", "_weight_int", "_scaled_grouped_mm", "_grouped_mm",
-    "_scaled_mm_v2", "_addmm_activation", "linear_backward", "_nested_",
-)
-# fmt: on
 
 
 @dataclass
@@ -236,7 +226,7 @@ class _Watch(DispatchMode):
         self._counted, self._names = counted, names
         self._stack: list[tuple[str, bool]] = []  # modules that run: name, whether in backward
         self._grows_graph: dict[int, bool] = {}  # by backward
-        self._counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
+        self._counter = FlopCounterMode(display=False, custom_mapping=FORMULAS)
         vars(self._counter)["mod_tracker"] = _NoModules()
         registry: dict[Any, Any] = vars(self._counter)["flop_registry"]
         registry.update({packet: partial(self._safely, str(packet), formula) for packet, formula in registry.items()})
@@ -265,7 +255,7 @@ class _Watch(DispatchMode):
             if flops:
                 found = self._counted.own.setdefault(owner, Flops())
                 setattr(found, kind, getattr(found, kind) + flops)
-            elif _is_unseen(func):
+            elif is_unseen(func):
                 self._counted.unseen[str(func).removesuffix(".default")] += 1
         return out
 
@@ -319,40 +309,3 @@ class _NoModules:
     def __enter__(self) -> None: ...
 
     def __exit__(self, *error: Any) -> None: ...
-
-
-def _is_unseen(func: Any) -> bool:
-    """Whether an operation for which nothing was counted may have multiplied matrices."""
-    namespace, _, name = str(func).partition(".")
-    if is_higher_order(func):
-        return True
-    return namespace not in _OWN_NAMESPACES or name.startswith(_HEAVY)
-
-
-# ---- formulas that torch does not have: shapes take the place of tensors -------------------------------------------
-
-
-def _matrix_vector(matrix: Any, vector: Any, *_: Any, **__: Any) -> int:
-    return int(2 * prod(matrix))
-
-
-def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Two products of matrices for each head; a causal mask saves nothing, as in torch's own formula."""
-    *batch, rows, width = query
-    return int(2 * prod(batch) * rows * key[-2] * (width + value[-1]))
-
-
-def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Five: scores once more, gradients of scores, values, queries and keys."""
-    *batch, rows, width = query
-    return int(2 * prod(batch) * rows * key[-2] * (3 * width + 2 * value[-1]))
-
-
-_FORMULAS: dict[Any, Callable[..., int]] = {
-    torch.ops.aten.mv: _matrix_vector,
-    torch.ops.aten.addmv: lambda bias, matrix, vector, *_, **__: 2 * prod(matrix),
-    torch.ops.aten.dot: lambda a, b, *_, **__: 2 * prod(a),
-    torch.ops.aten.vdot: lambda a, b, *_, **__: 2 * prod(a),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}

@@ -16,7 +16,7 @@ FLOORS = (
     {"planning", "checkpoint"},
     {"build"},
     {"precision", "attach", "progress", "hparams", "unanimous", "reconcile", "loggers", "monitoring"}
-    | {"flops", "flops_table", "profiler"},
+    | {"flops", "flops_formulas", "flops_table", "profiler"},
     {"persistence", "restoring", "loading", "checkpointing", "monitored"},
     {"strategy", "cli", "sweep", "__init__", "__main__"},
 )
