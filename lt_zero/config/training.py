@@ -20,7 +20,9 @@ ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 class OptimizerBlock(Block):
     """The ``optimizer`` block: what is built if the module has no ``configure_optimizers``."""
 
-    type: str = Field(min_length=1, description="Adam, AdamW, Adagrad, Lion, SGD, a torch.optim class or a dotted path")
+    type: str = Field(
+        min_length=1, description="Adam, AdamW, Adagrad, Lamb, Lion, SGD, a torch.optim class or a dotted path"
+    )
     params: Params = Field({}, validate_default=True, description="arguments of its constructor")
 
 

@@ -293,7 +293,7 @@ class Comm:
             self._finish(dist.broadcast(tensor, self._peer(src), group=self._group, async_op=self._gloo), launch)
 
     def sum_scalar(self, value: Tensor, name: str) -> Tensor:
-        """The sum over all ranks of a 0D fp64 tensor."""
+        """The sum over all ranks of an fp64 tensor, which may be overwritten."""
         return self._reduce_small(value, dist.ReduceOp.SUM, name)
 
     def max_scalar(self, value: Tensor, name: str) -> Tensor:

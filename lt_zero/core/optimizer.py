@@ -25,8 +25,10 @@ from lt_zero.core.layout import Piece
 from lt_zero.core.overlap import Overlap
 from lt_zero.core.reduced import ReducedGrads
 from lt_zero.core.stepping import Stepper, grad_of
+from lt_zero.core.sums import WholeNorms
 from lt_zero.core.supported import check_supported, states_per_element
 from lt_zero.offload.pool import SwapError
+from lt_zero.optim.lamb import Lamb
 
 
 class ShardedOptimizer:
@@ -56,6 +58,9 @@ class ShardedOptimizer:
         self._early: set[Bucket] = set()  # stepped beside the last backward, by the running step
         fused = engine.config.fused_step and FusedAdam.fits(optimizer)
         self.fused = FusedAdam(optimizer) if fused else None
+        self.norms: WholeNorms | None = None  # of an optimizer whose step is collective
+        if isinstance(optimizer, Lamb):
+            optimizer.whole_norms = self.norms = WholeNorms(engine.comm)
         self.overlap = Overlap(self)
         self.grads = ReducedGrads(self)
         self.stepper = Stepper(self)
@@ -169,7 +174,7 @@ class ShardedOptimizer:
         self.engine.comm.before_write()
         try:
             self.stepper.hand_over(plans, members)
-            self.stepper.step_resting(members)
+            self.stepper.step_resting(members, used if self.norms is not None else ())
             self.stepper.step_host(members)
             self.engine.shelves.check(self.engine.comm, "states in files")
         except SwapError:
@@ -181,13 +186,14 @@ class ShardedOptimizer:
         if self.fused is not None and fused:
             self.fused.step(fused, self.found_inf)
             self.drop({id(member.fragment) for bucket in fused.values() for member in bucket})
+        for bucket in [bucket for bucket in members if bucket.staged]:
+            self.stepper.step_staged(bucket, members.pop(bucket))
         for bucket, fragments in members.items():
-            if bucket.staged:
-                self.stepper.step_staged(bucket, fragments)
-                continue
             grads = bucket.grads
             for member in fragments:
                 member.fragment.grad = grad_of(grads, member)
+        if self.norms is not None:
+            self.norms.expect(members)
         return args, kwargs
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

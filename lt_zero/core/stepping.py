@@ -7,6 +7,7 @@ Note [Staged buckets]
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,9 +46,13 @@ class Stepper:
             self._overlap.hand_over(bucket, parts)
 
     @torch.no_grad()
-    def step_resting(self, members: dict[Bucket, list[Member]]) -> None:
-        """Step the buckets whose states rest in files, one by one. See offload/tier.py, Note [Walking]."""
-        resting = [b for b in members if "master" in b.shelf.homes and any(m.used for m in members[b])]
+    def step_resting(self, members: dict[Bucket, list[Member]], together: Collection[Bucket] = ()) -> None:
+        """Step the buckets whose states rest in files, one by one. See offload/tier.py, Note [Walking].
+
+        ``together``: buckets that all ranks step, also if they hold nothing of what is used, as the step is collective.
+        """
+        here = {b: b in together or any(member.used for member in members[b]) for b in members}
+        resting = [b for b in members if "master" in b.shelf.homes and here[b]]
         idle = [b for b in members if "master" in b.shelf.homes and b not in resting]
         taken = self._sharded.taken(resting)
         for bucket in self._engine.shelves.walk(resting) if resting else ():
@@ -96,6 +101,8 @@ class Stepper:
         for group in groups:
             group["params"] = [p for p in group["params"] if id(p) in mine]
         self.staging = True
+        if self._sharded.norms is not None:
+            self._sharded.norms.expect({bucket: members})
         try:
             bare_step(self._optimizer)(self._optimizer)  # hooks run once, around the whole step
             for member, row in zip(members, rows, strict=True):

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lt_zero.optim.lamb import Lamb
+
 _ELEMENTWISE = {
     "SGD",
     "Adam",
@@ -57,12 +59,13 @@ def check_supported(optimizer: Optimizer, sharded: bool) -> None:
         raise TypeError(f"{name} evaluates its closure several times per step, which ZeRO does not support. Use AdamW.")
     if names & _SPARSE:
         raise TypeError(f"{name} needs sparse gradients; ZeRO reduces dense buckets. Use Adam and sparse=False.")
-    if not sharded:
+    if not sharded or isinstance(optimizer, Lamb):  # ours asks for the norms of whole parameters
         return
     if names & _WHOLE_MATRICES:
+        ours = "lt_zero.optim.Lamb" if names & {"Lamb", "LAMB"} else "stage 0"
         raise TypeError(
             f"{name} computes its update from whole matrices or per-parameter norms, but at this stage a rank holds "
-            "flat pieces of parameters. Use stage 0, or an element-wise optimizer such as AdamW."
+            f"flat pieces of parameters. Use {ours}, or an element-wise optimizer such as AdamW."
         )
     if not names & _ELEMENTWISE:
         warnings.warn(

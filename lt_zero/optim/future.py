@@ -1,8 +1,7 @@
 """Optimizers that DeepSpeed knows, or knew, and that are not available yet: what their parameters may be.
 
 They are checked all the same, so that a configuration that waits for one of them is right when it comes.
-Meanings: 1-bit Adam (arXiv:2102.02888), 1-bit LAMB (arXiv:2104.06069), 0/1 Adam (arXiv:2202.06009), LAMB
-(arXiv:1904.00962).
+Meanings: 1-bit Adam (arXiv:2102.02888), 1-bit LAMB (arXiv:2104.06069), 0/1 Adam (arXiv:2202.06009).
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ _LAMB: Mapping[str, Reader] = {
     "min_coeff": Number(0, example="0.01"),
 }
 _OWN: Mapping[str, Mapping[str, Reader]] = {  # by name in lower case
-    "lamb": _LAMB,
     "onebitadam": {**_COMPRESSED, "freeze_step": _STEPS},
     "zerooneadam": {
         **_COMPRESSED,

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lt_zero.config.errors import ConfigError, Problem
 from lt_zero.optim.adam import UncorrectedAdam
+from lt_zero.optim.lamb import Lamb
 from lt_zero.optim.lion import Lion
 from lt_zero.optim.schedules import SCHEDULES
 from lt_zero.optim.values import (
@@ -61,6 +62,8 @@ OPTIMIZER_RULES: Mapping[str, Reader] = {
     "eps": Number(0, example="1e-8"),
     "weight_decay": Number(0, example="0.01"),
     "momentum": Number(0, example="0.9"),
+    "max_coeff": Number(0, example="10.0"),
+    "min_coeff": Number(0, example="0.01"),
     "foreach": Nullable(flag),
     "fused": Nullable(flag),
 }
@@ -72,6 +75,7 @@ _ADAM: Mapping[str, Reader] = {
     "fp32_optimizer_states": _FP32,
     "set_grad_none": flag,
 }
+_NO_AMSGRAD = Only(False, "Lamb has no such variant; write false, or remove it")
 _ONE_BIT = "freeze_step cuda_aware comm_backend_name var_freeze_step var_update_scaler local_step_scaler "
 _ONE_BIT += "local_step_clipper coeff_beta factor_max factor_min factor_threshold"
 REFUSED: Mapping[str, Reader] = {
@@ -82,14 +86,13 @@ REFUSED: Mapping[str, Reader] = {
 }
 _COMPRESSED = "Use Adam meanwhile: the same update, with gradients that are not compressed."
 UNSUPPORTED: Mapping[str, str] = {  # by name in lower case
-    "lamb": "Its steps depend on norms of whole parameters. Use AdamW meanwhile, with a learning rate for it.",
     "muon": "Its steps need whole matrices. Use AdamW meanwhile, or, at stage 0, type torch.optim.Muon.",
     "muadam": "Use AdamW, and scale the learning rate of each parameter group as mup does.",
     "muadamw": "Use AdamW, and scale the learning rate of each parameter group as mup does.",
     "musgd": "Use SGD, and scale the learning rate of each parameter group as mup does.",
     "onebitadam": _COMPRESSED,
     "zerooneadam": _COMPRESSED,
-    "onebitlamb": "Use AdamW meanwhile, with a learning rate for it.",
+    "onebitlamb": "Use Lamb meanwhile: the same update, with gradients that are not compressed.",
 }
 
 SCHEDULER_RULES: Mapping[str, Reader] = {
@@ -143,13 +146,16 @@ def optimizer_kind(name: Any) -> Kind:
     if low == "adagrad":
         own = Signature.of(Adagrad, OPTIMIZER_RULES)
         return Kind("Adagrad", own.plus({"fp32_optimizer_states": _FP32}), _adagrad)
+    if low in ("lamb", "fusedlamb"):
+        own = Signature.of(Lamb, OPTIMIZER_RULES)
+        return Kind("Lamb", own.plus({"amsgrad": _NO_AMSGRAD}), _lamb)
     if low in UNSUPPORTED:
         raise _wrong("optimizer", name, f"It is known, and not available yet. {UNSUPPORTED[low]}")
     cls = _torch_classes().get("SGD" if low == "sgd" else name)
     if cls is None and re.fullmatch(r"\w+(\.\w+)+", name):
         cls = _imported(name)
     if cls is None:
-        known = ["Adam", "AdamW", "Adagrad", "Lion", "SGD", *_torch_classes()]
+        known = ["Adam", "AdamW", "Adagrad", "Lamb", "Lion", "SGD", *_torch_classes()]
         raise _wrong("optimizer", name, _nearest(name, known) + " An import path (package.module.Class) is one, too.")
     return _from_class("optimizer", cls, OPTIMIZER_RULES)
 
@@ -194,6 +200,10 @@ def _lion(parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:
     """DeepSpeed's defaults, which are not the paper's."""
     options = {"lr": 1e-3, "betas": (0.9, 0.999), **values}
     return Lion(parameters, **{k: v for k, v in options.items() if k not in _ADAM})
+
+
+def _lamb(parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:
+    return Lamb(parameters, **{key: value for key, value in values.items() if key != "amsgrad"})
 
 
 def _adagrad(parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:
