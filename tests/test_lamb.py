@@ -1,0 +1,392 @@
+"""LAMB: DeepSpeed's arithmetic, and whole parameters' trust ratios where ranks hold fragments."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+import lt_zero
+from lt_zero import ops
+from lt_zero.checkpoint.full import full_optimizer_state, load_full_optimizer_state
+from lt_zero.core import shelf
+from lt_zero.core.comm import Comm
+from lt_zero.core.norm import clip_grad_norm
+from lt_zero.core.supported import check_supported, states_per_element
+from lt_zero.optim import Lamb
+from tests.lamb_tools import RULE, Odd, Transcript, groups_of, lamb, loss
+from tests.parity import STAGES, Case, check, config_of, full_values
+from tests.pool import Pool
+
+# ---- arithmetic ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("correct", [False, True])
+@pytest.mark.parametrize("bounds", [(10.0, 0.01), (0.5, 0.08), (0.3, 0.3)])
+def test_is_deepspeeds(bounds: tuple[float, float], correct: bool, inside: bool) -> None:
+    torch.manual_seed(0)
+    start = [torch.randn(shape, dtype=torch.float64) for shape in [(7, 3), (5,), ()]] + [torch.zeros(4).double()]
+    mine, theirs = ([Parameter(x.clone()) for x in start] for _ in range(2))
+    rule = {**RULE, "max_coeff": bounds[0], "min_coeff": bounds[1], "bias_correction": correct}
+    rule["eps_inside_sqrt"] = inside
+    optimizer, reference = Lamb(mine, **rule), Transcript([{**rule, "params": theirs}])
+    seen = set()
+    for step in range(50):
+        for one, other in zip(mine, theirs, strict=True):
+            one.grad = torch.randn_like(one) * 10 ** (step % 5 - 3)
+            other.grad = one.grad.clone()
+        optimizer.step()
+        reference.step()
+        seen.update(reference.coefficients)
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+    assert 1.0 in seen, "the zeros, at first"
+    assert bounds == (10.0, 0.01) or set(bounds) <= seen
+    assert set(optimizer.state[mine[0]]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert all(torch.is_tensor(p.grad) and p.grad.ne(0).all() for p in mine), "gradients are only read"
+
+
+def test_where_norms_are_nothing() -> None:
+    """An update of 0 has the ratio 1, and so moves nothing; what has no gradient has no state."""
+    still, moved, none = (Parameter(torch.ones(3)) for _ in range(3))
+    optimizer = Lamb([still, moved, none], lr=0.1)
+    still.grad, moved.grad = torch.zeros(3), torch.ones(3)
+    assert optimizer.step(lambda: 3.0) == 3.0
+    assert still.tolist() == none.tolist() == [1, 1, 1]
+    # The norm of the step is that of the weights times the rate, which is what the correction of the bias makes of 0.1.
+    assert moved.tolist() == pytest.approx([1 - 0.1 * 0.001**0.5 / 0.1] * 3)
+    assert none not in optimizer.state
+    moved.grad = torch.ones(3).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+
+
+def test_kernels_agree() -> None:
+    """They know eps outside of the root only; the correction of the bias is in the learning rate. fp32: 2 ** -22."""
+    torch.manual_seed(0)
+    rule = {**RULE, "weight_decay": 0.1}
+    mine = [Parameter(torch.randn(n)) for n in (1, 33, 1000)]
+    weights = [p.detach().clone() for p in mine]
+    moments, optimizer = [[torch.zeros_like(w) for w in weights] for _ in range(2)], Lamb(mine, **rule)
+    updates = [torch.empty_like(w) for w in weights]
+    b1, b2 = rule["betas"]
+    for step in range(1, 11):
+        grads = [torch.randn_like(w) for w in weights]
+        for p, grad in zip(mine, grads, strict=True):
+            p.grad = grad.clone()
+        optimizer.step()
+        numbers = {"beta1": b1, "beta2": b2, "eps": 1e-6, "weight_decay": 0.1, "step": step, "bias_correction": False}
+        norms = ops.lamb_update(weights, grads, *moments, updates, **numbers).sqrt()
+        ratios = (norms[:, 0] / norms[:, 1]).clamp(0.01, 10.0).float()
+        ops.lamb_apply(weights, updates, ratios, lr=1e-2 * (1 - b2**step) ** 0.5 / (1 - b1**step))
+        torch.testing.assert_close([p.detach() for p in mine], weights, rtol=step * 2**-22, atol=step * 1e-8)
+
+
+def test_sixteen_bits_are_computed_in_fp32() -> None:
+    torch.manual_seed(0)
+    low, wide = Parameter(torch.randn(50).bfloat16()), Parameter(torch.zeros(50))
+    wide.data.copy_(low.data)
+    optimizers = Lamb([low], lr=1e-2), Lamb([wide], lr=1e-2)
+    low.grad = torch.randn(50).bfloat16()
+    wide.grad = low.grad.float()
+    for p, optimizer in zip((low, wide), optimizers, strict=True):
+        optimizer.step()
+        assert optimizer.state[p]["exp_avg"].dtype == p.dtype
+    # bf16 moments have 8 bits; the step is 1% of the weights, so an error of 2 ** -8 of it does not show.
+    torch.testing.assert_close(low.float(), wide.detach(), rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"lr": -1}, "lr=-1: write"),
+        ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\)"),
+        ({"max_coeff": 0.001}, "max_coeff=0.001: write a number of at least min_coeff=0.01"),
+        ({"min_coeff": -1.0}, "min_coeff=-1.0: write"),
+    ],
+)
+def test_wrong_numbers(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Lamb([Parameter(torch.zeros(2))], **wrong)
+
+
+def test_deepspeeds_state_is_loaded() -> None:
+    p = Parameter(torch.ones(2))
+    optimizer = Lamb([p], eps_inside_sqrt=True)
+    saved = optimizer.state_dict()
+    moments = {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
+    del saved["param_groups"][0]["eps_inside_sqrt"]
+    saved["param_groups"][0]["max_grad_norm"] = 0.0
+    optimizer.load_state_dict({**saved, "state": {0: {"step": 5, **moments}}})
+    p.grad = torch.ones(2)
+    optimizer.step()
+    assert optimizer.param_groups[0]["eps_inside_sqrt"]
+    assert optimizer.state[p]["step"] == 6
+
+
+# ---- fragments -----------------------------------------------------------------------------------------------------
+
+
+def _fifty_steps() -> None:
+    """In fp64 the order of sums does not show: 50 steps amplify 1e-16 by far less than 1e4."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    start = Odd().double()
+    reference = copy.deepcopy(start)
+    transcript, wanted = Transcript(groups_of(reference)), []
+    for step in range(50):
+        transcript.zero_grad()
+        for r in range(world):
+            (loss(reference, step, 0, r) / world).backward()
+        transcript.step()
+        if step in (1, 49):
+            wanted.append({n: p.detach().clone() for n, p in reference.named_parameters()})
+    moved = {name for name, p in start.named_parameters() if not torch.equal(wanted[1][name], p)}
+    assert moved == {name for name in wanted[1] if "never" not in name}
+    for stage in STAGES:
+        model = copy.deepcopy(start)
+        engine = lt_zero.shard(model, config_of(stage, {"reduce_bucket_size": 100}))
+        optimizer = lamb(model)
+        lt_zero.ShardedOptimizer(engine, optimizer)
+        for step in range(50):
+            optimizer.zero_grad()
+            loss(model, step, 0, rank).backward()
+            optimizer.step()
+            if step in (1, 49):
+                torch.testing.assert_close(full_values(engine), wanted[step == 49], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_fifty_steps_are_those_of_one_process(pool: Pool, world: int) -> None:
+    pool.run(world, _fifty_steps)
+
+
+def _accumulating(stage: int) -> None:
+    check(Case(Odd, loss, stage, lamb, steps=4, micro=2, zero={"stage3_param_persistence_threshold": 50}))
+
+
+def test_micro_batches_and_small_parameters(pool: Pool) -> None:
+    for stage in STAGES:
+        pool.run(2, _accumulating, stage)
+
+
+def train(
+    stage: int,
+    zero: dict[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    clip: float | None = None,
+    keys: dict[str, Any] | None = None,
+    start: Any = None,
+    steps: range = range(4),
+) -> tuple[dict[str, Tensor], Any, Any]:
+    torch.manual_seed(0)
+    model = Odd()
+    engine = lt_zero.shard(model, config_of(stage, {"reduce_bucket_size": 100, **(zero or {})}, dtype, **(keys or {})))
+    sharded = lt_zero.ShardedOptimizer(engine, lamb(model))
+    if start is not None:
+        engine.root.load_state_dict(start[0])
+        load_full_optimizer_state(sharded, start[1])
+    for step in steps:
+        sharded.optimizer.zero_grad()
+        loss(model, step, 0, dist.get_rank()).backward()
+        if clip is not None:
+            clip_grad_norm(sharded, clip)
+        sharded.optimizer.step()
+    return full_values(engine), engine, sharded
+
+
+def close(got: dict[str, Tensor], want: dict[str, Tensor], what: Any) -> None:
+    """To the last bits of fp32: norms are added up in fp64, in an order that depends on the ranks."""
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, rtol=2e-7, atol=1e-9, msg=lambda t, n=name: f"{what} {n}\n{t}")
+
+
+def _sums() -> None:
+    """One all-reduce per step where there are fragments, none where every rank has all."""
+    names: list[str] = []
+    plain = Comm.sum_scalar
+
+    def counted(self: Comm, value: Tensor, name: str) -> Tensor:
+        names.append(name)
+        return plain(self, value, name)
+
+    Comm.sum_scalar = counted  # type: ignore[method-assign]
+    try:
+        for stage in STAGES:
+            names.clear()
+            train(stage)
+            assert names == ["norms of whole parameters"] * (4 if stage else 0)
+    finally:
+        Comm.sum_scalar = plain  # type: ignore[method-assign]
+
+
+def test_one_sum_per_step(pool: Pool) -> None:
+    pool.run(2, _sums)
+
+
+def _resting(path: str) -> None:
+    """Files, host memory, and a thread that is asked to step: the same; a rank may hold nothing of a bucket."""
+    for stage in STAGES:
+        want, plain, _ = train(stage, clip=0.5)
+        rows = [len(bucket.pieces()) for bucket in plain.buckets]
+        assert stage == 0 or dist.get_rank() == 0 or 0 in rows, "a bucket of which this rank holds nothing"
+        for overlap in (False, True):
+            nvme = {"device": "nvme", "nvme_path": path, "overlap_step": overlap, "ratio": 1.0 if overlap else 0.7}
+            got, engine, _ = train(stage, {"offload_optimizer": nvme}, clip=0.5)
+            assert any("state exp_avg_sq" in b.shelf.homes for b in engine.buckets) or dist.get_rank() > 0
+            close(got, want, (stage, "nvme"))
+            engine.shelves.close()
+            shelf._apart = True
+            try:
+                got, engine, _ = train(
+                    stage, {"offload_optimizer": {"device": "cpu", "overlap_step": overlap}}, clip=0.5
+                )
+            finally:
+                shelf._apart = False
+            close(got, want, (stage, "cpu"))
+            engine.shelves.close()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_offload(pool: Pool, tmp_path: Path, world: int) -> None:
+    pool.run(world, _resting, str(tmp_path))
+
+
+LOW: list[tuple[torch.dtype, dict[str, Any]]] = [
+    (torch.bfloat16, {}),
+    (torch.bfloat16, {"bf16": {"bf16_master_weights_and_grads": True}}),  # copies in fp32, bucket by bucket
+    (torch.bfloat16, {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}),
+    (torch.float16, {}),
+]
+
+
+def _sixteen_bits(dtype: torch.dtype, keys: dict[str, Any]) -> None:
+    zero = {"offload_optimizer": {"device": "cpu"}} if keys else {}
+    want, _, _ = train(0, zero, dtype, 0.5, keys)
+    for stage in (1, 2, 3):
+        got, engine, _ = train(stage, zero, dtype, 0.5, keys)
+        assert any(bucket.staged for bucket in engine.buckets) == (len(keys.get("bf16", {})) == 1)
+        close(got, want, (stage, dtype))
+
+
+def test_low_precision(pool: Pool) -> None:
+    for dtype, keys in LOW:
+        pool.run(3, _sixteen_bits, dtype, keys)
+
+
+def _unfreezing(stage: int) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    model = Odd().double()
+    model.blocks.requires_grad_(False)
+    reference = copy.deepcopy(model)
+    engine = lt_zero.shard(model, config_of(stage))
+    mine = Lamb([p for p in model.parameters() if p.requires_grad], **RULE)
+    lt_zero.ShardedOptimizer(engine, mine)
+    theirs = Transcript([{"params": [p for p in reference.parameters() if p.requires_grad]}])
+    for step in range(6):
+        if step == 3:
+            for net in (model, reference):
+                net.blocks.requires_grad_(True)
+            mine.add_param_group({"params": list(model.blocks.parameters()), "lr": 0.03})
+            theirs.groups.append({**RULE, "params": list(reference.blocks.parameters()), "lr": 0.03})
+        mine.zero_grad()
+        theirs.zero_grad()
+        for r in range(world):
+            (loss(reference, step, 0, r) / world).backward()
+        mine.step(lambda s=step: loss(model, s, 0, rank).backward())  # type: ignore[misc]
+        theirs.step()
+        got = full_values(engine)
+        torch.testing.assert_close(got, {n: p.detach() for n, p in reference.named_parameters()}, rtol=1e-12, atol=0)
+
+
+def test_a_group_that_comes_later(pool: Pool) -> None:
+    for stage in (1, 3):
+        pool.run(3, _unfreezing, stage)
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def _save(stage: int, path: str) -> None:
+    _, engine, sharded = train(stage)
+    state = full_optimizer_state(sharded)
+    model = {name: value.clone() for name, value in full_values(engine).items()}
+    if dist.get_rank() == 0:
+        assert state["state"][0].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        torch.save((model, state), path)
+
+
+def _go_on(stage: int, path: str, zero: dict[str, Any]) -> Any:
+    start = torch.load(path, weights_only=True)
+    loaded, engine, _ = train(stage, zero, start=start, steps=range(0))
+    close(loaded, start[0], "loaded")
+    engine.shelves.close()
+    got, engine, _ = train(stage, zero, start=start, steps=range(4, 7))
+    engine.shelves.close()
+    return {name: value.numpy() for name, value in got.items()}
+
+
+def test_goes_on_with_other_ranks(pool: Pool, tmp_path: Path) -> None:
+    """From two ranks to three; all stages go on alike."""
+    path = str(tmp_path / "saved.pt")
+    pool.run(2, _save, 3, path)
+    nvme = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    want = pool.run(3, _go_on, 0, path, {})[0]
+    for stage, zero in ((1, {}), (3, {}), (3, nvme)):
+        got = pool.run(3, _go_on, stage, path, zero)[1]
+        close(*({n: torch.from_numpy(v) for n, v in run.items()} for run in (got, want)), stage)
+
+
+# ---- what is allowed -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("error")
+def test_ours_is_allowed_others_are_not() -> None:
+    ours: Optimizer = Lamb([Parameter(torch.zeros(2))])
+    check_supported(ours, sharded=True)
+    assert states_per_element(ours) == 2
+
+    class LAMB(torch.optim.SGD):
+        pass
+
+    theirs = LAMB([Parameter(torch.zeros(2))])
+    check_supported(theirs, sharded=False)
+    with pytest.raises(TypeError, match="LAMB computes its update .* Use lt_zero.optim.Lamb"):
+        check_supported(theirs, sharded=True)
+
+
+def _two(stage: int) -> None:
+    """An optimizer of each kind, of which one step follows one backward."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    model: nn.Module = Odd().double()
+    reference = copy.deepcopy(model)
+    engine = lt_zero.shard(model, config_of(stage, {"reduce_bucket_size": 100}))
+    parts = [
+        [p for n, p in net.named_parameters() if ("blocks" in n) == b] for net in (model, reference) for b in (0, 1)
+    ]
+    first, second = Lamb(parts[0], **RULE), torch.optim.AdamW(parts[1])
+    for optimizer in (first, second):
+        lt_zero.ShardedOptimizer(engine, optimizer)
+    others = Transcript([{"params": parts[2]}]), torch.optim.AdamW(parts[3])
+    for step in range(3):
+        for either in (first, second, *others):
+            either.zero_grad()
+        loss(model, step, 0, rank).backward()
+        for r in range(world):
+            (loss(reference, step, 0, r) / world).backward()
+        for either in (first, second, *others):
+            either.step()
+    torch.testing.assert_close(full_values(engine), {n: p.detach() for n, p in reference.named_parameters()})
+
+
+def test_beside_another_optimizer(pool: Pool) -> None:
+    pool.run(2, _two, 3)
