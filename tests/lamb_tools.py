@@ -80,7 +80,7 @@ class Odd(nn.Module):
         super().__init__()
         self.first = nn.Linear(5, 13)
         self.scale = nn.Parameter(torch.ones(1))
-        self.blocks = nn.ModuleList(nn.Linear(13, 13) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Linear(13, 13) for _ in range(1))
         self.zero = nn.Linear(13, 3)
         nn.init.zeros_(self.zero.weight)
         nn.init.zeros_(self.zero.bias)
@@ -105,8 +105,8 @@ def loss(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     """No decay for vectors, a group that is empty, one with other bounds."""
     named = dict(model.named_parameters())
-    bounded = [p for n, p in named.items() if n.startswith("blocks.1")]
-    others = [p for n, p in named.items() if not n.startswith("blocks.1")]
+    bounded = [p for n, p in named.items() if n.startswith("blocks")]
+    others = [p for n, p in named.items() if not n.startswith("blocks")]
     return [
         {"params": [p for p in others if p.dim() >= 2]},
         {"params": []},

@@ -135,7 +135,10 @@ def test_deepspeeds_state_is_loaded() -> None:
 
 
 def _fifty_steps() -> None:
-    """In fp64 the order of sums does not show: 50 steps amplify 1e-16 by far less than 1e4."""
+    """In fp64 the order of sums does not show: 50 steps amplify 1e-16 by far less than 1e4.
+
+    All 50 at every stage with three ranks; with fewer, where time allows.
+    """
     world, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
     start = Odd().double()
@@ -146,21 +149,21 @@ def _fifty_steps() -> None:
         for r in range(world):
             (loss(reference, step, 0, r) / world).backward()
         transcript.step()
-        if step in (1, 49):
-            wanted.append({n: p.detach().clone() for n, p in reference.named_parameters()})
-    moved = {name for name, p in start.named_parameters() if not torch.equal(wanted[1][name], p)}
-    assert moved == {name for name in wanted[1] if "never" not in name}
+        wanted.append({n: p.detach().clone() for n, p in reference.named_parameters()})
+    moved = {name for name, p in start.named_parameters() if not torch.equal(wanted[-1][name], p)}
+    assert moved == {name for name in wanted[-1] if "never" not in name}
     for stage in STAGES:
         model = copy.deepcopy(start)
-        engine = lt_zero.shard(model, config_of(stage, {"reduce_bucket_size": 100}))
+        engine = lt_zero.shard(model, config_of(stage))
         optimizer = lamb(model)
         lt_zero.ShardedOptimizer(engine, optimizer)
-        for step in range(50):
+        steps = 50 if world == 3 or stage == world else 10
+        for step in range(steps):
             optimizer.zero_grad()
             loss(model, step, 0, rank).backward()
             optimizer.step()
-            if step in (1, 49):
-                torch.testing.assert_close(full_values(engine), wanted[step == 49], rtol=1e-12, atol=1e-12)
+            if step in (1, steps - 1):
+                torch.testing.assert_close(full_values(engine), wanted[step], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -233,11 +236,11 @@ def test_one_sum_per_step(pool: Pool) -> None:
 
 def _resting(path: str) -> None:
     """Files, host memory, and a thread that is asked to step: the same; a rank may hold nothing of a bucket."""
-    for stage in STAGES:
+    for stage in (1, 3) if dist.get_world_size() > 1 else (0,):
         want, plain, _ = train(stage, clip=0.5)
         rows = [len(bucket.pieces()) for bucket in plain.buckets]
         assert stage == 0 or dist.get_rank() == 0 or 0 in rows, "a bucket of which this rank holds nothing"
-        for overlap in (False, True):
+        for overlap in (False, True) if stage == 3 else (False,):
             nvme = {"device": "nvme", "nvme_path": path, "overlap_step": overlap, "ratio": 1.0 if overlap else 0.7}
             got, engine, _ = train(stage, {"offload_optimizer": nvme}, clip=0.5)
             assert any("state exp_avg_sq" in b.shelf.homes for b in engine.buckets) or dist.get_rank() > 0
@@ -270,7 +273,7 @@ LOW: list[tuple[torch.dtype, dict[str, Any]]] = [
 def _sixteen_bits(dtype: torch.dtype, keys: dict[str, Any]) -> None:
     zero = {"offload_optimizer": {"device": "cpu"}} if keys else {}
     want, _, _ = train(0, zero, dtype, 0.5, keys)
-    for stage in (1, 2, 3):
+    for stage in (1, 3):
         got, engine, _ = train(stage, zero, dtype, 0.5, keys)
         assert any(bucket.staged for bucket in engine.buckets) == (len(keys.get("bf16", {})) == 1)
         close(got, want, (stage, dtype))
@@ -278,7 +281,7 @@ def _sixteen_bits(dtype: torch.dtype, keys: dict[str, Any]) -> None:
 
 def test_low_precision(pool: Pool) -> None:
     for dtype, keys in LOW:
-        pool.run(3, _sixteen_bits, dtype, keys)
+        pool.run(2, _sixteen_bits, dtype, keys)
 
 
 def _unfreezing(stage: int) -> None:
