@@ -33,6 +33,7 @@ def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "precision/bf16": "# what it is\n# @package _global_\nbf16: {enabled: true}\n",
         "optimizer/adamw": "type: AdamW\nparams: {lr: 1e-3}\n",
         "deep/inner/x": "# @package zero_optimization\ny: 1\n",
+        "optimizer/lamb": "type: LAMB\nparams: {lr: 1e-3}\n",
         "optimizer/composed": "defaults: [adamw]\n",
         "optimizer/broken": "a: [\n",
     }.items():
@@ -170,7 +171,12 @@ def test_groups() -> None:
     offload = {"stage": 3, "bucket": 1, "offload_param": {"device": "cpu"}}
     assert changed("zero_optimization=stage3_offload") == {"zero_optimization": offload}
     assert changed("precision=bf16") == {"bf16": {"enabled": True}}
-    assert changed("optimizer=adamw") == {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "max_coeff": 1}}}
+    assert changed("optimizer=adamw") == {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, "not Lamb's"
+    assert ("optimizer", "params", "max_coeff") not in applied("optimizer=adamw").marks
+    same = {"optimizer": {"type": "LAMB", "params": {"lr": 1e-3, "max_coeff": 1}}}
+    assert changed("optimizer=lamb") == same, "its own stay"
+    kept = {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-6}}
+    assert changed("optimizer=adamw", "optimizer.params.eps=1e-6") == {"optimizer": kept}
     assert changed("deep/inner=x") == {"zero_optimization": {"stage": 2, "bucket": 1, "y": 1}}
     mark = Mark("override 'zero_optimization=stage3_offload'")
     found = applied("zero_optimization=stage3_offload")

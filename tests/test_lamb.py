@@ -6,6 +6,8 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +23,9 @@ from lt_zero.core.comm import Comm
 from lt_zero.core.norm import clip_grad_norm
 from lt_zero.core.supported import check_supported, states_per_element
 from lt_zero.optim import Lamb
+from tests.checkpoint_tools import everything, resume, same
 from tests.lamb_tools import RULE, Odd, Transcript, groups_of, lamb, loss
+from tests.lightning_tools import GPT
 from tests.parity import STAGES, Case, check, config_of, full_values
 from tests.pool import Pool
 
@@ -346,6 +350,43 @@ def test_goes_on_with_other_ranks(pool: Pool, tmp_path: Path) -> None:
     for stage, zero in ((1, {}), (3, {}), (3, nvme)):
         got = pool.run(3, _go_on, stage, path, zero)[1]
         close(*({n: torch.from_numpy(v) for n, v in run.items()} for run in (got, want)), stage)
+
+
+class Unconfigured(GPT):
+    """Its optimizer comes from the configuration."""
+
+    configure_optimizers: Any = pl.LightningModule.configure_optimizers
+
+
+def _visit(stage: int, target: str, source: str | None, whole: str) -> dict[str, Any]:
+    """Two steps of two micro-batches each in fp16, clipped, from ``source`` on, which holds what ``whole`` says."""
+    params = {"lr": 2e-2, "weight_decay": 0.1, "max_coeff": 2.0}
+    config = {"checkpoint": {"format": "sharded"}, "optimizer": {"type": "Lamb", "params": params}}
+    options: dict[str, Any] = {"config": {**config, "fp16": {"initial_scale_power": 4}}, "precision": "16-mixed"}
+    options |= {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_epochs": 99}
+    module, steps = Unconfigured(dist.get_world_size()), 4 if source else 2
+    restored, trainer = resume(source, stage, module, steps=steps, **options)  # type: ignore[arg-type]
+    assert type(trainer.optimizers[0]).__name__ == "Lamb"
+    assert trainer.optimizers[0].param_groups[0]["max_coeff"] == 2.0
+    trainer.save_checkpoint(target)
+    after = everything(trainer)
+    if dist.get_rank() == 0 and source:
+        want = torch.load(whole, weights_only=True)
+        same(restored["weights"], want["weights"])
+        same(restored["optimizers"], want["optimizers"])
+        assert any(state["exp_avg"].any() for state in restored["optimizers"][0]["state"].values())
+    elif dist.get_rank() == 0:
+        torch.save(after, whole)
+    return {name: value.numpy() for name, value in after["weights"].items()}
+
+
+def test_trainer_by_name_then_other_ranks(pool: Pool, tmp_path: Path) -> None:
+    """Mixed precision, loss scale, clipping and accumulation; saved by two ranks, resumed by three and by one."""
+    saved, whole = str(tmp_path / "saved"), str(tmp_path / "whole")
+    pool.run(2, _visit, 3, saved, None, whole)
+    three, one = (pool.run(n, _visit, s, str(tmp_path / f"{n}"), saved, whole)[0] for n, s in ((3, 1), (1, 0)))
+    for name, value in three.items():
+        np.testing.assert_allclose(one[name], value, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
 # ---- what is allowed -----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lt_zero.config.errors import ConfigError, Problem
-from lt_zero.optim import Lion, WarmupLR, build_optimizer, build_scheduler, check_optimizer, check_scheduler
+from lt_zero.optim import Lamb, Lion, WarmupLR, build_optimizer, build_scheduler, check_optimizer, check_scheduler
 from lt_zero.optim.adam import UncorrectedAdam
 
 SHARED = Path(os.environ.get("LT_ZERO_SHARED", Path(__file__).parents[2] / "shared"))
@@ -55,6 +55,14 @@ def keys(problems: list[Problem]) -> list[str]:
         ("AdamW", {"bias_correction": False, "foreach": True}, UncorrectedAdam, {"decoupled_weight_decay": True}),
         ("lion", {"set_grad_none": True}, Lion, {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}),
         ("Adagrad", {"fp32_optimizer_states": True}, Adagrad, {"lr": 1e-2, "eps": 1e-10}),
+        (
+            "lamb",
+            {"max_coeff": "0.5", "min_coeff": 0.08, "bias_correction": False, "amsgrad": False},
+            Lamb,
+            {"max_coeff": 0.5, "min_coeff": 0.08, "bias_correction": False, "lr": 1e-3, "eps": 1e-8, "weight_decay": 0},
+        ),
+        ("FusedLamb", {"eps_inside_sqrt": True}, Lamb, {"eps_inside_sqrt": True, "betas": (0.9, 0.999)}),
+        ("lt_zero.optim.Lamb", {"max_coeff": "2"}, Lamb, {"max_coeff": 2.0, "min_coeff": 0.01}),
         ("sgd", {"lr": 1, "momentum": "0.9", "nesterov": True}, SGD, {"lr": 1, "momentum": 0.9, "nesterov": True}),
         ("RMSprop", {"alpha": "0.9"}, torch.optim.RMSprop, {"alpha": 0.9}),
         ("Adafactor", {"eps": [None, 1e-4]}, torch.optim.Adafactor, {"eps": [None, 1e-4]}),
@@ -89,13 +97,12 @@ def test_groups_keep_their_own_values() -> None:
     [
         ("adamx", "Did you mean Adamax?"),
         ("rmsprop", "Did you mean RMSprop?"),
-        ("Lamb", "known, and not available yet.*AdamW"),
         ("muon", "known, and not available yet.*torch.optim.Muon"),
         ("MuSGD", "known, and not available yet.*SGD"),
         ("OneBitAdam", "known, and not available yet.*Use Adam"),
         ("OnebitAdam", "known, and not available yet.*Use Adam"),
         ("ZeroOneAdam", "known, and not available yet.*Use Adam"),
-        ("OneBitLamb", "known, and not available yet.*AdamW"),
+        ("OneBitLamb", "known, and not available yet.*Use Lamb"),
         ("no_such_package.Adam", "cannot be imported.*Correct the path"),
         ("json.JSONDecoder", "not a subclass of torch.optim.Optimizer"),
         ("torch.optim.Optimizer", "not a subclass"),
@@ -135,6 +142,11 @@ def test_names_that_cannot_be_used(kind: Any, part: str) -> None:
         ("Adam", {"freeze_step": 400}, "optimizer.params.freeze_step=400: it belongs to the 1-bit optimizers"),
         ("Adam", {"cuda_aware": False}, "optimizer.params.cuda_aware=False: it belongs to the 1-bit"),
         ("Adam", {"max_coeff": 0.5}, "optimizer.params.max_coeff=0.5: it belongs to Lamb"),
+        ("Lamb", {"max_coeff": "big"}, "optimizer.params.max_coeff='big': write a number of at least 0, such as 10.0."),
+        ("Lamb", {"max_coeff": 0.001}, "optimizer.params.max_coeff=0.001: write a number of at least min_coeff=0.01"),
+        ("Lamb", {"max_grad_norm": 1.0}, "optimizer.params.max_grad_norm=1.0: remove it, and set gradient_clipping"),
+        ("Lamb", {"amsgrad": True}, "optimizer.params.amsgrad=True: Lamb has no such variant; write false"),
+        ("Lamb", {"max_coef": 1}, "optimizer.params.max_coef=1 is not a parameter of Lamb. Did you mean max_coeff?"),
         ("Adam", {"fp32_optimizer_states": False}, "set bf16.bf16_optimizer_states=true in its place"),
         ("Adam", {"bias_correction": False, "amsgrad": True}, "optimizer.params.amsgrad=True does not go with"),
         ("SGD", {"nesterov": True}, "optimizer.params={'nesterov': True} does not fit SGD: Nesterov momentum requires"),
@@ -234,7 +246,21 @@ def test_lists_have_one_value_for_each_group() -> None:
 
 # ---- anything ------------------------------------------------------------------------------------------------------
 
-OPTIMIZERS = ["Adam", "AdamW", "Lion", "SGD", "Adagrad", "RMSprop", "Rprop", "Adafactor", "NAdam", "Muon", "a.b", "ada"]
+OPTIMIZERS = [
+    "Adam",
+    "AdamW",
+    "Lamb",
+    "Lion",
+    "SGD",
+    "Adagrad",
+    "RMSprop",
+    "Rprop",
+    "Adafactor",
+    "NAdam",
+    "Muon",
+    "a.b",
+    "ada",
+]
 SCHEDULERS = [
     "LRRangeTest",
     "OneCycle",
@@ -246,6 +272,7 @@ SCHEDULERS = [
     "PolynomialLR",
 ]
 NAMES = "lr betas eps weight_decay bias_correction amsgrad foreach adam_w_mode nesterov momentum etas fused "
+NAMES += "max_coeff min_coeff "
 NAMES += "warmup_num_steps warmup_min_lr warmup_max_lr total_num_steps warmup_type cycle_min_lr cycle_max_lr step_size "
 NAMES += "gamma total_steps max_lr last_batch_iteration last_epoch decay_step_size cycle_first_stair_count total_iters "
 NAMES += "cycle_first_step_size"
@@ -326,8 +353,6 @@ def test_public_configurations() -> None:
             {"local_step_clipper", "comm_backend_name"},
         ),
         ("OneBitLamb", {"factor_max": 4.0, "max_coeff": 10, "coeff_beta": 2}, {"coeff_beta"}),
-        ("Lamb", {"max_coeff": 0.5, "min_coeff": 0.08, "bias_correction": False}, set()),
-        ("Lamb", {"max_coeff": "big", "max_grad_norm": 1.0}, {"max_coeff", "max_grad_norm"}),
     ],
 )
 def test_parameters_of_what_is_not_available_yet(kind: str, params: dict[str, Any], wrong: set[str]) -> None:
