@@ -146,6 +146,13 @@ def is_plain_closure(closure: Any) -> bool:
     return cls.__name__ == "Closure" and cls.__module__ == "lightning.pytorch.loops.optimization.automatic"
 
 
+def logged_step(trainer: Any) -> int:
+    """The step under which Lightning logs now: batches that were followed by a step, from 0 on. Checked on lightning
+    2.5 to 2.6.
+    """
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
 def module_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | None, kwargs: dict[str, Any]) -> Any:
     """``cls.load_from_checkpoint`` of a checkpoint that is read already. Checked on lightning 2.5 to 2.6."""
     from lightning.pytorch.core.saving import _load_state

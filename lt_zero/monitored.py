@@ -27,13 +27,17 @@ class MonitoredStrategy(CheckpointingStrategy):
     """Calls the monitors of the configuration where they have something to see."""
 
     def __init__(self, **kwargs: Any) -> None:
-        every = self.config.steps_per_print
-        self._printer = StepPrinter(every) if every is not None else None
-        profiles = self.config.flops_profiler
-        self.flops = FlopCount() if every is not None or profiles.enabled else None  # of a micro-batch, on this rank
+        config, every, profiles = self.config, self.config.steps_per_print, self.config.flops_profiler
+        logs = any(b.enabled for b in (config.csv_monitor, config.tensorboard, config.wandb, config.comet))
+        watched = logs or every is not None
+        self.flops = FlopCount() if watched or profiles.enabled else None  # of a micro-batch, on this rank
+        self._printer = StepPrinter(every, self._flops_of_micro_batch) if watched else None
         self._profiler = Profiler(profiles, self.flops) if profiles.enabled and self.flops is not None else None
         self._for_this_run = ExitStack()  # what is undone when a run ends
         super().__init__(**kwargs)
+
+    def _flops_of_micro_batch(self) -> float | None:
+        return self.flops.flops_per_micro_batch if self.flops is not None else None
 
     @override
     def setup_environment(self) -> None:

@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +26,12 @@ from rich.table import Table
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lt_zero.compat import logged_step
 from lt_zero.core.engine import Engine
 from lt_zero.core.optimizer import ShardedOptimizer
 from lt_zero.core.report import memory_report
 from lt_zero.precision import ZeroPrecision
+from lt_zero.readings import Reading, memory_gb
 
 # ---- a line every N steps ------------------------------------------------------------------------------------------
 
@@ -42,29 +44,41 @@ class _Step:
     optimizer: int  # its number
     rates: tuple[float, ...]  # learning rate of each group
     norm: Tensor | None  # 0D, of the gradients before clipping
+    logged: int  # the step under which Lightning logs
+
+
+def _unknown() -> None:
+    return None
 
 
 class StepPrinter:
-    """``steps_per_print``: rank 0 prints a line at every ``every``-th optimizer step.
+    """``steps_per_print``: rank 0 prints a line at every ``every``-th optimizer step, and loggers get its numbers.
 
     * ``loss``: what ``training_step`` returned, mean over the micro-batches since the last step and over the ranks.
     * ``lr``: the rate that the step used; a list where groups differ.
-    * ``grad_norm``: before clipping, where ``gradient_clip_val`` clips by norm.
+    * ``grad_norm``: before clipping, where ``gradient_clip_val`` clips by norm or overflow is checked.
     * ``loss_scale``: with fp16, after the step. ``skipped_steps``: so far, where overflow is checked.
     * ``samples/s``: of all ranks since the last line, without validation; rows are counted in the first tensor of a
       batch.
+    * ``TFLOP/s``: of one device, the mean over the ranks, in the same time: 10^12 operations of forward and backward.
+    * ``memory_gb``: of rank 0, in 10^9 bytes. On a GPU the most that torch had allocated since the last line, and the
+      peak that torch tells starts anew with each line; on the CPU the resident memory of the process at the line.
 
-    What is not known is left out. See Note [Silent until a line is due].
+    What is not known is left out. Loggers of the Trainer get the same as ``zero/loss``, ``zero/lr``, ... (readings.py)
+    under Lightning's own step, which counts from 0 and once per batch that steps. See Note [Silent until a line is due].
 
     Args:
         every: optimizer steps, counted as ``trainer.global_step`` does: those of all optimizers, skipped ones included.
+            None: no line is printed, and loggers get the numbers every ``trainer.log_every_n_steps``.
+        flops: operations of forward and backward of one micro-batch on this rank, or None if that is not known.
     """
 
-    def __init__(self, every: int) -> None:
-        if every < 1:
+    def __init__(self, every: int | None, flops: Callable[[], float | None] = _unknown) -> None:
+        if every is not None and every < 1:
             raise ValueError(f"steps_per_print={every} is not a number of steps; leave it out to print nothing.")
-        self.every = every
+        self.every, self.flops = every, flops
         self._norm: Tensor | None = None  # the last one that was seen, of whatever step
+        self._apart: set[int] = set()  # optimizers whose groups had different rates
         self.start()
 
     def start(self) -> None:
@@ -74,6 +88,7 @@ class StepPrinter:
         self._since: float | None = None  # seconds; when counting of samples began
         self._paused: float | None = None
         self._samples: int | None = 0  # None: a batch without a tensor came
+        self._batches = 0  # micro-batches
         self._forget_losses()
 
     def _forget_losses(self) -> None:
@@ -89,6 +104,7 @@ class StepPrinter:
         """Count, and with manual optimization print for the steps that were taken inside. Collective if one is due."""
         rows = _rows(batch)
         self._samples = None if rows is None or self._samples is None else self._samples + rows
+        self._batches += 1
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor) and loss.numel() == 1:
             value = loss.detach().reshape(()).float()
@@ -105,12 +121,18 @@ class StepPrinter:
         norm = plugin.grad_norm if plugin.grad_norm is not self._norm else None
         self._norm, self._stepped = plugin.grad_norm, True
         number = trainer.global_step + 1  # Lightning counts it when this call returns
-        if number % self.every == 0:
+        if self._is_due(trainer, number):
             which = next(i for i, known in enumerate(trainer.strategy.optimizers) if known is optimizer)
             rates = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
-            self._due.append(_Step(number, which, rates, norm))
+            self._due.append(_Step(number, which, rates, norm, logged_step(trainer)))
         if module.automatic_optimization:
             self._conclude(module)
+
+    def _is_due(self, trainer: pl.Trainer, number: int) -> bool:
+        if self.every is not None:
+            return number % self.every == 0
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return bool(trainer.loggers) and every > 0 and (logged_step(trainer) + 1) % every == 0
 
     def pause(self) -> None:
         """Validation begins: its time is not counted."""
@@ -124,52 +146,56 @@ class StepPrinter:
 
     def _conclude(self, module: pl.LightningModule) -> None:
         if self._due:
-            self._print(module)
+            self._tell(module)
             self._due.clear()
         if self._stepped:
             self._stepped = False
             self._forget_losses()
 
-    def _print(self, module: pl.LightningModule) -> None:
+    def _tell(self, module: pl.LightningModule) -> None:
         trainer = module.trainer
         plugin = trainer.precision_plugin
         assert isinstance(plugin, ZeroPrecision)
         device = trainer.strategy.root_device
+        flops = self.flops()
         counts = [0.0, float(self._losses > 0), float(self._samples or 0), float(self._samples is not None)]
+        counts += [(flops or 0.0) * self._batches, float(flops is not None)]
         sums = torch.tensor(counts, dtype=torch.float64, device=device)  # 1D
         if self._loss is not None:
             sums[0] = self._loss / self._losses
         sums = trainer.strategy.reduce(sums, reduce_op="sum")
         skipped = plugin.skipped_steps  # collective if the device holds a verdict
         if trainer.is_global_zero:
-            loss, losses, samples, counted = sums.tolist()
-            now = time.perf_counter()
-            rate = samples / (now - self._since) if self._since is not None and counted == trainer.world_size else None
-            mean = loss / losses if losses else None
+            loss, losses, samples, counted, operations, known = sums.tolist()
+            world, seconds = trainer.world_size, None if self._since is None else time.perf_counter() - self._since
+            several = len(trainer.strategy.optimizers) > 1
+            shared: dict[str, Any] = {
+                "loss": loss / losses if losses else None,
+                "loss_scale": plugin.loss_scale if plugin.gate.scaler is not None else None,
+                "skipped_steps": skipped if plugin.gate.checks else None,
+                "samples_per_s": samples / seconds if seconds and counted == world else None,
+                "tflops": operations / world / seconds / 1e12 if seconds and known == world else None,
+                "memory_gb": memory_gb(device),
+            }
             for step in self._due:
-                module.print(_line(step, plugin, mean, skipped, rate, len(trainer.strategy.optimizers)))
-        self._since, self._samples = time.perf_counter(), 0
+                number, norm = step.optimizer if several else None, _norm_of(step, plugin)
+                self._show(module, step, Reading(step.number, number, step.rates, grad_norm=norm, **shared))
+        self._since, self._samples, self._batches = time.perf_counter(), 0, 0
+
+    def _show(self, module: pl.LightningModule, step: _Step, reading: Reading) -> None:
+        if self.every is not None:
+            module.print(reading.line())
+        if len(set(step.rates)) > 1:
+            self._apart.add(step.optimizer)  # from now on, so that columns stay the same
+        for logger in module.trainer.loggers:
+            logger.log_metrics(reading.metrics(step.optimizer in self._apart), step=step.logged)
+            logger.save()  # as Lightning does after each row of its own
 
 
-def _line(
-    step: _Step, plugin: ZeroPrecision, loss: float | None, skipped: int, rate: float | None, optimizers: int
-) -> str:
-    checks = plugin.gate.checks
+def _norm_of(step: _Step, plugin: ZeroPrecision) -> float | None:
     norm = step.norm.item() if step.norm is not None else None
-    if norm is not None and checks and not math.isfinite(norm):
-        norm = None  # the step was skipped
-    rates = [f"{value:.6g}" for value in dict.fromkeys(step.rates)]
-    lr = rates[0] if len(rates) == 1 else f"[{', '.join(f'{value:.6g}' for value in step.rates)}]"
-    parts = {
-        "optimizer": str(step.optimizer) if optimizers > 1 else None,
-        "loss": f"{loss:.6g}" if loss is not None else None,
-        "lr": lr if rates else None,
-        "grad_norm": f"{norm:.6g}" if norm is not None else None,
-        "loss_scale": f"{plugin.loss_scale:.10g}" if plugin.gate.scaler is not None else None,
-        "skipped_steps": str(skipped) if checks else None,
-        "samples/s": f"{rate:.4g}" if rate is not None else None,
-    }
-    return f"step {step.number}: " + ", ".join(f"{name}={text}" for name, text in parts.items() if text is not None)
+    skipped = norm is not None and plugin.gate.checks and not math.isfinite(norm)
+    return None if skipped else norm
 
 
 def _rows(batch: Any) -> int | None:

@@ -59,7 +59,7 @@ class ZeroPrecision(HalfPrecision):
             )
         super().__init__()
         self.engine: Engine | None = None
-        self.grad_norm: Tensor | None = None  # 0D, before clipping, of the last step that was clipped by norm
+        self.grad_norm: Tensor | None = None  # 0D, before clipping, of the last step with a norm: clipped by it, or checked
         self.device_type = "cpu"
         self._rules = _rules_of(scaler)
         self._norms: dict[str, Tensor] = {}
@@ -173,6 +173,7 @@ class ZeroPrecision(HalfPrecision):
             optimizer.step(**kwargs)
             return result
         self.gate.examine(sharded)
+        self.grad_norm = self.gate.norm if self.gate.norm is not None else self.grad_norm
         self._after_closure(model, optimizer)
         skipped = not self.gate.proceeds(sharded)
         if not skipped:
@@ -224,7 +225,7 @@ class ZeroPrecision(HalfPrecision):
         """To the loggers; ``self.log`` is not allowed at this point of Lightning's loop."""
         norms, self._norms = self._norms, {}
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if not trainer.loggers or (trainer.global_step % every and not skipped):
+        if not trainer.loggers or every == 0 or (trainer.global_step % every and not skipped):
             return
         norms = {} if self.gate.settle() else norms  # the step was skipped on the device
         values = {name: value.item() for name, value in norms.items()}

@@ -10,15 +10,15 @@ import lt_zero
 
 ROOT = Path(lt_zero.__file__).parent
 FLOORS = (
-    {"compat", "config", "conf", "ops", "optim"},
+    {"compat", "config", "conf", "ops", "optim", "waiting"},
     {"offload"},
     {"core"},
     {"planning", "checkpoint"},
     {"build"},
     {"precision", "attach", "progress", "hparams", "unanimous", "reconcile", "loggers", "monitoring"}
-    | {"flops", "flops_formulas", "flops_table", "profiler"},
+    | {"flops", "flops_formulas", "flops_table", "profiler", "readings"},
     {"persistence", "restoring", "loading", "checkpointing", "monitored"},
-    {"strategy", "cli", "sweep", "__init__", "__main__"},
+    {"strategy", "cli", "sweep", "plotting", "__init__", "__main__"},
 )
 TOP = FLOORS[-1] | FLOORS[-2] | FLOORS[-3] | {"compat"}  # know lightning
 COLLECTIVES = {"core/comm.py", "core/sequence.py", "core/rollcall.py"}  # the others compare what the first is to do

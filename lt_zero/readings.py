@@ -1,0 +1,94 @@
+"""The numbers of one optimizer step: as the line that is printed, and as metrics for loggers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+PREFIX = "zero/"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is known of a step; None: it is not. ``StepPrinter`` tells what each number means.
+
+    Attributes:
+        optimizer: its number, where there are several.
+        rates: learning rate of each group.
+        memory_gb, tflops: GB are 10^9 bytes, a TFLOP/s is 10^12 operations per second.
+    """
+
+    step: int
+    optimizer: int | None
+    rates: tuple[float, ...]
+    loss: float | None = None
+    grad_norm: float | None = None
+    loss_scale: float | None = None
+    skipped_steps: int | None = None
+    samples_per_s: float | None = None
+    tflops: float | None = None
+    memory_gb: float | None = None
+
+    def line(self) -> str:
+        """For people, ``step 10: loss=2.31, lr=0.001, ...``."""
+        same = len(set(self.rates)) == 1
+        shown = [_digits(rate) for rate in self.rates]
+        parts = {
+            "optimizer": None if self.optimizer is None else str(self.optimizer),
+            "loss": _digits(self.loss),
+            "lr": shown[0] if same else f"[{', '.join(map(str, shown))}]" if shown else None,
+            "grad_norm": _digits(self.grad_norm),
+            "loss_scale": _digits(self.loss_scale, 10),
+            "skipped_steps": None if self.skipped_steps is None else str(self.skipped_steps),
+            "samples/s": _digits(self.samples_per_s, 4),
+            "TFLOP/s": _digits(self.tflops, 4),
+            "memory_gb": _digits(self.memory_gb, 4),
+        }
+        return f"step {self.step}: " + ", ".join(f"{name}={text}" for name, text in parts.items() if text is not None)
+
+    def metrics(self, apart: bool = False) -> dict[str, float]:
+        """For loggers, under ``zero/``.
+
+        Args:
+            apart: give each group's rate a name of its own, also where all are the same.
+
+        >>> Reading(3, 1, (0.1, 0.2), loss=2.0).metrics()
+        {'zero/loss': 2.0, 'zero/optimizer_1/lr_0': 0.1, 'zero/optimizer_1/lr_1': 0.2}
+        """
+        own = PREFIX if self.optimizer is None else f"{PREFIX}optimizer_{self.optimizer}/"
+        found = {
+            f"{PREFIX}loss": self.loss,
+            **_named(f"{own}lr", self.rates, apart or len(set(self.rates)) > 1),
+            f"{own}grad_norm": self.grad_norm,
+            f"{PREFIX}loss_scale": self.loss_scale,
+            f"{PREFIX}skipped_steps": self.skipped_steps,
+            f"{PREFIX}samples_per_s": self.samples_per_s,
+            f"{PREFIX}tflops": self.tflops,
+            f"{PREFIX}memory_gb": self.memory_gb,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def _digits(value: float | None, digits: int = 6) -> str | None:
+    return None if value is None else f"{value:.{digits}g}"
+
+
+def _named(name: str, rates: Sequence[float], apart: bool) -> dict[str, float]:
+    if not apart:
+        return {name: rates[0]} if rates else {}
+    return {f"{name}_{number}": rate for number, rate in enumerate(rates)}
+
+
+def memory_gb(device: torch.device) -> float:
+    """What this process used, in 10^9 bytes, and a new start for the peak.
+
+    On a GPU the most that torch had allocated there since the last call; else the process's resident memory now.
+    """
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak / 1e9
+    return float(psutil.Process().memory_info().rss) / 1e9
