@@ -31,6 +31,7 @@ from lt_zero.core.shelves import open_shelves
 from lt_zero.core.unit import Unit
 from lt_zero.core.values import install_load_hooks
 from lt_zero.planning.check import check_build
+from lt_zero.waiting import Work, waiting
 
 
 def shard(
@@ -75,8 +76,10 @@ def shard(
     parts = [make(unit.buckets) for unit in plan.units]
     rest = make(plan.rest)
     shelves = open_shelves([*itertools.chain(*parts), *rest], config, device)
-    units, root = _move_in(plan, parts, rest, materializer, module)
-    materializer.fill_buffers()
+    count = sum(map(len, parts)) + len(rest)
+    with waiting(f"Sharding {len(plan.units)} units ({count} buckets)", count, rank=comm.rank) as work:
+        units, root = _move_in(plan, parts, rest, materializer, module, work)
+        materializer.fill_buffers()
     if policy.buffers is not None:
         _cast_buffers(module, policy.buffers, plan.islands, config.data_types.keep_in_fp32_modules)
     buckets = [b for u in reversed(units) for b in u.buckets] + root.buckets
@@ -95,7 +98,12 @@ def shard(
 
 
 def _move_in(
-    plan: EnginePlan, parts: list[list[Bucket]], rest: list[Bucket], materializer: Materializer, module: nn.Module
+    plan: EnginePlan,
+    parts: list[list[Bucket]],
+    rest: list[Bucket],
+    materializer: Materializer,
+    module: nn.Module,
+    work: Work,
 ) -> tuple[list[Unit], Unit]:
     """Make values and move them into buckets, unit by unit; returns the units that have parameters, and the root."""
     units: list[Unit] = []
@@ -103,6 +111,7 @@ def _move_in(
         materializer.fill([p for _, p in planned.plan.parameters])
         for bucket in buckets:
             bucket.adopt(materializer.fetch)
+            work.advance()
         if planned.plan.name:
             units.append(Unit(planned.plan.name, planned.plan.module, buckets, planned.needs_weights))
         else:
@@ -110,6 +119,7 @@ def _move_in(
     for bucket in rest:
         bucket.adopt(materializer.fetch)
         root.buckets.append(bucket)
+        work.advance()
     return [u for u in units if u.buckets], root
 
 

@@ -22,6 +22,7 @@ from lt_zero.persistence import Persistence
 from lt_zero.precision import ZeroPrecision
 from lt_zero.progress import Progress
 from lt_zero.restoring import Restoring
+from lt_zero.waiting import waiting
 
 
 class CheckpointingStrategy(DDPStrategy):
@@ -126,7 +127,8 @@ class CheckpointingStrategy(DDPStrategy):
             return
         if self.broadcast(self.is_global_zero and os.path.isdir(path)):  # or the others wait for rank 0
             raise IsADirectoryError(f"The checkpoint path {path!r} is a directory. Name a file, or remove it.")
-        super().save_checkpoint(self.persistence.save_full(checkpoint, path), path, storage_options)
+        with waiting(f"Saving {path}", rank=self.global_rank):
+            super().save_checkpoint(self.persistence.save_full(checkpoint, path), path, storage_options)
         self.persistence.export_beside(path)
 
     @override

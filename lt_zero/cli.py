@@ -51,6 +51,7 @@ _later(
     "Write a checkpoint's weights as files that need no lt_zero: safetensors, a state dict, a Lightning checkpoint.",
 )
 _later("import", _CHECKPOINTS, "Make a checkpoint directory of what DeepSpeed, FSDP or others wrote.")
+_later("plot", "lt_zero.plotting", "Draw what a run has logged to CSV files: loss, rates, throughput, memory.")
 _later("verify", _CHECKPOINTS, "Read every byte of a checkpoint directory, and tell what it holds.")
 
 

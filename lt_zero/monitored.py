@@ -21,6 +21,7 @@ from lt_zero.loggers import attach_loggers
 from lt_zero.monitoring import StepPrinter, _rows, dump_state, gc_disabled, logger_level
 from lt_zero.precision import sharded_of
 from lt_zero.profiler import Profiler
+from lt_zero.waiting import local_rank_is
 
 
 class MonitoredStrategy(CheckpointingStrategy):
@@ -52,6 +53,7 @@ class MonitoredStrategy(CheckpointingStrategy):
         if isinstance(self.comm, LoggedComm):
             self.comm.log.clear()
         self._for_this_run.enter_context(logger_level(config.log_level, self.global_rank))
+        local_rank_is(self.local_rank)  # the environment of processes that were spawned does not tell it
 
     @property
     def comm_class(self) -> type[Comm]:

@@ -65,7 +65,9 @@ class StepPrinter:
       peak that torch tells starts anew with each line; on the CPU the resident memory of the process at the line.
 
     What is not known is left out. Loggers of the Trainer get the same as ``zero/loss``, ``zero/lr``, ... (readings.py)
-    under Lightning's own step, which counts from 0 and once per batch that steps. See Note [Silent until a line is due].
+    under Lightning's own step, which counts from 0, and once per batch that steps.
+
+    See Note [Silent until a line is due].
 
     Args:
         every: optimizer steps, counted as ``trainer.global_step`` does: those of all optimizers, skipped ones included.

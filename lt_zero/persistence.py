@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -38,6 +38,7 @@ from lt_zero.core.values import full_state_dict
 from lt_zero.precision import sharded_of
 from lt_zero.progress import KEY as PROGRESS
 from lt_zero.restoring import Together
+from lt_zero.waiting import waiting
 
 if TYPE_CHECKING:
     from lt_zero.checkpointing import CheckpointingStrategy
@@ -120,7 +121,8 @@ class Persistence:
         made = bundle(_without_type(checkpoint), names, engine.comm, run, resolved(config), self._frozen)
         place = self._make(path)
         if not (config.checkpoint.async_save and self._training()):
-            self._write(made, place, engine.comm.saving_group(background=False))
+            with waiting(f"Saving {path}", made.nbytes, rank=engine.comm.rank, in_bytes=True) as work:
+                self._write(made, place, engine.comm.saving_group(background=False), work.advance)
             return
         with Together(engine.comm, "copying the state for an asynchronous save"):
             self._buffer = stage(made, self._buffer)
@@ -169,10 +171,10 @@ class Persistence:
         assert place is not None
         return place
 
-    def _write(self, made: Bundle, place: Place, group: Any) -> None:
+    def _write(self, made: Bundle, place: Place, group: Any, tick: Callable[[int], object] = lambda _: None) -> None:
         comm = self._strategy.engine.comm
         try:
-            write(made, place, comm, group, lambda: self._export_saved(place.name))
+            write(made, place, comm, group, lambda: self._export_saved(place.name), tick)
         except BaseException:
             if comm.rank == 0:
                 place.discard()
@@ -231,7 +233,8 @@ class Persistence:
             return
         pending, self._pending = self._pending, None
         after, self._after = self._after, []
-        pending.result()  # fails on all ranks if it does on one
+        with waiting("Waiting for the save in the background", rank=self._strategy.global_rank):
+            pending.result()  # fails on all ranks if it does on one
         for path in after:
             self.remove(path)
 

@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lt_zero.checkpoint.errors import CheckpointError
 from lt_zero.checkpoint.full import load_full_optimizer_state
-from lt_zero.checkpoint.load import as_lightning, by_name, fitting_state, load_module, rounded_weights
+from lt_zero.checkpoint.load import as_lightning, by_name, counted, fitting_state, load_module, rounded_weights
 from lt_zero.checkpoint.open import is_directory, open_source
 from lt_zero.checkpoint.place import is_url
 from lt_zero.checkpoint.resuming import require_training_state
@@ -28,6 +28,7 @@ from lt_zero.core.guard import owner_of
 from lt_zero.core.lazy import LazyTensor, read_now
 from lt_zero.precision import sharded_of
 from lt_zero.progress import KEY as PROGRESS
+from lt_zero.waiting import waiting
 
 if TYPE_CHECKING:
     from lt_zero.checkpointing import CheckpointingStrategy
@@ -50,7 +51,8 @@ class Restoring:
         with self._together("opening the checkpoint"):
             if not is_directory(path):
                 return None
-            return as_lightning(open_source(path, tell=self._strategy.is_global_zero), weights_only)
+            with waiting(f"Opening {path}", rank=self._strategy.global_rank):
+                return as_lightning(open_source(path, tell=self._strategy.is_global_zero), weights_only)
 
     def load_file(self, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any] | None:
         """A single file, mapped: ranks of a host share its pages, and parts that are not needed are never read.
@@ -100,10 +102,11 @@ class Restoring:
         (state, strict, left_out), self._late = self._late, None
         module, strategy = self._strategy.lightning_module, self._strategy
         assert module is not None
-        with self._together("loading weights"):
+        rank = strategy.global_rank
+        with self._together("loading weights"), waiting("Loading weights", len(state), rank=rank) as work:
             if strategy.built is not None and not strategy.config.zero_optimization.load_from_fp32_weights:
                 state = rounded_weights(strategy.built, state)
-            load_module(module, state, strict, left_out)
+            load_module(module, counted(state, work.reach), strict, left_out)
             read_now(module)  # a module may have taken the tensors instead of their values
 
     def forget(self) -> None:
@@ -120,7 +123,9 @@ class Restoring:
             strategy.config.checkpoint.load_module_only or not strategy.config.checkpoint.load_optimizer_states
         ):
             return
-        with self._together("loading optimizer states"):
+        total = sum(len(group["params"]) for state in states for group in state["param_groups"])
+        waits = waiting("Loading optimizer states", total, rank=strategy.global_rank)
+        with self._together("loading optimizer states"), waits as work:
             if len(states) != len(strategy.optimizers):
                 raise CheckpointError(
                     f"The checkpoint has {len(states)} optimizer(s), configure_optimizers made "
@@ -134,7 +139,7 @@ class Restoring:
                 if sharded is None:
                     optimizer.load_state_dict(state)
                 else:
-                    load_full_optimizer_state(sharded, state)
+                    load_full_optimizer_state(sharded, state, work.advance)
 
     def _together(self, name: str) -> Together:
         return Together(self._strategy.comm, name)

@@ -1,4 +1,4 @@
-"""The numbers of a step, in the printed line and in loggers: equal to a single process's, and to what others measure."""
+"""The numbers of a step, printed and logged: equal to a single process's, and to what others measure."""
 
 from __future__ import annotations
 

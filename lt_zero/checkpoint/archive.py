@@ -10,7 +10,7 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -199,14 +199,14 @@ class Archive:
         self._blocks.read(name, 0, out)
         return out.numpy().tobytes()
 
-    def verify(self) -> int:
-        """Read every byte; how many there are.
+    def verify(self, tick: Callable[[int], object] = lambda _: None) -> int:
+        """Read every byte; how many there are. ``tick`` is told how many more were read.
 
         Raises:
             CheckpointError: one is not what was written; names its file.
         """
         for name in self.manifest.files:
-            self._blocks.verify(name)
+            self._blocks.verify(name, tick)
         return sum(record.nbytes for record in self.manifest.files.values())
 
     def close(self) -> None:

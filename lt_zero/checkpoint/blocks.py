@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -52,10 +52,11 @@ class BlockReader:
         self._fd(file)
         list(self._pool.map(lambda number: self._read_apart(file, number, start, out), numbers))
 
-    def verify(self, file: str) -> None:
+    def verify(self, file: str, tick: Callable[[int], object] = lambda _: None) -> None:
         record = self.files[file]
         for number in range(len(record.sums)):
             self._load(file, number, self._mine())
+            tick(min(STEP, record.nbytes - number * STEP))
 
     def close(self) -> None:
         if self._pool is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,9 +54,8 @@ def export_command(
     ] = None,
 ) -> None:
     """Write a checkpoint's weights as files that need no lt_zero. One tensor is in memory at a time."""
-    shown = sys.stderr.isatty()
     with _told():
-        files = export(ckpt, out, dtype, format, shard_size, training_state, keep_fp32 or (), shown)
+        files = export(ckpt, out, dtype, format, shard_size, training_state, keep_fp32 or (), True)
     console = Console(soft_wrap=True, highlight=False)
     for file in files:
         console.print(f"{file} ({file.stat().st_size / 1e6:.1f} MB)", markup=False)
@@ -72,7 +70,7 @@ def import_command(
 ) -> None:
     """Make a checkpoint directory of what others wrote. One tensor is in memory at a time; SRC stays as it is."""
     with _told():
-        made = import_checkpoint(src, out, tag, progress=sys.stderr.isatty())
+        made = import_checkpoint(src, out, tag, progress=True)
         facts = verify(made)
     Console(soft_wrap=True, highlight=False).print(f"{made} ({in_words(facts['bytes'])})", markup=False)
 

@@ -77,7 +77,7 @@ def export(
         training_state: also what a plain ``Trainer`` resumes from: optimizers, schedulers, loops. For ``ckpt`` in
             fp32.
         keep_fp32: patterns of names that leave in fp32.
-        progress: show a bar.
+        progress: show on stderr how far it is, if it takes long.
 
     Returns:
         The files, the index last.
@@ -94,7 +94,7 @@ def export(
         )
     _check_place(checkpoint, target)
     source = _open(checkpoint)
-    with bar("export", progress) as (begin, tick):
+    with bar(f"Exporting {target.path.name}", progress) as (begin, tick):
         cast = Cast(source, kind, keep_fp32, tick)
         if training_state:
             check_training_state(cast)

@@ -6,7 +6,7 @@ number, so a plain DDP run resumes from it, and any world size and stage reads i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from lt_zero.core.layout import Piece
 from lt_zero.core.lazy import LazyTensor, elements_of, whole
 from lt_zero.core.optimizer import ShardedOptimizer
 from lt_zero.core.values import gather_own
+from lt_zero.waiting import waiting
 
 
 def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
@@ -27,16 +28,18 @@ def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
     packed, numbers = packed_states(sharded)
     keep = engine.comm.rank == 0
     state: dict[int, dict[str, Any]] = {}
-    for bucket in engine.buckets:
-        mine = {i: p for i, p in enumerate(bucket.params) if id(p) in numbers}
-        local = {i: optimizer.state[p] for i, p in mine.items() if p in optimizer.state}
-        for home in bucket.shelf.step_homes() if local else ():
-            home.bring(write=False)
-        for key, dtype in sorted(_keys(bucket, local).items()):
-            for index, value in _collect(bucket, local, key, dtype).items():
-                if keep and index in mine:
-                    state.setdefault(numbers[id(mine[index])], {})[key] = value
-        bucket.shelf.tidy()
+    with waiting("Gathering optimizer states", len(engine.buckets), rank=engine.comm.rank) as work:
+        for bucket in engine.buckets:
+            mine = {i: p for i, p in enumerate(bucket.params) if id(p) in numbers}
+            local = {i: optimizer.state[p] for i, p in mine.items() if p in optimizer.state}
+            for home in bucket.shelf.step_homes() if local else ():
+                home.bring(write=False)
+            for key, dtype in sorted(_keys(bucket, local).items()):
+                for index, value in _collect(bucket, local, key, dtype).items():
+                    if keep and index in mine:
+                        state.setdefault(numbers[id(mine[index])], {})[key] = value
+            bucket.shelf.tidy()
+            work.advance()
     engine.shelves.check(engine.comm, "optimizer states in files")
     if not keep:
         return {}
@@ -79,12 +82,15 @@ def _collect(bucket: Bucket, local: dict[int, dict[str, Any]], key: str, dtype: 
     return {**every, **rest}
 
 
-def load_full_optimizer_state(sharded: ShardedOptimizer, full: Mapping[str, Any]) -> None:
+def load_full_optimizer_state(
+    sharded: ShardedOptimizer, full: Mapping[str, Any], tick: Callable[[], object] = lambda: None
+) -> None:
     """Take this rank's pieces of a full state dict (every rank passes the same one). Not collective.
 
     Args:
         sharded: the optimizer's side of the engine.
         full: as ``Optimizer.state_dict`` returns it; tensors may be lazy, then only the pieces are read.
+        tick: is called for each parameter whose state was read.
 
     Raises:
         ValueError: the optimizer has other parameters than the saved one.
@@ -115,6 +121,8 @@ def load_full_optimizer_state(sharded: ShardedOptimizer, full: Mapping[str, Any]
                     resting.setdefault(bucket, []).append(_Resting(parameter, piece, key, value))
                 else:
                     cut[number][key] = _piece_of(bucket, piece, value)
+        if bucket not in resting:
+            tick()
     sharded.optimizer.load_state_dict({**full, "state": cut})
     for number, parameter in zip(numbers, parameters, strict=True):
         for key, value in cut.get(number, {}).items():
@@ -124,7 +132,7 @@ def load_full_optimizer_state(sharded: ShardedOptimizer, full: Mapping[str, Any]
             moves = place is not None and place[0].shelf.moves_optim
             if isinstance(value, Tensor) and (loaded[key].dtype != value.dtype or moves):
                 loaded[key] = value.to("cpu" if moves else loaded[key].device, copy=True)
-    _load_resting(sharded, resting)
+    _load_resting(sharded, resting, tick)
     sharded.stepper.shelve_states()
 
 
@@ -150,7 +158,9 @@ def _piece_of(bucket: Bucket, piece: Piece, value: Tensor) -> Tensor:
     return row.view(shape) if piece.numel == torch.Size(shape).numel() else row
 
 
-def _load_resting(sharded: ShardedOptimizer, resting: Mapping[Bucket, Sequence[_Resting]]) -> None:
+def _load_resting(
+    sharded: ShardedOptimizer, resting: Mapping[Bucket, Sequence[_Resting]], tick: Callable[[], object]
+) -> None:
     """Bring states to their files, one bucket in memory at a time."""
     for bucket, states in resting.items():
         for state in states:
@@ -161,3 +171,5 @@ def _load_resting(sharded: ShardedOptimizer, resting: Mapping[Bucket, Sequence[_
             kept = home.lend(state.piece.offset, row.shape).copy_(row)
             sharded.optimizer.state[state.parameter][state.key] = kept
         bucket.shelf.tidy()
+        for _ in {id(state.parameter) for state in states}:
+            tick()

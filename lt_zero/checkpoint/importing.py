@@ -32,6 +32,7 @@ from lt_zero.checkpoint.save import KEY, bundle, write
 from lt_zero.checkpoint.source import Foreign, Source, Spec
 from lt_zero.core.comm import Comm
 from lt_zero.core.lazy import LazyTensor
+from lt_zero.waiting import waiting
 
 _PER_TENSOR = 4096  # bytes at most that a directory adds to a tensor
 _SHOWN = 3  # files in a warning
@@ -48,7 +49,7 @@ def import_checkpoint(
         source: a checkpoint directory or file, whoever wrote it; see ``open_source``.
         out: the directory to make, or its URL.
         tag: which one of a DeepSpeed directory; default: the one that its file ``latest`` names.
-        progress: show a bar.
+        progress: show on stderr how far it is, if it takes long.
 
     Returns:
         The directory.
@@ -62,9 +63,10 @@ def import_checkpoint(
     need = sum(spec.nbytes + _PER_TENSOR for spec in _specs(opened))
     if not is_url(made):
         check_space(Path(made).parent, need, "import", "")
-    _verify(opened)
+    with waiting(f"Checking {source}", rank=0, shown=progress):
+        _verify(opened)
     comm = Comm(None, None, torch.device("cpu"))
-    with bar("import", progress) as (begin, tick):
+    with bar(f"Importing {os.path.basename(made)}", progress) as (begin, tick):
         begin(sum(spec.nbytes for spec in _specs(opened)))
         checkpoint, names, facts = _content(opened, made, _Fragments(tick))
         content = bundle(checkpoint, names, comm, _run(source), facts["config"], facts["left_out"])

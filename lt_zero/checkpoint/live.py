@@ -114,7 +114,7 @@ def export_engine(
         source = EngineSource(engine)
         names = [name for name, p in engine.root.named_parameters() if id(p) in kept]
         try:
-            export(source, path, dtype, format, shard_size, keep_fp32=names)
+            export(source, path, dtype, format, shard_size, keep_fp32=names, progress=True)
         except Exception as error:  # told to all ranks below
             problem = error
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -179,6 +179,20 @@ def rounded_weights(engine: Engine, state: Mapping[str, Any]) -> dict[str, Any]:
         )
 
     return {name: rounding(value, name) if name in dtypes else value for name, value in state.items()}
+
+
+def counted(state: Mapping[str, Any], reach: Callable[[int], object]) -> dict[str, Any]:
+    """The state dict; ``reach`` is told the number (from 1) of each tensor that is read from a checkpoint."""
+
+    def counting(lazy: LazyTensor, number: int) -> LazyTensor:
+        def read(lo: int, hi: int) -> Tensor:
+            reach(number)
+            return lazy.elements(lo, hi)
+
+        return LazyTensor(tuple(lazy.shape), lazy.dtype, read)
+
+    numbered = enumerate(state.items(), 1)
+    return {key: counting(v, number) if isinstance(v, LazyTensor) else v for number, (key, v) in numbered}
 
 
 def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool, left_out: Sequence[str] = ()) -> None:

@@ -17,14 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
 from lt_zero.checkpoint.errors import CheckpointError
 from lt_zero.checkpoint.place import sync_folder
 from lt_zero.checkpoint.sink import Blocks, FileSink
 from lt_zero.checkpoint.torchfile import Write
 from lt_zero.offload.blocks import free_bytes, in_words
+from lt_zero.waiting import waiting
 
 _THREADS = 3  # that write one file
 
@@ -140,7 +138,5 @@ def _stamp() -> str:
 @contextmanager
 def bar(what: str, shown: bool) -> Iterator[tuple[Callable[[int], object], Callable[[int], object]]]:
     """Gives what to call with all bytes at first, and with those of each piece."""
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
-        task = progress.add_task(what)
-        yield lambda total: progress.update(task, total=total), lambda nbytes: progress.advance(task, nbytes)
+    with waiting(what, rank=0, in_bytes=True, shown=shown) as work:
+        yield work.expect, work.advance

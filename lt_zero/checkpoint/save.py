@@ -48,6 +48,11 @@ class Bundle:
     others: dict[tuple[str, ...], Any] = field(default_factory=dict)
     objects: bytes | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Of what this rank holds."""
+        return sum(map(_local_bytes, self.tensors.values()))
+
     def extras(self) -> Extras:
         return Extras(self.meta, self.manifest, self.objects, self.others)
 
@@ -123,13 +128,22 @@ def _fill(
     made.manifest = {"order": tuple(order), "aliases": aliases}
 
 
-def write(made: Bundle, place: Place, comm: Comm, group: Any, then: Callable[[], object] = lambda: None) -> None:
+def write(
+    made: Bundle,
+    place: Place,
+    comm: Comm,
+    group: Any,
+    then: Callable[[], object] = lambda: None,
+    tick: Callable[[int], object] = lambda _: None,
+) -> None:
     """Write a bundle and give it its name, and call ``then`` on rank 0. Collective over ``group`` (None: one process).
+
+    ``tick`` is told the bytes of each tensor that this rank has written.
 
     Raises:
         CheckpointError: on all ranks; says what failed where.
     """
-    writer = DirectoryWriter(place, made.tensors, comm.rank, made.extras, then)
+    writer = DirectoryWriter(place, made.tensors, comm.rank, made.extras, then, tick)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with warnings.catch_warnings():

@@ -9,6 +9,7 @@ from lt_zero.checkpoint import manifest
 from lt_zero.checkpoint.archive import Archive
 from lt_zero.checkpoint.errors import CheckpointError
 from lt_zero.checkpoint.open import found_at
+from lt_zero.waiting import waiting
 
 _SHOWN = ("stage", "ranks", "precision", "created", "imported_from", "torch")  # of what the run has told
 
@@ -34,7 +35,9 @@ def verify(path: str | os.PathLike[str]) -> dict[str, Any]:
         )
     archive = Archive(found)
     try:
-        nbytes = archive.verify()
+        total = sum(record.nbytes for record in archive.manifest.files.values())
+        with waiting(f"Reading all of {found}", total, rank=0, in_bytes=True) as work:
+            nbytes = archive.verify(work.advance)
         run, meta = archive.manifest.run, archive.meta
         facts: dict[str, Any] = {key: run[key] for key in _SHOWN if key in run}
         facts |= {name: meta[key] for name, key in (("step", "global_step"), ("epoch", "epoch")) if key in meta}

@@ -88,6 +88,7 @@ class DirectoryWriter(StorageWriter):
         rank: of this process.
         extras: called on rank 0 when all tensors are written.
         then: called on rank 0 when the checkpoint is there.
+        tick: told the bytes of each tensor that was written.
 
     Raises:
         CheckpointError: the directory has too little space; a file cannot be written.
@@ -100,7 +101,9 @@ class DirectoryWriter(StorageWriter):
         rank: int,
         extras: Callable[[], Extras],
         then: Callable[[], object] = lambda: None,
+        tick: Callable[[int], object] = lambda _: None,
     ) -> None:
+        self._tick = tick
         self._place, self._state, self._rank, self._extras, self._then = place, state, rank, extras, then
         self._outputs: dict[str, _Output] = {}
 
@@ -170,6 +173,7 @@ class DirectoryWriter(StorageWriter):
             stored = output.content[key] = output.add(key, tensor.detach().cpu())
             placed = _Placed(output.name, stored.start, stored.blob)
             results.append(WriteResult(item.index, tensor.nbytes, placed))
+            self._tick(tensor.nbytes)
         if holder is not None:
             self._leave(holder)
 

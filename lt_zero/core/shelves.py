@@ -21,6 +21,7 @@ from lt_zero.offload.memory import return_large_blocks
 from lt_zero.offload.pool import SwapError
 from lt_zero.offload.probe import Speed, forecast, probe
 from lt_zero.offload.tier import Tier
+from lt_zero.waiting import waiting
 
 if TYPE_CHECKING:
     from lt_zero.core.bucket import Bucket
@@ -118,7 +119,7 @@ class Shelves:
             return ""
         comm, read, written = buckets[0].comm, *_traffic(buckets, states)
         mine = Speed(1.0, 1.0)
-        with together(comm, "the speed of the disk"):
+        with together(comm, "the speed of the disk"), waiting(f"Measuring the speed of {tier.folder.path.parent}"):
             mine = probe(tier.folder, tier.pool, min(_PROBE, max(1 << 20, read)))
         slowest = Speed(
             *(min(side) for side in zip(*comm.host_gather(tuple(mine), "the speed of the disk"), strict=True))
@@ -202,7 +203,7 @@ def open_shelves(buckets: Sequence[Bucket], config: ZeroConfig, device: torch.de
     if "nvme" in (optim.device, params.device):
         return_large_blocks()
         numels, rank = [b.own[1] - b.own[0] for b in buckets], buckets[0].comm.rank
-        with together(buckets[0].comm, "the folder for states"):
+        with together(buckets[0].comm, "the folder for states"), waiting("Preparing the files of states in nvme_path"):
             _open_tiers(shelves, config, numels, rank)
     pin = device.type == "cuda" and optim.pin_memory and params.pin_memory
     places = resting([b.layout.numel for b in buckets], [b.sharding.params for b in buckets], zero)

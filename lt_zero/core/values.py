@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from lt_zero.core.bucket import Bucket, State
 from lt_zero.core.guard import is_guarded, owner_of
+from lt_zero.waiting import waiting
 
 if TYPE_CHECKING:
     from lt_zero.core.engine import Engine
@@ -115,9 +116,11 @@ def full_state_dict(engine: Engine) -> dict[str, Any]:
     """
     keep = engine.comm.rank == 0
     values: dict[int, Tensor] = {}
-    for _, parameter, value in full_parameters(engine):
-        if keep:
-            values[id(parameter)] = value.detach().to("cpu", copy=True)
+    with waiting("Gathering weights", sum(len(b.params) for b in engine.buckets), rank=engine.comm.rank) as work:
+        for _, parameter, value in full_parameters(engine):
+            work.advance()
+            if keep:
+                values[id(parameter)] = value.detach().to("cpu", copy=True)
     # keep_vars: nothing is read from sharded parameters. On all ranks, because metrics may synchronise in it.
     state = engine.root.state_dict(keep_vars=True)
     if not keep:

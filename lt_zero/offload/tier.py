@@ -22,11 +22,13 @@ from pathlib import Path
 import torch
 
 from lt_zero.config.offload import Aio
+from lt_zero.offload.blocks import in_words
 from lt_zero.offload.buffers import Buffers
 from lt_zero.offload.files import Nowhere, SwapFile
 from lt_zero.offload.folder import SwapFolder
 from lt_zero.offload.home import FileHome, settle
 from lt_zero.offload.pool import IoPool, SwapError
+from lt_zero.waiting import waiting
 
 
 class Tier:
@@ -67,7 +69,8 @@ class Tier:
     def _make(self, name: str, sizes: list[int]) -> SwapFile | Nowhere:
         try:
             self.folder.require(sum(sizes))
-            return SwapFile(self.folder.path / name, sizes, self.pool)
+            with waiting(f"Reserving {in_words(sum(sizes))} in {self.folder.path}"):
+                return SwapFile(self.folder.path / name, sizes, self.pool)
         except SwapError as error:
             self._note(error)
             return Nowhere(sizes, error)

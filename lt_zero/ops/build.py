@@ -25,12 +25,14 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from filelock import FileLock, Timeout
+
+from lt_zero.waiting import waiting
 
 log = logging.getLogger("lt_zero")
 
@@ -55,7 +57,6 @@ CUDA_LINK = ("-shared", "-cudart", "static")
 CUDA_CODES = ("sm_80", "sm_90", "sm_100")  # what `lt-zero ops build --cuda` compiles for, and PTX of the last
 
 TIME_LIMIT, MARGIN = {"cpu": 300.0, "cuda": 900.0}, 30.0  # seconds for the compiler; how much longer others wait
-PATIENCE = 5.0  # seconds of waiting for others before it is told
 _VARIABLE, _SOURCES = {"cpu": "CXX", "cuda": "NVCC"}, {"cpu": "*.cpp", "cuda": "*.cu"}
 
 
@@ -227,17 +228,31 @@ def build(recipe: Recipe, cache: Path, *, force: bool = False, reject: Path | No
 def _locked(path: Path, limit: float) -> Iterator[None]:
     lock = FileLock(str(path))
     try:
-        lock.acquire(timeout=min(PATIENCE, limit))
+        lock.acquire(timeout=0)
     except Timeout:
-        log.warning("waiting (%.0f s at most) for another process that compiles lt_zero's kernels: %s", limit, path)
+        what = f"Waiting ({limit:.0f} s at most) for {_holder(path)}, which compiles lt_zero's kernels"
+        log.info("%s: %s", what, path)
         try:
-            lock.acquire(timeout=max(0.0, limit - PATIENCE))
+            with waiting(what):
+                lock.acquire(timeout=limit)
         except Timeout:
-            raise BuildError(f"another process has held {str(path)!r} for {limit:.0f} s; end it.") from None
+            raise BuildError(f"{_holder(path)} has held {str(path)!r} for {limit:.0f} s; end it.") from None
     try:
         yield
     finally:
         lock.release()
+
+
+def _holder(path: Path) -> str:
+    """Who holds the lock on a file, as far as this machine's kernel tells."""
+    with contextlib.suppress(OSError, ValueError):
+        state = path.stat()
+        place = f"{os.major(state.st_dev):02x}:{os.minor(state.st_dev):02x}:{state.st_ino}"
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()  # 1: FLOCK ADVISORY WRITE 4711 08:01:1234 0 EOF
+            if place in words and words[1] == "FLOCK" and int(words[4]) > 0:
+                return f"process {words[4]}"
+    return "another process"
 
 
 def _commands(recipe: Recipe, compiler: Compiler, folder: Path) -> list[list[Job]]:
@@ -260,12 +275,13 @@ def _compile(recipe: Recipe, compiler: Compiler, cache: Path, key: str) -> Path:
         steps = _commands(recipe, compiler, Path(folder))
         deadline, reason = time.monotonic() + limit, ""
         try:
-            for step in steps:
-                run(step, deadline - time.monotonic())
-                # Of those that wrote nothing, first those that failed: the others were stopped for that.
-                if failed := [job for job in step if not (job.code == 0 and job.makes and job.makes.exists())]:
-                    worst = min(failed, key=lambda job: (job.code is None, job.code == 0))
-                    raise BuildError(f"{shlex.quote(worst.command[0])} {worst.trouble(limit)}", record)
+            with waiting(f"Compiling lt_zero's {recipe.kind} kernels", sum(map(len, steps))) as work:
+                for step in steps:
+                    run(step, deadline - time.monotonic(), work.advance)
+                    # Of those that wrote nothing, first those that failed: the others were stopped for that.
+                    if failed := [job for job in step if not (job.code == 0 and job.makes and job.makes.exists())]:
+                        worst = min(failed, key=lambda job: (job.code is None, job.code == 0))
+                        raise BuildError(f"{shlex.quote(worst.command[0])} {worst.trouble(limit)}", record)
             shutil.copyfile(str(steps[-1][0].makes), temporary)
             load(temporary, recipe.kind)
             return temporary.replace(cache / f"{key}-{_content(temporary)}.so")
@@ -308,8 +324,11 @@ class Job:
         return f"ended with code {self.code}: " + "\n    ".join(lines)
 
 
-def run(jobs: Sequence[Job], limit: float) -> None:
-    """Run commands side by side until all ended, one failed, or ``limit`` seconds are over; none is left behind."""
+def run(jobs: Sequence[Job], limit: float, tick: Callable[[], object] = lambda: None) -> None:
+    """Run commands side by side until all ended, one failed, or ``limit`` seconds are over; none is left behind.
+
+    ``tick`` is called for each that ended.
+    """
     deadline = time.monotonic() + limit
     with contextlib.ExitStack() as stack:
         # Files, not pipes: a process that outlives the compiler would keep a pipe open.
@@ -322,6 +341,8 @@ def run(jobs: Sequence[Job], limit: float) -> None:
                     waiting.pop(0)
                 for job, process in running:
                     job.code = process.poll()
+                    if job.code is not None:
+                        tick()
                 running = [(job, process) for job, process in running if job.code is None]
                 time.sleep(0.005)
         except OSError as error:  # no program for this machine

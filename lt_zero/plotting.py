@@ -1,0 +1,252 @@
+"""The command ``lt-zero plot``: what Lightning's ``CSVLogger`` has written, as one picture."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_NAME = "metrics.csv"
+_STEP = "step"
+
+
+class PlotError(ValueError):
+    """There is nothing to draw, or it cannot be drawn. Names the file and the remedy."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One file of metrics: by column, the steps and values that were logged, in the file's order."""
+
+    name: str
+    path: Path
+    columns: Mapping[str, tuple[list[float], list[float]]]
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """One small picture.
+
+    ``ours`` and ``others`` are patterns of columns; those of others are drawn where ``ours`` is missing. ``points``
+    are drawn as points in any case.
+    """
+
+    label: str
+    ours: str
+    others: str = "(?!)"
+    points: str = "(?!)"
+    log: bool = False
+
+
+_PANELS = (
+    _Panel("loss", r"zero/loss", r"train[_/]?loss.*|loss(_step|_epoch)?", r"val(id|idation)?[_/]?loss.*"),
+    _Panel("learning rate", r"zero/(optimizer_\d+/)?lr(_\d+)?", r"lr-.*|lr"),
+    _Panel("gradient norm", r"zero/(optimizer_\d+/)?grad_norm", r"grad_norm"),
+    _Panel("loss scale", r"zero/loss_scale", r"loss_scale", log=True),
+    _Panel("samples/s", r"zero/samples_per_s"),
+    _Panel("TFLOP/s per device", r"zero/tflops"),
+    _Panel("memory, GB", r"zero/memory_gb"),
+)
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+def find_metrics(place: str | os.PathLike[str]) -> Path:
+    """The file of metrics at or below ``place``: the newest version of the run that was written to last.
+
+    Raises:
+        PlotError: there is none.
+    """
+    path = Path(place)
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise PlotError(f"{path} is not there: name the folder of a run, or its {_NAME}.")
+    if (path / _NAME).is_file():
+        return path / _NAME
+    found = [file for file in path.rglob(_NAME) if file.is_file()]
+    if not found:
+        raise PlotError(
+            f"No {_NAME} in {path} or below: csv_monitor.enabled=true writes one, as Lightning's CSVLogger does."
+        )
+    last = max(found, key=lambda file: file.stat().st_mtime)
+    return max((file for file in found if file.parent.parent == last.parent.parent), key=_version)
+
+
+def _version(file: Path) -> tuple[int, float]:
+    number = re.fullmatch(r"version_(\d+)", file.parent.name)
+    return int(number[1]) if number else -1, file.stat().st_mtime
+
+
+def read_run(place: str | os.PathLike[str]) -> Run:
+    """The metrics of a run. A last line that is not complete (the run goes on) is left out.
+
+    Args:
+        place: a folder or a file, see ``find_metrics``.
+
+    Raises:
+        PlotError: there is no such file, it is empty, or a line of it makes no sense; names the line.
+    """
+    path = find_metrics(place)
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlotError(f"{path} cannot be read: {error}.") from error
+    lines = text.splitlines(keepends=True)
+    if len(lines) > 1 and not lines[-1].endswith("\n"):
+        del lines[-1]
+    reader = csv.reader(lines, strict=True)
+    columns: dict[str, tuple[list[float], list[float]]] = {}
+    try:
+        header = next(reader, None)
+        if not header:
+            raise PlotError(f"{path} is empty: nothing was logged, or the run has not come to its first row.")
+        if _STEP not in header:
+            raise PlotError(f"{path}, line 1: there is no column {_STEP!r}. Is it a file of Lightning's CSVLogger?")
+        for row in reader:
+            _add(columns, header, row, f"{path}, line {reader.line_num}")
+    except csv.Error as error:
+        raise PlotError(f"{path}, line {reader.line_num}: {error}.") from error
+    return Run(str(place), path, columns)
+
+
+def _add(columns: dict[str, tuple[list[float], list[float]]], header: list[str], row: list[str], where: str) -> None:
+    if not row:
+        return
+    if len(row) != len(header):
+        raise PlotError(f"{where}: {len(row)} values for {len(header)} columns. Repair the line or remove it.")
+    cells = dict(zip(header, row, strict=True))
+    step = _number(cells.pop(_STEP), f"{where}, column {_STEP!r}")
+    for name, cell in cells.items():
+        if cell and any(_kind(panel, name) for panel in _PANELS):
+            steps, values = columns.setdefault(name, ([], []))
+            steps.append(step)
+            values.append(_number(cell, f"{where}, column {name!r}"))
+
+
+def _number(cell: str, where: str) -> float:
+    try:
+        return float(cell)
+    except ValueError:
+        raise PlotError(f"{where}: {cell!r} is no number. Repair the line or remove it.") from None
+
+
+def _kind(panel: _Panel, name: str) -> str | None:
+    """As what the column ``name`` may be drawn in ``panel``; None: not at all."""
+    kinds = ("ours", "others", "points")
+    return next((kind for kind in kinds if re.fullmatch(getattr(panel, kind), name)), None)
+
+
+def _drawn(run: Run, panel: _Panel) -> list[tuple[str, bool]]:
+    """The columns of a run that ``panel`` shows, and whether as points."""
+    kinds = {name: _kind(panel, name) for name in sorted(run.columns)}
+    lines = "ours" if "ours" in kinds.values() else "others"
+    return [(name, kind == "points") for name, kind in kinds.items() if kind in (lines, "points")]
+
+
+# ---- drawing -------------------------------------------------------------------------------------------------------
+
+
+def draw(runs: Sequence[Run]) -> Figure:
+    """Small pictures one below the other, over the same steps; a color for each run, a line style for each column.
+
+    Raises:
+        PlotError: a run has nothing to draw, or matplotlib is missing.
+    """
+    for run in runs:
+        if not run.columns:
+            raise PlotError(
+                f"{run.path} has nothing to draw: no zero/*, train_loss, loss, val_loss, lr-* or grad_norm. "
+                "csv_monitor.enabled=true logs zero/loss and others."
+            )
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PlotError(f"Drawing needs matplotlib ({error}): pip install 'lt-zero[plot]'") from error
+    panels = [panel for panel in _PANELS if any(_drawn(run, panel) for run in runs)]
+    figure = Figure(figsize=(8, 0.8 + 1.7 * len(panels)), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)
+    for panel, axes in zip(panels, grid[:, 0], strict=True):
+        _fill(axes, panel, runs)
+    grid[-1, 0].set_xlabel(_STEP)
+    if len(runs) == 1:
+        figure.suptitle(runs[0].name, fontsize="medium")
+    return figure
+
+
+_STYLES = ("-", "--", ":", "-.")
+
+
+def _fill(axes: Any, panel: _Panel, runs: Sequence[Run]) -> None:
+    names = sorted({name for run in runs for name, _ in _drawn(run, panel)})
+    lines = sorted({name for run in runs for name, points in _drawn(run, panel) if not points})
+    styles = {name: _STYLES[number % len(_STYLES)] for number, name in enumerate(lines)}
+    for number, run in enumerate(runs):
+        for order, (name, points) in enumerate(_drawn(run, panel)):
+            color = f"C{(number if len(runs) > 1 else order) % 10}"
+            label = " ".join([run.name] * (len(runs) > 1) + [name] * (len(names) > 1 or len(runs) == 1))
+            how = {"linestyle": "", "marker": "o", "markersize": 4} if points else {"linestyle": styles[name]}
+            steps, values = run.columns[name]
+            # A lone value has no line: mark it. Values that are not finite leave a gap.
+            alone = {"marker": "."} if not points and len(values) == 1 else {}
+            finite = [value if math.isfinite(value) else math.nan for value in values]
+            axes.plot(steps, finite, color=color, label=label, linewidth=1.2, **how, **alone)
+    axes.set_ylabel(panel.label)
+    axes.grid(True, alpha=0.3)
+    if panel.log:
+        axes.set_yscale("log", base=2)
+    axes.legend(fontsize="x-small", loc="best")
+
+
+def plot(places: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> Path:
+    """Draw runs over each other into a PNG file, which is replaced if it is there.
+
+    Raises:
+        PlotError: there is nothing to draw, or the file cannot be written.
+    """
+    runs = [read_run(place) for place in places]
+    figure = draw(runs)
+    path = Path(output)
+    if path.suffix.lower() != ".png":
+        raise PlotError(f"--output {path}: the picture is a PNG file, name it so, such as {path.with_suffix('.png')}.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="png", dpi=130)
+    except OSError as error:
+        raise PlotError(f"--output {path} cannot be written: {error.strerror or error}.") from error
+    return path
+
+
+def plot_command(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN_DIR...", help=f"Folder of a run, or its {_NAME}; several are drawn together."),
+    ],
+    output: Annotated[Path, typer.Option(help="The PNG file to write.")] = Path("plot.png"),
+) -> None:
+    """Draw loss, learning rate, gradient norm, loss scale, throughput and memory over the steps of a run."""
+    try:
+        made = plot(runs, output)
+        files = [find_metrics(run) for run in runs]
+    except PlotError as error:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(str(error), markup=False)
+        raise typer.Exit(1) from None
+    console = Console(soft_wrap=True, highlight=False)
+    for file in files:
+        console.print(f"Read {file}", markup=False)
+    console.print(f"Wrote {made}", markup=False)

@@ -1,0 +1,288 @@
+"""What takes long is never silent: what is done, how far it is, how long it takes, on stderr.
+
+Note [Two ways to show it]
+    A bar on a terminal, lines at growing intervals elsewhere (log files, SLURM). Lines also where somebody else draws
+    on the terminal: rich has one live display, which prints lines above itself (it replaces ``sys.stderr``
+    meanwhile), and tqdm's bars move for what is written through tqdm. What is over in two seconds shows nothing.
+
+    A thread per work looks at it from time to time; the work itself only counts. All bars of a process are one display.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+log = logging.getLogger("lt_zero")
+
+FIRST = 2.0  # seconds that may pass in silence
+LINES = (FIRST, 10.0, 30.0)  # seconds after which a line is due; then
+EACH = 60.0  # seconds from one to the next
+_REFRESH = 0.2  # seconds from one look at the work to the next, for bars
+_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_RANK")
+_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+_local_rank: int | None = None  # of this process, where its launcher tells it in another way than by its environment
+
+
+def local_rank_is(rank: int) -> None:
+    """Tell the number of this process on its machine, which decides who shows what each machine does."""
+    global _local_rank
+    _local_rank = rank
+
+
+def local_rank() -> int:
+    """The number of this process on its machine, 0 if nobody tells."""
+    if _local_rank is not None:
+        return _local_rank
+    found = next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "0")
+    return int(found) if found.isdigit() else 0
+
+
+class Work:
+    """Something that takes time: how much of it is done. Any thread may count.
+
+    Args:
+        what: in a few words, such as "Sharding 24 units"; or a function that tells them, asked when they are shown.
+        total: of what ``advance`` counts; None: not known.
+        in_bytes: whether bytes are counted.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        what: str | Callable[[], str],
+        total: float | None = None,
+        in_bytes: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._what, self.total, self._in_bytes, self._clock = what, total, in_bytes, clock
+        self.done = 0.0
+        self._start = clock()
+        self._lock = threading.Lock()
+
+    def advance(self, count: float = 1) -> None:
+        """That much more is done."""
+        with self._lock:
+            self.done += count
+
+    def reach(self, done: float) -> None:
+        """That much is done, if it is more than before."""
+        with self._lock:
+            self.done = max(self.done, done)
+
+    def expect(self, total: float) -> None:
+        """How much there is to do is known now."""
+        self.total = total
+
+    @property
+    def what(self) -> str:
+        return self._what if isinstance(self._what, str) else self._what()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the beginning."""
+        return self._clock() - self._start
+
+    def far(self) -> str:
+        """How far it is, and for how long it goes on: ``7 of 24 (29 %), 12 s``."""
+        if self.total:
+            count = f"{self._amount(self.done)} of {self._amount(self.total)} ({self.done / self.total:.0%})"
+            parts = [count.replace("%", " %")]
+        else:
+            parts = [self._amount(self.done)] if self.done else []
+        return ", ".join([*parts, duration(self.elapsed)])
+
+    def _amount(self, count: float) -> str:
+        if not self._in_bytes:
+            return f"{count:g}"
+        size, name = next(((size, name) for size, name in _UNITS if count >= size), (1, "bytes"))
+        return f"{count / size:.3g} {name}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words.
+
+    >>> duration(12.4), duration(75), duration(7322)
+    ('12 s', '1 min 15 s', '2 h 2 min')
+    """
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+@contextmanager
+def waiting(
+    what: str | Callable[[], str],
+    total: float | None = None,
+    *,
+    rank: int | None = None,
+    in_bytes: bool = False,
+    shown: bool = True,
+) -> Iterator[Work]:
+    """Around what may take long: shows it on stderr from the third second on. See Note [Two ways to show it].
+
+    Silent if the logger "lt_zero" shows no warnings (``log_level: error``).
+
+    Args:
+        what, total, in_bytes: see ``Work``.
+        rank: of this process among those that do it together, of which 0 shows it; None: its number on this machine,
+            for what each machine does by itself.
+        shown: False shows nothing.
+    """
+    work = Work(what, total, in_bytes)
+    first = (local_rank() if rank is None else rank) == 0
+    if not (shown and first and log.isEnabledFor(logging.WARNING)):
+        yield work
+        return
+    over = threading.Event()
+    verdict = ["done"]
+    watcher = threading.Thread(target=_watch, args=(work, over, verdict), name="lt_zero-waiting", daemon=True)
+    with contextlib.suppress(RuntimeError):  # no more threads: then nothing is shown
+        watcher.start()
+    try:
+        yield work
+    except BaseException:
+        verdict[0] = "stopped"
+        raise
+    finally:
+        over.set()
+        if watcher.ident is not None:
+            watcher.join()
+
+
+def _watch(work: Work, over: threading.Event, verdict: list[str]) -> None:
+    """The thread beside a work. A display that fails is no reason for the work to fail."""
+    with contextlib.suppress(Exception):
+        if over.wait(FIRST):
+            return
+        if not _draws() or not follow_bar(work, over.wait):
+            follow_lines(work, over.wait, verdict)
+
+
+# ---- lines ---------------------------------------------------------------------------------------------------------
+
+
+def follow_lines(work: Work, over: Callable[[float], bool], verdict: list[str], write: Any = None) -> None:
+    """Write a line whenever one is due until the work is over, and one for its end.
+
+    Args:
+        work: what to tell.
+        over: waits that many seconds, or until the work is over; returns whether it is.
+        verdict: its only item tells how it ended, once it has.
+        write: of a line; default: to stderr.
+    """
+    write = write or _write
+    number = 0
+    while True:
+        if over(max(0.0, _due(number) - work.elapsed)):
+            break
+        write(f"lt_zero: {work.what}: {work.far()}")
+        number += 1
+        while _due(number) <= work.elapsed:  # the machine was busy
+            number += 1
+    if number:
+        write(f"lt_zero: {work.what}: {verdict[0]} after {duration(work.elapsed)}")
+
+
+def _due(number: int) -> float:
+    return LINES[number] if number < len(LINES) else LINES[-1] + EACH * (number - len(LINES) + 1)
+
+
+def _write(line: str) -> None:
+    stderr = sys.stderr
+    if stderr is None:
+        return
+    if _tqdm_bars():
+        sys.modules["tqdm"].tqdm.write(line, file=stderr)
+    else:
+        stderr.write(f"{line}\n")
+        stderr.flush()
+
+
+# ---- a bar ---------------------------------------------------------------------------------------------------------
+
+_display: Progress | None = None
+_shown = 0  # works that it shows
+_lock = threading.Lock()
+
+
+def _fresh() -> None:
+    """A forked child has neither the display nor the thread that may hold its lock."""
+    global _display, _shown, _lock
+    _display, _shown, _lock = None, 0, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_fresh)
+
+
+def _tqdm_bars() -> bool:
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    return len(getattr(tqdm, "_instances", ())) > 0
+
+
+def _draws() -> bool:
+    """Whether stderr is a terminal on which nobody else draws."""
+    stderr = sys.stderr
+    if stderr is None or not stderr.isatty() or os.environ.get("TERM", "") in ("dumb", "unknown"):
+        return False
+    with _lock:
+        if _display is not None:
+            return True
+    live = any(type(stream).__module__ == "rich.file_proxy" for stream in (sys.stdout, stderr))
+    return not live and not _tqdm_bars()
+
+
+def follow_bar(work: Work, over: Callable[[float], bool]) -> bool:
+    """Show a bar until the work is over; False if there can be none."""
+    from rich.errors import LiveError
+
+    try:
+        display, task = _enter(work)
+    except LiveError:
+        return False
+    try:
+        while not over(_REFRESH):
+            display.update(task, total=work.total, completed=work.done, description=work.what, far=work.far())
+    finally:
+        _leave(display, task, work)
+    return True
+
+
+def _enter(work: Work) -> tuple[Progress, TaskID]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    global _display, _shown
+    with _lock:
+        if _display is None:
+            texts = [TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[far]")]
+            display = Progress(texts[0], BarColumn(), texts[1], console=Console(stderr=True))
+            display.start()
+            _display = display
+        _shown += 1
+        task = _display.add_task(work.what, total=work.total, completed=work.done, far=work.far())  # type: ignore[arg-type]
+        return _display, task
+
+
+def _leave(display: Progress, task: TaskID, work: Work) -> None:
+    global _display, _shown
+    with _lock:
+        display.update(task, completed=work.done, far=work.far())
+        display.stop_task(task)
+        if display is _display:
+            _shown -= 1
+            if _shown == 0:
+                _display = None
+                display.stop()
