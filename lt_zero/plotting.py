@@ -195,11 +195,12 @@ _STYLES = ("-", "--", ":", "-.")
 def _fill(axes: Any, panel: _Panel, runs: Sequence[Run]) -> None:
     names = sorted({name for run in runs for name, _ in _drawn(run, panel)})
     lines = sorted({name for run in runs for name, points in _drawn(run, panel) if not points})
+    called = _names(runs)
     styles = {name: _STYLES[number % len(_STYLES)] for number, name in enumerate(lines)}
     for number, run in enumerate(runs):
         for order, (name, points) in enumerate(_drawn(run, panel)):
             color = f"C{(number if len(runs) > 1 else order) % 10}"
-            label = " ".join([run.name] * (len(runs) > 1) + [name] * (len(names) > 1 or len(runs) == 1))
+            label = " ".join([called[number]] * (len(runs) > 1) + [name] * (len(names) > 1 or len(runs) == 1))
             how = {"linestyle": "", "marker": "o", "markersize": 4} if points else {"linestyle": styles[name]}
             steps, values = run.columns[name]
             # A lone value has no line: mark it. Values that are not finite leave a gap.
@@ -211,6 +212,12 @@ def _fill(axes: Any, panel: _Panel, runs: Sequence[Run]) -> None:
     if panel.log:
         axes.set_yscale("log", base=2)
     axes.legend(fontsize="x-small", loc="best")
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """The last parts of their paths, or the whole paths if two of the former are the same."""
+    short = [os.path.basename(os.path.normpath(run.name)) for run in runs]
+    return short if len(set(short)) == len(short) else [run.name for run in runs]
 
 
 def plot(places: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> Path:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from lt_zero import waiting
 from lt_zero.checkpoint.errors import CheckpointError
 from lt_zero.checkpoint.export import export, parse_size
 from lt_zero.cli import app
@@ -81,9 +82,9 @@ def test_command_has_help() -> None:
     assert "--training-state" in result.output
 
 
-def test_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    export(layers(), tmp_path / "model.pt", progress=True)
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "export" in captured.err
-    assert "1.4/1.4 kB" in captured.err
+def test_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[waiting.Work] = []
+    monkeypatch.setattr(waiting, "_watch", lambda work, *_: seen.append(work))
+    for shown in (True, False):
+        export(layers(), tmp_path / "model.pt", progress=shown)
+    assert [(work.what, work.done, work.total) for work in seen] == [("Exporting model.pt", 1400, 1400)]

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lt_zero import cli
+from lt_zero import cli, waiting
 from lt_zero.ops import build, library
 from lt_zero.ops.build import BuildError, Recipe, cached, find_compiler, recipe_of
 from lt_zero.ops.library import Loader
@@ -35,9 +35,11 @@ FUNCTION(int, lt_KIND_use_isa)(const char *) { return 0; }
 FUNCTION(long, lt_KIND_scratch)(long, const long *) { return 64; }
 """ + "".join(f"FUNCTION(int, lt_KIND_{name})(const void *) {{ return 0; }}\n" for name in library.OPERATIONS)
 HOLDER = "import sys, time, filelock\nlock = filelock.FileLock(sys.argv[1])\nlock.acquire()\nprint('held', flush=True)"
-# build.py alone: the package would import torch and Lightning.
+# build.py without the package, which would import torch and Lightning.
 BUILDER = f"""
-import importlib.util, pathlib, sys
+import importlib.util, pathlib, sys, types
+package = sys.modules["lt_zero"] = types.ModuleType("lt_zero")
+package.__path__ = [{str(Path(build.__file__).parent.parent)!r}]
 spec = importlib.util.spec_from_file_location("build", {build.__file__!r})
 build = sys.modules["build"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(build)
@@ -220,6 +222,16 @@ def test_a_killed_process_leaves_no_lock(
     (line,) = [record.getMessage() for record in caplog.records]
     assert f"Waiting (330 s at most) for process {holder.pid}, which compiles" in line
     assert str(cache) in line
+
+
+def test_it_tells_what_takes_long(csrc: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[waiting.Work] = []
+    monkeypatch.setattr(waiting, "_watch", lambda work, *_: seen.append(work))
+    monkeypatch.setattr(waiting, "_local_rank", 0)
+    build.build(recipe_of("cpu", csrc), cache)
+    build.build(recipe_of("cpu", csrc), cache)
+    jobs = len(recipe_of("cpu", csrc).sources()) + 1
+    assert [(work.what, work.done, work.total) for work in seen] == [("Compiling lt_zero's cpu kernels", jobs, jobs)]
 
 
 def test_waiting_is_limited(

@@ -35,7 +35,7 @@ def a_run(folder: Path, scale: float = 1.0, steps: int = 4) -> Path:
         loss = math.nan if step == 2 else scale / (step + 1)
         known = {"loss_scale": 2.0**step, "samples_per_s": 100 + step, "tflops": 3.5, "memory_gb": 1.25}
         norm = 0.5 * step if step != 1 else None
-        reading = Reading(step + 1, None, (0.1, 0.2 / (step + 1)), loss, norm, **known)  # type: ignore[arg-type]
+        reading = Reading(step + 1, None, (0.1, 0.25 / (step + 1)), loss, norm, **known)  # type: ignore[arg-type]
         rows += [(step, reading.metrics()), (step, {"train_loss": 99.0, "epoch": 0})]
     return written(folder, [*rows, (steps - 1, {"val_loss": 7.0, "epoch": 0}), (steps, {"val_loss": 6.0})])
 
@@ -62,7 +62,7 @@ def test_what_is_drawn_is_what_was_logged(tmp_path: Path) -> None:
     assert same(losses["val_loss"], [3, 4], [7, 6])
     assert (losses["val_loss"].get_linestyle(), losses["val_loss"].get_marker()) == ("None", "o")
     assert losses["zero/loss"].get_linestyle() == "-"
-    assert same(found["learning rate"]["zero/lr_1"], [0, 1, 2, 3], [0.2, 0.1, 0.2 / 3, 0.05])
+    assert same(found["learning rate"]["zero/lr_1"], [0, 1, 2, 3], [0.25, 0.125, 0.25 / 3, 0.0625])
     assert same(found["gradient norm"]["zero/grad_norm"], [0, 2, 3], [0, 1, 1.5]), "not logged is no gap"
     assert same(found["loss scale"]["zero/loss_scale"], [0, 1, 2, 3], [1, 2, 4, 8])
     assert same(found["memory, GB"]["zero/memory_gb"], [0, 1, 2, 3], [1.25] * 4)
@@ -87,9 +87,12 @@ def test_runs_over_each_other(tmp_path: Path) -> None:
     first, second = a_run(tmp_path / "a"), written(tmp_path / "b", [(0, {"loss": 5.0}), (1, {"loss": 4.0})])
     figure = draw([read_run(first), read_run(second)])
     losses = panels(figure)["loss"]
-    assert set(losses) == {f"{first} zero/loss", f"{first} val_loss", f"{second} loss"}
-    assert same(losses[f"{second} loss"], [0, 1], [5, 4])
-    assert losses[f"{first} zero/loss"].get_color() != losses[f"{second} loss"].get_color()
+    assert set(losses) == {"a zero/loss", "a val_loss", "b loss"}
+    assert same(losses["b loss"], [0, 1], [5, 4])
+    assert losses["a zero/loss"].get_color() != losses["b loss"].get_color()
+    a_run(tmp_path / "c" / "a")
+    names = set(panels(draw([read_run(first), read_run(tmp_path / "c" / "a")]))["samples/s"])
+    assert names == {str(first), str(tmp_path / "c" / "a")}, "whole paths where the last parts are alike"
     shown = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert set(shown) == set(losses)
 

@@ -253,6 +253,21 @@ def test_sharding_counts_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen.far("Sharding") == [(len(engine.buckets), len(engine.buckets))]
 
 
+def test_files_of_states_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = Seen()
+    monkeypatch.setattr(room, "_watch", seen.watch)
+    monkeypatch.setattr(room, "_local_rank", None)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = ZeroConfig.of({"zero_optimization": {"stage": 3, "offload_optimizer": nvme}})
+    engine = lt_zero.shard(nn.Linear(64, 64), config, comm=single())
+    engine.shelves.announce(engine.buckets, 2)
+    engine.shelves.close()
+    told = [work.what.partition(str(tmp_path))[0] for work in seen.works]
+    order = [start for start in ("Preparing", "Reserving", "Sharding", "Measuring") if any(start in t for t in told)]
+    assert order == ["Preparing", "Reserving", "Sharding", "Measuring"]
+
+
 def single() -> Any:
     from lt_zero.core.comm import Comm
 

@@ -20,7 +20,11 @@ def _text(value: Any) -> Any:
 
 
 class _Monitor(Block):
-    enabled: bool = Field(False, description="attach this logger, unless the Trainer has one of its kind already")
+    enabled: bool = Field(
+        False,
+        description="attach this logger, unless the Trainer has one of its kind already; it gets the numbers of "
+        "steps_per_print, every log_every_n_steps of the Trainer if that is null",
+    )
 
 
 class _Files(_Monitor):

@@ -115,11 +115,14 @@ class ZeroConfig(Block):
         description="norm of all gradients at most, 0: any; null: Trainer(gradient_clip_val) (DeepSpeed: 1.0)",
     )
     steps_per_print: PositiveElements | None = Field(
-        None, description="optimizer steps from one printed line to the next; null or inf: none"
+        None,
+        description="optimizer steps from one printed line to the next; null or inf: none. Loggers get its numbers: "
+        "zero/loss, zero/lr, zero/loss_scale (DeepSpeed: Train/Samples/train_loss, .../lr, .../loss_scale), and "
+        "grad_norm, skipped_steps, samples_per_s, tflops (per device), memory_gb (10^9 bytes)",
     )
     dump_state: bool = Field(False, description="print the resolved configuration and bytes of model states once")
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = Field(
-        None, description="level of the logger lt_zero"
+        None, description="level of the logger lt_zero; from error on, what takes long shows no progress either"
     )
     flops_profiler: FlopsProfiler = Field(FlopsProfiler(), description="what a micro-batch computes, per module")
     comms_logger: CommsLogger = Field(CommsLogger(), description="what collectives cost")
