@@ -392,6 +392,7 @@ def test_numbers_of_the_line(pool: Pool) -> None:
         assert line.pop("grad_norm") == pytest.approx(own[1][number - 1], rel=1e-5)
         assert line.pop("samples/s") == pytest.approx(2 + 3)  # 4 batches on 2 ranks in 4 s; validation does not count
         assert line.pop("memory_gb") > 0
+        assert line.pop("TFLOP/s") > 0
         assert not line
     assert own[2] == 2, "one reduction per line"
 

@@ -79,7 +79,7 @@ def test_loggers_get_what_a_single_process_logs(pool: Pool, tmp_path: Path) -> N
             assert row.pop("zero/loss") == pytest.approx(losses[step], rel=1e-5)
             assert row.pop("zero/lr") == pytest.approx(rates[step])
             assert row.pop("zero/grad_norm") == pytest.approx(norms[step], rel=1e-4)
-            assert set(row) == {"step", "zero/samples_per_s", "zero/memory_gb"}
+            assert set(row) == {"step", "zero/samples_per_s", "zero/tflops", "zero/memory_gb"}
 
 
 # ---- the same as the line ------------------------------------------------------------------------------------------
@@ -97,7 +97,13 @@ def test_loggers_get_what_is_printed(pool: Pool, tmp_path: Path) -> None:
     assert len(printed) == len(logged) == 4
     for line, row in zip(printed, logged, strict=True):
         first, second = line.pop("lr")
-        line |= {"lr_0": first, "lr_1": second, "samples_per_s": line.pop("samples/s"), "step": line["step"] - 1}
+        line |= {
+            "lr_0": first,
+            "lr_1": second,
+            "samples_per_s": line.pop("samples/s"),
+            "tflops": line.pop("TFLOP/s"),
+            "step": line["step"] - 1,
+        }
         assert {name.removeprefix("zero/") for name in row} == set(line)
         for name, value in line.items():
             assert row[name if name == "step" else f"zero/{name}"] == pytest.approx(value, rel=1e-3)
