@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
+from lt_zero.config.activation import ActivationCheckpointing, check_activations
 from lt_zero.config.checkpoint import Checkpoint
 from lt_zero.config.errors import ConfigError, Path, Problem
 from lt_zero.config.fields import Block, Dtype, Elements, Names, PositiveElements, Real
@@ -136,6 +137,9 @@ class ZeroConfig(Block):
     checkpoint: Checkpoint = Field(Checkpoint(), description="saving and resuming")
     optimizer: OptimizerBlock | None = Field(None, description="built if the module has no configure_optimizers")
     scheduler: SchedulerBlock | None = Field(None, description="of the one optimizer, stepped after each of its steps")
+    activation_checkpointing: ActivationCheckpointing = Field(
+        ActivationCheckpointing(), description="what backward computes again, to save memory"
+    )
     csv_monitor: CsvMonitor = Field(CsvMonitor(), description="metrics in CSV files")
     tensorboard: TensorBoard = Field(TensorBoard(), description="metrics for TensorBoard")
     wandb: Wandb = Field(Wandb(), description="metrics for Weights & Biases")
@@ -181,6 +185,7 @@ class ZeroConfig(Block):
         yield from check_precision(self)
         yield from check_offload(self)
         yield from check_profiling(self)
+        yield from check_activations(self)
         if self.checkpoint.async_save and self.sharded_checkpoints is False:
             yield Problem(
                 "checkpoint.async",
