@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lt_zero.activation.install import installed
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.core.engine import Engine
@@ -77,6 +78,13 @@ def show_tables(engine: Engine) -> None:
     if engine.comm.rank == 0:
         unit_table(engine)
         dtype_table(engine)
+        show_checkpointing(engine)
+
+
+def show_checkpointing(engine: Engine) -> None:
+    """Print what is recomputed in backward, if something is."""
+    if engine.comm.rank == 0 and (checkpointing := installed(engine)) is not None:
+        Console().print(str(checkpointing))
 
 
 def shard_optimizers(engine: Engine, optimizers: Iterable[Optimizer], gate: StepGate) -> None:

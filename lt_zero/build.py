@@ -14,6 +14,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from lt_zero.activation.find import find_modules
+from lt_zero.activation.install import install
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
 from lt_zero.core.bucket import Bucket
@@ -50,10 +52,11 @@ def shard(
         device: where to compute; default: where the first parameter lies.
         policy: dtypes of weights, gradients and master weights; default: what the configuration says.
         comm: the collectives; default: over all ranks.
-        training: whether there will be gradients, for the check of memory.
+        training: whether there will be gradients, for the check of memory and for activation checkpointing.
 
     Raises:
         ValueError: a pattern of ``fp16_override_modules`` matches nothing.
+        ConfigError: activation checkpointing is on, and there is nothing to checkpoint.
         NotEnoughMemory: a machine has less than this needs; nothing was changed.
     """
     config = with_sizes(config, module)
@@ -63,6 +66,8 @@ def shard(
     zero = config.zero_optimization
     _configure_reductions(comm, config)
     plan = plan_engine(module, config, policy)
+    if training and config.activation_checkpointing.kind != "none":
+        find_modules(module, config.activation_checkpointing)  # while nothing is changed
     check_build(plan, config, policy, comm, training)
     engine_ref: list[weakref.ref[Owner]] = []
 
@@ -94,6 +99,8 @@ def shard(
         engine.handles += install_islands(plan.islands, policy.compute, device.type, cast_back=not policy.autocast)
     engine_ref.append(weak_owner(engine))  # type: ignore[arg-type]
     install_load_hooks(engine)
+    if training:
+        install(engine)
     return engine
 
 

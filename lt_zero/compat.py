@@ -28,6 +28,25 @@ TRACED = {torch.Tensor._is_view, torch.Tensor.is_conj, torch.Tensor.is_neg, torc
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
+class DispatchMode(TorchDispatchMode):
+    """Sees all operators below autograd while it is entered. Checked on torch 2.10 to 2.13.
+
+    ``run(op, args, kwargs)`` of a subclass calls the operator, or what it likes in its place.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {})
+
+    def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward that is executing now has finished.
 
@@ -50,6 +69,17 @@ def wrapper_tensor(cls: type[Any], shape: tuple[int, ...], dtype: torch.dtype) -
     """A tensor of a subclass that has shape and dtype and no memory. Checked on torch 2.10 to 2.13."""
     with torch.inference_mode(False):
         return torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu"))
+
+
+def alias_with_version(tensor: torch.Tensor) -> torch.Tensor:
+    """A detached alias, made below autograd, that shares the version counter. Checked on torch 2.10 to 2.13."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def compiled_module(module: torch.nn.Module) -> torch.nn.Module:
+    """The module that ``torch.compile(module)`` wraps, or the module itself. Checked on torch 2.10 to 2.13."""
+    return module._modules.get("_orig_mod") or module if type(module).__name__ == "OptimizedModule" else module
 
 
 @functools.cache

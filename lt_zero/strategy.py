@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lt_zero import attach
+from lt_zero.activation.install import install, installed, uninstall
 from lt_zero.build import shard
 from lt_zero.config import ZeroConfig
 from lt_zero.core.comm import Comm
@@ -169,6 +170,8 @@ class ZeroStrategy(MonitoredStrategy):
         policy = self.precision_plugin.policy
         if (engine := attach.find_engine(module, self.config, policy, self._engine)) is not None:
             self.restoring.load_late()
+            if fitting and installed(engine) is None and install(engine) is not None:
+                attach.show_checkpointing(engine)
             return engine
         engine = shard(module, self.config, self.root_device, policy, self._comm, fitting)
         self._engine = engine
@@ -286,6 +289,8 @@ class ZeroStrategy(MonitoredStrategy):
     def teardown(self) -> None:
         """Leaves shards where they are. No collectives after an error: other ranks may be gone."""
         self.stop_monitoring()
+        if self._engine is not None:
+            uninstall(self._engine)
         module = self.lightning_module
         trainer = module._trainer if module is not None else None
         clean = trainer is not None and trainer.state.status != TrainerStatus.INTERRUPTED

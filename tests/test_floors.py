@@ -13,7 +13,7 @@ FLOORS = (
     {"compat", "config", "conf", "ops", "optim", "waiting"},
     {"offload"},
     {"core"},
-    {"planning", "checkpoint"},
+    {"planning", "checkpoint", "activation"},
     {"build"},
     {"precision", "attach", "progress", "hparams", "unanimous", "reconcile", "loggers", "monitoring"}
     | {"flops", "flops_formulas", "flops_table", "profiler", "readings"},

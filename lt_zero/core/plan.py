@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -141,16 +142,19 @@ def _check_names(root: nn.Module, config: ZeroConfig) -> None:
     for key in ("zero_allowed_param_types", "zero_force_param_types"):
         for name in getattr(zero, key):
             if not any(class_matches(module, (name,)) for module in modules.values()):
-                _refuse(f"zero_optimization.{key}", name, "no module of the model is of this class", known)
+                refuse_name(f"zero_optimization.{key}", name, "no module of the model is of this class", known)
     for name in leaf.names:
         if name not in modules:
-            _refuse("zero_optimization.leaf_module.names", name, "the model has no module of this name", list(modules))
+            refuse_name(
+                "zero_optimization.leaf_module.names", name, "the model has no module of this name", list(modules)
+            )
     for name in leaf.name_suffixes:
         if not name or not any(n.endswith(name) for n in modules):
-            _refuse("zero_optimization.leaf_module.name_suffixes", name, "no module's name ends so", list(modules))
+            refuse_name("zero_optimization.leaf_module.name_suffixes", name, "no module's name ends so", list(modules))
 
 
-def _refuse(key: str, name: str, why: str, known: list[str]) -> None:
+def refuse_name(key: str, name: str, why: str, known: list[str]) -> NoReturn:
+    """Raise for a name that matches nothing, with one that is near or some that there are."""
     near = difflib.get_close_matches(name, known, 1)
     hint = f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(filter(None, known[:8]))}, ..."
     raise ConfigError([Problem(key, f"{key}: {name!r}: {why}.{hint}")])

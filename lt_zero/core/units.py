@@ -9,6 +9,7 @@ belongs to the root and stays gathered for a whole forward and backward.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -106,6 +107,13 @@ def find_units(root: nn.Module, rules: UnitRules) -> list[UnitPlan]:
             units.append(UnitPlan(clean_name(name), module, tuple((clean_name(names[p][0]), p) for p in own)))
     rest = tuple((clean_name(n), p) for n, p in root.named_parameters() if p not in owned)
     return [*units, UnitPlan("", root, rest)]
+
+
+def find_repeated(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The repeated blocks of ``root``, whatever their size, in registration order; none inside another."""
+    rules = UnitRules(min_numel=sys.maxsize, max_numel=sys.maxsize)
+    found = {module: clean_name(f"{name}.")[:-1] for name, module in _search(root, "", rules, repeated=False)}
+    return [(name, module) for module, name in found.items()]
 
 
 def _refuse_shared_storage(root: nn.Module) -> None:

@@ -1,0 +1,98 @@
+"""Which modules are checkpointed: the repeated blocks of a model, or modules of classes that are named."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lt_zero.compat import compiled_module
+from lt_zero.config.activation import ActivationCheckpointing
+from lt_zero.config.errors import ConfigError, Problem
+from lt_zero.core.plan import refuse_name
+from lt_zero.core.units import class_matches, clean_name, find_repeated
+
+_BLOCK = "activation_checkpointing"
+
+
+@dataclass(frozen=True)
+class Found:
+    """Modules that a configuration means.
+
+    Attributes:
+        modules: with their names, in registration order; none inside another.
+        every: each n-th of them is checkpointed.
+    """
+
+    modules: tuple[tuple[str, nn.Module], ...]
+    every: int
+
+    @property
+    def chosen(self) -> tuple[tuple[str, nn.Module], ...]:
+        return self.modules[:: self.every]
+
+    def __str__(self) -> str:
+        total = Counter(class_name(module) for _, module in self.modules)
+        some = Counter(class_name(module) for _, module in self.chosen)
+        return " and ".join(f"{some[name]} of {count} {name}" for name, count in total.items()) + " modules"
+
+
+def class_name(module: nn.Module) -> str:
+    """Of the module that torch.compile may have wrapped."""
+    return type(compiled_module(module)).__name__
+
+
+def find_modules(root: nn.Module, block: ActivationCheckpointing) -> Found:
+    """The modules of ``root`` to checkpoint; it is never one itself. Nothing is changed.
+
+    Raises:
+        ConfigError: a name matches nothing, or no blocks are found.
+    """
+    found = _named(root, block.modules) if block.modules else find_repeated(root)
+    if not found:
+        key = f"{_BLOCK}.modules"
+        raise ConfigError(
+            [
+                Problem(
+                    key,
+                    f"{_BLOCK}.mode={block.kind!r}, and {type(root).__name__} has no repeated blocks to checkpoint. "
+                    f"Name classes of its modules: {key}=[{_example(root)}], or set {_BLOCK}.mode='none'.",
+                )
+            ]
+        )
+    return Found(tuple(found), block.every)
+
+
+def _callable_modules(root: nn.Module) -> dict[str, nn.Module]:
+    """All that have a forward, by their names; a module that torch.compile wrapped is its wrapper."""
+    wrapped = {inner for m in root.modules() if (inner := compiled_module(m)) is not m}
+    return {
+        clean_name(f"{name}.")[:-1]: module
+        for name, module in root.named_modules()
+        if module is not root and module not in wrapped and type(module).forward is not nn.Module.forward
+    }
+
+
+def _named(root: nn.Module, classes: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    modules = _callable_modules(root)
+    for wanted in classes:
+        if not any(class_matches(compiled_module(m), (wanted,)) for m in modules.values()):
+            known = sorted({class_name(m) for m in modules.values()})
+            refuse_name(f"{_BLOCK}.modules", wanted, "no module inside the model is of this class", known)
+    found: list[tuple[str, nn.Module]] = []
+    inside: set[nn.Module] = set()
+    for name, module in modules.items():  # parents come before their children
+        if class_matches(compiled_module(module), classes) and module not in inside:
+            inside.update(module.modules())
+            found.append((name, module))
+    return found
+
+
+def _example(root: nn.Module) -> str:
+    """The class of the model's largest module that has several of its kind, or else of any."""
+    sizes: Counter[str] = Counter()
+    for module in _callable_modules(root).values():
+        sizes[class_name(module)] += sum(p.numel() for p in module.parameters())
+    return sizes.most_common(1)[0][0] if sizes else "Block"

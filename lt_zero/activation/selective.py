@@ -1,0 +1,130 @@
+"""``mode: selective``: outputs of matrix products and attention are kept, what is cheap is recomputed.
+
+Note [Not torch's contexts]
+    torch's ``create_selective_checkpoint_contexts`` counts every operator of the region, and raises when the counts of
+    forward and recomputation differ (the autocast cache makes casts differ), when a kept output was written in place
+    (``nn.ReLU(inplace=True)`` after a convolution), and in a second backward. Here only operators that are kept are
+    counted, and one whose output is gone or was overwritten is computed again. Inside torch.compile torch's are used:
+    the partitioner knows them, and a compiled graph has neither of these cases.
+
+Note [Random numbers]
+    An operator that draws random numbers is always recomputed: if its output was kept, all that draws after it in the
+    recomputation would get other numbers than in forward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+
+from lt_zero.compat import DispatchMode, alias_with_version, version_of
+from lt_zero.core.walk import iter_tensors, map_tensors
+
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+KEPT = (
+    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addbmm", "aten::mv", "aten::addmv"),
+    *("aten::matmul", "aten::linear", "aten::_scaled_mm", "aten::_grouped_mm", "aten::_scaled_grouped_mm"),
+    *("aten::convolution", "aten::convolution_overrideable", "aten::_trilinear"),
+    *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention"),
+    *("aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+    *("aten::_scaled_dot_product_fused_attention_overrideable", "aten::_flash_attention_forward"),
+    *("aten::_efficient_attention_forward", "aten::_cudnn_attention_forward", "flex_attention"),
+    *("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"),
+)
+"""Names of operators, as in their schemas, whose outputs are kept; overloads count alike."""
+
+
+@functools.cache
+def _place_of_dropout(op: Any) -> int | None:
+    """Where among its arguments an operator that is kept has its dropout probability; None without."""
+    names = [argument.name for argument in op._schema.arguments] if hasattr(op, "_schema") else []
+    return names.index("dropout_p") if "dropout_p" in names else None
+
+
+@functools.cache
+def _is_kept(op: Any) -> bool:
+    return op.name().rsplit(".", 1)[0] in KEPT if "::" in op.name() else op.name() in KEPT
+
+
+def keeps(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the output of this call is kept. See Note [Random numbers]."""
+    if not _is_kept(op):
+        return False
+    place = _place_of_dropout(op)
+    if place is None:
+        return True
+    probability = kwargs.get("dropout_p", args[place] if place < len(args) else 0.0)
+    return not probability
+
+
+def _policy(ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if keeps(op, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+traced_contexts: Contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+"""For code that torch.compile traces."""
+
+
+class _Kept:
+    """The output of one operator, until it is used or overwritten."""
+
+    def __init__(self, op: Any, output: Any) -> None:
+        self.op, self._output = op, map_tensors(output, alias_with_version)
+        self._versions = [version_of(t) for t in iter_tensors(self._output)]
+
+    def take(self) -> Any:
+        """The output; None if it is gone."""
+        output, self._output = self._output, None
+        intact = [version_of(t) for t in iter_tensors(output)] == self._versions
+        return output if intact else None
+
+
+class _Forward(DispatchMode):
+    """Keeps outputs."""
+
+    def __init__(self, kept: list[_Kept]) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = op(*args, **kwargs)
+        if keeps(op, args, kwargs):
+            self._kept.append(_Kept(op, output))
+        return output
+
+
+class _Recompute(DispatchMode):
+    """Uses the outputs that were kept. May be entered several times: autograd can come back to a graph."""
+
+    def __init__(self, kept: list[_Kept]) -> None:
+        super().__init__()
+        self._kept, self._next = kept, 0
+
+    def __enter__(self) -> Any:
+        self._next = 0
+        return super().__enter__()
+
+    def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if keeps(op, args, kwargs):
+            number, self._next = self._next, self._next + 1
+            if number >= len(self._kept) or self._kept[number].op is not op:
+                raise RuntimeError(
+                    f"A checkpointed module called {op} in its recomputation where its forward called something else: "
+                    "it depends on what has changed since. Set activation_checkpointing.mode='full' to see where, or "
+                    "name other classes in activation_checkpointing.modules."
+                )
+            output = self._kept[number].take()
+            if output is not None:
+                return output
+        return op(*args, **kwargs)
+
+
+def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Around one forward, and around its recomputations."""
+    kept: list[_Kept] = []
+    return _Forward(kept), _Recompute(kept)
