@@ -22,6 +22,7 @@ from lt_zero import attach
 from lt_zero.activation.install import install, installed, uninstall
 from lt_zero.build import shard
 from lt_zero.config import ZeroConfig
+from lt_zero.config.activation import ActivationCheckpointing
 from lt_zero.core.comm import Comm
 from lt_zero.core.construct import ConstructionSharder
 from lt_zero.core.engine import Engine
@@ -50,6 +51,8 @@ class ZeroStrategy(MonitoredStrategy):
         process_group_backend: ``gloo`` on CPU and ``nccl`` on CUDA by default.
         timeout: of collectives on the default process group.
         start_method: ``popen``, or ``spawn``, ``fork``, ``forkserver`` for multiprocessing and notebooks.
+        activation_checkpointing: what backward computes again; True: everything inside the model's repeated blocks.
+            Keys of that block of the configuration, which must not say something else.
 
     Raises:
         ConfigError: all that is wrong with the configuration: unknown keys, values, keys that contradict each other.
@@ -69,9 +72,10 @@ class ZeroStrategy(MonitoredStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        activation_checkpointing: Mapping[str, Any] | ActivationCheckpointing | bool | None = None,
     ) -> None:
         default = 3 if config is None else None
-        self.config = ZeroConfig.of(config, stage, overrides, default_stage=default)
+        self.config = ZeroConfig.of(config, stage, overrides, default, activation_checkpointing)
         self._reconciler = Reconciler(self.config)
         self._engine: Engine | None = None
         self._comm: Comm | None = None

@@ -24,7 +24,7 @@ SHARED = Path(os.environ.get("LT_ZERO_SHARED", Path(__file__).parents[2] / "shar
 PUBLIC = SHARED / "ds_configs"
 FILES = sorted(path for path in PUBLIC.glob("*") if path.suffix != ".tsv") if PUBLIC.exists() else []
 
-CHECKPOINTING, CLOCK = "activation_checkpointing", "wall_clock_breakdown"
+CLOCK = "wall_clock_breakdown"
 OFFLOAD = "zero_optimization.offload_param.device"
 # Keys that are wrong in each file, by the beginning of its name; "" is about the whole file. The others are right.
 WRONG: dict[str, set[str]] = {
@@ -38,10 +38,8 @@ WRONG: dict[str, set[str]] = {
     "KtechB": {""},  # a Markdown fence
     "ND-SAFA": {f"zero_optimization.offload_{what}.nvme_path" for what in ("optimizer", "param")},  # a raw device
     "OptimalScale": {"deepspeed_config"},  # of accelerate
-    "OvJat": {CHECKPOINTING},
     "THUDM__GLM__ds_onebit": {"optimizer.type"},
     "TUM-DI": {"optimizer.params.freeze_step"},
-    "aqlaboratory": {CHECKPOINTING},
     "axolotl": {"compile"},
     "bigscience": {"curriculum_learning"},
     "huggingface__transformers": {"zero_optimization.reduce_bucket_size"},  # 0
@@ -50,9 +48,7 @@ WRONG: dict[str, set[str]] = {
     "microsoft__DeepSpeedExamples__deepspeed_bsz4k_01adam": {"optimizer.type"},
     "microsoft__DeepSpeedExamples__ds_config_fp16_tune": {"autotuning"},
     "microsoft__DeepSpeedExamples__ds_config_gpt_medium": {"data_efficiency"},
-    "microsoft__DeepSpeedExamples__ds_zero-offload": {CHECKPOINTING},
     "microsoft__DeepSpeedExamples__ds_zero_stage_2_config_curriculum": {""},  # placeholders
-    "microsoft__DeepSpeedExamples__ds_zerodual": {CHECKPOINTING},
     "microsoft__DeepSpeedExamples__onebit": {"optimizer.type"},
     "microsoft__DeepSpeedExamples__test": {"quantize_training"},
     "microsoft__DeepSpeed__hybrid": {OFFLOAD},

@@ -214,7 +214,7 @@ def test_one_spelling_of_two_keys() -> None:
         ("checkpoint.writer.decoupled", "checkpoint.writer.decoupled", "unsupported"),
         ("pipeline.stages", "pipeline.**", "no_effect"),
         ("pipeline.activation_checkpoint_interval", "pipeline.activation_checkpoint_interval", "unsupported"),
-        ("activation_checkpointing.profile", "activation_checkpointing.**", "later"),
+        ("comms_logger.verbose", "comms_logger.**", "later"),
         ("optimizer.params.freeze_step", "optimizer.params.freeze_step", "later"),
     ],
 )

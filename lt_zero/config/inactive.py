@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from lt_zero.config.activation import ActivationCheckpointing
 from lt_zero.config.errors import Path, dotted
 from lt_zero.config.schema import ZeroConfig
 
-Z = "zero_optimization"
+Z, A = "zero_optimization", "activation_checkpointing"
 
 
 class _Rule(NamedTuple):
@@ -33,6 +34,17 @@ def _stage3(config: ZeroConfig) -> bool:
 
 def _in_files(config: ZeroConfig) -> bool:
     return "nvme" in (config.zero_optimization.offload_optimizer.device, config.zero_optimization.offload_param.device)
+
+
+def _without_mode(name: str) -> _Rule:
+    """A key of ``activation_checkpointing`` that says something, where nothing is recomputed."""
+    field = ActivationCheckpointing.model_fields[name]
+
+    def counts(config: ZeroConfig) -> bool:
+        block = config.activation_checkpointing
+        return block.kind != "none" or getattr(block, name) == field.default
+
+    return _Rule(A, (name,), counts, f"{A}.mode is none")
 
 
 _STAGE3 = (
@@ -95,6 +107,16 @@ _RULES = (
         ("prof_ops",),
         lambda config: not config.comms_logger.prof_all or not config.comms_logger.enabled,
         "comms_logger.prof_all records all operations",
+    ),
+    *(_without_mode(name) for name in ActivationCheckpointing.model_fields if name != "mode"),
+    _Rule(
+        A,
+        ("number_checkpoints",),
+        lambda config: (
+            config.activation_checkpointing.contiguous_memory_optimization
+            or config.activation_checkpointing.number_checkpoints is None
+        ),
+        "it counts with contiguous_memory_optimization only",
     ),
     _Rule("aio", (), _in_files, "nothing is offloaded to nvme"),
     _Rule("fp16", _SCALE, lambda config: config.fp16.loss_scale == 0, "fp16.loss_scale fixes the scale"),

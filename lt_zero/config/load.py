@@ -88,6 +88,7 @@ def load(
     stage: int | None = None,
     overrides: Sequence[str] = (),
     default_stage: int | None = None,
+    activations: Any = None,
 ) -> tuple[ZeroConfig, Loaded]:
     """Read and validate.
 
@@ -96,15 +97,16 @@ def load(
         stage: sets ``zero_optimization.stage``.
         overrides: ``key=value`` and ``group=option`` in Hydra's grammar.
         default_stage: the stage if nothing says one.
+        activations: keys of the ``activation_checkpointing`` block; True: ``mode: full``, False: ``mode: none``.
 
     Raises:
         ConfigError: all that is wrong.
     """
     if isinstance(config, ZeroConfig):
-        if stage is None and not overrides:
+        if stage is None and not overrides and activations is None:
             return config, Loaded(config, (), (), {}, {})
         config = plain(config)
-    loaded = examine(config, stage, overrides, default_stage)
+    loaded = examine(config, stage, overrides, default_stage, activations)
     if loaded.config is None:
         raise ConfigError(loaded.problems)
     return loaded.config, loaded
@@ -115,6 +117,7 @@ def examine(
     stage: int | None = None,
     overrides: Sequence[str] = (),
     default_stage: int | None = None,
+    activations: Any = None,
 ) -> Loaded:
     """Read and validate; what is wrong with keys and values is returned.
 
@@ -132,6 +135,7 @@ def examine(
     _set_stage(tree, stage)
     if not isinstance(tree.get(("zero_optimization",)), bool) and tree.get(("zero_optimization", "stage")) is MISSING:
         _set_stage(tree, default_stage)
+    _set_activations(tree, activations)
     modernise(tree)
     autos = judge(tree, ZeroConfig)
     made = _validate(tree)
@@ -181,6 +185,29 @@ def _set_stage(tree: Tree, stage: int | None) -> None:
             tree.marks[path] = Mark(f"stage={stage}")
     elif there != stage and str(there) != str(stage):
         tree.problem(path, f"stage={stage} contradicts zero_optimization.stage={there}. Remove one of them.")
+
+
+def _set_activations(tree: Tree, given: Any) -> None:
+    if isinstance(given, bool):
+        given = {"mode": "full" if given else "none"}
+    values = _written(given) if isinstance(given, Block) else given or {}
+    for key, value in values.items():
+        path: Path = ("activation_checkpointing", str(key))
+        there = tree.get(path)
+        if there is MISSING or there is None:
+            tree.put(path, value)
+            tree.marks[path] = Mark(f"activation_checkpointing={values!r}")
+        elif _plainly(there) != _plainly(value):
+            tree.problem(
+                path,
+                f"ZeroStrategy(activation_checkpointing=...) says {key}={value!r}, which contradicts {dotted(path)}="
+                f"{there!r}. Remove one of them.",
+            )
+
+
+def _plainly(value: Any) -> str:
+    """For a comparison: one name is a list of one, and numbers may be text."""
+    return str(list(value) if isinstance(value, (list, tuple)) else [value])
 
 
 def _check_named(tree: Tree, autos: frozenset[Path]) -> None:

@@ -212,6 +212,7 @@ class ZeroConfig(Block):
         stage: int | None = None,
         overrides: Sequence[str] = (),
         default_stage: int | None = None,
+        activations: ActivationCheckpointing | Mapping[str, Any] | bool | None = None,
     ) -> ZeroConfig:
         """Validate a configuration; keys that are read differently, or have no effect, are warned of.
 
@@ -220,12 +221,13 @@ class ZeroConfig(Block):
             stage: sets ``zero_optimization.stage``.
             overrides: ``key=value`` and ``group=option`` in Hydra's grammar.
             default_stage: the stage if nothing says one.
+            activations: keys of ``activation_checkpointing``; True: ``mode: full``, False: ``mode: none``.
 
         Raises:
             ConfigError: all that is wrong.
         """
         from lt_zero.config.load import load  # load knows the schema
 
-        made, loaded = load(config, stage, overrides, default_stage)
+        made, loaded = load(config, stage, overrides, default_stage, activations)
         loaded.announce()
         return made
