@@ -91,7 +91,8 @@ class Model(pl.LightningModule):
     def __init__(self, batch: int) -> None:
         super().__init__()
         self.lr, self.batch = 1e-3, batch
-        self.net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2)]
+        self.net = nn.Sequential(*blocks, nn.Linear(8, 2))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.net(batch).float().square().mean()

@@ -18,6 +18,7 @@ import torch
 from lt_zero import ZeroConfig
 from lt_zero.config import catalog
 from lt_zero.config.errors import ConfigError
+from tests import reach_activation as a
 from tests import reach_engine as e
 from tests import reach_files as f
 from tests import reach_loggers as log
@@ -52,6 +53,9 @@ SGD = {"optimizer.type": "SGD", "optimizer.params.lr": 0.5}
 WARM = {"scheduler.type": "WarmupLR", "scheduler.params.warmup_max_lr": 0.5, "scheduler.params.warmup_num_steps": 2}
 FLOPS, COMMS = {"flops_profiler.enabled": True}, {"comms_logger.enabled": True}
 COMET = {"comet.enabled": True}
+A = "activation_checkpointing."
+FULL: Config = {A + "mode": "full"}
+BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 APART, TOGETHER = ["embedding", "head", "pair.first", "pair.second"], ["embedding", "head", "pair"]
 OUTSIDE = sorted(
     [
@@ -241,6 +245,11 @@ PROBES: dict[str, Probe] = {
     Z + "stage3_gather_16bit_weights_on_model_save": Probe(
         t.saved(lambda path: [found.name for found in path.parent.glob("*.pt")]), True, [], ["last-fp16.pt"]
     ),
+    # what backward computes again
+    A + "mode": Probe(a.again, "selective", [], ["cheap"]),
+    A + "every": Probe(a.checkpointed, 2, BLOCKS, ["blocks.0", "blocks.2"], FULL),
+    A + "modules": Probe(a.checkpointed, ["Pair"], BLOCKS, ["pair"], FULL),
+    A + "partition_activations": Probe(a.told, True, [], ["no tensor- or sequence-parallel group"], FULL),
     # loggers
     "csv_monitor.enabled": Probe(log.loggers, True, [], [("CSVLogger", "DeepSpeedJobName/version_0")]),
     "csv_monitor.output_path": Probe(

@@ -71,7 +71,9 @@ def _callable_modules(root: nn.Module) -> dict[str, nn.Module]:
     return {
         clean_name(f"{name}.")[:-1]: module
         for name, module in root.named_modules()
-        if module is not root and module not in wrapped and type(module).forward is not nn.Module.forward
+        if module is not root
+        and module not in wrapped
+        and type(compiled_module(module)).forward is not nn.Module.forward
     }
 
 
