@@ -135,6 +135,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "elaborate": (lambda: net(Elaborate, ElaborateNet), {}),
     "frozen": (frozen, {}),
     "the module's own": (lambda: net(Nested), {}),
+    "by the user, too": (lambda: Net(checkpointed="outside"), {}),
     "around units": (Whole, {"modules": ["Net"]}),
     "inside units": (net, {"modules": ["LayerNorm", "Linear"]}),
     "some": (net, {"every": 2}),

@@ -190,7 +190,11 @@ def _set_stage(tree: Tree, stage: int | None) -> None:
 def _set_activations(tree: Tree, given: Any) -> None:
     if isinstance(given, bool):
         given = {"mode": "full" if given else "none"}
-    values = _written(given) if isinstance(given, Block) else given or {}
+    values = _written(given) if isinstance(given, Block) else {} if given is None else given
+    if not isinstance(values, Mapping):
+        text = f"activation_checkpointing={given!r} is neither true nor false nor keys of the block."
+        tree.problem(("activation_checkpointing",), text)
+        return
     for key, value in values.items():
         path: Path = ("activation_checkpointing", str(key))
         there = tree.get(path)
@@ -205,9 +209,9 @@ def _set_activations(tree: Tree, given: Any) -> None:
             )
 
 
-def _plainly(value: Any) -> str:
+def _plainly(value: Any) -> list[str]:
     """For a comparison: one name is a list of one, and numbers may be text."""
-    return str(list(value) if isinstance(value, (list, tuple)) else [value])
+    return [str(entry) for entry in (value if isinstance(value, (list, tuple)) else [value])]
 
 
 def _check_named(tree: Tree, autos: frozenset[Path]) -> None:
