@@ -22,6 +22,7 @@ from lt_zero import ActivationCheckpointing
 from lt_zero.activation.apply import apply
 from lt_zero.activation.find import find_modules
 from lt_zero.activation.install import installed
+from lt_zero.activation.selective import keeps
 from lt_zero.config.errors import ConfigError
 from lt_zero.core.engine import Engine
 from tests.models import VOCAB, WIDTH, Block, Net, next_token_loss, tokens
@@ -310,6 +311,20 @@ def test_products_are_not_recomputed_in_mode_selective() -> None:
         assert recomputed(next_token_loss(model, 0, 0, 0)) == want
         if handle is not None:
             handle.remove()
+
+
+def test_what_draws_random_numbers_is_recomputed() -> None:
+    aten, x = torch.ops.aten, torch.zeros(1, 1, 2, 2)
+    flash = aten._scaled_dot_product_flash_attention.default
+    for op, before in ((flash, ()), (aten._scaled_dot_product_efficient_attention.default, (None, True))):
+        assert keeps(op, (x, x, x, *before), {})
+        assert keeps(op, (x, x, x, *before, 0.0), {})
+        assert not keeps(op, (x, x, x, *before, 0.1), {})
+        assert not keeps(op, (x, x, x, *before), {"dropout_p": 0.1})
+    assert not any(keeps(op, (), {}) for op in (aten.native_dropout.default, aten.bernoulli.p, aten.gelu.default))
+    kept = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.convolution.default, aten._scaled_mm.default)
+    assert all(keeps(op, (), {}) for op in kept)
+    assert keeps(torch.ops.higher_order.flex_attention, (), {})
 
 
 class Count:

@@ -18,7 +18,6 @@ Note [torch.compile]
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -141,11 +140,8 @@ class _Checkpointed:
             if self._theirs is not None:
                 vars(self._module)["forward"] = self._theirs
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.__wrapped__, memo)  # a method of the module's copy
-
-    def __reduce__(self) -> Any:
-        return operator.getitem, ((self.__wrapped__,), 0)  # the same, when it is unpickled
+    def __reduce__(self) -> Any:  # for deepcopy, too
+        return operator.getitem, ((self.__wrapped__,), 0)  # becomes the method of the copy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._active or not torch.is_grad_enabled() or torch.compiler.is_exporting():
