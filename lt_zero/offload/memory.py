@@ -19,6 +19,7 @@ Note [Checksums]
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import weakref
@@ -26,9 +27,12 @@ import weakref
 import torch
 from torch import Tensor
 
+log = logging.getLogger("lt_zero")
+
 BLOCK = 4096  # alignment of memory, offsets and sizes
 _M_MMAP_THRESHOLD = -3  # malloc.h of glibc
 _WORDS = BLOCK // 8  # int64 words of a page
+_pin_failed: list[bool] = []  # that was told once
 _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 _inherited: list[mmap.mmap] = []  # of a forked child
 os.register_at_fork(after_in_child=lambda: _inherited.extend(_mapped))
@@ -47,8 +51,10 @@ def aligned_buffer(nbytes: int) -> Tensor:
     """
     if nbytes < 0:
         raise ValueError(f"a buffer cannot hold {nbytes} bytes.")
-    if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(_map(nbytes), dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)  # 1D
+
+
+def _map(nbytes: int) -> mmap.mmap:
     pages = mmap.mmap(-1, rounded(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if advice := getattr(mmap, name, None):
@@ -58,7 +64,33 @@ def aligned_buffer(nbytes: int) -> Tensor:
                 # A kernel without huge pages: slower (the disk gets a list of 4 KiB pages), and as correct.
                 continue
     _mapped.add(pages)
-    return torch.frombuffer(pages, dtype=torch.uint8)  # 1D; its storage keeps the mapping
+    return pages  # a tensor's storage keeps it
+
+
+def host_buffer(nbytes: int, pin: bool) -> Tensor:
+    """An ``aligned_buffer`` that is page-locked if ``pin``, and there is enough of that.
+
+    Registered, not allocated by torch: its allocator rounds up to powers of two, which is up to twice the memory.
+    """
+    if not pin or nbytes == 0 or _pin_failed:
+        return aligned_buffer(nbytes)
+    pages = _map(nbytes)
+    buffer = torch.frombuffer(pages, dtype=torch.uint8)  # 1D
+    code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))
+    if code == 0:
+        address = buffer.data_ptr()
+        weakref.finalize(buffer.untyped_storage(), _unregister, address, os.getpid(), pages).atexit = False
+    else:
+        _pin_failed.append(True)
+        text = "%d bytes cannot be page-locked (CUDA error %d): pageable memory is used, copies wait. See ulimit -l."
+        log.warning(text, nbytes, code)
+    return buffer
+
+
+def _unregister(address: int, pid: int, pages: mmap.mmap) -> None:
+    # Holds the pages: they must be mapped until here.
+    if os.getpid() == pid:
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def view_of(tensor: Tensor) -> memoryview:
