@@ -136,11 +136,12 @@ class _OnStream:
 
 class _Late:
     def __init__(self, lane: Lane, target: Tensor, source: Tensor) -> None:
-        self._lane, self._target, self._source, self.done = lane, target, source, False
+        self._lane, self._tensors, self.done = lane, [target, source], False
 
     def carry_out(self) -> None:
         with torch.no_grad():
-            self._target.copy_(self._source)
+            self._tensors[0].copy_(self._tensors[1])
+        self._tensors.clear()  # as a copy on a stream lets go of them
         self.done = True
 
     def wait(self) -> None:

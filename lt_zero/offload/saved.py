@@ -76,7 +76,7 @@ class Source:
             self.ticket.wait()
         if self._tensor is not None:
             self._changed = version_of(self._tensor) - self._version
-        self._tensor = None
+        self._tensor, self.ticket = None, DONE
 
     def check(self) -> None:
         """Raise if it was changed before the copy was waited for."""

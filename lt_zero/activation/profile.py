@@ -1,0 +1,155 @@
+"""``activation_checkpointing.profile`` and ``synchronize_checkpoint_boundary``: what happens around a forward.
+
+Note [Times on a GPU]
+    Events are recorded around each call and read when they have happened, so nothing waits for the device. What a
+    table lacks because it had not happened yet is in the next one. A recomputation's time is that of running forward
+    again, up to the last tensor that backward needs, without the gradients.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from lt_zero.config.activation import ActivationCheckpointing
+
+_EVERY = 10  # optimizer steps
+
+
+@dataclass
+class Times:
+    """Of one module since the last table: milliseconds and calls of forward, and of recomputation.
+
+    Attributes:
+        milliseconds: (forward, recomputation).
+        calls: the same.
+    """
+
+    milliseconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    calls: list[int] = field(default_factory=lambda: [0, 0])
+
+    def add(self, recompute: bool, milliseconds: float) -> None:
+        self.milliseconds[recompute] += milliseconds
+        self.calls[recompute] += 1
+
+
+class Boundary:
+    """What is done around calls of checkpointed modules.
+
+    Args:
+        device: of the model.
+        profile: measure times.
+        synchronize: wait for the device before and after each call.
+        every: optimizer steps after which a table is printed.
+        console: where; None: this rank prints nothing.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        profile: bool,
+        synchronize: bool,
+        every: int = _EVERY,
+        console: Console | None = None,
+    ) -> None:
+        self.times: dict[str, Times] = {}
+        self._device, self._gpu = device, device.type == "cuda"
+        self._profile, self._synchronize = profile, synchronize
+        self._every, self._console, self._steps = every, console, 0
+        self._pending: deque[tuple[str, bool, Any, Any]] = deque()
+        self._spare: list[Any] = []  # events that were read
+
+    @contextmanager
+    def around(self, name: str, recompute: bool = False) -> Iterator[None]:
+        """Around one call of module ``name``, in forward or in recomputation; which may end by an exception."""
+        self._wait()
+        start = self._now() if self._profile else None
+        try:
+            yield
+        finally:
+            self._wait()
+            if self._profile:
+                self._note(name, recompute, start, self._now())
+
+    def end_step(self) -> None:
+        """An optimizer step is over; print a table if one is due."""
+        self._collect()
+        self._steps += 1
+        if not self._profile or self._steps % self._every:
+            return
+        if self._console is not None:
+            self._console.print(self.table(self._every))
+        self.times = {}
+
+    def table(self, steps: int) -> Table:
+        """The times of each module since the last table, which was so many steps ago."""
+        self._collect()
+        table = Table(title=f"Checkpointed modules, ms per optimizer step, mean of {steps}")
+        for column in ("module", "forwards", "ms", "recomputations", "ms"):
+            table.add_column(column, justify="left" if column == "module" else "right")
+        for name, found in self.times.items():
+            table.add_row(name, *_cells(found, steps))
+        total = Times()
+        for found in self.times.values():
+            total.milliseconds = [a + b for a, b in zip(total.milliseconds, found.milliseconds, strict=True)]
+            total.calls = [a + b for a, b in zip(total.calls, found.calls, strict=True)]
+        table.add_row("all", *_cells(total, steps), style="bold")
+        return table
+
+    def _wait(self) -> None:
+        if self._synchronize and self._gpu:
+            torch.cuda.synchronize(self._device)
+
+    def _now(self) -> Any:
+        if not self._gpu:
+            return time.perf_counter()
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _note(self, name: str, recompute: bool, start: Any, end: Any) -> None:
+        if self._gpu:
+            self._pending.append((name, recompute, start, end))
+        else:
+            self._add(name, recompute, 1000 * (end - start))
+
+    def _add(self, name: str, recompute: bool, milliseconds: float) -> None:
+        self.times.setdefault(name, Times()).add(recompute, milliseconds)
+
+    def _collect(self) -> None:
+        """See Note [Times on a GPU]."""
+        while self._pending and self._pending[0][3].query():
+            name, recompute, start, end = self._pending.popleft()
+            self._add(name, recompute, start.elapsed_time(end))
+            self._spare += (start, end)
+
+
+def _cells(found: Times, steps: int) -> list[str]:
+    pairs = zip(found.calls, found.milliseconds, strict=True)
+    return [cell for calls, spent in pairs for cell in (f"{calls / steps:g}", f"{spent / steps:.3f}")]
+
+
+def open_boundary(
+    block: ActivationCheckpointing, device: torch.device, rank: int = 0, steps_per_print: int | None = None
+) -> Boundary | None:
+    """What the block asks for around checkpointed calls; None: nothing. Rank 0 prints.
+
+    Args:
+        block: asks for it.
+        device: of the model.
+        rank: of this process.
+        steps_per_print: optimizer steps between tables; None: 10.
+    """
+    if not block.profile and not block.synchronize_checkpoint_boundary:
+        return None
+    console = Console() if rank == 0 else None
+    every = steps_per_print or _EVERY
+    return Boundary(device, block.profile, block.synchronize_checkpoint_boundary, every, console)
