@@ -48,7 +48,7 @@ class Geometry:
         """The elements (1D) of ``tensor``; a copy if there are gaps between them."""
         if self.dense:
             return tensor.as_strided((self.numel,), (1,), tensor.storage_offset())
-        return tensor.as_strided(self.sides, self.steps, tensor.storage_offset()).reshape(-1)
+        return tensor.as_strided(self.sides, self.steps, tensor.storage_offset()).contiguous().view(-1)
 
     def restore(self, elements: Tensor) -> Tensor:
         """The tensor that has the elements (1D); a view of them if they lie side by side."""

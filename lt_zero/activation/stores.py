@@ -267,9 +267,7 @@ def open_store(
     if block.nvme_path is not None:
         return Saved(InFiles(block.nvme_path, rank, aio or Aio(), device, is_apart(device)), device)
     if block.cpu_checkpointing and not is_apart(device):
-        _tell(
-            "activation_checkpointing.cpu_checkpointing: the device is the CPU, saved inputs are in host memory anyway"
-        )
+        _tell("activation_checkpointing.cpu_checkpointing: saved inputs are in host memory, the model is on the CPU")
     if block.cpu_checkpointing and is_apart(device):
         pinned = functools.partial(host_buffer, pin=device.type == "cuda")
         return Saved(InHost(_arena(pinned, block, count) or Stock(pinned), device), device)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -185,7 +186,7 @@ class _Slots:
 
     def _back(self, loan: Loan) -> None:
         self._used -= 1
-        self._free.append(loan)
+        insort(self._free, loan, key=lambda free: -free.tensor.data_ptr())  # the first slot is the next to be used
 
     def _gone(self, nbytes: int) -> None:
         self._used -= 1

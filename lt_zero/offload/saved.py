@@ -65,7 +65,7 @@ class Source:
     """What a copy to the host reads from. See Note [A source that changes]."""
 
     def __init__(self, tensor: Tensor, ticket: Ticket) -> None:
-        self._tensor: Tensor | None = tensor
+        self._tensor = None if ticket is DONE else tensor
         self._version, self.ticket, self._changed = version_of(tensor), ticket, 0
 
     def settle(self, host: bool = False) -> None:
