@@ -38,7 +38,8 @@ bench-checkpoint: $(STAMP) ## Measure saving and loading against torch.save, DCP
 
 gpu: $(STAMP) ## On a machine with a GPU: build the CUDA kernels, test them against the CPU, measure them
 	$(BIN)/lt-zero ops build --cuda
-	$(BIN)/python -m pytest -m gpu tests/test_ops_cuda.py tests/test_cuda_build.py tests/test_offload_cuda.py
+	$(BIN)/python -m pytest -m gpu tests/test_ops_cuda.py tests/test_cuda_build.py tests/test_offload_cuda.py \
+		tests/test_activation_cuda.py
 	$(BIN)/python benchmarks/ops.py --device cuda
 
 docs: $(STAMP) ## Write docs/config.md, the list of all keys, from the schema and the table

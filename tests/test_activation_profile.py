@@ -179,7 +179,7 @@ def views(draw: st.DrawFn) -> Tensor:
     return tensor.expand([draw(st.integers(1, 3)) if side == 1 else side for side in tensor.shape])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(views())
 def test_any_view_is_restored_from_its_elements(view: Tensor) -> None:
     geometry = geometry_of(view)

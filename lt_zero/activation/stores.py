@@ -133,7 +133,8 @@ class Saved:
     """
 
     def __init__(self, rest: Rest, device: torch.device, least: int = _LEAST) -> None:
-        self.rest, self.device, self._least = rest, device, least
+        which = device.index if device.type != "cuda" or device.index is not None else torch.cuda.current_device()
+        self.rest, self.device, self._least = rest, torch.device(device.type, which), least
         self._lock = threading.RLock()
         self._gone: deque[_Entry] = deque()
         self._entries: dict[int, _Entry] = {}  # by id, all that have a place

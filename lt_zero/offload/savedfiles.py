@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -194,7 +195,7 @@ class _FilePlace:
             if copied is DONE:
                 self._written.append(record.group.file.write(record.index, buffer))
             else:
-                gate = functools.partial(_write, copied, record, buffer, self._written)
+                gate = functools.partial(_write, rest.device, copied, record, buffer, self._written)
                 self._gate = rest.pool.submit(1, gate, _nothing, after=None)
         except SwapError as error:
             rest.note(error)
@@ -295,9 +296,13 @@ class _FilePlace:
         self._record.group.free.append(self._record)
 
 
-def _write(copied: Ticket, record: _Record, buffer: Tensor, written: list[Transfer], block: int) -> None:
+def _write(
+    device: torch.device, copied: Ticket, record: _Record, buffer: Tensor, written: list[Transfer], block: int
+) -> None:
     """In a thread: the copy from the device is waited for where nobody else waits."""
-    copied.synchronize()
+    # A thread begins on the first device, where this process may have no memory.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        copied.synchronize()
     written.append(record.group.file.write(record.index, buffer))
 
 
