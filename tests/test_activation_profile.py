@@ -6,7 +6,6 @@ import gc
 import io
 import re
 import time
-from collections import defaultdict
 
 import pytest
 import torch
@@ -26,50 +25,49 @@ from tests.store_tools import CPU, NBYTES, ROWS, WIDTH, blocks, forward, rows
 
 
 class Timed(nn.Module):
-    """Takes a while, tells ``boundary`` about it, and measures it, too."""
+    """Takes a while; ``boundary`` is told, and the module measures it, too: a bit less, and a bit more."""
 
     def __init__(self, name: str, seconds: float, boundary: Boundary) -> None:
         super().__init__()
         self.name, self.seconds, self.boundary = name, seconds, boundary
-        self.linear, self.measured = nn.Linear(WIDTH, WIDTH), defaultdict[bool, float](float)
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+        self.less, self.more = [0.0, 0.0], [0.0, 0.0]  # milliseconds of forward and of recomputation
 
     def forward(self, x: Tensor) -> Tensor:
-        recompute = torch.is_grad_enabled() and self.measured[False] > self.measured[True]
-        start = time.perf_counter()
+        recompute, self.calls = self.calls % 2 == 1, self.calls + 1
+        before = time.perf_counter()
         try:
             with self.boundary.around(self.name, recompute):
-                time.sleep(self.seconds)
+                start = time.perf_counter()
+                time.sleep(self.seconds * (1 + recompute))
+                self.less[recompute] += 1000 * (time.perf_counter() - start)
                 return self.linear(x).sin()  # type: ignore[no-any-return]
-        finally:
-            self.measured[recompute] += time.perf_counter() - start
+        finally:  # recomputation ends by an exception
+            self.more[recompute] += 1000 * (time.perf_counter() - before)
 
 
 def test_times_are_those_of_forward_and_of_recomputation() -> None:
     out = io.StringIO()
     boundary = Boundary(CPU, profile=True, synchronize=True, every=2, console=Console(file=out, width=100))
-    net = nn.ModuleList([Timed("layers.0", 0.01, boundary), Timed("layers.1", 0.002, boundary)])
+    timed = [Timed("layers.0", 0.01, boundary), Timed("layers.1", 0.002, boundary)]
     for step in range(2):
         assert not out.getvalue()
-        for module in net:
-            module.measured[False] += 1e-9  # type: ignore[operator, index]
-        forward(net, rows(step)).backward()
-        measured = [(1000 * m.measured[False], 1000 * m.measured[True]) for m in net]  # type: ignore[index, operator]
-        found = [boundary.times[f"layers.{number}"] for number in range(2)]
-        assert [one.calls for one in found] == [[step + 1] * 2] * 2
-        for one, pair in zip(found, measured, strict=True):
-            assert one.milliseconds == [pytest.approx(value, rel=0.2, abs=0.5) for value in pair]
+        forward(nn.ModuleList(timed), rows(step)).backward()
+        for module in timed:
+            found = boundary.times[module.name]
+            assert found.calls == [step + 1] * 2
+            for less, milliseconds, more in zip(module.less, found.milliseconds, module.more, strict=True):
+                assert less < milliseconds < more
         boundary.end_step()
     assert not boundary.times, "the next table begins anew"
-    lines = [re.findall(r"layers\.\d|all|\d+(?:\.\d+)?", line) for line in out.getvalue().splitlines()]
-    shown = {line[0]: [float(cell) for cell in line[1:]] for line in lines if line and line[0] in ("layers.0", "all")}
-    assert shown["layers.0"] == [
-        1,
-        pytest.approx(measured[0][0] / 2, rel=0.2, abs=0.5),
-        1,
-        pytest.approx(measured[0][1] / 2, rel=0.2, abs=0.5),
-    ]
-    assert shown["all"][::2] == [2, 2]
-    assert shown["all"][3] == pytest.approx(sum(pair[1] for pair in measured) / 2, rel=0.2, abs=0.5)
+    cells = [re.findall(r"layers\.\d|all|\d+(?:\.\d+)?", line) for line in out.getvalue().splitlines()]
+    shown = {line[0]: [float(cell) for cell in line[1:]] for line in cells if len(line) == 5}
+    assert [row[::2] for row in shown.values()] == [[1, 1], [1, 1], [2, 2]]
+    for kind in (0, 1):
+        column = [shown[module.name][2 * kind + 1] for module in timed]
+        for module, cell in zip(timed, column, strict=True):
+            assert module.less[kind] / 2 - 0.001 < cell < module.more[kind] / 2 + 0.001
+        assert shown["all"][2 * kind + 1] == pytest.approx(sum(column), abs=0.002)
 
 
 def test_who_asks_for_nothing_gets_nothing_and_only_rank_0_prints(capsys: pytest.CaptureFixture[str]) -> None:

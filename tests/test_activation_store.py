@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -521,29 +520,30 @@ def test_a_path_that_cannot_be_used(tmp_path: Path) -> None:
 
 def test_writes_go_on_beside_forward_and_reads_come_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shelf, "_apart", False)
-    store, slow = opened("files", tmp_path), 0.05
-    write, read = files.SwapFile._write_block, files.SwapFile._read_block
-    log: list[str] = []
+    store, go, events = opened("files", tmp_path), threading.Event(), list[object]()
+    write, read = files.SwapFile._write_block, files.SwapFile.read
 
-    def late(self: files.SwapFile, *args: object) -> None:
-        time.sleep(slow)
-        write(self, *args)  # type: ignore[arg-type]
+    def late(file: files.SwapFile, *args: object) -> None:
+        assert go.wait(20)
+        write(file, *args)  # type: ignore[arg-type]
 
-    def noted(self: files.SwapFile, *args: object) -> None:
-        log.append(self.path.name)
-        read(self, *args)  # type: ignore[arg-type]
+    def noted(file: files.SwapFile, record: int, target: Tensor) -> object:
+        events.append((file, record))
+        return read(file, record, target)
 
     monkeypatch.setattr(files.SwapFile, "_write_block", late)
-    monkeypatch.setattr(files.SwapFile, "_read_block", noted)
-    start = time.perf_counter()
+    monkeypatch.setattr(files.SwapFile, "read", noted)
     packed = [store.pack(torch.full((2048,), float(number))) for number in range(4)]
-    assert time.perf_counter() - start < slow, "the first buffers wait for nobody"
+    assert store.unpack(packed[2]).eq(2).all(), "nobody waits for the disk: the buffer has it"
+    go.set()
     packed += [store.pack(torch.full((2048,), float(number))) for number in range(4, 12)]
-    assert time.perf_counter() - start < 12 * slow, "four threads write"
+    records = [one.entry.place._record for one in packed]  # type: ignore[attr-defined]
     for number in reversed(range(12)):
-        del log[:]
+        events.append(number)
         assert store.unpack(packed.pop()).eq(number).all()
-        time.sleep(0.005)
-        if number == 6:
-            assert log, "something that is not asked for yet is read"
+    asked = [events.index(number) for number in range(12)]
+    came = [[i for i, e in enumerate(events) if e == (r.group.file, r.index)] for r in records]
+    assert [len(times) for times in came] == [1] * 8 + [0] * 4, "the last are still in their buffers"
+    assert all(came[number][0] < asked[number] for number in range(8)), "before they are asked for"
+    assert all(came[number][0] > asked[number + 3] for number in range(8)), "and not long before"
     store.close()
