@@ -1,14 +1,17 @@
 """Optimizers and learning-rate schedulers, as DeepSpeed's configuration blocks describe them."""
 
 from lt_zero.optim.build import build_optimizer, build_scheduler, check_optimizer, check_scheduler
+from lt_zero.optim.division import muon_groups
 from lt_zero.optim.lamb import Lamb
 from lt_zero.optim.lion import Lion
+from lt_zero.optim.muon import Muon
 from lt_zero.optim.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = [
     "LRRangeTest",
     "Lamb",
     "Lion",
+    "Muon",
     "OneCycle",
     "WarmupCosineLR",
     "WarmupDecayLR",
@@ -17,4 +20,5 @@ __all__ = [
     "build_scheduler",
     "check_optimizer",
     "check_scheduler",
+    "muon_groups",
 ]

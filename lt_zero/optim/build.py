@@ -30,7 +30,8 @@ def build_optimizer(kind: str, params: Mapping[str, Any], parameters: Iterable[A
         kind: ``optimizer.type``: a name of DeepSpeed's in any case, a class of ``torch.optim``, or the import path of a
             subclass of ``Optimizer``.
         params: ``optimizer.params``. Adam is AdamW, with a weight decay of 0, as in DeepSpeed.
-        parameters: of the model, or dicts of groups.
+        parameters: of the model, or dicts of groups. For Muon ``muon_groups(model)``; of bare parameters it takes
+            all matrices, embeddings and output layers too.
 
     Raises:
         ConfigError: all that is wrong with the block.

@@ -17,6 +17,7 @@ from lt_zero.config.errors import ConfigError, Problem
 from lt_zero.optim.adam import UncorrectedAdam
 from lt_zero.optim.lamb import Lamb
 from lt_zero.optim.lion import Lion
+from lt_zero.optim.named import make_muon, muon_signature
 from lt_zero.optim.schedules import SCHEDULES
 from lt_zero.optim.values import (
     Choice,
@@ -86,7 +87,6 @@ REFUSED: Mapping[str, Reader] = {
 }
 _COMPRESSED = "Use Adam meanwhile: the same update, with gradients that are not compressed."
 UNSUPPORTED: Mapping[str, str] = {  # by name in lower case
-    "muon": "Its steps need whole matrices. Use AdamW meanwhile, or, at stage 0, type torch.optim.Muon.",
     "muadam": "Use AdamW, and scale the learning rate of each parameter group as mup does.",
     "muadamw": "Use AdamW, and scale the learning rate of each parameter group as mup does.",
     "musgd": "Use SGD, and scale the learning rate of each parameter group as mup does.",
@@ -149,13 +149,15 @@ def optimizer_kind(name: Any) -> Kind:
     if low in ("lamb", "fusedlamb"):
         own = Signature.of(Lamb, OPTIMIZER_RULES)
         return Kind("Lamb", own.plus({"amsgrad": _NO_AMSGRAD}), _lamb)
+    if low == "muon":
+        return Kind("Muon", muon_signature(OPTIMIZER_RULES), make_muon)
     if low in UNSUPPORTED:
         raise _wrong("optimizer", name, f"It is known, and not available yet. {UNSUPPORTED[low]}")
     cls = _torch_classes().get("SGD" if low == "sgd" else name)
     if cls is None and re.fullmatch(r"\w+(\.\w+)+", name):
         cls = _imported(name)
     if cls is None:
-        known = ["Adam", "AdamW", "Adagrad", "Lamb", "Lion", "SGD", *_torch_classes()]
+        known = ["Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "SGD", *_torch_classes()]
         raise _wrong("optimizer", name, _nearest(name, known) + " An import path (package.module.Class) is one, too.")
     return _from_class("optimizer", cls, OPTIMIZER_RULES)
 

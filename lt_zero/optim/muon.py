@@ -1,0 +1,238 @@
+"""Muon for the matrices of hidden layers and Adam for everything else, in one optimizer.
+
+Sources: https://kellerjordan.github.io/posts/muon/ (Muon, and the quintic Newton-Schulz iteration);
+``torch.optim.Muon``, whose arithmetic this is; https://tridao.me/blog/2026/gram-newton-schulz/ (the iteration on the
+Gram matrix), which is the default as in DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.adam import adam
+
+NS_METHODS = ("gram", "standard")
+RATES = ("original", "match_rms_adamw")
+_A, _B, _C = 3.4445, -4.7750, 2.0315  # of the quintic polynomial
+_TINY = 1e-7  # below it a norm is not divided by
+_RESTART = 2  # after so many steps on the Gram matrix the product is taken anew: errors grow with each
+
+
+class Muon(Optimizer):
+    """Steps groups with ``use_muon=True`` by Muon and the others by Adam.
+
+    A group's own ``lr``, ``weight_decay`` and so on win. States are those of ``torch.optim.Muon`` and
+    ``torch.optim.AdamW``. Parameters without a gradient are left alone.
+
+    Args:
+        params: groups (dicts) that all have ``use_muon``; ``muon_groups`` makes them.
+        muon_lr: rate of the matrices.
+        adam_lr: rate of the rest.
+        momentum: of Muon, with ``nesterov`` looked ahead.
+        weight_decay: of both, decoupled.
+        ns_method: how updates are made orthogonal: "standard" in bf16, or "gram" on the smaller Gram matrix, in fp16
+            on a GPU and in fp32 on a CPU.
+        ns_steps: iterations.
+        adjust_lr_fn: "original": the rate of a matrix grows with sqrt(rows / columns) if that is above 1;
+            "match_rms_adamw": with 0.2 * sqrt(the larger of both), so that AdamW's rates fit.
+        betas, eps: of Adam.
+        adam_w_mode: False adds Adam's weight decay to the gradient.
+
+    Raises:
+        ValueError: a group without ``use_muon``; a parameter of Muon's that is no matrix; an unknown name.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        muon_lr: float = 0.02,
+        adam_lr: float = 3e-4,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.0,
+        ns_method: str = "gram",
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "original",
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-10,
+        adam_w_mode: bool = True,
+    ) -> None:
+        self._settings: dict[bool, dict[str, Any]] = {
+            True: {
+                "lr": muon_lr,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "weight_decay": weight_decay,
+                "ns_method": ns_method,
+                "ns_steps": ns_steps,
+                "adjust_lr_fn": adjust_lr_fn,
+            },
+            False: {
+                "lr": adam_lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "adam_w_mode": adam_w_mode,
+            },
+        }
+        super().__init__(params, {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, which says ``use_muon``."""
+        if not isinstance(param_group, dict) or not isinstance(param_group.get("use_muon"), bool):
+            raise ValueError(
+                "Muon needs groups of parameters that say use_muon=True or False: lt_zero.optim.muon_groups(model) "
+                "divides those of a model."
+            )
+        group = {**self._settings[param_group["use_muon"]], **param_group}
+        super().add_param_group(group)
+        added = self.param_groups[-1]
+        try:
+            _check(added)
+        except ValueError:
+            del self.param_groups[-1]
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_settings": self._settings}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; returns what ``closure`` (run first, with gradients) returns.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if any(p.grad.is_sparse for p in parameters):
+                raise RuntimeError("Muon has no update for sparse gradients. Use sparse=False in the embedding.")
+            if group["use_muon"]:
+                for parameter in parameters:
+                    self._step_matrix(parameter, group)
+            elif parameters:
+                self._step_adam(parameters, group)
+        return loss
+
+    def _step_matrix(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        grad, state = parameter.grad, self.state[parameter]
+        assert grad is not None
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
+        buffer, momentum, lr = state["momentum_buffer"], group["momentum"], float(group["lr"])
+        buffer.lerp_(grad, 1 - momentum)
+        update = grad.lerp(buffer, momentum) if group["nesterov"] else buffer
+        update = orthogonalize(update, group["ns_method"], group["ns_steps"])
+        parameter.mul_(1 - lr * group["weight_decay"])
+        parameter.add_(update, alpha=-lr * _factor(parameter.shape, group["adjust_lr_fn"]))
+
+    def _step_adam(self, parameters: list[Any], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        states = [self.state[p] for p in parameters]
+        adam(
+            parameters,
+            [p.grad for p in parameters],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            decoupled_weight_decay=group["adam_w_mode"],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _check(group: dict[str, Any]) -> None:
+    numbers = ("lr", "momentum", "weight_decay") if group["use_muon"] else ("lr", "eps", "weight_decay")
+    for name in numbers:
+        if not group[name] >= 0:
+            raise ValueError(f"{name}={group[name]} is below 0. Write a number of at least 0.")
+    if not group["use_muon"]:
+        if not all(0 <= beta < 1 for beta in group["betas"]):
+            raise ValueError(f"betas={group['betas']}: both have to be at least 0 and below 1.")
+        return
+    for name, known in (("ns_method", NS_METHODS), ("adjust_lr_fn", RATES)):
+        if group[name] not in known:
+            raise ValueError(f"{name}={group[name]!r} is unknown. Write {' or '.join(known)}.")
+    for parameter in group["params"]:
+        if parameter.ndim != 2 or parameter.is_complex():
+            raise ValueError(
+                f"use_muon=True: a parameter of shape {tuple(parameter.shape)} is no real matrix. Put it into a group "
+                "with use_muon=False."
+            )
+
+
+def _factor(shape: torch.Size, rule: str) -> float:
+    """By what the rate of a matrix is multiplied."""
+    rows, columns = shape
+    if rule == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns)) if columns else 1.0
+
+
+def orthogonalize(matrix: Tensor, method: str = "gram", steps: int = 5) -> Tensor:
+    """About the nearest matrix with orthonormal rows or columns: singular values end up between 0.7 and 1.2.
+
+    Args:
+        matrix: 2D.
+        method: one of ``NS_METHODS``.
+        steps: iterations.
+    """
+    if method == "gram" and matrix.size(0) != matrix.size(1):
+        return _by_gram(matrix, steps)
+    x = _scaled(matrix) if method == "gram" else matrix.bfloat16()
+    tall = matrix.size(0) > matrix.size(1)
+    x = x.T if tall else x
+    if method == "standard":
+        x = x / x.norm().clamp(min=_TINY)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
+    return x.T if tall else x
+
+
+def _scaled(matrix: Tensor) -> Tensor:
+    """Singular values of at most 1, in the dtype of the iteration; scaled before that, as fp16 ends at 65504."""
+    wide = matrix.float()
+    dtype = torch.float16 if matrix.device.type == "cuda" else torch.float32
+    scaled: Tensor = wide / (wide.norm() + _TINY)
+    return scaled.to(dtype)
+
+
+def _by_gram(matrix: Tensor, steps: int) -> Tensor:
+    """The same iteration on the small Gram matrix: each step multiplies from the left by a polynomial of it."""
+    tall = matrix.size(0) > matrix.size(1)
+    x = _scaled(matrix.T if tall else matrix)
+    gram = x @ x.T
+    product: Tensor | None = None
+    for number in range(steps):
+        if number == _RESTART and product is not None:
+            x = product @ x
+            gram, product = x @ x.T, None
+        step = torch.addmm(gram, gram, gram, beta=_B, alpha=_C)
+        step.diagonal().add_(_A)
+        product = step if product is None else step @ product
+        if number + 1 not in (steps, _RESTART):
+            gram = step @ gram @ step  # they commute, and are symmetric
+    if product is not None:
+        x = product @ x
+    return x.T if tall else x
