@@ -25,7 +25,7 @@ from lt_zero.core.engine import Engine
 from lt_zero.core.guard import Owner, weak_owner
 from lt_zero.core.hidden import with_sizes
 from lt_zero.core.islands import Islands, find_islands, install_islands
-from lt_zero.core.plan import BucketPlan, EnginePlan, plan_engine
+from lt_zero.core.plan import BucketPlan, EnginePlan, plan_engine, warn_of_padding
 from lt_zero.core.reducer import Reducer
 from lt_zero.core.schedule import Residency
 from lt_zero.core.sequence import debug_enabled
@@ -65,9 +65,11 @@ def shard(
     policy = policy or dtype_policy(config, resolve_mode(config, "32-true", device.type))
     zero = config.zero_optimization
     _configure_reductions(comm, config)
-    plan = plan_engine(module, config, policy)
+    plan = plan_engine(module, config, policy, comm.world)
     if training and config.activation_checkpointing.kind != "none":
         find_modules(module, config.activation_checkpointing)  # while nothing is changed
+    if comm.rank == 0:
+        warn_of_padding(plan, zero, comm.world)
     check_build(plan, config, policy, comm, training)
     engine_ref: list[weakref.ref[Owner]] = []
 
@@ -75,7 +77,7 @@ def shard(
         return engine_ref[0]() if engine_ref else None
 
     def make(buckets: Iterable[BucketPlan]) -> list[Bucket]:
-        return [Bucket(b.name, list(b.parameters), b.dtype, b.sharding, comm, owner, policy) for b in buckets]
+        return [Bucket(b.name, list(b.parameters), b.dtype, b.sharding, comm, owner, policy, b.owners) for b in buckets]
 
     materializer = Materializer(module, comm)
     parts = [make(unit.buckets) for unit in plan.units]
@@ -114,6 +116,9 @@ def _move_in(
 ) -> tuple[list[Unit], Unit]:
     """Make values and move them into buckets, unit by unit; returns the units that have parameters, and the root."""
     units: list[Unit] = []
+    if plan.joins:  # a bucket needs the values of later units
+        for planned in plan.units:
+            materializer.fill([p for _, p in planned.plan.parameters])
     for planned, buckets in zip(plan.units, parts, strict=True):
         materializer.fill([p for _, p in planned.plan.parameters])
         for bucket in buckets:

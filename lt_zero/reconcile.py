@@ -28,6 +28,7 @@ from lt_zero.core.comm import Comm
 from lt_zero.core.hidden import hidden_size
 from lt_zero.hparams import find_value
 from lt_zero.optim.build import build_optimizer, build_scheduler
+from lt_zero.optim.division import muon_groups
 from lt_zero.unanimous import check_same, together
 
 _HOOK = "configure_optimizers"
@@ -172,9 +173,13 @@ class Reconciler:
     def _configured(self, module: pl.LightningModule) -> Any:
         block = self.config.optimizer
         assert block is not None
-        parameters = [p for p in module.parameters() if p.requires_grad]
+        parameters: list[Any] = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
             raise ConfigError(f"optimizer.type={block.type!r} has nothing to train: no parameter requires gradients.")
+        if block.type.lower() == "muon":
+            parameters = muon_groups(module)
+            if module.trainer.is_global_zero:
+                show_table(_division(parameters))
         return self._scheduled(build_optimizer(block.type, block.params, parameters))
 
     def _scheduled(self, optimizers: Any) -> Any:
@@ -195,6 +200,16 @@ class Reconciler:
             params["warmup_max_lr"] = [group["lr"] for group in optimizer.param_groups]
         scheduler = build_scheduler(block.type, params, optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _division(groups: Sequence[Mapping[str, Any]]) -> list[Resolution]:
+    """What Muon steps, and what Adam does."""
+    found = []
+    for use, what, which in ((True, "Muon", "matrices of hidden layers"), (False, "Adam", "all other parameters")):
+        members = [p for group in groups if group["use_muon"] is use for p in group["params"]]
+        text = f"{len(members)} of {sum(p.numel() for p in members):,} elements"
+        found.append(Resolution(f"stepped by {what}", text, which))
+    return found
 
 
 def show_table(found: Sequence[Resolution], console: Console | None = None) -> None:

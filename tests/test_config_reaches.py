@@ -24,6 +24,7 @@ from tests import reach_files as f
 from tests import reach_loggers as log
 from tests import reach_profiling as prof
 from tests import reach_trainer as t
+from tests import reach_whole as w
 from tests.pool import Pool
 from tests.reach_engine import Config, Lab, nested
 
@@ -143,6 +144,7 @@ PROBES: dict[str, Probe] = {
     "comms_logger.debug": Probe(prof.comms(prof.named), True, False, True, COMMS),
     # what is sharded, and how
     Z + "stage": Probe(e.sharded, 2, (False, False, False), (True, True, False)),
+    Z + "shard_along": Probe(w.cut, "parameter", True, False, S1),
     Z + "overlap_comm": Probe(e.flying, False, 2, 1, S1),
     Z + "reduce_scatter": Probe(t.sent("by"), False, ["all_to_all_single"], ["all_reduce"]),
     Z + "reduce_bucket_size": Probe(e.largest, 400, 704, 376, S0),

@@ -97,7 +97,6 @@ def test_groups_keep_their_own_values() -> None:
     [
         ("adamx", "Did you mean Adamax?"),
         ("rmsprop", "Did you mean RMSprop?"),
-        ("muon", "known, and not available yet.*torch.optim.Muon"),
         ("MuSGD", "known, and not available yet.*SGD"),
         ("OneBitAdam", "known, and not available yet.*Use Adam"),
         ("OnebitAdam", "known, and not available yet.*Use Adam"),

@@ -216,6 +216,8 @@ def _of_schedule(name: str, facts: Facts, config: ZeroConfig, before: Sequence[R
         return 0.0, "Hugging Face's default"
     if name == "total_num_steps":
         return facts.steps(), "Trainer.estimated_stepping_batches"
+    if name == "warmup_max_lr" and config.optimizer is not None and {"muon_lr", "adam_lr"} & {*config.optimizer.params}:
+        return None, "the rates of the optimizer's groups"
     if name == "warmup_max_lr":
         rate = next((e.value for e in before if e.key == "optimizer.params.lr"), None)
         written = config.optimizer.params.get("lr") if config.optimizer is not None else None

@@ -67,6 +67,7 @@ _RULES = (
         lambda config: config.zero_optimization.stage in (1, 2),
         "parameters are gathered after the step at stages 1 and 2 only",
     ),
+    _Rule(Z, ("shard_along",), lambda config: config.zero_optimization.stage > 0, "nothing is sharded at stage 0"),
     _Rule(
         Z,
         ("sub_group_size",),

@@ -21,7 +21,7 @@ class OptimizerBlock(Block):
     """The ``optimizer`` block: what is built if the module has no ``configure_optimizers``."""
 
     type: str = Field(
-        min_length=1, description="Adam, AdamW, Adagrad, Lamb, Lion, SGD, a torch.optim class or a dotted path"
+        min_length=1, description="Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD, a torch.optim class or a dotted path"
     )
     params: Params = Field({}, validate_default=True, description="arguments of its constructor")
 
@@ -94,6 +94,22 @@ def check_training(config: ZeroConfig) -> Iterator[Problem]:
             "communication.slow_node_tolerance",
             f"communication.slow_node_tolerance={comm.slow_node_tolerance} is not available yet. Remove it: every step "
             "waits for all ranks, which keeps results exact.",
+        )
+
+
+_WHOLE = ("muon", "adafactor")  # optimizers that a configuration can name and that need whole matrices
+
+
+def check_whole(config: ZeroConfig) -> Iterator[Problem]:
+    """Some optimizers need whole matrices."""
+    block, zero = config.optimizer, config.zero_optimization
+    name = block.type if block is not None else ""
+    if zero.stage > 0 and zero.shard_along == "element" and name.rpartition(".")[2].lower() in _WHOLE:
+        yield Problem(
+            "zero_optimization.shard_along",
+            f"optimizer.type={name!r} computes its update from whole matrices, and at stage {zero.stage} with "
+            "zero_optimization.shard_along='element' a rank holds pieces of them. Set "
+            "zero_optimization.shard_along=parameter (optimizer=muon does both).",
         )
 
 

@@ -14,7 +14,7 @@ Note [Data, not nn.Parameter views]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -66,6 +66,7 @@ class Bucket:
         comm: the collectives.
         owner: who answers for released parameters.
         policy: dtypes of master weights, accumulators and gradients on the wire.
+        owners: the rank of each parameter; None: shards cut through parameters.
     """
 
     def __init__(
@@ -77,10 +78,11 @@ class Bucket:
         comm: Comm,
         owner: Callable[[], Owner | None],
         policy: DtypePolicy | None = None,
+        owners: Sequence[int] | None = None,
     ) -> None:
         self.name, self.sharding, self.comm = name, sharding, comm
         self.params = [p for _, p in parameters]
-        self.layout: BucketLayout = plan_bucket([(n, p.shape) for n, p in parameters], comm.world)
+        self.layout: BucketLayout = plan_bucket([(n, p.shape) for n, p in parameters], comm.world, owners)
         self.shapes = [span.shape for span in self.layout.spans]
         self.dtype, policy = dtype, policy or DtypePolicy()
         self.original = [p.dtype for p in self.params]

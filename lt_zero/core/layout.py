@@ -1,8 +1,13 @@
 """Where each parameter lies: parameters -> bucket -> shards -> pieces. Pure integers, no tensors, no process group.
 
-A bucket is one flat row of numbers. Each parameter gets a span of it, in order, starting at a multiple of ``ALIGN``
-elements so that vector loads stay aligned. The row is padded until every rank's shard has the same length. A piece is
-what one shard holds of one parameter.
+A bucket is one flat row of numbers. Each parameter gets a span of it, starting at a multiple of ``ALIGN`` elements so
+that vector loads stay aligned. The row is padded until every rank's shard has the same length. A piece is what one
+shard holds of one parameter.
+
+Note [Order of spans]
+    Span number i is parameter number i. Spans lie in this order as long as shards cut through parameters. Where each
+    parameter has an owner (whole.py) they lie in this order within a shard only: use ``pieces``, which are in the order
+    of elements.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 ALIGN = 8  # elements: 16 bytes in a 16-bit dtype, 32 bytes in fp32
 
@@ -56,30 +62,48 @@ class BucketLayout:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def pieces(self, lo: int, hi: int) -> tuple[Piece, ...]:
-        """The non-empty pieces of parameters inside bucket elements ``[lo, hi)``, in order."""
+        """The non-empty pieces of parameters inside bucket elements ``[lo, hi)``, in the order of elements."""
         found = []
         for index, span in enumerate(self.spans):
             a, z = max(span.lo, lo), min(span.hi, hi)
             if a < z:
                 found.append(Piece(index, a - span.lo, z - span.lo, a - lo))
-        return tuple(found)
+        return tuple(sorted(found, key=lambda piece: piece.offset))
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The bucket elements that belong to no parameter (alignment and tail padding)."""
-        edges = [0] + [edge for span in self.spans for edge in (span.lo, span.hi)] + [self.numel]
+        spans = sorted((span.lo, span.hi) for span in self.spans)
+        edges = [0, *(edge for span in spans for edge in span), self.numel]
         return tuple((a, z) for a, z in zip(edges[::2], edges[1::2], strict=True) if a < z)
 
 
-def plan_bucket(parameters: Iterable[tuple[str, Sequence[int]]], world: int) -> BucketLayout:
-    """Lay ``(name, shape)`` parameters out in one bucket for ``world`` ranks."""
-    spans, end = [], 0
-    for name, shape in parameters:
-        numel = math.prod(shape)
-        spans.append(Span(name, tuple(shape), end, end + numel))
-        end += -(-numel // ALIGN) * ALIGN
-    shard = -(-end // (world * ALIGN)) * ALIGN
+def plan_bucket(
+    parameters: Iterable[tuple[str, Sequence[int]]], world: int, owners: Sequence[int] | None = None
+) -> BucketLayout:
+    """Lay ``(name, shape)`` parameters out in one bucket for ``world`` ranks.
+
+    ``owners``: the rank of each parameter, whose shard then has all of it; None: shards cut through parameters.
+    """
+    shapes = [(name, tuple(shape)) for name, shape in parameters]
+    sizes = [aligned(math.prod(shape)) for _, shape in shapes]
+    if owners is None:
+        starts, shard = [0, *accumulate(sizes)], aligned(-(-sum(sizes) // world))
+    else:
+        ends = [0] * world
+        offsets = []
+        for size, owner in zip(sizes, owners, strict=True):
+            offsets.append(ends[owner])
+            ends[owner] += size
+        shard = max(ends)
+        starts = [owner * shard + offset for owner, offset in zip(owners, offsets, strict=True)]
+    spans = (Span(n, s, lo, lo + math.prod(s)) for (n, s), lo in zip(shapes, starts, strict=False))
     return BucketLayout(tuple(spans), shard, world)
+
+
+def aligned(numel: int) -> int:
+    """``numel``, rounded up to a multiple of ``ALIGN``."""
+    return -(-numel // ALIGN) * ALIGN
 
 
 def split_by_size(numels: Sequence[int], limit: int) -> list[list[int]]:

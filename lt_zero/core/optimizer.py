@@ -1,4 +1,4 @@
-"""Any element-wise torch optimizer on fragments: the user's object, its groups and its class stay.
+"""Any torch optimizer that can work on fragments: the user's object, its groups and its class stay.
 
 Note [Narrowing]
     At rest ``param_groups[i]["params"]`` are the module's parameters, because schedulers, callbacks and
@@ -36,14 +36,16 @@ class ShardedOptimizer:
 
     Args:
         engine: owns the parameters; parameters it does not own are stepped as they are.
-        optimizer: any ``torch.optim.Optimizer`` whose update is element-wise.
+        optimizer: any ``torch.optim.Optimizer`` whose update is element-wise, or, with
+            ``zero_optimization.shard_along=parameter``, treats parameters one by one.
 
     Raises:
         TypeError: the optimizer needs whole matrices, sparse gradients or repeated closures.
     """
 
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
-        check_supported(optimizer, engine.sharded_optim or engine.shelves.optim is not None)
+        whole = engine.config.zero_optimization.shard_along == "parameter"
+        check_supported(optimizer, engine.sharded_optim or engine.shelves.optim is not None, whole)
         if engine.shelves.optim is not None:
             engine.shelves.require(engine.comm, states_per_element(optimizer))
         self.engine, self.optimizer = engine, optimizer

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NoReturn
 
 import torch
@@ -23,8 +25,11 @@ from lt_zero.core.bucket import Sharding
 from lt_zero.core.islands import BATCH_NORMS, DEFAULT_ISLANDS_MIXED, Islands, find_islands
 from lt_zero.core.layout import BucketLayout, plan_bucket, split_by_size
 from lt_zero.core.units import UnitPlan, UnitRules, class_matches, clean_name, find_units
+from lt_zero.core.whole import Owners, join
 
 _WEIGHTLESS_BACKWARD = (nn.Embedding, nn.EmbeddingBag)  # their backward needs indices only
+
+_MUCH = 0.25  # padding, per element of the parameters, that is told
 
 Named = tuple[str, Parameter]
 
@@ -38,24 +43,29 @@ class BucketPlan:
         parameters: with their names; they may be on the meta device.
         dtype: of the gathered weights.
         sharding: what a rank holds only a shard of.
+        owners: the rank of each parameter; None: shards cut through parameters.
     """
 
     name: str
     parameters: tuple[Named, ...]
     dtype: torch.dtype
     sharding: Sharding
+    owners: tuple[int, ...] | None = None
 
     @property
     def trains(self) -> bool:
         return any(p.requires_grad for _, p in self.parameters)
 
     def layout(self, world: int) -> BucketLayout:
-        return plan_bucket([(n, p.shape) for n, p in self.parameters], world)
+        return plan_bucket([(n, p.shape) for n, p in self.parameters], world, self.owners)
 
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """A unit of the model and its buckets; the root's has the name ''."""
+    """A unit of the model and its buckets; the root's has the name ''.
+
+    A bucket may hold parameters of later units, too, if it is not gathered for a unit (whole.py, Note [Padding]).
+    """
 
     plan: UnitPlan
     buckets: tuple[BucketPlan, ...]
@@ -86,8 +96,20 @@ class EnginePlan:
     def buckets(self) -> list[BucketPlan]:
         return [*(bucket for unit in self.units for bucket in unit.buckets), *self.rest]
 
+    @property
+    def joins(self) -> bool:
+        """Whether a unit has a bucket with parameters of others."""
+        mine = [{p for _, p in unit.plan.parameters} for unit in self.units]
+        held = [{p for bucket in unit.buckets for _, p in bucket.parameters} for unit in self.units]
+        return any(some - own for some, own in zip(held, mine, strict=True))
 
-def plan_engine(root: nn.Module, config: ZeroConfig, policy: DtypePolicy) -> EnginePlan:
+    def padding(self, world: int) -> float:
+        """The elements that buckets have beyond those of the parameters, per element of theirs."""
+        elements = sum(p.numel() for bucket in self.buckets for _, p in bucket.parameters)
+        return sum(bucket.layout(world).numel for bucket in self.buckets) / elements - 1 if elements else 0.0
+
+
+def plan_engine(root: nn.Module, config: ZeroConfig, policy: DtypePolicy, world: int) -> EnginePlan:
     """Find the units of ``root`` and cut their parameters into buckets. Nothing is allocated or changed.
 
     Raises:
@@ -102,15 +124,37 @@ def plan_engine(root: nn.Module, config: ZeroConfig, policy: DtypePolicy) -> Eng
         zero.stage3_param_persistence_threshold, zero.reduce_bucket_size, leaf.classes, leaf.names, leaf.name_suffixes
     )
     _check_names(root, config)
-    cutter = _Cutter(config, policy, islands.parameters, stay_whole(root, zero))
+    cutter = _Cutter(config, policy, islands.parameters, stay_whole(root, zero), world)
     small: list[Named] = []
-    units = []
+    units: list[tuple[UnitPlan, list[Named]]] = []
     for plan in find_units(root, rules):
         tiny, large = cutter.divide(plan)
         small += tiny
-        units.append(PlannedUnit(plan, cutter.buckets(plan.name or "the root module", large, cutter.sharding)))
-    whole = Sharding(cutter.sharding.optim, cutter.sharding.grads, params=False)
-    return EnginePlan(root, tuple(units), cutter.buckets("small parameters", small, whole), islands)
+        units.append((plan, large))
+    cut = cutter.joined(units) if cutter.joins else [cutter.buckets(_name(plan), large) for plan, large in units]
+    planned = tuple(PlannedUnit(plan, buckets) for (plan, _), buckets in zip(units, cut, strict=True))
+    return EnginePlan(root, planned, cutter.buckets("small parameters", small, stay=True), islands)
+
+
+def warn_of_padding(plan: EnginePlan, zero: ZeroOptimization, world: int) -> None:
+    """Say it if whole parameters leave much of the buckets empty. See whole.py, Note [Padding]."""
+    share = plan.padding(world) if zero.shard_along == "parameter" else 0.0
+    if share <= _MUCH:
+        return
+    remedy = "Use stage 2, where a bucket may hold parameters of several units,"
+    if zero.stage < 3:
+        sizes = f"reduce_bucket_size={zero.reduce_bucket_size} and allgather_bucket_size={zero.allgather_bucket_size}"
+        remedy = f"Raise zero_optimization.{sizes}, so that a bucket holds more parameters,"
+    warnings.warn(
+        f"zero_optimization.shard_along='parameter': buckets are {share:.0%} larger than the parameters in them, as "
+        f"some have too few, or too unequal, parameters to divide among {world} ranks. {remedy} or train with fewer "
+        "ranks; element-wise optimizers (AdamW) need no whole parameters: shard_along='element'.",
+        stacklevel=3,
+    )
+
+
+def _name(plan: UnitPlan) -> str:
+    return plan.name or "the root module"
 
 
 def stay_whole(root: nn.Module, zero: ZeroOptimization) -> frozenset[Parameter]:
@@ -177,7 +221,12 @@ class _Cutter:
     """Cuts the parameters of a unit into buckets of one dtype and one kind (trainable or frozen) each."""
 
     def __init__(
-        self, config: ZeroConfig, policy: DtypePolicy, kept: frozenset[Parameter], whole: frozenset[Parameter]
+        self,
+        config: ZeroConfig,
+        policy: DtypePolicy,
+        kept: frozenset[Parameter],
+        whole: frozenset[Parameter],
+        world: int,
     ) -> None:
         zero = config.zero_optimization
         self.sharding = Sharding.of_stage(zero.stage)
@@ -186,19 +235,54 @@ class _Cutter:
         gather_limit = zero.allgather_bucket_size if whole_after_step else zero.reduce_bucket_size
         step_limit = zero.sub_group_size if zero.offload_optimizer.device != "none" else gather_limit
         self._limit = max(1, min(zero.reduce_bucket_size, gather_limit, step_limit))
-        self._policy, self._kept, self._whole = policy, kept, whole
+        self._policy, self._kept, self._whole, self._world = policy, kept, whole, world
+        owned = zero.shard_along == "parameter" and self.sharding.optim
+        self._owners = Owners(world) if owned else None
+
+    @property
+    def joins(self) -> bool:
+        """Whether a bucket may hold parameters of several units. See whole.py, Note [Padding]."""
+        return self._owners is not None and not self.sharding.params
 
     def divide(self, plan: UnitPlan) -> tuple[list[Named], list[Named]]:
         """Parameters that stay whole, most of them small, and the others."""
         whole = [(n, p) for n, p in plan.parameters if p in self._whole]
         return whole, [(n, p) for n, p in plan.parameters if p not in self._whole]
 
-    def buckets(self, name: str, parameters: Iterable[Named], sharding: Sharding) -> tuple[BucketPlan, ...]:
+    def buckets(self, name: str, parameters: Iterable[Named], stay: bool = False) -> tuple[BucketPlan, ...]:
+        """Of one unit; with ``stay`` the parameters stay whole on every rank."""
+        sharding = Sharding(self.sharding.optim, self.sharding.grads, params=False) if stay else self.sharding
+        found = []
+        for (dtype, _), members in self._kinds(parameters).items():
+            for group in split_by_size([p.numel() for _, p in members], self._limit):
+                found.append(self._bucket(name, [members[i] for i in group], dtype, sharding))
+        return tuple(found)
+
+    def joined(self, units: Sequence[tuple[UnitPlan, list[Named]]]) -> list[tuple[BucketPlan, ...]]:
+        """Of all units; a bucket is with the first one that has a parameter in it."""
+        number_of = {p: number for number, (_, members) in enumerate(units) for _, p in members}
+        found: list[list[BucketPlan]] = [[] for _ in units]
+        for (dtype, _), members in self._kinds(named for _, mine in units for named in mine).items():
+            numels = [p.numel() for _, p in members]
+            parts: list[list[int]] = []
+            for _, unit in groupby(range(len(members)), key=lambda i: number_of[members[i][1]]):
+                mine = list(unit)
+                cuts = split_by_size([numels[i] for i in mine], self._limit)
+                parts += [[mine[i] for i in cut] for cut in cuts]
+            for group in join(numels, parts, self._limit, self._world):
+                first, last = (number_of[members[i][1]] for i in (group[0], group[-1]))
+                name = _name(units[first][0]) + (f" to {_name(units[last][0])}" if first != last else "")
+                found[first].append(self._bucket(name, [members[i] for i in group], dtype, self.sharding))
+        return [tuple(buckets) for buckets in found]
+
+    def _kinds(self, parameters: Iterable[Named]) -> dict[tuple[torch.dtype, bool], list[Named]]:
         kinds: dict[tuple[torch.dtype, bool], list[Named]] = {}
         for n, p in parameters:
             kinds.setdefault((self._policy.dtype_of(p, p in self._kept), p.requires_grad), []).append((n, p))
-        found = []
-        for (dtype, _), members in kinds.items():
-            for group in split_by_size([p.numel() for _, p in members], self._limit):
-                found.append(BucketPlan(name, tuple(members[i] for i in group), dtype, sharding))
-        return tuple(found)
+        return kinds
+
+    def _bucket(self, name: str, members: Sequence[Named], dtype: torch.dtype, sharding: Sharding) -> BucketPlan:
+        owners = None
+        if self._owners is not None:
+            owners = self._owners.of([p.numel() for _, p in members], members[0][1].requires_grad)
+        return BucketPlan(name, tuple(members), dtype, sharding, owners)

@@ -129,7 +129,7 @@ def _rows(bucket: Bucket, indices: list[int], write: bool = True) -> list[Tensor
     for piece in bucket.pieces():
         if piece.index not in wanted:
             continue
-        if edges and piece.offset - edges[-1][1] < ALIGN and piece.index - 1 in wanted:
+        if edges and piece.offset - edges[-1][1] < ALIGN:  # whatever lies in between has an ALIGN of its own
             edges[-1][1] = piece.offset + piece.numel
         else:
             edges.append([piece.offset, piece.offset + piece.numel])

@@ -21,11 +21,16 @@ def unit_table(engine: Engine, console: Console | None = None) -> Table:
     for column in ("unit", "class", "parameters", "elements", "sharded", "kept after forward"):
         table.add_column(column, justify="left" if column in ("unit", "class") else "right")
     for cells, group in itertools.groupby([*engine.units, engine.root_unit], key=_cells):
-        alike = [unit.name for unit in group]
+        alike = [_name(unit) for unit in group]
         name = alike[0] if len(alike) == 1 else f"{alike[0]} ... {alike[-1]} ({len(alike)})"
         table.add_row(name or "(root and small parameters)", *cells)
     (console or Console()).print(table)
     return table
+
+
+def _name(unit: Unit) -> str:
+    """Of a unit whose buckets hold parameters of others, too, the names of both ends (whole.py, Note [Padding])."""
+    return next((bucket.name for bucket in unit.buckets if " to " in bucket.name), unit.name)
 
 
 def _cells(unit: Unit) -> tuple[str, ...]:

@@ -43,12 +43,13 @@ _CLOSURES = {"LBFGS"}
 _SPARSE = {"SparseAdam"}
 
 
-def check_supported(optimizer: Optimizer, sharded: bool) -> None:
+def check_supported(optimizer: Optimizer, sharded: bool, whole: bool = False) -> None:
     """Refuse what cannot be exact; warn about what nobody knows.
 
     Args:
         optimizer: any.
-        sharded: whether ranks hold pieces of parameters.
+        sharded: whether ranks hold parts of the model.
+        whole: whether these are whole parameters.
 
     Raises:
         TypeError: the optimizer needs whole matrices, sparse gradients or repeated closures.
@@ -61,30 +62,48 @@ def check_supported(optimizer: Optimizer, sharded: bool) -> None:
         raise TypeError(f"{name} needs sparse gradients; ZeRO reduces dense buckets. Use Adam and sparse=False.")
     if not sharded or isinstance(optimizer, Lamb):  # ours asks for the norms of whole parameters
         return
+    if names & _WHOLE_MATRICES and whole:
+        return
     if names & _WHOLE_MATRICES:
         ours = "lt_zero.optim.Lamb" if names & {"Lamb", "LAMB"} else "stage 0"
         raise TypeError(
             f"{name} computes its update from whole matrices or per-parameter norms, but at this stage a rank holds "
-            f"flat pieces of parameters. Use {ours}, or an element-wise optimizer such as AdamW."
+            f"flat pieces of parameters. Set zero_optimization.shard_along=parameter, use {ours}, or an element-wise "
+            "optimizer such as AdamW."
         )
     if not names & _ELEMENTWISE:
+        held = "a part of the parameters" if whole else "flat pieces of parameters"
+        why = "treats parameters one by one" if whole else "is element-wise (zero_optimization.shard_along=parameter "
+        why += "" if whole else "gives it whole parameters)"
         warnings.warn(
-            f"{name} is not known to lt_zero: it is run on flat pieces of parameters, which is exact only if its "
-            "update is element-wise.",
+            f"{name} is not known to lt_zero: each rank runs it on {held}, which is exact only if its update {why}.",
             stacklevel=4,
         )
 
 
 def states_per_element(optimizer: Optimizer) -> int:
-    """How many element-wise states the optimizer keeps, found out with a parameter of a few elements."""
+    """How many states of its parameters' size the optimizer keeps at most."""
+    return max(states_by_group(optimizer), default=0)
+
+
+def states_by_group(optimizer: Optimizer) -> list[int]:
+    """How many states of a parameter's size the optimizer keeps, by group: found out with a matrix of a few elements.
+
+    A group of vectors, such as Adafactor's of biases, may keep more.
+    """
     cls = next(c for c in type(optimizer).__mro__ if "_lt_zero_made" not in vars(c))
-    parameter = Parameter(torch.zeros(3, dtype=torch.float32, device="cpu"))
+    found: dict[str, int] = {}
+    groups = [{k: v for k, v in g.items() if k not in ("params", "initial_lr")} for g in optimizer.param_groups]
+    return [found[key] if (key := repr(g)) in found else found.setdefault(key, _tried(cls, g)) for g in groups]
+
+
+def _tried(cls: Any, group: dict[str, Any]) -> int:
+    parameter = Parameter(torch.zeros(3, 5, dtype=torch.float32, device="cpu"))
     parameter.grad = torch.ones_like(parameter)
-    group = {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "initial_lr")}
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             trial: Any = cls([{**group, "params": [parameter]}])
             trial.step()
     except Exception:  # a class of the user's own that wants something else
         return 2
-    return sum(isinstance(v, Tensor) and v.numel() == 3 for v in trial.state[parameter].values())
+    return sum(isinstance(v, Tensor) and v.shape == parameter.shape for v in trial.state[parameter].values())

@@ -81,7 +81,7 @@ def check_optimizers(
     setup = Setup.of_comm(engine.comm, max((count for count, _ in known), default=0.0), training=True)
     fused = engine.config.fused_step and all(fused for _, fused in known)
     setup = replace(setup, fused=fused, accumulates=accumulates, saves=saves)
-    plan = plan_engine(engine.root, engine.config, engine.policy)
+    plan = plan_engine(engine.root, engine.config, engine.policy, engine.comm.world)
     cast = forecast(plan, engine.config, engine.policy, setup)
     phases = [phase for phase in cast.phases if phase != "build"]
     held = sum(nbytes for kind, nbytes in measured(engine).items() if kind != RESTING)

@@ -55,7 +55,7 @@ def _file(rows: Sequence[Row], dtype: torch.dtype) -> int:
 
 def moments(trained: Sequence[Row], rows: Sequence[Row], setup: Setup) -> list[Part]:
     """The optimizer's states."""
-    total = [(r.states, MOMENTS, int(r.own * r.step.itemsize * setup.states)) for r in trained if r.states != NVME]
+    total = [(r.states, MOMENTS, int(r.held * r.step.itemsize * setup.states)) for r in trained if r.states != NVME]
     files = {row.step for row in trained if row.states == NVME}
     return total + [(NVME, MOMENTS, int(_file(rows, dtype) * setup.states)) for dtype in files]
 

@@ -16,7 +16,7 @@ from lt_zero.config.precision import MODES, dtype_policy, resolve_mode
 from lt_zero.core.fused import FusedAdam
 from lt_zero.core.hidden import with_sizes
 from lt_zero.core.plan import plan_engine
-from lt_zero.core.supported import states_per_element
+from lt_zero.core.supported import states_by_group
 from lt_zero.planning.forecast import Forecast, forecast
 from lt_zero.planning.rows import Setup
 
@@ -61,7 +61,8 @@ def estimate(
 
     Args:
         model: a module on any device, also "meta"; or ``Sizes``, or the number of parameters. For a module that is not
-            sharded yet the engine's own plan is added up.
+            sharded yet the engine's own plan is added up. Of sizes alone nobody knows the padding of
+            ``shard_along=parameter``: it is not counted.
         config: as for ``ZeroStrategy``.
         world: ranks.
         ranks_per_node: of them on one node; default: all on CPUs, at most 8 on GPUs.
@@ -89,6 +90,8 @@ def estimate(
         raise ValueError(f'{", ".join(map(str, sizes_left))} "auto" needs the model, not its size: write numbers.')
     policy = dtype_policy(config, resolve_mode(config, precision or "32-true", device))
     if not isinstance(model, nn.Module):
+        along = config.zero_optimization.model_copy(update={"shard_along": "element"})
+        config = config.model_copy(update={"zero_optimization": along})
         sizes = model if isinstance(model, Sizes) else Sizes(int(model))
         limit = min(config.zero_optimization.reduce_bucket_size, config.zero_optimization.allgather_bucket_size)
         model = skeleton(sizes, limit)
@@ -101,7 +104,7 @@ def estimate(
         accumulates=accumulate_grad_batches > 1,
         saves=saves,
     )
-    return forecast(plan_engine(model, config, policy), config, policy, setup)
+    return forecast(plan_engine(model, config, policy, world), config, policy, setup)
 
 
 class _Layer(nn.Module):
@@ -125,7 +128,7 @@ def skeleton(sizes: Sizes, limit: int) -> nn.Module:
 
 
 def states_of(optimizer: str | float | Optimizer) -> tuple[float, bool]:
-    """How many element-wise states an optimizer keeps, and whether the native kernel steps it.
+    """How many element-wise states an optimizer keeps (mean of its groups), and whether the native kernel steps it.
 
     Raises:
         ValueError: no such optimizer.
@@ -138,11 +141,14 @@ def states_of(optimizer: str | float | Optimizer) -> tuple[float, bool]:
         name = optimizer.lower()
         known: Any = _class_named("sgd" if name == "momentum" else name)
         try:
-            optimizer = known([Parameter(torch.zeros(1))], **({"momentum": 0.9} if name == "momentum" else {}))
+            optimizer = known([Parameter(torch.zeros(1, 1))], **({"momentum": 0.9} if name == "momentum" else {}))
         except TypeError as error:
             raise ValueError(f"optimizer={name!r} has no defaults ({error}). Pass an instance.") from error
         assert isinstance(optimizer, Optimizer)
-    return states_per_element(optimizer), FusedAdam.fits(optimizer)
+    counts = states_by_group(optimizer)
+    sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
+    mean = sum(count * size for count, size in zip(counts, sizes, strict=True)) / max(1, sum(sizes))
+    return mean if any(sizes) else max(counts, default=0), FusedAdam.fits(optimizer)
 
 
 def _class_named(name: str) -> type[Optimizer]:

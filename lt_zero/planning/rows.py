@@ -8,6 +8,7 @@ Note [Places]
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from lt_zero.config.precision import DtypePolicy
 from lt_zero.config.schema import ZeroOptimization
 from lt_zero.core.bucket import Sharding
 from lt_zero.core.comm import Comm
+from lt_zero.core.layout import BucketLayout
 from lt_zero.core.plan import EnginePlan
 from lt_zero.core.shelves import resting
 from lt_zero.offload.memory import rounded
@@ -93,6 +95,7 @@ class Row:
         elements: of its parameters.
         numel: with padding.
         own: with padding, of this rank's master weights (or what stands for them).
+        held: of it, those of the parameters that a rank steps; moments need no padding.
         dtype, master, accum, step, send: of the compute copy, master weights, accumulators, what the optimizer sees,
             and gradients on the wire.
         sharding: what a rank holds only a shard of.
@@ -104,6 +107,7 @@ class Row:
     elements: int
     numel: int
     own: int
+    held: int
     dtype: torch.dtype
     master: torch.dtype
     accum: torch.dtype
@@ -154,7 +158,7 @@ def rows_of(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Se
     layouts = [bucket.layout(setup.world) for bucket in buckets]
     places = resting([layout.numel for layout in layouts], [b.sharding.params for b in buckets], zero)
     rows = []
-    for bucket, layout, (moves, away) in zip(buckets, layouts, places, strict=True):
+    for bucket, layout, held, (moves, away) in zip(buckets, layouts, _held(plan, layouts), places, strict=True):
         dtype, sharding = bucket.dtype, bucket.sharding
         master, trains = policy.master_of(dtype), bucket.trains
         accum = policy.accumulate_of(dtype)
@@ -164,6 +168,7 @@ def rows_of(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Se
             elements=sum(p.numel() for _, p in bucket.parameters),
             numel=layout.numel,
             own=layout.shard_numel if sharding.optim or sharding.params else layout.numel,
+            held=held if sharding.optim or sharding.params else layout.numel,
             dtype=dtype,
             master=master,
             accum=accum,
@@ -177,6 +182,19 @@ def rows_of(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Se
         )
         rows.append(row)
     return rows
+
+
+def _held(plan: EnginePlan, layouts: Sequence[BucketLayout]) -> list[int]:
+    """The elements of each bucket that the rank with most to step has; with whole parameters others have less."""
+    if all(bucket.owners is None for bucket in plan.buckets):
+        return [layout.shard_numel for layout in layouts]
+    shares = []
+    for layout in layouts:
+        shares.append([sum(p.numel for p in layout.pieces(*layout.shard(r))) for r in range(layout.world)])
+    trained = [share for bucket, share in zip(plan.buckets, shares, strict=True) if bucket.trains]
+    totals = [sum(of_rank) for of_rank in zip(*trained, strict=True)]
+    most = totals.index(max(totals)) if totals else 0
+    return [share[most] for share in shares]
 
 
 def _states_place(zero: ZeroOptimization, setup: Setup, moves: bool) -> str:
