@@ -5,6 +5,7 @@ Nothing is gathered and nothing is copied here; fragments are asked for their va
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -71,7 +72,8 @@ def _fragment(
 def optimizer_fragments(sharded: ShardedOptimizer) -> dict[str, Any]:
     """The optimizer's ``state_dict`` with a ``Fragment`` for each element-wise state. Collective.
 
-    What is not element-wise (step counters) is complete on every rank.
+    What is not element-wise (step counters) is complete on every rank, but for tensors of a parameter that only one
+    rank has (Adafactor's factors, Shampoo's matrices): there they are a ``Fragment``, too, in their own shape.
     """
     optimizer, engine = sharded.optimizer, sharded.engine
     packed, numbers = packed_states(sharded)
@@ -121,12 +123,26 @@ def _unpack(rest: dict[int, dict[str, Any]], scalars: _Scalars) -> dict[int, dic
 def _states(bucket: Bucket, index: int, state: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a parameter on this rank, which holds a piece of it."""
     piece = _piece(bucket, index)
-    return {
-        key: _state(bucket, index, piece, key, value)
-        if piece is not None and is_elementwise(bucket, index, value)
-        else value
-        for key, value in state.items()
-    }
+    alone = piece is not None and bucket.own != (0, bucket.layout.numel) and _is_whole(bucket, piece)
+    made: dict[str, Any] = {}
+    for key, value in state.items():
+        if piece is not None and is_elementwise(bucket, index, value):
+            made[key] = _state(bucket, index, piece, key, value)
+        elif alone and isinstance(value, Tensor) and value.dim() > 0:
+            row = value.detach().contiguous().view(-1)
+            made[key] = Fragment(partial(_itself, row), tuple(value.shape), 0, value.numel(), value.dtype)
+        else:
+            made[key] = value
+    return made
+
+
+def _itself(row: Tensor) -> Tensor:
+    return row
+
+
+def _is_whole(bucket: Bucket, piece: Piece) -> bool:
+    """Whether a piece is all of its parameter."""
+    return piece.numel == math.prod(bucket.shapes[piece.index])
 
 
 def _state(bucket: Bucket, index: int, piece: Piece, key: str, value: Tensor) -> Fragment:
@@ -180,4 +196,6 @@ def is_foreign(engine: Engine, parameter: Any, optimizer: Optimizer) -> bool:
 def is_elementwise(bucket: Bucket, index: int, value: Any) -> bool:
     """Whether a state entry has one element for each of the parameter's (0D parameters count as scalars)."""
     piece = _piece(bucket, index)
-    return piece is not None and isinstance(value, Tensor) and value.dim() > 0 and value.numel() == piece.numel
+    if piece is None or not isinstance(value, Tensor) or value.dim() == 0 or value.numel() != piece.numel:
+        return False
+    return tuple(value.shape) == tuple(bucket.shapes[index]) or not _is_whole(bucket, piece)
