@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from lt_zero import ZeroConfig, ZeroStrategy
 from lt_zero.config.errors import ConfigError
-from lt_zero.core.supported import states_by_group
+from lt_zero.core.supported import check_supported, states_by_group
 from lt_zero.optim import Muon, build_optimizer, muon_groups
 from lt_zero.optim.division import divide
 from lt_zero.optim.muon import orthogonalize
@@ -174,6 +174,13 @@ def test_which_parameters_are_muons() -> None:
     assert not any(name.startswith("frozen") for name in names)
     muon, adam = muon_groups(Transformer())
     assert (len(muon["params"]), len(adam["params"])) == (len(matrices), len(rest))
+
+
+def test_what_needs_whole_matrices_says_the_remedy() -> None:
+    optimizer = Muon([{"params": [Parameter(torch.zeros(3, 10))], "use_muon": True}])
+    with pytest.raises(TypeError, match="Muon computes its update .* zero_optimization.shard_along=parameter"):
+        check_supported(optimizer, sharded=True)
+    check_supported(optimizer, sharded=True, whole=True)
 
 
 def test_states_are_counted_by_group() -> None:

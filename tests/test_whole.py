@@ -22,7 +22,7 @@ from lt_zero.core import shelf
 from lt_zero.core.layout import ALIGN, aligned, plan_bucket, split_by_size
 from lt_zero.core.plan import plan_engine
 from lt_zero.core.whole import Owners, join, share_out, shares_of
-from lt_zero.optim import Muon, muon_groups
+from lt_zero.optim import Lamb, Muon, muon_groups
 from lt_zero.planning.costs import GRADS, MASTER, MOMENTS, REDUCE, WEIGHTS
 from lt_zero.planning.measure import measured
 from lt_zero.planning.rows import HOST
@@ -219,9 +219,13 @@ def _adafactor(model: nn.Module) -> Optimizer:
     return torch.optim.Adafactor([p for p in model.parameters() if p.requires_grad], lr=0.01)
 
 
+def _lamb(model: nn.Module) -> Optimizer:
+    return Lamb([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
 def _kinds(folder: str) -> None:
     """Optimizers that need whole matrices, with states on the device, in host memory apart from it, and in files."""
-    for make in (_adafactor, lambda model: Muon(muon_groups(model), **_rates())):
+    for make in (_adafactor, _lamb, lambda model: Muon(muon_groups(model), **_rates())):
         for stage, device in ((2, "none"), (1, "cpu"), (3, "nvme")):
             zero: dict[str, Any] = {**ALONG, "offload_optimizer": {"device": device, "nvme_path": folder}}
             shelf._apart = device == "cpu"

@@ -68,8 +68,8 @@ def check_supported(optimizer: Optimizer, sharded: bool, whole: bool = False) ->
         ours = "lt_zero.optim.Lamb" if names & {"Lamb", "LAMB"} else "stage 0"
         raise TypeError(
             f"{name} computes its update from whole matrices or per-parameter norms, but at this stage a rank holds "
-            f"flat pieces of parameters. Set zero_optimization.shard_along=parameter, use {ours}, or an element-wise "
-            "optimizer such as AdamW."
+            f"flat pieces of parameters. Use {ours}, or set zero_optimization.shard_along=parameter, or take an "
+            "element-wise optimizer such as AdamW."
         )
     if not names & _ELEMENTWISE:
         held = "a part of the parameters" if whole else "flat pieces of parameters"
