@@ -95,6 +95,7 @@ class Model(pl.LightningModule):
         self.net = nn.Sequential(*blocks, nn.Linear(8, 2))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        batch = batch.to(next(self.net.parameters()).dtype)  # fp16.auto_cast=false leaves it to the module
         return self.net(batch).float().square().mean()
 
     def train_dataloader(self) -> DataLoader[Tensor]:
