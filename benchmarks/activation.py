@@ -81,7 +81,6 @@ class Lab:
         """Do something with the model while it is checkpointed as the case says."""
         from lt_zero.activation.apply import apply
         from lt_zero.activation.find import find_modules
-
         from lt_zero.activation.stores import open_store
         from lt_zero.config.activation import ActivationCheckpointing
 

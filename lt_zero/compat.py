@@ -29,10 +29,13 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 class DispatchMode(TorchDispatchMode):
-    """Sees all operators below autograd while it is entered. Checked on torch 2.10 to 2.13.
+    """Sees every operation below autograd, on the thread that enters it and in backward. Checked on torch 2.10 to 2.13.
 
-    ``run(op, args, kwargs)`` of a subclass calls the operator, or what it likes in its place.
+    ``run(op, args, kwargs)`` of a subclass calls the operation, or what it likes in its place. Entered last, a mode is
+    asked first; inside of ``run`` the modes that were entered before are active.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -127,15 +130,6 @@ def in_running_backward() -> bool:
 def current_node() -> Any:
     """The autograd node that the calling thread is executing; None outside of one. Checked on torch 2.10 to 2.13."""
     return torch._C._current_autograd_node()
-
-
-class DispatchMode(TorchDispatchMode):
-    """Sees every operation below autograd, on the thread that enters it and in backward. Checked on torch 2.10 to 2.13.
-
-    Entered last it is asked first; inside of its ``__torch_dispatch__`` the modes that were entered before are active.
-    """
-
-    supports_higher_order_operators = True
 
 
 def is_higher_order(func: Any) -> bool:

@@ -221,7 +221,7 @@ class _Watch(DispatchMode):
     """
 
     def __init__(self, counted: Counted, names: Mapping[nn.Module, str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.counting = True
         self._counted, self._names = counted, names
         self._stack: list[tuple[str, bool]] = []  # modules that run: name, whether in backward
@@ -239,24 +239,24 @@ class _Watch(DispatchMode):
             self._open.callback(entering.remove)
             self._open.callback(leaving.remove)
         self._open.enter_context(self._counter)
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._open.close()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = self._counter.get_total_flops()
-        out = func(*args, **(kwargs or {}))
+        out = op(*args, **kwargs)
         if self.counting:
             flops = self._counter.get_total_flops() - before
             owner, kind = self._owner()
             if flops:
                 found = self._counted.own.setdefault(owner, Flops())
                 setattr(found, kind, getattr(found, kind) + flops)
-            elif is_unseen(func):
-                self._counted.unseen[str(func).removesuffix(".default")] += 1
+            elif is_unseen(op):
+                self._counted.unseen[str(op).removesuffix(".default")] += 1
         return out
 
     def _safely(self, name: str, formula: Callable[..., int], *args: Any, **kwargs: Any) -> int:
