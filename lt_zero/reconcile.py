@@ -27,7 +27,8 @@ from lt_zero.config.load import ConfigWarning
 from lt_zero.core.comm import Comm
 from lt_zero.core.hidden import hidden_size
 from lt_zero.hparams import find_value
-from lt_zero.optim.build import build_optimizer, build_scheduler
+from lt_zero.optim import groups
+from lt_zero.optim.build import build_grouped, build_optimizer, build_scheduler
 from lt_zero.optim.division import muon_groups
 from lt_zero.unanimous import check_same, together
 
@@ -176,6 +177,12 @@ class Reconciler:
         parameters: list[Any] = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
             raise ConfigError(f"optimizer.type={block.type!r} has nothing to train: no parameter requires gradients.")
+        if block.param_groups:
+            named = module.named_parameters(remove_duplicate=False)
+            optimizer = build_grouped(block.type, block.params, block.param_groups, named)
+            if module.trainer.is_global_zero:
+                show_table(groups.table(optimizer))
+            return self._scheduled(optimizer)
         if block.type.lower() == "muon":
             parameters = muon_groups(module)
             if module.trainer.is_global_zero:

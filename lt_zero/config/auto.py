@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from lt_zero.config.errors import ConfigError, Path, Problem, dotted
+from lt_zero.config.errors import ConfigError, Path, Problem, dotted, path_of
 from lt_zero.config.schema import ZeroConfig
 from lt_zero.config.tree import Tree
 
@@ -103,6 +103,7 @@ def resolve(config: ZeroConfig, facts: Facts) -> tuple[ZeroConfig, list[Resoluti
             found.append(Resolution(dotted(path), *_value(dotted(path), facts, config, found)))
         except ConfigError as error:
             problems += error.problems
+    found += _of_groups(config, facts, problems)
     if problems:
         raise ConfigError(problems)
     return _with(config, found), found
@@ -140,12 +141,12 @@ def _with(config: ZeroConfig, found: Sequence[Resolution]) -> ZeroConfig:
     for path in config.autos:
         tree.pop(path)
     for entry in found:
-        tree.put(tuple(entry.key.split(".")), entry.value)
+        tree.put(path_of(entry.key), entry.value)
     try:
         made = ZeroConfig.model_validate(tree.values)
     except ValidationError as error:
         raise ConfigError(_problems_of(error, tree, found)) from None
-    made._autos = config.autos - {tuple(entry.key.split(".")) for entry in found}
+    made._autos = config.autos - {path_of(entry.key) for entry in found}
     return made
 
 
@@ -211,6 +212,21 @@ def _of_optimizer(name: str, facts: Facts) -> tuple[Any, str]:
     return facts.named(("weight_decay",)) or (0.0, _DEFAULT)
 
 
+def _of_groups(config: ZeroConfig, facts: Facts, problems: list[Problem]) -> Iterator[Resolution]:
+    """Values of ``optimizer.param_groups`` that are "auto": what they are in optimizer.params."""
+    for number, entry in enumerate(config.optimizer.param_groups if config.optimizer is not None else ()):
+        place = f"optimizer.param_groups[{number}]"
+        for name in (key for key, value in entry.items() if isinstance(value, str) and value == "auto"):
+            if f"optimizer.params.{name}" not in RULES:
+                continue  # a user's own argument
+            try:
+                yield Resolution(f"{place}.{name}", *_of_optimizer(name, facts))
+            except ConfigError as error:
+                told = [(p.key, p.message) for p in error.problems]
+                own = [[text.replace("optimizer.params", place) for text in pair] for pair in told]
+                problems += [Problem(key, message) for key, message in own]
+
+
 def _of_schedule(name: str, facts: Facts, config: ZeroConfig, before: Sequence[Resolution]) -> tuple[Any, str]:
     if name == "warmup_min_lr":
         return 0.0, "Hugging Face's default"
@@ -219,6 +235,8 @@ def _of_schedule(name: str, facts: Facts, config: ZeroConfig, before: Sequence[R
     if name == "warmup_max_lr" and config.optimizer is not None and {"muon_lr", "adam_lr"} & {*config.optimizer.params}:
         return None, "the rates of the optimizer's groups"
     if name == "warmup_max_lr":
+        if config.optimizer is not None and any("lr" in entry for entry in config.optimizer.param_groups):
+            return None, "the lr of each parameter group"
         rate = next((e.value for e in before if e.key == "optimizer.params.lr"), None)
         written = config.optimizer.params.get("lr") if config.optimizer is not None else None
         if rate is None and written is None:

@@ -60,6 +60,12 @@ class ConfigError(ValueError):
         return type(self), (self.problems,)
 
 
+def path_of(place: str) -> Path:
+    """``a[0].b`` or ``a.0.b`` -> ``("a", 0, "b")``."""
+    parts = place.replace("[", ".").replace("]", "").split(".")
+    return tuple(int(part) if part.isdecimal() else part for part in parts)
+
+
 def dotted(path: Path) -> str:
     """``("a", 0, "b")`` -> ``a.0.b``, as overrides and OmegaConf write it."""
     return ".".join(str(part) for part in path)

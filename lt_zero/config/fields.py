@@ -52,7 +52,9 @@ class _FrozenDict(dict[str, Any]):
 
 
 def thawed(value: Any) -> Any:
-    """A dict that can be changed in place of a frozen one."""
+    """A dict that can be changed in place of a frozen one, or a list of such."""
+    if isinstance(value, tuple) and any(isinstance(item, _FrozenDict) for item in value):
+        return [thawed(item) for item in value]
     return dict(value) if isinstance(value, _FrozenDict) else value
 
 
@@ -69,6 +71,16 @@ Elements = Annotated[int, BeforeValidator(_whole_number), Field(ge=0, strict=Tru
 PositiveElements = Annotated[int, BeforeValidator(_whole_number), Field(gt=0, strict=True)]
 Real = Annotated[float, BeforeValidator(_number), Field(strict=True, allow_inf_nan=False)]
 Params = Annotated[dict[str, Any], AfterValidator(_FrozenDict)]
+_GROUP = {
+    "type": "object",
+    "required": ["match"],
+    "properties": {
+        "match": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+        "name": {"type": "string"},
+        "optional": {"type": "boolean"},
+    },
+}
+ParamGroups = Annotated[tuple[Params, ...], WithJsonSchema({"type": "array", "items": _GROUP})]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 

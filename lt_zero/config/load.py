@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from lt_zero.config import files
 from lt_zero.config import overrides as changes
-from lt_zero.config.errors import ConfigError, Mark, Path, Problem, dotted
+from lt_zero.config.errors import ConfigError, Mark, Path, Problem, dotted, path_of
 from lt_zero.config.fields import Block, thawed
 from lt_zero.config.inactive import inactive
 from lt_zero.config.interpolation import resolve
@@ -220,8 +220,11 @@ def _check_named(tree: Tree, autos: frozenset[Path]) -> None:
         kind, params = tree.get((block, "type")), tree.get((block, "params"))
         if isinstance(kind, str) and kind and (params is MISSING or params is None or isinstance(params, Mapping)):
             later = {str(path[-1]): "auto" for path in autos if path[:-1] == (block, "params")}
-            for problem in check(kind, {**(params if isinstance(params, Mapping) else {}), **later}):
-                tree.problem(tuple(problem.key.split(".")), problem.message)
+            given = [{**(params if isinstance(params, Mapping) else {}), **later}]
+            if block == "optimizer":
+                given.append(tree.get((block, "param_groups")))
+            for problem in check(kind, *given):
+                tree.problems.append(replace(problem, mark=tree.mark(path_of(problem.key))))
 
 
 def _validate(tree: Tree) -> ZeroConfig | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from lt_zero.config.errors import Problem
-from lt_zero.config.fields import Block, Names, Params, Real
+from lt_zero.config.fields import Block, Names, ParamGroups, Params, Real
 
 if TYPE_CHECKING:
     from lt_zero.config.schema import ZeroConfig
@@ -24,6 +24,12 @@ class OptimizerBlock(Block):
         min_length=1, description="Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD, a torch.optim class or a dotted path"
     )
     params: Params = Field({}, validate_default=True, description="arguments of its constructor")
+    param_groups: ParamGroups = Field(
+        (),
+        description="groups with arguments of their own, the first that matches: match, shell patterns of full names "
+        "of parameters joined by |, and arguments, which may be auto as in params; also name, and optional: may match "
+        "nothing; all other parameters are the last group",
+    )
 
 
 class SchedulerBlock(Block):

@@ -63,6 +63,9 @@ class Tree:
         """Set a value, making the blocks around it; False if one of these is no mapping."""
         node: Any = self.values
         for key in path[:-1]:
+            if isinstance(node, list) and isinstance(key, int):
+                node = node[key]
+                continue
             if node.get(key) is None:
                 node[key] = {}
             node = node[key]

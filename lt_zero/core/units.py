@@ -17,17 +17,10 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn import Parameter
 
+from lt_zero.compat import clean_name as clean_name
 from lt_zero.core.guard import is_guarded
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-
-
-def clean_name(name: str) -> str:
-    """A parameter's name without the prefixes that torch.compile and checkpoint wrappers put in."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Optimizers and learning-rate schedulers, as DeepSpeed's configuration blocks describe them."""
 
-from lt_zero.optim.build import build_optimizer, build_scheduler, check_optimizer, check_scheduler
+from lt_zero.optim.build import build_grouped, build_optimizer, build_scheduler, check_optimizer, check_scheduler
 from lt_zero.optim.division import muon_groups
+from lt_zero.optim.groups import param_groups
 from lt_zero.optim.lamb import Lamb
 from lt_zero.optim.lion import Lion
 from lt_zero.optim.muon import Muon
@@ -16,9 +17,11 @@ __all__ = [
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
+    "build_grouped",
     "build_optimizer",
     "build_scheduler",
     "check_optimizer",
     "check_scheduler",
     "muon_groups",
+    "param_groups",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -14,13 +14,13 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lt_zero.config.errors import ConfigError, Problem
+from lt_zero.optim import groups
 from lt_zero.optim.future import future_signature
 from lt_zero.optim.known import OPTIMIZER_RULES, REFUSED, Kind, optimizer_kind, scheduler_kind
 from lt_zero.optim.values import Reader, shown
 
-AUTO = frozenset(
-    ["lr", "betas", "eps", "weight_decay", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"]
-)  # keys that somebody else may fill in before anything is built
+# Keys that somebody else may fill in before anything is built.
+AUTO = groups.AUTO | {"warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"}
 
 
 def build_optimizer(kind: str, params: Mapping[str, Any], parameters: Iterable[Any]) -> Optimizer:
@@ -38,6 +38,28 @@ def build_optimizer(kind: str, params: Mapping[str, Any], parameters: Iterable[A
     """
     known = optimizer_kind(kind)
     return cast(Optimizer, _make("optimizer", known, lambda: list(parameters), _checked("optimizer", known, params)))
+
+
+def build_grouped(
+    kind: str,
+    params: Mapping[str, Any],
+    entries: Sequence[Mapping[str, Any]],
+    named: Iterable[tuple[str, Parameter]],
+) -> Optimizer:
+    """Make the optimizer that a configuration with ``optimizer.param_groups`` describes.
+
+    Args:
+        kind, params: as for ``build_optimizer``.
+        entries: ``optimizer.param_groups``; see ``groups.py``.
+        named: all parameters of the model, ``named_parameters(remove_duplicate=False)``.
+
+    Raises:
+        ConfigError: all that is wrong with the block, or an entry fits no parameter.
+    """
+    known = optimizer_kind(kind)
+    values = _checked("optimizer", known, params)
+    made = groups.grouped(known, values, entries, named)
+    return cast(Optimizer, _make("optimizer", known, lambda: made, values))
 
 
 def build_scheduler(kind: str, params: Mapping[str, Any], optimizer: Optimizer) -> LRScheduler:
@@ -58,13 +80,18 @@ def build_scheduler(kind: str, params: Mapping[str, Any], optimizer: Optimizer) 
     return cast(LRScheduler, _make("scheduler", known, lambda: optimizer, values))
 
 
-def check_optimizer(kind: str, params: Mapping[str, Any]) -> list[Problem]:
+def check_optimizer(kind: str, params: Mapping[str, Any], entries: Any = ()) -> list[Problem]:
     """All that is wrong with an ``optimizer`` block, before there is a model; "auto" is right where it has a meaning.
 
     Args:
         kind, params: as for ``build_optimizer``.
+        entries: ``optimizer.param_groups``.
     """
     found = _problems("optimizer", optimizer_kind, kind, params, _trial_parameters)
+    if entries and not any(problem.key == "optimizer.type" for problem in found):
+        known = optimizer_kind(kind)
+        values = _read("optimizer", known, params, auto=True)[0]
+        found += groups.check_groups(known, None if found else values, entries)
     signature = future_signature(kind, OPTIMIZER_RULES) if isinstance(kind, str) else None
     if signature is not None:
         future = Kind(kind, signature, lambda *_: None)
