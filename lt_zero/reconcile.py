@@ -30,6 +30,7 @@ from lt_zero.hparams import find_value
 from lt_zero.optim import groups
 from lt_zero.optim.build import build_grouped, build_optimizer, build_scheduler
 from lt_zero.optim.division import muon_groups
+from lt_zero.optim.known import PLATEAU
 from lt_zero.unanimous import check_same, together
 
 _HOOK = "configure_optimizers"
@@ -181,7 +182,7 @@ class Reconciler:
             named = module.named_parameters(remove_duplicate=False)
             optimizer = build_grouped(block.type, block.params, block.param_groups, named)
             if module.trainer.is_global_zero:
-                show_table(groups.table(optimizer))
+                Console().print(groups.table(optimizer))
             return self._scheduled(optimizer)
         if block.type.lower() == "muon":
             parameters = muon_groups(module)
@@ -206,7 +207,8 @@ class Reconciler:
         if "warmup_max_lr" in params and params["warmup_max_lr"] is None:
             params["warmup_max_lr"] = [group["lr"] for group in optimizer.param_groups]
         scheduler = build_scheduler(block.type, params, optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        when = {"interval": "epoch", "monitor": params["monitor"]} if block.type == PLATEAU else {"interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **when}}
 
 
 def _division(groups: Sequence[Mapping[str, Any]]) -> list[Resolution]:

@@ -33,13 +33,18 @@ class OptimizerBlock(Block):
 
 
 class SchedulerBlock(Block):
-    """The ``scheduler`` block: stepped after each optimizer step."""
+    """The ``scheduler`` block: stepped after each optimizer step, ``ReduceLROnPlateau`` after each epoch."""
 
     type: str = Field(
         min_length=1,
         description="LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR or torch.optim.lr_scheduler's",
     )
-    params: Params = Field({}, validate_default=True, description="arguments of its constructor, beside the optimizer")
+    params: Params = Field(
+        {},
+        validate_default=True,
+        description="arguments of its constructor, beside the optimizer; ReduceLROnPlateau, which steps at the end of "
+        "each epoch, also needs monitor, a logged metric",
+    )
 
 
 class LeafModule(Block):

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lt_zero.config.errors import ConfigError, Problem
 from lt_zero.optim import groups
@@ -64,6 +64,8 @@ def build_grouped(
 
 def build_scheduler(kind: str, params: Mapping[str, Any], optimizer: Optimizer) -> LRScheduler:
     """Make the scheduler that a configuration describes, to be stepped once per optimizer step.
+
+    ``ReduceLROnPlateau`` is stepped with ``params["monitor"]``, a metric, at the end of each epoch.
 
     Args:
         kind: ``scheduler.type``: one of DeepSpeed's five, or a class of ``torch.optim.lr_scheduler``.
@@ -135,8 +137,8 @@ def _try(block: str, kind: Kind, first: Callable[[], Any], values: dict[str, Any
         warnings.simplefilter("ignore")
         made = _make(block, kind, first, values)
         if isinstance(made, LRScheduler):
-            with _named(block, kind, values):
-                made.step()  # some look at their values only here
+            with _named(block, kind, values):  # some look at their values only here
+                made.step(0.0) if isinstance(made, ReduceLROnPlateau) else made.step()
 
 
 def _trial_parameters() -> list[Parameter]:

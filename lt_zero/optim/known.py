@@ -6,12 +6,12 @@ import difflib
 import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.optim import Adagrad, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lt_zero.config.errors import ConfigError, Problem
 from lt_zero.optim.adam import UncorrectedAdam
@@ -122,10 +122,10 @@ SCHEDULER_RULES: Mapping[str, Reader] = {
 }
 _OBJECTS = "It needs functions or other schedulers, which a configuration cannot hold"
 _IN_CODE = "Return it from configure_optimizers, or use WarmupDecayLR or WarmupCosineLR."
-UNSUPPORTED_SCHEDULERS: Mapping[str, str] = {
-    **dict.fromkeys(("LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"), f"{_OBJECTS}. {_IN_CODE}"),
-    "ReduceLROnPlateau": f"It is stepped with a metric, and not once per optimizer step. {_IN_CODE}",
-}
+UNSUPPORTED_SCHEDULERS: Mapping[str, str] = dict.fromkeys(
+    ("LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"), f"{_OBJECTS}. {_IN_CODE}"
+)
+PLATEAU = "ReduceLROnPlateau"  # is stepped with a metric, at the end of an epoch
 
 
 def optimizer_kind(name: Any) -> Kind:
@@ -176,7 +176,25 @@ def scheduler_kind(name: Any) -> Kind:
     known: dict[str, type] = {**{n: c for n, c in classes.items() if n not in UNSUPPORTED_SCHEDULERS}, **SCHEDULES}
     if name not in known:
         raise _wrong("scheduler", name, _nearest(name, [*SCHEDULES, *known]))
-    return _from_class("scheduler", known[name], SCHEDULER_RULES)
+    kind = _from_class("scheduler", known[name], SCHEDULER_RULES)
+    return _on_plateau(kind) if name == PLATEAU else kind
+
+
+def _on_plateau(kind: Kind) -> Kind:
+    """With ``monitor``, which is Lightning's and not the scheduler's."""
+    signature = kind.signature.plus({"monitor": _metric})
+    signature = replace(signature, required=signature.required | {"monitor"})
+
+    def make(optimizer: Any, values: dict[str, Any]) -> Any:
+        return ReduceLROnPlateau(optimizer, **{key: value for key, value in values.items() if key != "monitor"})
+
+    return Kind(kind.name, signature, make)
+
+
+def _metric(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("write the name of a logged metric, such as val_loss")
+    return value
 
 
 def _adam(parameters: Iterable[Any], values: dict[str, Any], decoupled: bool) -> Optimizer:
