@@ -133,7 +133,8 @@ class Reconciler:
             show_table([*told, *found])
             if config.scheduler is not None and not module.automatic_optimization:
                 text = f"scheduler.type={config.scheduler.type!r}: the module optimizes manually, so it has to call "
-                warnings.warn(f"{text}self.lr_schedulers().step() after each step.", ConfigWarning, stacklevel=2)
+                call = "step(metric) after each epoch" if config.scheduler.type == PLATEAU else "step() after each step"
+                warnings.warn(f"{text}self.lr_schedulers().{call}.", ConfigWarning, stacklevel=2)
         return config
 
     # ---- in a run ----------------------------------------------------------------------------------------------

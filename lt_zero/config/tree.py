@@ -66,11 +66,13 @@ class Tree:
             if isinstance(node, list) and isinstance(key, int):
                 node = node[key]
                 continue
+            if not isinstance(node, dict):
+                return False
             if node.get(key) is None:
                 node[key] = {}
             node = node[key]
-            if not isinstance(node, dict):
-                return False
+        if not isinstance(node, dict):
+            return False
         node[path[-1]] = copy.deepcopy(value)
         return True
 
