@@ -114,6 +114,13 @@ PROBES: dict[str, Probe] = {
     "optimizer.params.<name>": Probe(
         t.optimizer(lambda o: o.param_groups[0]["momentum"]), 0.25, 0, 0.25, SGD, "optimizer.params.momentum"
     ),
+    "optimizer.param_groups": Probe(
+        t.optimizer(lambda o: [(len(g["params"]), g["lr"]) for g in o.param_groups]),
+        [{"match": "*.weight", "lr": 0.25}],
+        [(5, 0.5)],
+        [(3, 0.25), (2, 0.5)],
+        SGD,
+    ),
     "scheduler.type": Probe(t.rates, "WarmupLR", [0.5, 0.5], [0.0, 0.0]),
     "scheduler.params.<name>": Probe(t.rates, 0.25, [0.0, 0.0], [0.25, 0.25], WARM, "scheduler.params.warmup_min_lr"),
     "fused_step": Probe(e.kernel, False, True, False),

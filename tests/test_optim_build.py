@@ -214,7 +214,7 @@ def test_schedulers() -> None:
     [
         ("warmuplr", {}, "scheduler.type='warmuplr' cannot be used. Did you mean WarmupLR?"),
         ("LambdaLR", {}, "scheduler.type='LambdaLR' cannot be used. It is known, not supported."),
-        ("ReduceLROnPlateau", {}, "It is stepped with a metric"),
+        ("ReduceLROnPlateau", {}, "scheduler.params.monitor is missing, and ReduceLROnPlateau needs it"),
         ("LRScheduler", {}, "scheduler.type='LRScheduler' cannot be used"),
         ("WarmupLR", {"warmup_num_steps": 2.5}, "scheduler.params.warmup_num_steps=2.5: write a whole number"),
         ("WarmupLR", {"warmup_min_lr": []}, "scheduler.params.warmup_min_lr=[]: write a number"),
