@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lt_zero.breakdown import watchers
 from lt_zero.checkpointing import CheckpointingStrategy
+from lt_zero.clock import phase
 from lt_zero.core.comm import Comm
 from lt_zero.core.comm_log import CommRecord, LoggedComm, comm_table
 from lt_zero.flops import FlopCount
@@ -34,6 +36,7 @@ class MonitoredStrategy(CheckpointingStrategy):
         self.flops = FlopCount() if watched or profiles.enabled else None  # of a micro-batch, on this rank
         self._printer = StepPrinter(every, self._flops_of_micro_batch) if watched else None
         self._profiler = Profiler(profiles, self.flops) if profiles.enabled and self.flops is not None else None
+        self._watchers = watchers(self.config)
         self._for_this_run = ExitStack()  # what is undone when a run ends
         super().__init__(**kwargs)
 
@@ -92,6 +95,9 @@ class MonitoredStrategy(CheckpointingStrategy):
         if self._profiler is not None:
             self._profiler.start(self.engine.comm)
             self._for_this_run.callback(self._profiler.show)
+        for watcher in self._watchers:
+            watcher.start(self)
+            self._for_this_run.callback(watcher.stop)
         self._for_this_run.enter_context(gc_disabled(self.config.disable_python_gc))
         if self.config.dump_state and new:
             dump_state(self.config, self.engine, [s for s in map(sharded_of, self.optimizers) if s is not None])
@@ -102,6 +108,8 @@ class MonitoredStrategy(CheckpointingStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        for watcher in self._watchers:
+            watcher.before_forward()
         if self._printer is not None:
             self._printer.before_training_step()
         with self._counted(args):
@@ -128,17 +136,25 @@ class MonitoredStrategy(CheckpointingStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        for watcher in self._watchers:
+            watcher.before_backward()
         with ExitStack() as measured:
+            measured.enter_context(phase("backward"))
             if self._profiler is not None:
                 measured.enter_context(self._profiler.backward())
             if self.flops is not None:
                 measured.enter_context(self.flops.backward())
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        for watcher in self._watchers:
+            watcher.after_backward()
+        return loss
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         with self.flops.paused() if self.flops is not None else nullcontext():
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        for watcher in self._watchers:
+            watcher.after_step()
         if self._printer is not None:
             assert isinstance(self.lightning_module, pl.LightningModule)
             self._printer.after_optimizer_step(self.lightning_module, optimizer)
@@ -146,6 +162,8 @@ class MonitoredStrategy(CheckpointingStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        for watcher in self._watchers:
+            watcher.pause()
         if self._printer is not None:
             self._printer.pause()
 
@@ -153,3 +171,5 @@ class MonitoredStrategy(CheckpointingStrategy):
     def on_validation_end(self) -> None:
         if self._printer is not None:
             self._printer.resume()
+        for watcher in self._watchers:
+            watcher.resume()

@@ -16,6 +16,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lt_zero.clock import phase
 from lt_zero.compat import announce_compute_dtype, is_plain_closure
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import MODES, DtypePolicy, ScalerRules, dtype_policy, on_min_scale, resolve_mode
@@ -170,10 +171,17 @@ class ZeroPrecision(HalfPrecision):
             result = closure()
         finally:
             self._steps_next = None
+        with phase("step"):
+            self._step(optimizer, model, sharded, kwargs)
+        return result
+
+    def _step(
+        self, optimizer: Any, model: LightningModule, sharded: ShardedOptimizer | None, kwargs: dict[str, Any]
+    ) -> None:
         if sharded is None:
             self._after_closure(model, optimizer)
             optimizer.step(**kwargs)
-            return result
+            return
         self.gate.examine(sharded)
         self.grad_norm = self.gate.norm if self.gate.norm is not None else self.grad_norm
         self._after_closure(model, optimizer)
@@ -186,7 +194,6 @@ class ZeroPrecision(HalfPrecision):
                 sharded.widen()
         self.gate.conclude(sharded, _number_of(optimizer, model))
         self._log(model.trainer, skipped)
-        return result
 
     def _looked_at(self, model: LightningModule) -> bool:
         """Whether gradients are read or changed between backward and step, or kept after it."""

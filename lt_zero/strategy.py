@@ -21,6 +21,7 @@ from typing_extensions import override
 from lt_zero import attach
 from lt_zero.activation.install import install, installed, uninstall
 from lt_zero.build import shard
+from lt_zero.clock import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.config.activation import ActivationCheckpointing
 from lt_zero.core.comm import Comm
@@ -240,7 +241,7 @@ class ZeroStrategy(MonitoredStrategy):
         self.config = self._reconciler.see(
             args[0] if args else None, self.lightning_module.trainer, self._comm, self.is_global_zero
         )
-        with self._scope():
+        with phase("forward"), self._scope():
             return super().training_step(*args, **kwargs)
 
     @override

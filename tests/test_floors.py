@@ -10,14 +10,14 @@ import lt_zero
 
 ROOT = Path(lt_zero.__file__).parent
 FLOORS = (
-    {"compat", "config", "conf", "ops", "optim", "waiting"},
+    {"clock", "compat", "config", "conf", "ops", "optim", "waiting"},
     {"offload"},
     {"core"},
     {"planning", "checkpoint", "activation"},
     {"build"},
     {"precision", "attach", "progress", "hparams", "unanimous", "reconcile", "loggers", "monitoring"}
     | {"flops", "flops_formulas", "flops_table", "profiler", "readings"},
-    {"persistence", "restoring", "loading", "checkpointing", "monitored"},
+    {"breakdown", "persistence", "restoring", "loading", "checkpointing", "monitored"},
     {"strategy", "cli", "sweep", "plotting", "__init__", "__main__"},
 )
 TOP = FLOORS[-1] | FLOORS[-2] | FLOORS[-3] | {"compat"}  # know lightning

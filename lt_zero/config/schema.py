@@ -134,6 +134,15 @@ class ZeroConfig(Block):
     )
     flops_profiler: FlopsProfiler = Field(FlopsProfiler(), description="what a micro-batch computes, per module")
     comms_logger: CommsLogger = Field(CommsLogger(), description="what collectives cost")
+    wall_clock_breakdown: bool = Field(
+        False,
+        description="print and log how long forward, backward, waits and the optimizer take, every steps_per_print "
+        "(null: 10) optimizer steps",
+    )
+    memory_breakdown: bool = Field(
+        False,
+        description="print the memory at each phase of the first step, then every steps_per_print (null: 10) steps",
+    )
     disable_python_gc: bool = Field(False, description="no automatic garbage collection while fitting")
     zero_optimization: ZeroOptimization = Field(ZeroOptimization(), description="what is sharded, and how")
     fp16: Fp16 = Field(Fp16(), description="training with fp16 weights")

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lt_zero.clock import phase
 from lt_zero.offload.home import FileHome
 from lt_zero.offload.pool import SwapError
 
@@ -79,7 +80,8 @@ class Job:
                 "background, and has half of the step. Set zero_optimization.offload_optimizer.overlap_step=auto, or "
                 "read weights before the fork."
             )
-        return self._ended.wait()
+        with phase("offload", "step"):
+            return self._ended.wait()
 
     def prefetch(self) -> None:
         """Start reading. In the thread, as all below."""
@@ -169,7 +171,8 @@ class Background:
             self._stop = weakref.finalize(self, _end, self._line, thread)
         with self._line.changed:
             if limit is not None:
-                self._line.changed.wait_for(lambda: len(self._line.jobs) <= limit)
+                with phase("offload", "line"):
+                    self._line.changed.wait_for(lambda: len(self._line.jobs) <= limit)
             self._line.jobs.append(job)
             self._line.changed.notify_all()
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lt_zero.clock import phase
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.core.accumulator import Accumulator
 from lt_zero.core.comm import Comm
@@ -154,7 +155,7 @@ class Bucket:
                 f"The weights of {self.name!r} are needed again after its gradients were complete, when they were "
                 "updated already. Set zero_optimization.offload_optimizer.overlap_step=false."
             )
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), phase("gather", self.name):
             assert self._storage is not None
             self._storage.allocate()
             source = self.weights.source
@@ -174,7 +175,7 @@ class Bucket:
         if self.state is State.RELEASED:
             self.launch_gather()
         if self.state is State.GATHERING:
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), phase("gather", self.name):
                 self._land()
                 for parameter, view in zip(self.params, self.views, strict=True):
                     unguard(parameter)
@@ -198,7 +199,8 @@ class Bucket:
         if not self.sharding.params or self.state is State.RELEASED:
             return
         if self.state is State.GATHERING:
-            self._land()  # freeing memory that is being written into corrupts whoever gets it next
+            with phase("gather", self.name):
+                self._land()  # freeing memory that is being written into corrupts whoever gets it next
             self.state = State.RELEASED
         else:
             self.edits.check()

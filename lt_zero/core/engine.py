@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from lt_zero.clock import NOTHING, Span, UnitRanges, phase, phased, unit_range
 from lt_zero.compat import in_running_backward, queue_backward_callback
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
@@ -98,6 +99,8 @@ class Engine:
         self._explicit = False  # a backward_pass context is open
         self._create_graph = False  # the running backward builds a graph that will be walked again
         self._depth = 0  # nested forward scopes
+        self._span: Span = NOTHING  # of a backward without a backward_pass context
+        self._ranges = UnitRanges()  # of the running backward
         self.ledger = GradLedger(comm, reducer, self.buckets)
         self.shelves = Shelves()  # what rests in files
         self.handles = [h for u in units for h in install_unit_hooks(self, u)] + install_root_hooks(self)
@@ -148,7 +151,9 @@ class Engine:
             hook_nodes(output, self._arm)
         if self._depth > 0:
             return
-        for unit in self.units:
+        for unit in reversed(self.units):
+            for call in unit.calls:
+                call.range.close()  # an exception ended it
             unit.calls.clear()
         if torch.is_grad_enabled():
             for unit in self.units:  # prefetched but not used in this pass
@@ -158,12 +163,13 @@ class Engine:
             self.gatherer.end_pass(keep=True)
 
     def pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recomputes = self.in_backward or in_running_backward()
+        call = Call(NOTHING if recomputes else unit_range("forward", unit.name))
         self.gatherer.gather(unit)
-        if self.in_backward or in_running_backward():
+        if recomputes:
             refuse_reentrant_checkpoint(unit.name)
             return None
         self.gatherer.visit(unit)
-        call = Call()
         unit.calls.append(call)
         if not torch.is_grad_enabled():
             return None
@@ -174,6 +180,7 @@ class Engine:
         if self.in_backward or in_running_backward():
             return
         call = unit.calls.pop() if unit.calls else Call()
+        call.range.close()
         if torch.is_grad_enabled():
             seen = (output, side_outputs(unit.module)) if unit.sharded else output
             hook_nodes(seen, lambda: self._pre_backward(unit, call))
@@ -207,6 +214,8 @@ class Engine:
     def abort_backward(self) -> None:
         """Forget a backward that ended with an exception, so that the next step starts clean."""
         self.in_backward = self._explicit = self._create_graph = False
+        self._ranges.leave()
+        self._span.close()
         self.reducer.abort()
         self.finish_steps()
         self.ledger.abort()
@@ -218,12 +227,15 @@ class Engine:
         if not self.in_backward:
             self.ledger.hide(fresh=in_running_backward())  # autograd must not add to what is only shown
             self.in_backward = True
+            if not self._explicit:
+                self._span = phase("backward").open()
             self.gatherer.begin_backward()
             if not self._explicit:
                 queue_backward_callback(self.end_backward)
 
     def _pre_backward(self, unit: Unit, call: Call) -> None:
         self._arm()
+        self._ranges.enter(unit.name)
         if not unit.visited and unit.backward_needs_weights:
             self._refuse_ungathered([unit])
         self._create_graph |= torch.is_grad_enabled()
@@ -239,6 +251,7 @@ class Engine:
         """The gradients of a call's inputs are there. See reducer.py, Note [When a bucket is ready]."""
         if not self.in_backward:
             return
+        self._ranges.leave(unit.name)
         unit.awaited -= 0 if call.done else 1
         call.done = True
         if call.held:
@@ -259,6 +272,7 @@ class Engine:
         """Reduce what is left, wait for it, and give back what backward held."""
         if not self.in_backward:
             return
+        self._ranges.leave()
         arrived = self.reducer.active or any(b.has_grads() for b in self.buckets)
         explicit, self.in_backward, self._explicit = self._explicit, False, False
         again, self._create_graph = self._create_graph, False
@@ -273,6 +287,7 @@ class Engine:
             unit.leases, unit.visited = 0, False
         if not again:
             self.gatherer.end_pass(keep=not self.reducer.sync)
+        self._span.close()
 
     def _refuse_ungathered(self, units: list[Unit]) -> None:
         for unit in units:
@@ -304,6 +319,7 @@ class Engine:
         """Finish all reductions; returns whether parameter ``index`` of a bucket has a gradient. Collective."""
         return self.ledger.settle()
 
+    @phased("publish")
     def publish(self, buckets: set[Bucket]) -> None:
         """After a step of these buckets' master weights: bring the compute copies up to date."""
         self.gatherer.after_step()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lt_zero.clock import phase
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.comm import Comm
 from lt_zero.core.grads import Norms, replace_grad, stand_in
@@ -74,7 +75,8 @@ class GradLedger:
             self._launch()
         assert self._flags is not None
         pending, flags = self._flags
-        pending.wait()
+        with phase("reduce", "used parameters"):
+            pending.wait()
         row = flags.tolist()
         count = len(self._buckets) + 2
         if row[-2]:

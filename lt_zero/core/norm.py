@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from lt_zero import ops
+from lt_zero.clock import phased
 from lt_zero.core.engine import Engine
 from lt_zero.core.optimizer import ShardedOptimizer
 
 
+@phased("clip")
 @torch.no_grad()
 def grad_norm(sharded: ShardedOptimizer, norm_type: float = 2.0) -> Tensor:
     """The global norm (0D, fp32) of the accumulated gradients of the optimizer's parameters. Collective.
@@ -21,6 +23,7 @@ def grad_norm(sharded: ShardedOptimizer, norm_type: float = 2.0) -> Tensor:
     return total_norm(sharded.engine, sharded.grads.by_bucket(), norm_type)
 
 
+@phased("clip")
 @torch.no_grad()
 def clip_grad_norm(sharded: ShardedOptimizer, max_norm: float, norm: Tensor | None = None) -> Tensor:
     """Unscale the gradients and scale them down to a global 2-norm of ``max_norm``, in one pass.
@@ -41,6 +44,7 @@ def clip_grad_norm(sharded: ShardedOptimizer, max_norm: float, norm: Tensor | No
     return norm
 
 
+@phased("clip")
 @torch.no_grad()
 def clip_grad_value(sharded: ShardedOptimizer, limit: float) -> None:
     """Clamp each element of the averaged gradients to [-limit, limit]. Collective."""
@@ -50,6 +54,7 @@ def clip_grad_value(sharded: ShardedOptimizer, limit: float) -> None:
     sharded.engine.ledger.changed()
 
 
+@phased("clip")
 @torch.no_grad()
 def unscale(sharded: ShardedOptimizer) -> None:
     """Divide the accumulated gradients by the loss scale that they carry. Collective."""

@@ -23,6 +23,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lt_zero.clock import phase
 from lt_zero.core.accumulator import Accumulator
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.comm import Comm
@@ -149,7 +150,7 @@ class Reducer:
 
     def _land(self) -> None:
         bucket, pending, slot = self._flying.popleft()
-        with torch.no_grad():
+        with torch.no_grad(), phase("reduce", bucket.name):
             pending.wait()
         taken = self.on_landed is not None and self.on_landed(bucket)
         if bucket.shelf.optim is not None and not taken:

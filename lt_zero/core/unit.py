@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import Parameter
 
+from lt_zero.clock import NOTHING, Span
 from lt_zero.compat import view_base
 from lt_zero.core.bucket import Bucket, State
 from lt_zero.core.guard import is_guarded
@@ -55,7 +56,8 @@ class Unit:
 class Call:
     """One forward of a unit, for as long as autograd may come back to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, range: Span = NOTHING) -> None:
+        self.range = range  # in a profiler, while it runs
         self.held = False
         self.done = False  # a backward came back to it
 

@@ -23,6 +23,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
+from lt_zero.clock import phase
 from lt_zero.offload.buffers import Buffers
 from lt_zero.offload.files import Nowhere, SwapFile
 from lt_zero.offload.pool import SwapError, Transfer
@@ -188,7 +189,8 @@ class FileHome:
     def _wait(self) -> None:
         try:
             if self._transfer is not None:
-                self._transfer.wait()
+                with phase("offload", "file"):
+                    self._transfer.wait()
         except SwapError as error:
             self._fail(error)
         self._transfer = None  # not before: an interrupt may come while it moves

@@ -24,6 +24,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lt_zero.clock import phase
+
 
 class Ticket(Protocol):
     """A copy on its way."""
@@ -126,11 +128,13 @@ class _OnStream:
         self._end, self._tensors = end, tensors
 
     def wait(self) -> None:
-        self._end.wait()
+        with phase("offload", "copy"):
+            self._end.wait()
         self._tensors = ()
 
     def synchronize(self) -> None:
-        self._end.synchronize()
+        with phase("offload", "copy"):
+            self._end.synchronize()
         self.wait()
 
 
@@ -146,7 +150,8 @@ class _Late:
 
     def wait(self) -> None:
         if not self.done:
-            self._lane.flush(self)
+            with phase("offload", "copy"):
+                self._lane.flush(self)
 
     synchronize = wait
 
