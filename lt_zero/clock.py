@@ -106,7 +106,7 @@ class _Running(Span):
         self._range: Any = None
 
     def __enter__(self) -> None:
-        if profiling():
+        if self._kind != _PAUSE and profiling():
             text = "" if self._name is None else f": {self._name or '(root)'}"
             self._range = record_function(f"lt_zero.{self._kind}{text}")
             self._range.__enter__()

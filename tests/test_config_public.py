@@ -24,15 +24,13 @@ SHARED = Path(os.environ.get("LT_ZERO_SHARED", Path(__file__).parents[2] / "shar
 PUBLIC = SHARED / "ds_configs"
 FILES = sorted(path for path in PUBLIC.glob("*") if path.suffix != ".tsv") if PUBLIC.exists() else []
 
-CLOCK = "wall_clock_breakdown"
 OFFLOAD = "zero_optimization.offload_param.device"
 # Keys that are wrong in each file, by the beginning of its name; "" is about the whole file. The others are right.
 WRONG: dict[str, set[str]] = {
     "120205690": {"int8"},
-    "BarryZ001": {CLOCK, "disable_fused_adam"},
+    "BarryZ001": {"disable_fused_adam"},
     "CZtheHusky": {""},  # a comma is missing
     "CarperAI": {OFFLOAD},  # below stage 3
-    "ExaSearch": {CLOCK},
     "Fahad-Touseef": {"tensor_parallel"},
     "JiwenJ": {"zero_optimization.zero_hpz_partition_size"},
     "KtechB": {""},  # a Markdown fence
@@ -43,8 +41,7 @@ WRONG: dict[str, set[str]] = {
     "axolotl": {"compile"},
     "bigscience": {"curriculum_learning"},
     "huggingface__transformers": {"zero_optimization.reduce_bucket_size"},  # 0
-    "mauryaavinash95": {"veloc_config", CLOCK, "memory_breakdown"},
-    "microsoft__DeepSpeedExamples__deepspeed_bsz16K_lamb": {CLOCK},
+    "mauryaavinash95": {"veloc_config"},
     "microsoft__DeepSpeedExamples__deepspeed_bsz4k_01adam": {"optimizer.type"},
     "microsoft__DeepSpeedExamples__ds_config_fp16_tune": {"autotuning"},
     "microsoft__DeepSpeedExamples__ds_config_gpt_medium": {"data_efficiency"},

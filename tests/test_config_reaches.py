@@ -19,6 +19,7 @@ from lt_zero import ZeroConfig
 from lt_zero.config import catalog
 from lt_zero.config.errors import ConfigError
 from tests import reach_activation as a
+from tests import reach_breakdown as b
 from tests import reach_engine as e
 from tests import reach_files as f
 from tests import reach_loggers as log
@@ -127,6 +128,8 @@ PROBES: dict[str, Probe] = {
     "max_cpu_gb": Probe(e.refusal, 1e-6, [], ["memory"]),
     # what is shown
     "steps_per_print": Probe(t.run(lambda r: re.findall(r"^step (\d+):", r.text, re.M)), 2, [], ["2"]),
+    "wall_clock_breakdown": Probe(b.times, True, [], ["2"], {"steps_per_print": 2}),
+    "memory_breakdown": Probe(b.memory, True, [], ["1", "2"], {"steps_per_print": 2}),
     "dump_state": Probe(t.run(lambda r: "    stage: 3\n" in r.text), True, False, True),
     "log_level": Probe(t.run(lambda r: r.module.levels), "error", {logging.NOTSET}, {logging.ERROR}),
     "disable_python_gc": Probe(t.run(lambda r: r.module.collects), True, {True}, {False}),
