@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
+from lt_zero.activation import stores
 from lt_zero.activation.install import installed
 from lt_zero.compat import DispatchMode
+from lt_zero.core import shelf
+from lt_zero.offload import reuse
 from tests.models import tokens
 from tests.reach_engine import Config, Lab, backward, engine_of
 
@@ -48,3 +53,46 @@ def told(lab: Lab, config: Config) -> Any:
         backward(engine_of(lab, config))
     text = "no tensor- or sequence-parallel group"
     return [text for entry in caught if text in str(entry.message)]
+
+
+def _stored(lab: Lab, config: Config) -> Any:
+    """The store of an engine whose device has memory of its own, after a forward, and its loss; None without one."""
+    with mock.patch.object(shelf, "_apart", True), mock.patch.object(stores, "Saved", partial(stores.Saved, least=1)):
+        engine = engine_of(lab, config)
+        loss = engine.root(tokens(0, 0, 0)).square().mean()
+    found = installed(engine)
+    return (found.store if found else None), loss
+
+
+def place(lab: Lab, config: Config) -> Any:
+    """What keeps saved inputs."""
+    store, _ = _stored(lab, config)
+    return type(store.rest).__name__ if store else None
+
+
+def slots(lab: Lab, config: Config) -> Any:
+    """How many saved inputs the block of memory has room for, beside the spare ones."""
+    store, loss = _stored(lab, config)
+    stats = store.stats()
+    assert loss.requires_grad
+    each = reuse.rounded(stats["bytes"] // stats["stored"], reuse._ALIGN)
+    return stats["memory"] // each - stores._SPARE
+
+
+def waits(lab: Lab, config: Config) -> Any:
+    """How often the device is waited for around the three blocks, in forward and in backward."""
+    engine = engine_of(lab, config)
+    boundary = engine and installed(engine).boundary
+    with mock.patch.object(torch.cuda, "synchronize") as synchronize:
+        if boundary is not None:
+            boundary._gpu = True
+        engine.root(tokens(0, 0, 0)).square().mean().backward()
+    return synchronize.call_count
+
+
+def timed(lab: Lab, config: Config) -> Any:
+    """Modules of which times are known after a backward."""
+    engine = engine_of(lab, config)
+    engine.root(tokens(0, 0, 0)).square().mean().backward()
+    boundary = installed(engine).boundary
+    return list(boundary.times) if boundary else []

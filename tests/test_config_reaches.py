@@ -261,6 +261,12 @@ PROBES: dict[str, Probe] = {
     A + "mode": Probe(a.again, "selective", [], ["cheap"]),
     A + "every": Probe(a.checkpointed, 2, BLOCKS, ["blocks.0", "blocks.2"], FULL),
     A + "modules": Probe(a.checkpointed, ["Pair"], BLOCKS, ["pair"], FULL),
+    A + "cpu_checkpointing": Probe(a.place, True, None, "InHost", FULL),
+    A + "nvme_path": Probe(a.place, "{folder}", None, "InFiles", FULL),
+    A + "contiguous_memory_optimization": Probe(a.place, True, None, "OnDevice", FULL),
+    A + "number_checkpoints": Probe(a.slots, 7, 3, 7, {**FULL, A + "contiguous_memory_optimization": True}),
+    A + "synchronize_checkpoint_boundary": Probe(a.waits, True, 0, 12, FULL),
+    A + "profile": Probe(a.timed, True, [], BLOCKS, FULL),
     A + "partition_activations": Probe(a.told, True, [], ["no tensor- or sequence-parallel group"], FULL),
     # loggers
     "csv_monitor.enabled": Probe(log.loggers, True, [], [("CSVLogger", "DeepSpeedJobName/version_0")]),

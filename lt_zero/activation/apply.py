@@ -22,7 +22,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,23 +32,13 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lt_zero.activation import selective
 from lt_zero.activation.find import Found, find_modules
+from lt_zero.activation.stores import Store
 from lt_zero.compat import compiled_module
 from lt_zero.config.activation import ActivationCheckpointing
 from lt_zero.core.islands import BATCH_NORMS
 from lt_zero.core.walk import map_tensors
 
 Around = Callable[[str], AbstractContextManager[Any]]
-
-
-class Store(Protocol):
-    """Where saved inputs rest between forward and backward."""
-
-    def pack(self, tensor: Tensor, /) -> Any: ...
-
-    def unpack(self, packed: Any, /) -> Tensor: ...
-
-    def end_backward(self) -> None:
-        """Drop what was packed and not unpacked."""
 
 
 @dataclass(frozen=True)

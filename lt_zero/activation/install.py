@@ -3,34 +3,95 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
-from lt_zero.activation.apply import Checkpointing, apply
+import torch
+
+from lt_zero.activation.apply import Around, apply
+from lt_zero.activation.find import Found, find_modules
+from lt_zero.activation.profile import open_boundary
+from lt_zero.activation.stores import Store, open_store
+from lt_zero.config.activation import ActivationCheckpointing
 from lt_zero.core.engine import Engine
+from lt_zero.core.shelf import is_apart
+from lt_zero.core.shelves import together
+from lt_zero.offload.pool import SwapError
 
 
-def install(engine: Engine) -> Checkpointing | None:
-    """Checkpoint what the engine's configuration says, until the engine is detached; once is enough.
+class Installed:
+    """What checkpoints the modules of one engine, and where their inputs rest.
+
+    Args:
+        engine: tells when a backward and a step are over.
+        found: the modules.
+        store: None: inputs stay where they are.
+    """
+
+    def __init__(self, engine: Engine, found: Found, store: Store | None) -> None:
+        block = engine.config.activation_checkpointing
+        self._engine, self.found, self.store = engine, found, store
+        self._device = engine.buckets[0].flat.device
+        self.boundary = open_boundary(block, self._device, engine.comm.rank, engine.config.steps_per_print)
+        around: Around | None = None
+        recompute: Around | None = None
+        if self.boundary is not None:
+            around, recompute = self.boundary.around, partial(self.boundary.around, recompute=True)
+        self.checkpointing = apply(engine.root, block, store, around, recompute)
+        if self.boundary is not None:
+            engine.after_step.append(self.boundary.end_step)
+        if store is not None:
+            engine.after_backward.append(store.end_backward)
+            engine.shelves.others.append(self._problem)
+
+    def _problem(self) -> SwapError | None:
+        return self.store.problem if self.store is not None else None
+
+    def __str__(self) -> str:
+        return f"{self.checkpointing}{_where(self._engine.config.activation_checkpointing, self._device)}"
+
+    def remove(self) -> None:
+        """Give the modules their own forward back, and free what is stored."""
+        self.checkpointing.remove()
+        engine = self._engine
+        if self.boundary is not None and self.boundary.end_step in engine.after_step:
+            engine.after_step.remove(self.boundary.end_step)
+        if self.store is not None and self.store.end_backward in engine.after_backward:
+            engine.after_backward.remove(self.store.end_backward)
+            engine.shelves.others.remove(self._problem)
+            self.store.close()
+
+
+def install(engine: Engine) -> Installed | None:
+    """Checkpoint what the engine's configuration says, until the engine is detached; once is enough. Collective.
 
     Raises:
         ConfigError: there is nothing to checkpoint.
+        SwapError: there can be no files in ``nvme_path`` on one of the ranks.
     """
-    block, there = engine.config.activation_checkpointing, installed(engine)
+    config, comm, there = engine.config, engine.comm, installed(engine)
+    block = config.activation_checkpointing
     if there is not None or block.kind == "none":
         return there
-    if block.partition_activations and engine.comm.rank == 0:
+    if block.partition_activations and comm.rank == 0:
         warnings.warn(
             "activation_checkpointing.partition_activations=true: there is no tensor- or sequence-parallel group to "
             "split saved inputs over, so each rank keeps its own (as DeepSpeed does in data parallel).",
             stacklevel=2,
         )
-    made = apply(engine.root, block)
+    found, device = find_modules(engine.root, block), engine.buckets[0].flat.device
+    if block.nvme_path is None:
+        store = open_store(block, device, len(found.chosen))
+    else:
+        with together(comm, "the folder for saved inputs"):
+            store = open_store(block, device, len(found.chosen), config.aio, comm.rank)
+    made = Installed(engine, found, store)
     engine.handles.append(made)
     return made
 
 
-def installed(engine: Engine) -> Checkpointing | None:
+def installed(engine: Engine) -> Installed | None:
     """What was installed and not removed."""
-    return next((handle for handle in engine.handles if isinstance(handle, Checkpointing)), None)
+    return next((handle for handle in engine.handles if isinstance(handle, Installed)), None)
 
 
 def uninstall(engine: Engine) -> None:
@@ -38,3 +99,13 @@ def uninstall(engine: Engine) -> None:
     if (there := installed(engine)) is not None:
         there.remove()
         engine.handles.remove(there)
+
+
+def _where(block: ActivationCheckpointing, device: torch.device) -> str:
+    """Where saved inputs rest, for the line at the start."""
+    one = " in one block" if block.contiguous_memory_optimization else ""
+    if block.nvme_path is not None:
+        return f", inputs rest in files in {block.nvme_path}"
+    if block.cpu_checkpointing:
+        return f", inputs rest in host memory{one}" + ("" if is_apart(device) else ", where the model is anyway")
+    return f", inputs rest{one}" if one else ""

@@ -26,7 +26,6 @@ Note [Order of backward]
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 import weakref
 from collections import deque
@@ -47,12 +46,9 @@ from lt_zero.offload.reuse import Arena, Memory, Stock
 from lt_zero.offload.saved import InHost, OnDevice, Place, Rest, changed
 from lt_zero.offload.savedfiles import InFiles
 
-log = logging.getLogger("lt_zero")
-
 _LEAST = 4096  # bytes: below that a tensor costs less than what moves it
 _AHEAD = 2  # tensors that are brought before they are asked for
 _SPARE = 2  # slots for tensors that were brought, while others rest
-_told: set[str] = set()
 
 
 class Store(Protocol):
@@ -267,8 +263,6 @@ def open_store(
     """
     if block.nvme_path is not None:
         return Saved(InFiles(block.nvme_path, rank, aio or Aio(), device, is_apart(device)), device)
-    if block.cpu_checkpointing and not is_apart(device):
-        _tell("activation_checkpointing.cpu_checkpointing: saved inputs are in host memory, the model is on the CPU")
     if block.cpu_checkpointing and is_apart(device):
         pinned = functools.partial(host_buffer, pin=device.type == "cuda")
         return Saved(InHost(_arena(pinned, block, count) or Stock(pinned), device), device)
@@ -280,9 +274,3 @@ def _arena(make: Callable[[int], Tensor], block: ActivationCheckpointing, count:
     if not block.contiguous_memory_optimization:
         return None
     return Arena(make, block.number_checkpoints or max(1, count), block.number_checkpoints is None, spare)
-
-
-def _tell(text: str) -> None:
-    if text not in _told:
-        _told.add(text)
-        log.info(text)

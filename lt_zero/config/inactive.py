@@ -33,7 +33,9 @@ def _stage3(config: ZeroConfig) -> bool:
 
 
 def _in_files(config: ZeroConfig) -> bool:
-    return "nvme" in (config.zero_optimization.offload_optimizer.device, config.zero_optimization.offload_param.device)
+    zero = config.zero_optimization
+    saved = config.activation_checkpointing.nvme_path is not None and config.activation_checkpointing.kind != "none"
+    return saved or "nvme" in (zero.offload_optimizer.device, zero.offload_param.device)
 
 
 def _without_mode(name: str) -> _Rule:
@@ -118,6 +120,12 @@ _RULES = (
             or config.activation_checkpointing.number_checkpoints is None
         ),
         "it counts with contiguous_memory_optimization only",
+    ),
+    _Rule(
+        A,
+        ("contiguous_memory_optimization", "number_checkpoints"),
+        lambda config: config.activation_checkpointing.nvme_path is None,
+        "saved inputs are in files",
     ),
     _Rule("aio", (), _in_files, "nothing is offloaded to nvme"),
     _Rule("fp16", _SCALE, lambda config: config.fp16.loss_scale == 0, "fp16.loss_scale fixes the scale"),

@@ -103,6 +103,8 @@ class Engine:
         self._ranges = UnitRanges()  # of the running backward
         self.ledger = GradLedger(comm, reducer, self.buckets)
         self.shelves = Shelves()  # what rests in files
+        self.after_backward: list[Callable[[], None]] = []  # called when one is over, or was given up
+        self.after_step: list[Callable[[], None]] = []  # called when weights are up to date
         self.handles = [h for u in units for h in install_unit_hooks(self, u)] + install_root_hooks(self)
         self.handles += hook_bare_parameters(root, self.owner, self._arm)
 
@@ -222,6 +224,7 @@ class Engine:
         for unit in [*self.units, self.root_unit]:
             unit.leases, unit.awaited, unit.visited = 0, 0, False
         self.gatherer.end_pass()
+        self._tell(self.after_backward)
 
     def _arm(self) -> None:
         if not self.in_backward:
@@ -287,7 +290,13 @@ class Engine:
             unit.leases, unit.visited = 0, False
         if not again:
             self.gatherer.end_pass(keep=not self.reducer.sync)
+        self._tell(self.after_backward)
         self._span.close()
+
+    @staticmethod
+    def _tell(listeners: list[Callable[[], None]]) -> None:
+        for listener in listeners:
+            listener()
 
     def _refuse_ungathered(self, units: list[Unit]) -> None:
         for unit in units:
@@ -337,6 +346,7 @@ class Engine:
         self.comm.before_write()  # user code may write to the parameters now
         for bucket in stepped:
             bucket.edits.note()
+        self._tell(self.after_step)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

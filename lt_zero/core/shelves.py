@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,6 +44,7 @@ class Shelves:
     torn: str = ""  # buckets whose weights are a step ahead; see overlap.py, Note [Beside backward]
     traffic: Traffic | None = None
     failure: SwapError | None = None  # of the background
+    others: list[Callable[[], SwapError | None]] = field(default_factory=list)  # tell what is wrong with theirs
 
     def walk(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
         """Visit buckets with what a step needs; the next is read and the last written meanwhile."""
@@ -65,7 +66,8 @@ class Shelves:
 
     def find_problem(self) -> SwapError | None:
         """What went wrong on this rank. See offload/tier.py, Note [A failing disk]."""
-        problems = (tier.problem for tier in (self.optim, self.params) if tier is not None)
+        problems = [tier.problem for tier in (self.optim, self.params) if tier is not None]
+        problems += [find() for find in self.others]
         return self.failure or next((problem for problem in problems if problem is not None), None)
 
     def check(self, comm: Comm, name: str) -> None:
