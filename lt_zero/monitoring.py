@@ -61,8 +61,8 @@ class StepPrinter:
     * ``samples/s``: of all ranks since the last line, without validation; rows are counted in the first tensor of a
       batch.
     * ``TFLOP/s``: of one device, the mean over the ranks, in the same time: 10^12 operations of forward and backward.
-    * ``memory_gb``: of rank 0, in 10^9 bytes. On a GPU the most that torch had allocated since the last line, and the
-      peak that torch tells starts anew with each line; on the CPU the resident memory of the process at the line.
+    * ``memory_gb``: of rank 0, in 10^9 bytes. On a GPU the most that torch had allocated since the process began, or
+      since somebody else reset that peak; on the CPU the resident memory of the process at the line.
 
     What is not known is left out. Loggers of the Trainer get the same as ``zero/loss``, ``zero/lr``, ... (readings.py)
     under Lightning's own step, which counts from 0, and once per batch that steps.

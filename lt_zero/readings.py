@@ -83,12 +83,11 @@ def _named(name: str, rates: Sequence[float], apart: bool) -> dict[str, float]:
 
 
 def memory_gb(device: torch.device) -> float:
-    """What this process used, in 10^9 bytes, and a new start for the peak.
+    """What this process uses, in 10^9 bytes: on a GPU the most that torch had allocated there so far, else its resident
+    memory now.
 
-    On a GPU the most that torch had allocated there since the last call; else the process's resident memory now.
+    The peak is that of ``torch.cuda.max_memory_allocated``, which others read as well, so it is not reset here.
     """
     if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return peak / 1e9
+        return torch.cuda.max_memory_allocated(device) / 1e9
     return float(psutil.Process().memory_info().rss) / 1e9

@@ -201,9 +201,8 @@ def test_against_a_clock_and_psutil(pool: Pool, tmp_path: Path) -> None:
     assert row["zero/memory_gb"] == pytest.approx(memory, rel=0.1)
 
 
-def test_peak_of_a_gpu_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    peaks = {"cuda:1": 3_000_000_000}
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[str(device)])
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peaks.update({str(device): 7}))
-    device = torch.device("cuda:1")
-    assert (memory_gb(device), memory_gb(device)) == (3.0, 7e-9)
+def test_peak_of_a_gpu_is_read_and_not_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", {torch.device("cuda:1"): 3_000_000_000}.__getitem__)
+    for name in ("reset_peak_memory_stats", "reset_max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("others read it as well"))
+    assert memory_gb(torch.device("cuda:1")) == 3.0
