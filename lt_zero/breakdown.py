@@ -6,56 +6,24 @@ No callbacks, as in monitoring.py, Note [Silent until a line is due].
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import lightning.pytorch as pl
 import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.optim import Optimizer
 
 from lt_zero.clock import NOTHING, PARTS, STAGES, Clock, Span, Times
-from lt_zero.config import ZeroConfig
+from lt_zero.compat import logged_step
+from lt_zero.watcher import Watcher
 
 if TYPE_CHECKING:
     from lt_zero.strategy import ZeroStrategy
 
 EVERY = 10  # optimizer steps from one line to the next without steps_per_print
 _WAITS = ("gather", "reduce", "offload")
-
-
-class Watcher:
-    """Is told where a run is. Nothing by itself."""
-
-    def start(self, strategy: Any) -> None:
-        """A fit begins."""
-
-    def stop(self) -> None:
-        """It has ended, maybe with an error."""
-
-    def before_forward(self) -> None:
-        """``training_step`` is about to be called."""
-
-    def before_backward(self) -> None:
-        """A backward is about to begin."""
-
-    def after_backward(self) -> None:
-        """It has ended, its gradients are reduced."""
-
-    def after_step(self) -> None:
-        """An optimizer has stepped, or skipped its step; ``trainer.global_step`` is still that of before."""
-
-    def pause(self) -> None:
-        """Validation begins."""
-
-    def resume(self) -> None:
-        """Training goes on."""
-
-
-def watchers(config: ZeroConfig) -> list[Watcher]:
-    """Those that the configuration asks for."""
-    every = config.steps_per_print or EVERY
-    found: list[Watcher] = [StepClock(every)] if config.wall_clock_breakdown else []
-    return [*found, MemoryPhases(every)] if config.memory_breakdown else found
 
 
 class StepClock(Watcher):
@@ -96,10 +64,9 @@ class StepClock(Watcher):
     def resume(self) -> None:
         self._pause.close()
 
-    def after_step(self) -> None:
+    def after_step(self, module: pl.LightningModule, optimizer: Optimizer) -> None:
         """Collective if a line is due."""
-        module = self._strategy.lightning_module
-        if self._clock is None or module is None:
+        if self._clock is None:
             return
         self._clock.lap()
         number = module.trainer.global_step + 1
@@ -113,7 +80,7 @@ class StepClock(Watcher):
             self._clock.forget()
             module.print(time_line(number, times))
             for logger in module.trainer.loggers:
-                logger.log_metrics(metrics(times), step=module.trainer.global_step)
+                logger.log_metrics(metrics(times), step=logged_step(module.trainer))
 
 
 def metrics(ranks: list[Times]) -> dict[str, float]:
@@ -177,10 +144,9 @@ class MemoryPhases(Watcher):
     def after_backward(self) -> None:
         self._note("after backward")
 
-    def after_step(self) -> None:
-        module = self._strategy.lightning_module
+    def after_step(self, module: pl.LightningModule, optimizer: Optimizer) -> None:
         self._note("after step")
-        if module is None or not self._rows or not self._due(module.trainer.global_step + 1):
+        if not self._rows or not self._due(module.trainer.global_step + 1):
             return
         self._shown = True
         console = Console()

@@ -97,6 +97,9 @@ class FlopCount:
     """
 
     def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
         self.flops_per_micro_batch: float | None = None
         self.counted: Counted | None = None
         self.problem: str | None = None
@@ -106,6 +109,11 @@ class FlopCount:
         self._running: Counted | None = None
         self._watch: _Watch | None = None
         self._names: Mapping[nn.Module, str] = {}
+
+    def start(self, new: bool) -> None:
+        """A fit begins; ``new``: of another model, for which nothing holds that is known of the last one."""
+        if new:
+            self._forget()
 
     def want(self) -> None:
         """Count the next micro-batch."""

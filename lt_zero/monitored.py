@@ -1,4 +1,11 @@
-"""The part of ``ZeroStrategy`` that shows what happens: loggers, printed lines, the log level, the state."""
+"""The part of ``ZeroStrategy`` that shows what a run does: the switchboard of all that the configuration can turn on.
+
+steps_per_print, csv_monitor, ...       a line and metrics every N steps    monitoring.py, readings.py, loggers.py
+wall_clock_breakdown, memory_breakdown  time and memory of a step           breakdown.py, clock.py
+flops_profiler                          operations per module               profiler.py, flops.py
+comms_logger                            a table of collectives              core/comm_log.py
+dump_state, log_level, disable_python_gc                                    monitoring.py
+"""
 
 from __future__ import annotations
 
@@ -13,35 +20,48 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lt_zero.breakdown import watchers
+from lt_zero.batches import rows_of
+from lt_zero.breakdown import EVERY, MemoryPhases, StepClock
 from lt_zero.checkpointing import CheckpointingStrategy
 from lt_zero.clock import phase
 from lt_zero.core.comm import Comm
 from lt_zero.core.comm_log import CommRecord, LoggedComm, comm_table
 from lt_zero.flops import FlopCount
 from lt_zero.loggers import attach_loggers
-from lt_zero.monitoring import StepPrinter, _rows, dump_state, gc_disabled, logger_level
+from lt_zero.monitoring import StepPrinter, dump_state, gc_disabled, logger_level
 from lt_zero.precision import sharded_of
 from lt_zero.profiler import Profiler
 from lt_zero.waiting import local_rank_is
+from lt_zero.watcher import Watcher
 
 
 class MonitoredStrategy(CheckpointingStrategy):
-    """Calls the monitors of the configuration where they have something to see."""
+    """Calls the monitors of the configuration where they have something to see; none is a Callback.
+
+    Those that only look are ``Watcher``s. What counts or times goes around a call (``FlopCount``, ``Profiler``), and
+    what is recorded everywhere is another class of collectives (``LoggedComm``).
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         config, every, profiles = self.config, self.config.steps_per_print, self.config.flops_profiler
         logs = any(b.enabled for b in (config.csv_monitor, config.tensorboard, config.wandb, config.comet))
         watched = logs or every is not None
         self.flops = FlopCount() if watched or profiles.enabled else None  # of a micro-batch, on this rank
-        self._printer = StepPrinter(every, self._flops_of_micro_batch) if watched else None
         self._profiler = Profiler(profiles, self.flops) if profiles.enabled and self.flops is not None else None
-        self._watchers = watchers(self.config)
+        self._watchers: list[Watcher] = []
+        if config.wall_clock_breakdown:
+            self._watchers.append(StepClock(every or EVERY))
+        if config.memory_breakdown:
+            self._watchers.append(MemoryPhases(every or EVERY))
+        if watched:
+            self._watchers.append(StepPrinter(every, self.flops))
         self._for_this_run = ExitStack()  # what is undone when a run ends
         super().__init__(**kwargs)
 
-    def _flops_of_micro_batch(self) -> float | None:
-        return self.flops.flops_per_micro_batch if self.flops is not None else None
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert isinstance(self.lightning_module, pl.LightningModule)
+        return self.lightning_module
 
     @override
     def setup_environment(self) -> None:
@@ -86,10 +106,8 @@ class MonitoredStrategy(CheckpointingStrategy):
 
     def start_monitoring(self, new: bool) -> None:
         """A fit begins; ``new``: with an engine that was built for it."""
-        if self._printer is not None:
-            self._printer.start()
-            if self.flops is not None and self.flops.flops_per_micro_batch is None:
-                self.flops.want()
+        if self.flops is not None:
+            self.flops.start(new)
         if self.config.comms_logger.enabled:
             self._for_this_run.callback(self._show_comms)
         if self._profiler is not None:
@@ -110,28 +128,25 @@ class MonitoredStrategy(CheckpointingStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         for watcher in self._watchers:
             watcher.before_forward()
-        if self._printer is not None:
-            self._printer.before_training_step()
         with self._counted(args):
             output = super().training_step(*args, **kwargs)
-        if self._printer is not None:
-            assert self.lightning_module is not None
-            self._printer.after_training_step(self.lightning_module, args[0] if args else None, output)
+        for watcher in self._watchers:
+            watcher.after_forward(self._module, args[0] if args else None, output)
         return output
 
     @contextmanager
     def _counted(self, args: tuple[Any, ...]) -> Iterator[None]:
         """Around a training step: FLOPs are counted, or time is taken, if this micro-batch is the one."""
-        module = self.lightning_module
-        if self.flops is None or module is None:
+        if self.flops is None:
             yield
             return
+        module = self._module
         whole = not module.automatic_optimization
         with ExitStack() as measured:
             if self._profiler is not None:
                 step = module.trainer.global_step
                 measured.enter_context(self._profiler.forward(module, step, self.root_device, whole))
-            measured.enter_context(self.flops.forward(module, _rows(args[0]) if args else None, whole))
+            measured.enter_context(self.flops.forward(module, rows_of(args[0]) if args else None, whole))
             yield
 
     @override
@@ -154,22 +169,15 @@ class MonitoredStrategy(CheckpointingStrategy):
         with self.flops.paused() if self.flops is not None else nullcontext():
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         for watcher in self._watchers:
-            watcher.after_step()
-        if self._printer is not None:
-            assert isinstance(self.lightning_module, pl.LightningModule)
-            self._printer.after_optimizer_step(self.lightning_module, optimizer)
+            watcher.after_step(self._module, optimizer)
         return output
 
     @override
     def on_validation_start(self) -> None:
         for watcher in self._watchers:
             watcher.pause()
-        if self._printer is not None:
-            self._printer.pause()
 
     @override
     def on_validation_end(self) -> None:
-        if self._printer is not None:
-            self._printer.resume()
         for watcher in self._watchers:
             watcher.resume()

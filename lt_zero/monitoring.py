@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,12 +26,15 @@ from rich.table import Table
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lt_zero.batches import rows_of
 from lt_zero.compat import logged_step
 from lt_zero.core.engine import Engine
 from lt_zero.core.optimizer import ShardedOptimizer
 from lt_zero.core.report import memory_report
+from lt_zero.flops import FlopCount
 from lt_zero.precision import ZeroPrecision
 from lt_zero.readings import Reading, memory_gb
+from lt_zero.watcher import Watcher
 
 # ---- a line every N steps ------------------------------------------------------------------------------------------
 
@@ -47,11 +50,7 @@ class _Step:
     logged: int  # the step under which Lightning logs
 
 
-def _unknown() -> None:
-    return None
-
-
-class StepPrinter:
+class StepPrinter(Watcher):
     """``steps_per_print``: rank 0 prints a line at every ``every``-th optimizer step, and loggers get its numbers.
 
     * ``loss``: what ``training_step`` returned, mean over the micro-batches since the last step and over the ranks.
@@ -72,18 +71,19 @@ class StepPrinter:
     Args:
         every: optimizer steps, counted as ``trainer.global_step`` does: those of all optimizers, skipped ones included.
             None: no line is printed, and loggers get the numbers every ``trainer.log_every_n_steps``.
-        flops: operations of forward and backward of one micro-batch on this rank, or None if that is not known.
+        count: of the operations of a micro-batch, anew in each fit: batches may be others. Those of fewer rows count in
+            proportion.
     """
 
-    def __init__(self, every: int | None, flops: Callable[[], float | None] = _unknown) -> None:
+    def __init__(self, every: int | None, count: FlopCount | None = None) -> None:
         if every is not None and every < 1:
             raise ValueError(f"steps_per_print={every} is not a number of steps; leave it out to print nothing.")
-        self.every, self.flops = every, flops
+        self.every, self.count = every, count
         self._norm: Tensor | None = None  # the last one that was seen, of whatever step
         self._apart: set[int] = set()  # optimizers whose groups had different rates
         self.start()
 
-    def start(self) -> None:
+    def start(self, strategy: Any = None) -> None:
         """A fit begins."""
         self._due: list[_Step] = []
         self._stepped = False
@@ -92,19 +92,21 @@ class StepPrinter:
         self._samples: int | None = 0  # None: a batch without a tensor came
         self._batches = 0  # micro-batches
         self._forget_losses()
+        if self.count is not None:
+            self.count.want()
 
     def _forget_losses(self) -> None:
         self._loss: Tensor | None = None  # 0D, sum over the window
         self._losses = 0
 
-    def before_training_step(self) -> None:
+    def before_forward(self) -> None:
         """The clock runs from the first one."""
         if self._since is None:
             self._since = time.perf_counter()
 
-    def after_training_step(self, module: pl.LightningModule, batch: Any, output: Any) -> None:
+    def after_forward(self, module: pl.LightningModule, batch: Any, output: Any) -> None:
         """Count, and with manual optimization print for the steps that were taken inside. Collective if one is due."""
-        rows = _rows(batch)
+        rows = rows_of(batch)
         self._samples = None if rows is None or self._samples is None else self._samples + rows
         self._batches += 1
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -115,7 +117,7 @@ class StepPrinter:
         if not module.automatic_optimization:
             self._conclude(module)
 
-    def after_optimizer_step(self, module: pl.LightningModule, optimizer: Optimizer) -> None:
+    def after_step(self, module: pl.LightningModule, optimizer: Optimizer) -> None:
         """Right after the step, before schedules move on. Collective if a line is due."""
         trainer = module.trainer
         plugin = trainer.precision_plugin
@@ -159,9 +161,9 @@ class StepPrinter:
         plugin = trainer.precision_plugin
         assert isinstance(plugin, ZeroPrecision)
         device = trainer.strategy.root_device
-        flops = self.flops()
+        flops = self._operations()
         counts = [0.0, float(self._losses > 0), float(self._samples or 0), float(self._samples is not None)]
-        counts += [(flops or 0.0) * self._batches, float(flops is not None)]
+        counts += [flops or 0.0, float(flops is not None)]
         sums = torch.tensor(counts, dtype=torch.float64, device=device)  # 1D
         if self._loss is not None:
             sums[0] = self._loss / self._losses
@@ -184,6 +186,13 @@ class StepPrinter:
                 self._show(module, step, Reading(step.number, number, step.rates, grad_norm=norm, **shared))
         self._since, self._samples, self._batches = time.perf_counter(), 0, 0
 
+    def _operations(self) -> float | None:
+        """Since the last line."""
+        if self.count is None or self.count.flops_per_micro_batch is None:
+            return None
+        by_rows = self.count.flops_of(self._samples) if self._samples is not None else None
+        return self.count.flops_per_micro_batch * self._batches if by_rows is None else by_rows
+
     def _show(self, module: pl.LightningModule, step: _Step, reading: Reading) -> None:
         if self.every is not None:
             module.print(reading.line())
@@ -198,17 +207,6 @@ def _norm_of(step: _Step, plugin: ZeroPrecision) -> float | None:
     norm = step.norm.item() if step.norm is not None else None
     skipped = norm is not None and plugin.gate.checks and not math.isfinite(norm)
     return None if skipped else norm
-
-
-def _rows(batch: Any) -> int | None:
-    """The first dimension of the first tensor; None if there is none."""
-    if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.dim() else 1
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, (list, tuple)):
-        return next((rows for rows in map(_rows, batch) if rows is not None), None)
-    return None
 
 
 # ---- dump_state, log_level, disable_python_gc ----------------------------------------------------------------------

@@ -9,17 +9,16 @@ Note [Who says it]
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 from torch.optim import Optimizer
 
+from lt_zero.batches import sizes_of
 from lt_zero.config import ZeroConfig
 from lt_zero.config.auto import Facts, Resolution, resolve, resolve_batch
 from lt_zero.config.errors import ConfigError, Problem
@@ -310,23 +309,10 @@ def _size(batch: Any) -> int | None:
     Not Lightning's ``extract_batch_size``: it takes the first of different sizes, and warns once per process.
     """
     try:
-        sizes = set(_sizes(batch))
+        sizes = set(sizes_of(batch))
     except RecursionError:
         return None
     return sizes.pop() if len(sizes) == 1 else None
-
-
-def _sizes(batch: Any) -> Iterator[int]:
-    """The first dimension of all tensors that have one. An iterator (of the data loader) is not looked into."""
-    if isinstance(batch, Tensor):
-        yield from batch.shape[:1]
-    elif isinstance(batch, Mapping):
-        yield from _sizes(list(batch.values()))
-    elif isinstance(batch, (list, tuple)):
-        for entry in batch:
-            yield from _sizes(entry)
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        yield from _sizes([getattr(batch, field.name) for field in fields(batch)])
 
 
 def _steps(trainer: pl.Trainer) -> int:

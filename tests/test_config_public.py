@@ -134,7 +134,8 @@ def train(path: Path, root: Path, *overrides: str) -> ZeroStrategy:
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if not expected(p)], ids=lambda path: path.name[:40])
-def test_right_ones_train(path: Path, tmp_path: Path) -> None:
+def test_right_ones_train(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some name files to write
     monitors = ["tensorboard.enabled=false", "wandb.enabled=false"]
     train(path, tmp_path, *(monitors if "tensorboard" in path.read_text() else []))
 

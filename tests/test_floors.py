@@ -10,13 +10,13 @@ import lt_zero
 
 ROOT = Path(lt_zero.__file__).parent
 FLOORS = (
-    {"clock", "compat", "config", "conf", "ops", "optim", "waiting"},
+    {"batches", "clock", "compat", "config", "conf", "ops", "optim", "waiting"},
     {"offload"},
     {"core"},
     {"planning", "checkpoint", "activation"},
     {"build"},
     {"precision", "attach", "progress", "hparams", "unanimous", "reconcile", "loggers", "monitoring"}
-    | {"flops", "flops_formulas", "flops_table", "profiler", "readings"},
+    | {"flops", "flops_formulas", "flops_table", "profiler", "readings", "watcher"},
     {"breakdown", "persistence", "restoring", "loading", "checkpointing", "monitored"},
     {"strategy", "cli", "sweep", "plotting", "__init__", "__main__"},
 )

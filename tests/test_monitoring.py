@@ -11,6 +11,7 @@ import pickle
 import re
 import sys
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lt_zero import ZeroPrecision, ZeroStrategy, monitoring
+from lt_zero.batches import rows_of
 from lt_zero.config.errors import ConfigError
 from lt_zero.config.fields import Block
 from lt_zero.config.monitor import Comet, CsvMonitor, TensorBoard, Wandb
@@ -432,11 +434,19 @@ def test_steps_are_positive() -> None:
         StepPrinter(0)
 
 
+@dataclass
+class Sample:
+    rows: Tensor
+
+
 def test_rows_of_a_batch() -> None:
     rows = torch.zeros(4, 2)
     batches: dict[int, Any] = {0: rows, 1: ["text", (rows, torch.zeros(9))], 2: {"x": None, "y": rows}}
-    assert [monitoring._rows(batch) for batch in batches.values()] == [4] * 3
-    assert [monitoring._rows(batch) for batch in (None, ["a"], {}, torch.zeros(()))] == [None, None, None, 1]
+    batches |= {3: [torch.zeros(()), rows], 4: Sample(rows)}
+    assert [rows_of(batch) for batch in batches.values()] == [4] * 5
+    endless: list[Any] = []
+    endless.append(endless)
+    assert [rows_of(batch) for batch in (None, ["a"], {}, torch.zeros(()), endless)] == [None] * 5
 
 
 # ---- the configuration, messages, garbage --------------------------------------------------------------------------
@@ -518,6 +528,6 @@ def test_tensors_stay_where_they_are_until_a_line_is_due() -> None:
     printer = StepPrinter(100)
     module: Any = SimpleNamespace(automatic_optimization=False)
     for _ in range(3):
-        printer.before_training_step()
-        printer.after_training_step(module, torch.zeros(2, 3), torch.ones(1).as_subclass(Loud))
+        printer.before_forward()
+        printer.after_forward(module, torch.zeros(2, 3), torch.ones(1).as_subclass(Loud))
     assert float(printer._loss.as_subclass(Tensor)) == 3  # type: ignore[union-attr]

@@ -126,7 +126,7 @@ class ZeroConfig(Block):
         None,
         description="optimizer steps from one printed line to the next; null or inf: none. Loggers get its numbers: "
         "zero/loss, zero/lr, zero/loss_scale (DeepSpeed: Train/Samples/train_loss, .../lr, .../loss_scale), and "
-        "grad_norm, skipped_steps, samples_per_s, tflops (per device), memory_gb (10^9 bytes; a GPU's: the peak so far)",
+        "grad_norm, skipped_steps, samples_per_s, tflops (per device), memory_gb (10^9 bytes; GPU: peak so far)",
     )
     dump_state: bool = Field(False, description="print the resolved configuration and bytes of model states once")
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = Field(
