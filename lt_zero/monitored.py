@@ -25,7 +25,7 @@ from lt_zero.breakdown import EVERY, MemoryPhases, StepClock
 from lt_zero.checkpointing import CheckpointingStrategy
 from lt_zero.clock import phase
 from lt_zero.core.comm import Comm
-from lt_zero.core.comm_log import CommRecord, LoggedComm, comm_table
+from lt_zero.core.comm_log import CommLog, CommRecord, LoggedComm, comm_table
 from lt_zero.flops import FlopCount
 from lt_zero.loggers import attach_loggers
 from lt_zero.monitoring import StepPrinter, dump_state, gc_disabled, logger_level
@@ -56,6 +56,7 @@ class MonitoredStrategy(CheckpointingStrategy):
         if watched:
             self._watchers.append(StepPrinter(every, self.flops))
         self._for_this_run = ExitStack()  # what is undone when a run ends
+        self._clean = True  # it ended without an error
         super().__init__(**kwargs)
 
     @property
@@ -94,15 +95,22 @@ class MonitoredStrategy(CheckpointingStrategy):
         Raises:
             RuntimeError: nothing is recorded.
         """
+        return self._comm_log().records()
+
+    def _comm_log(self) -> CommLog:
         if not isinstance(self.comm, LoggedComm):
             raise RuntimeError(
                 "Collectives are recorded with comms_logger.enabled: true, from Trainer.fit/validate/test/predict on."
             )
-        return self.comm.log.records()
+        return self.comm.log
 
     def _show_comms(self) -> None:
-        if self.is_global_zero and (records := self.comms_summary()):
+        if self.is_global_zero and (records := self._comm_log().records(wait=self._clean)):
             Console(width=None if sys.stdout.isatty() else 160).print(comm_table(records))
+
+    def _show_profile(self) -> None:
+        if self._profiler is not None:
+            self._profiler.show(self._clean)
 
     def start_monitoring(self, new: bool) -> None:
         """A fit begins; ``new``: with an engine that was built for it."""
@@ -112,7 +120,7 @@ class MonitoredStrategy(CheckpointingStrategy):
             self._for_this_run.callback(self._show_comms)
         if self._profiler is not None:
             self._profiler.start(self.engine.comm)
-            self._for_this_run.callback(self._profiler.show)
+            self._for_this_run.callback(self._show_profile)
         for watcher in self._watchers:
             watcher.start(self)
             self._for_this_run.callback(watcher.stop)
@@ -120,8 +128,9 @@ class MonitoredStrategy(CheckpointingStrategy):
         if self.config.dump_state and new:
             dump_state(self.config, self.engine, [s for s in map(sharded_of, self.optimizers) if s is not None])
 
-    def stop_monitoring(self) -> None:
-        """The run has ended, maybe with an error."""
+    def stop_monitoring(self, clean: bool) -> None:
+        """The run has ended; ``clean``: without an error."""
+        self._clean = clean
         self._for_this_run.close()
 
     @override

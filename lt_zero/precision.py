@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lt_zero.clock import phase
-from lt_zero.compat import announce_compute_dtype, is_plain_closure
+from lt_zero.compat import announce_compute_dtype, is_plain_closure, logged_step
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import MODES, DtypePolicy, ScalerRules, dtype_policy, on_min_scale, resolve_mode
 from lt_zero.core.gate import StepGate
@@ -243,7 +243,7 @@ class ZeroPrecision(HalfPrecision):
         if self.gate.checks and (self.gate.scaler is not None or self.gate.skipped):
             values["skipped_steps"] = self.gate.skipped
         for logger in trainer.loggers if values else []:
-            logger.log_metrics(values, step=trainer.global_step)
+            logger.log_metrics(values, step=logged_step(trainer))
 
     # ---- checkpoints and the end -------------------------------------------------------------------------------
 

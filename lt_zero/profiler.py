@@ -103,8 +103,12 @@ class Profiler:
             yield
         self.show()
 
-    def show(self) -> None:
-        """Print, or write to the file, what is there by now; on rank 0."""
+    def show(self, clean: bool = True) -> None:
+        """Print, or write to the file, what is there by now; on rank 0.
+
+        Args:
+            clean: not after an error, when a micro-batch may be timed in part, and nobody asks why there is no table.
+        """
         if self._shown:
             return
         self._shown = True
@@ -112,6 +116,8 @@ class Profiler:
             return
         count, profile = self._count, self._profile
         if profile is None or (count.counted is None and count.problem is None):
+            if not clean:
+                return
             warnings.warn(
                 f"flops_profiler counted nothing: flops_profiler.profile_step={self._block.profile_step}, and the last "
                 f"micro-batch came after {self._steps} optimizer steps (a fit's first one is never counted). Set a "
@@ -120,7 +126,7 @@ class Profiler:
             )
             return
         profile.counted, profile.problem, profile.rows = count.counted, count.problem, count.rows
-        profile.times = self._times.read() if self._times is not None else None
+        profile.times = self._times.read() if self._times is not None and clean else None
         if self._block.output_file is None:
             width = None if sys.stdout.isatty() else _WIDTH
             write(profile, self._block, Console(highlight=False, width=width))

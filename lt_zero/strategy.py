@@ -293,12 +293,12 @@ class ZeroStrategy(MonitoredStrategy):
     @override
     def teardown(self) -> None:
         """Leaves shards where they are. No collectives after an error: other ranks may be gone."""
-        self.stop_monitoring()
-        if self._engine is not None:
-            uninstall(self._engine)
         module = self.lightning_module
         trainer = module._trainer if module is not None else None
         clean = trainer is not None and trainer.state.status != TrainerStatus.INTERRUPTED
+        self.stop_monitoring(clean)
+        if self._engine is not None:
+            uninstall(self._engine)
         self.persistence.close() if clean else self.persistence.abandon()
         if self._engine is not None and clean and self._start_method != "popen":
             restore_whole(self._engine)  # the launcher sends rank 0's state dict to the parent process

@@ -160,15 +160,20 @@ class CommLog:
             caller = f" ({opened.name})" if self._block.debug and opened.name else ""
             self._show(f"comm: {opened.operation}{caller}, {opened.nbytes} bytes, {seconds * 1e3:.4g} ms")
 
-    def sums(self) -> dict[tuple[str, str, int], _Sum]:
-        """By operation, name and bytes. Waits for the GPU."""
-        self._read(wait=True)
+    def sums(self, wait: bool = True) -> dict[tuple[str, str, int], _Sum]:
+        """By operation, name and bytes. Waits for the GPU, or has what it is done with."""
+        self._read(wait)
         return dict(self._sums)
 
-    def records(self) -> list[CommRecord]:
-        """By operation, larger messages first. Waits for the GPU."""
+    def records(self, wait: bool = True) -> list[CommRecord]:
+        """By operation, larger messages first.
+
+        Args:
+            wait: for the GPU. After an error it may wait for another rank that is gone; then what it is done with has
+                to do.
+        """
         found = []
-        for (operation, name, nbytes), total in self.sums().items():
+        for (operation, name, nbytes), total in self.sums(wait).items():
             algbw = nbytes * total.calls / total.seconds if total.seconds else 0.0
             values = total.calls, total.seconds, total.shortest, total.longest, total.waited
             found.append(
