@@ -27,10 +27,11 @@ class PlotError(ValueError):
 
 @dataclass(frozen=True)
 class Run:
-    """One file of metrics: by column, the steps and values that were logged, in the file's order."""
+    """One file of metrics: how many rows it has; by column, the steps and values that were logged, in their order."""
 
     name: str
     path: Path
+    rows: int
     columns: Mapping[str, tuple[list[float], list[float]]]
 
 
@@ -101,7 +102,7 @@ def read_run(place: str | os.PathLike[str]) -> Run:
     """
     path = find_metrics(place)
     try:
-        with open(path, encoding="utf-8", newline="") as file:
+        with open(path, encoding="utf-8-sig", newline="") as file:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise PlotError(f"{path} cannot be read: {error}.") from error
@@ -116,11 +117,12 @@ def read_run(place: str | os.PathLike[str]) -> Run:
             raise PlotError(f"{path} is empty: nothing was logged, or the run has not come to its first row.")
         if _STEP not in header:
             raise PlotError(f"{path}, line 1: there is no column {_STEP!r}. Is it a file of Lightning's CSVLogger?")
-        for row in reader:
+        rows = 0
+        for rows, row in enumerate(reader, 1):  # noqa: B007
             _add(columns, header, row, f"{path}, line {reader.line_num}")
     except csv.Error as error:
         raise PlotError(f"{path}, line {reader.line_num}: {error}.") from error
-    return Run(str(place), path, columns)
+    return Run(str(place), path, rows, columns)
 
 
 def _add(columns: dict[str, tuple[list[float], list[float]]], header: list[str], row: list[str], where: str) -> None:
@@ -167,6 +169,8 @@ def draw(runs: Sequence[Run]) -> Figure:
         PlotError: a run has nothing to draw, or matplotlib is missing.
     """
     for run in runs:
+        if run.rows == 0:
+            raise PlotError(f"{run.path} has no row yet: nothing was logged.")
         if not run.columns:
             raise PlotError(
                 f"{run.path} has nothing to draw: no zero/*, train_loss, loss, val_loss, lr-* or grad_norm. "
@@ -185,7 +189,7 @@ def draw(runs: Sequence[Run]) -> Figure:
         _fill(axes, panel, runs)
     grid[-1, 0].set_xlabel(_STEP)
     if len(runs) == 1:
-        figure.suptitle(runs[0].name, fontsize="medium")
+        figure.suptitle(runs[0].name, fontsize="medium", parse_math=False)
     return figure
 
 
@@ -197,6 +201,8 @@ def _fill(axes: Any, panel: _Panel, runs: Sequence[Run]) -> None:
     lines = sorted({name for run in runs for name, points in _drawn(run, panel) if not points})
     called = _names(runs)
     styles = {name: _STYLES[number % len(_STYLES)] for number, name in enumerate(lines)}
+    drawn: list[Any] = []
+    labels: list[str] = []
     for number, run in enumerate(runs):
         for order, (name, points) in enumerate(_drawn(run, panel)):
             color = f"C{(number if len(runs) > 1 else order) % 10}"
@@ -206,12 +212,15 @@ def _fill(axes: Any, panel: _Panel, runs: Sequence[Run]) -> None:
             # A lone value has no line: mark it. Values that are not finite leave a gap.
             alone = {"marker": "."} if not points and len(values) == 1 else {}
             finite = [value if math.isfinite(value) else math.nan for value in values]
-            axes.plot(steps, finite, color=color, label=label, linewidth=1.2, **how, **alone)
+            drawn += axes.plot(steps, finite, color=color, label=label, linewidth=1.2, **how, **alone)
+            labels.append(label)
     axes.set_ylabel(panel.label)
     axes.grid(True, alpha=0.3)
     if panel.log:
         axes.set_yscale("log", base=2)
-    axes.legend(fontsize="x-small", loc="best")
+    legend = axes.legend(handles=drawn, labels=labels, fontsize="x-small", loc="best")
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # names may have dollars
 
 
 def _names(runs: Sequence[Run]) -> list[str]:

@@ -170,3 +170,21 @@ def test_the_command_starts_without_torch() -> None:
     source = Path(plotting.__file__).read_text()
     assert "import torch" not in source
     assert "lightning" not in [line.split()[1].split(".")[0] for line in source.splitlines() if "import" in line[:7]]
+
+
+def test_names_are_text_and_always_in_the_legend(tmp_path: Path) -> None:
+    runs = []
+    for name in ("_a", "$^$"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.csv").write_text("\ufeffstep,train_loss\n0,1\n1,5\n", encoding="utf-8")
+        runs.append(tmp_path / name)
+    plot(runs, tmp_path / "both.png")
+    plot(runs[1:], tmp_path / "one.png")
+    (axes,) = draw([read_run(run) for run in runs]).axes
+    assert [text.get_text().strip() for text in axes.get_legend().get_texts()] == ["_a", "$^$"]
+
+
+def test_a_file_without_rows_is_told(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("epoch,step,train_loss\n")
+    with pytest.raises(PlotError, match=r"metrics\.csv has no row yet"):
+        plot([tmp_path], tmp_path / "x.png")
