@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.optim import Optimizer
 
-from lt_zero.clock import NOTHING, PARTS, STAGES, Clock, Span, Times
+from lt_zero.clock import NOTHING, PARTS, STAGES, Clock, Span, Times, phase
 from lt_zero.compat import logged_step
 from lt_zero.watcher import Watcher
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 EVERY = 10  # optimizer steps from one line to the next without steps_per_print
 _WAITS = ("gather", "reduce", "offload")
+_LINE = "line"  # the part of ``rest`` in which ranks tell each other their times
+_TOGETHER = ("gather", "reduce", "publish", _LINE)  # what ranks do together, where a fast one waits for a slow one
 
 
 class StepClock(Watcher):
@@ -33,7 +35,8 @@ class StepClock(Watcher):
       all micro-batches. It is the sum of ``forward``, ``backward``, ``step`` and ``rest`` (clock.py, Note [Stages and
       parts]).
     * ``gather_wait``, ``reduce_wait``, ``offload_wait``: parts of those. ``clip``, ``publish``: parts of ``step``.
-    * the slowest rank: which spent most time on something else than waiting for others, gathers and reductions.
+    * the slowest rank: which spent most time on something else than what ranks do together (gather, reduce, publish). A
+      wait in collectives of others, such as Lightning's at the end of a batch, is not known as such.
 
     Milliseconds per step, mean over steps and ranks. Metrics are called ``time/forward_ms`` and so on. A GPU is never
     waited for: a line is about the steps that the devices have ended, and is left out if there is none.
@@ -72,12 +75,13 @@ class StepClock(Watcher):
         number = module.trainer.global_step + 1
         if number % self.every:
             return
-        with self._clock.paused():
-            mine = tuple(self._clock.times)
+        mine = tuple(self._clock.times)
+        with phase(_LINE):  # not paused: a fast rank waits here, which is time of its run
             times = [Times(*rank) for rank in self._strategy.engine.comm.host_gather(mine, "times of steps")]
-            if not all(time.steps for time in times):
-                return
-            self._clock.forget()
+        if not all(time.steps for time in times):
+            return
+        self._clock.forget()
+        with self._clock.paused():
             module.print(time_line(number, times))
             for logger in module.trainer.loggers:
                 logger.log_metrics(metrics(times), step=logged_step(module.trainer))
@@ -100,13 +104,14 @@ def time_line(number: int, ranks: list[Times]) -> str:
     line = f"step {number}, ms a step (mean of {steps}): total={values['total']}, {stages}; of it {parts}"
     if len(ranks) == 1:
         return line
-    busy = [(sum(t.seconds.get(k, 0.0) for k in STAGES) - _for_others(t)) / t.steps * 1e3 for t in ranks]
+    busy = [(sum(t.seconds.get(k, 0.0) for k in STAGES) - _together(t)) / t.steps * 1e3 for t in ranks]
     slowest = max(range(len(busy)), key=lambda rank: busy[rank])
-    return f"{line}; slowest rank {slowest}: {busy[slowest]:.1f} without gather and reduce, mean {_mean(busy):.1f}"
+    own = f"{busy[slowest]:.1f} without gather, reduce and publish, mean {_mean(busy):.1f}"
+    return f"{line}; slowest rank {slowest}: {own}"
 
 
-def _for_others(times: Times) -> float:
-    return times.seconds.get("gather", 0.0) + times.seconds.get("reduce", 0.0)
+def _together(times: Times) -> float:
+    return sum(times.seconds.get(part, 0.0) for part in _TOGETHER)
 
 
 def _mean(values: list[float]) -> float:

@@ -298,6 +298,11 @@ class Straggler(Model):
             time.sleep(0.05)
         return super().training_step(batch, batch_idx)
 
+    def configure_optimizers(self) -> Any:
+        if self.where == "step" and dist.get_rank() == 1:
+            self.passes = lambda seconds: time.sleep(5 * seconds if seconds == 0.011 else 0)
+        return super().configure_optimizers()
+
     def on_before_backward(self, loss: Tensor) -> None:
         if self.where == "backward" and dist.get_rank() == 1:
             time.sleep(0.05)
@@ -334,6 +339,16 @@ def test_a_slow_rank_is_waited_for_and_named(pool: Pool, stage: int, where: str)
         assert fast.seconds["reduce" if stage == 1 else "backward"] >= (0.04 if where == "backward" else 0.0)
         totals = [sum(t.seconds[stage] for stage in STAGES) for t in (fast, slow)]
         assert totals[0] == pytest.approx(totals[1], abs=0.04)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_that_is_slow_in_its_step_is_waited_for_and_named(pool: Pool, stage: int) -> None:
+    (text, seen), _ = pool.run(2, _straggle, stage, "step")
+    assert len(re.findall(r"slowest rank 1: ", text)) == 3
+    for _, (fast, slow) in seen[1:]:
+        assert slow.seconds["step"] >= 0.05
+        totals = [sum(t.seconds[stage] for stage in STAGES) for t in (fast, slow)]
+        assert totals[0] >= 0.05, "rank 0 waits when weights are published, or when times are told"
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------
