@@ -77,7 +77,8 @@ class Progress:
         def opened(make: Make) -> Iterator[Any]:
             return Later(make, self.before_validation) if feed.live else make()
 
-        return watched(plain, opened) or plain
+        found = watched(plain, opened)
+        return plain if found is None else found  # bool() asks a loader for its length, which some have not
 
     def start(self) -> None:
         """Training begins now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lt_zero import ZeroPrecision, ZeroStrategy
 from tests.lightning_tools import QUIET
@@ -96,9 +97,14 @@ def test_a_short_batch_counts_in_proportion() -> None:
     trainer = trainer_for({"steps_per_print": 1})
     strategy: Any = trainer.strategy
     (printer,) = strategy._watchers
-    told = []
+    told: list[float | None] = []
     before = printer._operations
-    printer._operations = lambda: told.append(before()) or told[-1]
+
+    def operations() -> float | None:
+        told.append(before())
+        return told[-1]
+
+    printer._operations = operations
     with redirect_stdout(io.StringIO()):
         trainer.fit(Model())
     assert told == [None, 2 * 160.0, 160.0]
@@ -112,3 +118,28 @@ def test_a_run_that_fails_is_not_told_to_train_longer(fails: type[BaseException]
         with pytest.raises((fails, SystemExit)):
             trainer.fit(Model(fails=fails))
     assert not [str(one.message) for one in seen if "flops_profiler" in str(one.message)]
+
+
+class Unsized(IterableDataset[Tensor]):
+    """Has no length."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.randn(self.rows, 4))
+
+
+class Validated(Model):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", self.two(self.one(batch)).mean())
+
+
+@pytest.mark.parametrize("rows", [6, 0])
+def test_data_without_a_length(rows: int) -> None:
+    config = {"steps_per_print": 1, "wall_clock_breakdown": True, "memory_breakdown": True}
+    trainer = trainer_for(config)
+    with redirect_stdout(io.StringIO()) as text:
+        trainer.fit(Validated(), *(DataLoader(Unsized(rows), batch_size=2) for _ in range(2)))
+    assert trainer.global_step == rows // 2
+    assert text.getvalue().count(": loss=") == rows // 2
