@@ -159,6 +159,20 @@ def compiled_frames() -> int:
     return sum(dynamo.counters["frames"].values()) if dynamo is not None else 0
 
 
+def has_compiled_nodes(loss: torch.Tensor) -> bool:
+    """Whether the graph of ``loss`` has nodes of what torch.compile made. Checked on torch 2.10 to 2.13."""
+    seen, ahead = set[Any](), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        if node.name().startswith("CompiledFunction"):
+            return True
+        seen.add(node)
+        ahead += [following for following, _ in node.next_functions]
+    return False
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether calls go through torch.compile, by either of its spellings. Checked on torch 2.10 to 2.13."""
     return type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl") is not None

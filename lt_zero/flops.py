@@ -15,7 +15,8 @@ Note [Recomputation]
 Note [The first micro-batch]
     is not counted. Under a dispatch mode torch.compile gives up on the code that it is called with, for good, and
     results would be those of eager kernels. Whether there is such code shows in the first micro-batch, so it only is
-    watched; if something was compiled, nothing is counted.
+    watched; if something was compiled, or the graph of the loss has nodes of what was compiled before, nothing is
+    counted.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lt_zero.compat import DispatchMode, backward_id, compiled_frames, current_node, is_compiled
+from lt_zero.compat import DispatchMode, backward_id, compiled_frames, current_node, has_compiled_nodes, is_compiled
 from lt_zero.core.walk import iter_tensors
 from lt_zero.flops_formulas import FORMULAS, is_unseen
 
@@ -143,7 +144,7 @@ class FlopCount:
         """
         self._running = None
         if not self._first_is_over:
-            self._first_is_over, self._observes, self._compiles = True, True, compiled_frames() > 0
+            self._first_is_over, self._observes, self._compiles = True, True, False
             return self._observed()
         self._observes = False
         if not self._wanted:
@@ -164,11 +165,14 @@ class FlopCount:
         if whole:
             self._conclude()
 
-    def backward(self) -> AbstractContextManager[object]:
-        """Around a backward; one inside of ``forward`` is seen there."""
+    def backward(self, loss: Tensor) -> AbstractContextManager[object]:
+        """Around a backward from ``loss``; one inside of ``forward`` is seen there."""
         if self._running is not None and self._watch is None:
             return self._backward(self._running)
-        return self._observed() if self._observes else nullcontext()
+        if not self._observes:
+            return nullcontext()
+        self._compiles = self._compiles or has_compiled_nodes(loss)
+        return self._observed()
 
     @contextmanager
     def _observed(self) -> Iterator[None]:

@@ -167,7 +167,7 @@ class MonitoredStrategy(CheckpointingStrategy):
             if self._profiler is not None:
                 measured.enter_context(self._profiler.backward())
             if self.flops is not None:
-                measured.enter_context(self.flops.backward())
+                measured.enter_context(self.flops.backward(closure_loss))
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         for watcher in self._watchers:
             watcher.after_backward()

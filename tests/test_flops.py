@@ -33,7 +33,7 @@ def count(model: nn.Module, run: Callable[[], Tensor], batches: int = 2) -> Flop
     for _ in range(batches):
         with found.forward(model, B):
             loss = run()
-        with found.backward():
+        with found.backward(loss):
             loss.backward()
     return found
 
@@ -160,7 +160,7 @@ def test_the_first_micro_batch_is_not_counted_and_the_rest_costs_nothing() -> No
         with found.forward(model, B):
             entered.append(bool(model._forward_hooks))
             loss = model(torch.randn(B, 4)).sum()
-        with found.backward():
+        with found.backward(loss):
             loss.backward()
     assert entered == [False, True, False, False]
     assert found.flops_per_micro_batch == 2 * 2 * B * 16
@@ -211,15 +211,12 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["module", "wrapped", "function"])
-def test_compiled_models_are_left_alone(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_models_are_left_alone(how: str) -> None:
     runs: list[str] = []
 
     def backend(graph: Any, _: Any) -> Any:
         return lambda *args: runs.append("compiled") or graph.forward(*args)
 
-    frames = torch._dynamo.utils.counters["frames"]
-    monkeypatch.setattr(torch._dynamo.utils, "counters", {"frames": type(frames)()})  # no other test's
-    monkeypatch.setattr(torch._dynamo.convert_frame, "counters", torch._dynamo.utils.counters, raising=False)
     model = nn.Sequential(Layer())
     square = torch.compile(lambda x: x @ x.T, backend=backend) if how == "function" else lambda x: x
     if how == "module":
@@ -231,6 +228,18 @@ def test_compiled_models_are_left_alone(how: str, monkeypatch: pytest.MonkeyPatc
     assert found.problem is not None
     assert "torch.compile" in found.problem
     assert runs == ["compiled"] * 3, "counting would have run it uncompiled, for good"
+
+
+def test_what_was_compiled_before_is_found_and_what_others_compiled_is_nothing() -> None:
+    model = nn.Linear(4, 4)
+    before = torch.compile(lambda x: torch.relu(model(x)), backend="aot_eager")
+    before(torch.randn(B, 4)).sum().backward()
+    plain = count(model, lambda: model(torch.randn(B, 4)).sum(), 3)
+    assert plain.flops_per_micro_batch == 2 * 2 * B * 16
+    found = count(model, lambda: before(torch.randn(B, 4)).sum(), 3)
+    assert found.flops_per_micro_batch is None
+    assert "torch.compile" in str(found.problem)
+    assert before(torch.randn(B, 4)).grad_fn.name().startswith("CompiledFunction"), "it still runs compiled"
 
 
 # ---- in training ---------------------------------------------------------------------------------------------------
