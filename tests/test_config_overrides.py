@@ -173,6 +173,11 @@ def test_groups() -> None:
     assert changed("precision=bf16") == {"bf16": {"enabled": True}}
     assert changed("optimizer=adamw") == {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, "not Lamb's"
     assert ("optimizer", "params", "max_coeff") not in applied("optimizer=adamw").marks
+    grouped = '{"optimizer": {"type": "Lamb", "param_groups": [{"match": "*.bias", "max_coeff": 2}]}}'
+    made = apply(read(grouped), ["optimizer=adamw"])
+    assert made.values == {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, "nor its groups"
+    assert not any("param_groups" in path for path in made.marks)
+    assert "param_groups" in apply(read(grouped), ["optimizer=lamb"]).values["optimizer"]
     same = {"optimizer": {"type": "LAMB", "params": {"lr": 1e-3, "max_coeff": 1}}}
     assert changed("optimizer=lamb") == same, "its own stay"
     kept = {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-6}}

@@ -28,9 +28,9 @@ def apply(source: Source, overrides: Sequence[str]) -> Source:
     - ``+a.b=value`` wants the key to be new (or null, or the value to be a mapping or list); ``++a.b=value`` does not
       care. ``~a.b`` deletes a key that must be there, ``~a.b=value`` only if it has this value.
     - ``group=option`` merges the option's YAML (``lt_zero.conf``): its keys replace those of the file, other keys of
-      the file's block stay, but for ``params`` of another ``type``. As in Hydra, choices of groups come before all
-      values, wherever they stand. The group must exist and the value be a bare word; ``group='text'``, ``group=true``
-      and ``group={...}`` are values.
+      the file's block stay, but for ``params`` and ``param_groups`` of another ``type``. As in Hydra, choices of groups
+      come before all values, wherever they stand. The group must exist and the value be a bare word;
+      ``group='text'``, ``group=true`` and ``group={...}`` are values.
 
     Raises:
         ConfigError: bad syntax, several values (``a=1,2``), settings of Hydra itself, unknown options, keys that ``+``
@@ -163,11 +163,13 @@ class _Edit:
     def leave_params(self, key: str, option: Any) -> None:
         """Parameters of one type mean nothing to another: Lamb's max_coeff to AdamW."""
         there = self.values.get(key)
-        if not (isinstance(there, dict) and isinstance(option, dict) and "params" in there and "type" in option):
+        if not (isinstance(there, dict) and isinstance(option, dict) and "type" in option):
             return
-        if str(there.get("type")).lower() != str(option["type"]).lower():
-            del there["params"]
-            self.forget((key, "params"))
+        if str(there.get("type")).lower() == str(option["type"]).lower():
+            return
+        for inner in ("params", "param_groups"):
+            if there.pop(inner, None) is not None:
+                self.forget((key, inner))
 
     def find(self, keys: Sequence[str]) -> Any:
         """The block at ``keys``, None if there is none."""
