@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from typing import Any
 
@@ -69,6 +70,12 @@ def test_shares_are_about_equal(sizes: list[int], world: int) -> None:
     shares = shares_of(sizes, share_out(sizes, world), world)
     assert sum(shares) == sum(map(aligned, sizes))
     assert max(shares) - min(shares) <= max(map(aligned, sizes)), "the last one went to the emptiest"
+
+
+def test_many_ranks_take_no_time() -> None:
+    numels, start = [100] * 4000, time.process_time()
+    join(numels, split_by_size(numels, 4000), 10**9, 3000)
+    assert time.process_time() - start < 5, "a search for the emptiest share is 100 times slower"
 
 
 @settings(max_examples=40, deadline=None)

@@ -14,6 +14,7 @@ Note [Balance]
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapreplace
 
 from lt_zero.core.layout import aligned
 
@@ -49,12 +50,12 @@ def share_out(numels: Sequence[int], world: int) -> tuple[int, ...]:
     >>> share_out([1, 4, 3, 4], 2)
     (1, 0, 0, 1)
     """
-    sizes = [0] * world
+    sizes = [(0, share) for share in range(world)]  # a heap: with hundreds of ranks a search would take minutes
     found = [0] * len(numels)
     for index in sorted(range(len(numels)), key=lambda index: (-numels[index], index)):
-        share = min(range(world), key=lambda share: (sizes[share], share))
+        size, share = sizes[0]
         found[index] = share
-        sizes[share] += aligned(numels[index])
+        heapreplace(sizes, (size + aligned(numels[index]), share))
     return tuple(found)
 
 
