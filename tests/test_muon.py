@@ -118,6 +118,17 @@ def test_wrong_values_are_named(params: dict[str, Any], text: str) -> None:
         build_optimizer("muon", params, [Parameter(torch.zeros(2, 3))])
 
 
+def test_names_and_paths() -> None:
+    named = build_optimizer("Muon", {}, nn.Linear(2, 3).named_parameters())
+    assert [(group["param_names"], group["use_muon"]) for group in named.param_groups] == [
+        (["weight"], True),
+        (["bias"], False),
+    ]
+    for path in ("lt_zero.optim.Muon", "lt_zero.optim.muon.Muon"):
+        with pytest.raises(ConfigError, match=f"optimizer.type='{path}' .* Write Muon"):
+            build_optimizer(path, {}, nn.Linear(2, 3).parameters())
+
+
 def test_deepspeeds_keys_are_taken() -> None:
     params = {"momentum": 0.8, "betas": [0.8, 0.9], "eps": 1e-6, "per_head_muon": False, "adam_w_mode": False}
     made = build_optimizer(

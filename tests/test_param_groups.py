@@ -139,6 +139,16 @@ def test_options_that_cannot_be(kind: str, entry: dict[str, Any], message: str) 
     assert error.value.problems == (problem,)
 
 
+@pytest.mark.parametrize("entry", [{"match": "*.bias"}, {"match": "*.bias", "weight_decay": 0.0, "use_muon": True}])
+def test_muon_makes_its_own(entry: dict[str, Any]) -> None:
+    (problem,) = check_optimizer("Muon", {}, [entry])
+    assert problem.key == "optimizer.param_groups"
+    assert re.match(r"optimizer.param_groups: Muon has two groups.* Remove the key.*configure_optim", problem.message)
+    with pytest.raises(ConfigError) as error:
+        build_grouped("Muon", {}, [entry], named(Net(1)))
+    assert error.value.problems == (problem,)
+
+
 def test_uncorrected_adam_has_no_amsgrad_in_groups_either() -> None:
     (problem,) = check_optimizer("Adam", {"bias_correction": False}, [{"match": "*", "amsgrad": True}])
     assert problem.key == "optimizer.param_groups[0]"

@@ -182,7 +182,10 @@ def _read(
     kind: Kind, params: Mapping[str, Any] | None, entries: Sequence[Mapping[str, Any]], auto: bool
 ) -> tuple[list[Entry], list[Problem]]:
     """The entries with their options converted, and all that is wrong with them."""
-    found, problems = _entries("optimizer.param_groups", entries)
+    place = "optimizer.param_groups"
+    if kind.ungrouped:
+        return [], [Problem(place, f"{place}: {kind.ungrouped}")]
+    found, problems = _entries(place, entries)
     known = {key: reader for key, reader in kind.signature.readers.items() if key not in _ONCE}
     read: list[Entry] = []
     for entry in found:

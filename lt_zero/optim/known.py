@@ -17,6 +17,7 @@ from lt_zero.config.errors import ConfigError, Problem
 from lt_zero.optim.adam import UncorrectedAdam
 from lt_zero.optim.lamb import Lamb
 from lt_zero.optim.lion import Lion
+from lt_zero.optim.muon import Muon
 from lt_zero.optim.named import make_muon, muon_signature
 from lt_zero.optim.schedules import SCHEDULES
 from lt_zero.optim.values import (
@@ -43,12 +44,14 @@ class Kind:
         signature: what ``params`` may hold.
         make: from what is to be optimized (or scheduled) and checked parameters.
         is_own: lt_zero's or torch's, so that making one on trial is cheap and has no effects.
+        ungrouped: why ``optimizer.param_groups`` does not go with it, and the remedy; "": it does.
     """
 
     name: str
     signature: Signature
     make: Callable[[Any, dict[str, Any]], Any]
     is_own: bool = True
+    ungrouped: str = ""
 
 
 RATE = Number(0, example="1e-3")
@@ -76,6 +79,10 @@ _ADAM: Mapping[str, Reader] = {
     "fp32_optimizer_states": _FP32,
     "set_grad_none": flag,
 }
+_HALVES = (
+    "Muon has two groups, the matrices of hidden layers and all others. Remove the key: muon_lr and adam_lr in "
+    "optimizer.params are their rates. For other groups return lt_zero.optim.Muon from configure_optimizers."
+)
 _NO_AMSGRAD = Only(False, "Lamb has no such variant; write false, or remove it")
 _ONE_BIT = "freeze_step cuda_aware comm_backend_name var_freeze_step var_update_scaler local_step_scaler "
 _ONE_BIT += "local_step_clipper coeff_beta factor_max factor_min factor_threshold"
@@ -150,7 +157,7 @@ def optimizer_kind(name: Any) -> Kind:
         own = Signature.of(Lamb, OPTIMIZER_RULES)
         return Kind("Lamb", own.plus({"amsgrad": _NO_AMSGRAD}), _lamb)
     if low == "muon":
-        return Kind("Muon", muon_signature(OPTIMIZER_RULES), make_muon)
+        return Kind("Muon", muon_signature(OPTIMIZER_RULES), make_muon, ungrouped=_HALVES)
     if low in UNSUPPORTED:
         raise _wrong("optimizer", name, f"It is known, and not available yet. {UNSUPPORTED[low]}")
     cls = _torch_classes().get("SGD" if low == "sgd" else name)
@@ -159,6 +166,8 @@ def optimizer_kind(name: Any) -> Kind:
     if cls is None:
         known = ["Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "SGD", *_torch_classes()]
         raise _wrong("optimizer", name, _nearest(name, known) + " An import path (package.module.Class) is one, too.")
+    if cls is Muon:  # the path of ours; torch's is another
+        raise _wrong("optimizer", name, "It needs its parameters divided. Write Muon, which does that.")
     return _from_class("optimizer", cls, OPTIMIZER_RULES)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lt_zero.optim.muon import NS_METHODS, RATES, Muon
@@ -45,6 +46,12 @@ def make_muon(parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:
         options = {"muon_lr": rate, "adam_lr": rate, **options}
     groups = list(parameters)
     if not any(isinstance(group, dict) for group in groups):
-        halves = [(use, [p for p in groups if (p.dim() == 2) is use]) for use in (True, False)]
+        halves = [(use, [p for p in groups if (_tensor(p).dim() == 2) is use]) for use in (True, False)]
         groups = [{"params": members, "use_muon": use} for use, members in halves if members]
     return Muon(groups, **options)
+
+
+def _tensor(parameter: Any) -> Tensor:
+    """Torch takes parameters with their names, too."""
+    found: Tensor = parameter[1] if isinstance(parameter, tuple) else parameter
+    return found
