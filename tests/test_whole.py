@@ -233,8 +233,9 @@ def _lamb(model: nn.Module) -> Optimizer:
 def _kinds(folder: str) -> None:
     """Optimizers that need whole matrices, with states on the device, in host memory apart from it, and in files."""
     for make in (_adafactor, _lamb, lambda model: Muon(muon_groups(model), **_rates())):
-        for stage, device in ((2, "none"), (1, "cpu"), (3, "nvme")):
-            zero: dict[str, Any] = {**ALONG, "offload_optimizer": {"device": device, "nvme_path": folder}}
+        for stage, device in ((2, "none"), (1, "cpu"), (3, "nvme"), (0, "nvme")):
+            along = ALONG if stage else {}  # at stage 0 every rank has whole parameters
+            zero: dict[str, Any] = {**along, "offload_optimizer": {"device": device, "nvme_path": folder}}
             shelf._apart = device == "cpu"
             try:
                 check(Case(Odd, next_token_loss, stage, make, zero=zero, rtol=1e-3, atol=1e-3)).shelves.close()

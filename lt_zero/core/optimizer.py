@@ -44,7 +44,7 @@ class ShardedOptimizer:
     """
 
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
-        whole = engine.config.zero_optimization.shard_along == "parameter"
+        whole = engine.config.zero_optimization.shard_along == "parameter" or not engine.sharded_optim
         check_supported(optimizer, engine.sharded_optim or engine.shelves.optim is not None, whole)
         if engine.shelves.optim is not None:
             engine.shelves.require(engine.comm, states_per_element(optimizer))
