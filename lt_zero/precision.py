@@ -60,9 +60,7 @@ class ZeroPrecision(HalfPrecision):
             )
         super().__init__()
         self.engine: Engine | None = None
-        self.grad_norm: Tensor | None = (
-            None  # 0D, before clipping, of the last step with a norm: clipped by it, or checked
-        )
+        self.grad_norm: Tensor | None = None  # 0D, before clipping, of the last step that was clipped by it or checked
         self.device_type = "cpu"
         self._rules = _rules_of(scaler)
         self._norms: dict[str, Tensor] = {}
