@@ -44,6 +44,7 @@ class Case:
     sync_every: bool = False  # reduce on each micro-batch instead of the last one only
     rtol: float = 1e-5
     atol: float = 1e-6
+    activation_checkpointing: dict[str, Any] = field(default_factory=dict)
 
 
 def config_of(
@@ -93,7 +94,8 @@ def check(case: Case) -> Engine:
     torch.manual_seed(0)
     model = case.model()
     reference = copy.deepcopy(model)
-    engine = lt_zero.shard(model, config_of(case.stage, case.zero))
+    config = config_of(case.stage, case.zero, activation_checkpointing=case.activation_checkpointing)
+    engine = lt_zero.shard(model, config)
     optimizer, expected = make_optimizer(case, model), make_optimizer(case, reference)
     lt_zero.ShardedOptimizer(engine, optimizer)
     for step in range(case.steps):

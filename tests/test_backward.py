@@ -109,6 +109,36 @@ def test_gradient_penalty(pool: Pool, stage: int, zero: dict[str, Any]) -> None:
     pool.run(2, _penalty, stage, zero)
 
 
+class Force(Net):
+    """What it returns is, in part, a gradient that its forward took on the way; blocks are used again afterwards."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        (force,) = torch.autograd.grad(self.blocks[0](x).square().sum(), x, create_graph=True)
+        y = (x + force) * self.scale
+        for block in self.blocks:
+            y = block(y)
+        (force,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return self.head(y + force)
+
+
+def _penalty_first(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
+    return _penalty_loss(model, step, micro, rank) + model(torch.ones(2, WIDTH)).mean()  # forward while a graph waits
+
+
+def _gradient_inside(zero: dict[str, Any], mode: str) -> None:
+    keys: dict[str, Any] = {"zero": zero, "micro": 2, "steps": 2, "activation_checkpointing": {"mode": mode}}
+    check(Case(Force, next_token_loss, rtol=1e-3, atol=1e-5, **keys))  # rounding grows with each graph
+    engine = check(Case(Critic, _penalty_first, **keys))
+    assert all(not unit.resident for unit in engine.units), "nothing stays for a graph that was walked"
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("zero", [{}, RELEASE], ids=["keep", "release"])
+def test_graphs_of_gradients(pool: Pool, zero: dict[str, Any], mode: str) -> None:
+    pool.run(2, _gradient_inside, zero, mode)
+
+
 def _evaluations(stage: int, zero: dict[str, Any]) -> None:
     def evaluate(model: nn.Module, step: int) -> None:
         with torch.no_grad():

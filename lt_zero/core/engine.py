@@ -248,6 +248,8 @@ class Engine:
             unit.leases += 1
         if unit.sharded and unit.backward_needs_weights:
             self.gatherer.gather(unit)
+            if torch.is_grad_enabled():
+                self._keep_for_new_graph(unit)
             self.gatherer.visit(unit, backward=True)
 
     def unit_done(self, unit: Unit, call: Call) -> None:
@@ -266,6 +268,12 @@ class Engine:
                 self.reducer.mark_ready(bucket)
         if unit.leases == 0 and not self._keeps_for_next_use(unit):
             self.gatherer.release(unit)
+
+    def _keep_for_new_graph(self, unit: Unit) -> None:
+        """With create_graph the nodes of this backward save weights, and no hook sits in front of those nodes."""
+        for bucket in unit.sharded:
+            self.gatherer.pin_in_backward(bucket)
+            self.gatherer.pin(bucket)
 
     def _keeps_for_next_use(self, unit: Unit) -> bool:
         """Inside an accumulation window weights do not change; with create_graph the graph will be walked again."""
