@@ -139,6 +139,42 @@ def test_graphs_of_gradients(pool: Pool, zero: dict[str, Any], mode: str) -> Non
     pool.run(2, _gradient_inside, zero, mode)
 
 
+class Collecting(Block):
+    """Puts its output into a dict and a list that it is given, as caches work, and needs one object to stay one."""
+
+    def forward(self, x: Tensor, again: Tensor, state: dict[str, Any]) -> None:  # type: ignore[override]
+        assert x is again
+        state["x"] = x + self.mlp(x) + sum(state["all"])
+        state["all"].append(state["x"].mean(1, keepdim=True))
+
+
+class CollectingNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Collecting() for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) * self.scale
+        every: list[Tensor] = []
+        state: dict[str, Any] = {"x": x, "all": every}
+        for block in self.blocks:
+            block(state["x"], state["x"], state)
+        assert len(every) == 3
+        assert state["all"] is every
+        return self.head(state["x"] + every[0])
+
+
+def _collected(stage: int) -> None:
+    for mode in ("none", "full", "selective"):
+        block = {"mode": mode}
+        check(Case(CollectingNet, next_token_loss, stage, steps=1, zero=RELEASE, activation_checkpointing=block))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_a_module_puts_into_a_list_that_it_is_given(pool: Pool, stage: int) -> None:
+    pool.run(2, _collected, stage)
+
+
 def _evaluations(stage: int, zero: dict[str, Any]) -> None:
     def evaluate(model: nn.Module, step: int) -> None:
         with torch.no_grad():

@@ -141,7 +141,7 @@ class _Checkpointed:
         inputs = _Inputs(args, kwargs)
         if not inputs.need_grad and not any(p.requires_grad for p in self._module.parameters()):
             return self.__wrapped__(*args, **kwargs)  # frozen layers before the first that trains
-        run = _Run(self, inputs)
+        run = _Run(self, inputs, args, kwargs)
         contexts = selective.contexts if self._how.keeps_products else noop_context_fn
         store = self._how.store
         with saved_tensors_hooks(store.pack, store.unpack) if store is not None else nullcontext():
@@ -215,18 +215,19 @@ _NOTHING = torch.empty(0)
 class _Run:
     """What torch calls in forward and again in backward, with what its checkpoints do not restore."""
 
-    def __init__(self, forward: _Checkpointed, inputs: _Inputs) -> None:
+    def __init__(self, forward: _Checkpointed, inputs: _Inputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forward, self._inputs = forward, inputs
+        self._first: list[Any] = [args, kwargs]  # the caller's own lists and dicts: he sees what forward puts in there
         self._dtype = torch.get_default_dtype()  # precision plugins and islands set it around forward only
-        self._ran = False
 
     def __call__(self, *tensors: Tensor) -> Any:
-        args, kwargs = self._inputs.fill(tensors)
         forward = self._forward
-        if not self._ran:
-            self._ran = True
+        if self._first:
+            args, kwargs = self._first
+            self._first.clear()
             with forward._how.around(forward._name):
                 return forward.__wrapped__(*args, **kwargs)
+        args, kwargs = self._inputs.fill(tensors)
         dtype = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
         try:

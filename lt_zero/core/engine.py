@@ -176,20 +176,23 @@ class Engine:
         if not torch.is_grad_enabled():
             return None
         unit.awaited += 1
-        return hook_inputs(args, kwargs, lambda: self.unit_done(unit, call))
+        call.inputs = hook_inputs(args, kwargs, lambda: self.unit_done(unit, call))
+        return call.inputs.value
 
     def post_forward(self, unit: Unit, output: Any) -> None:
         if self.in_backward or in_running_backward():
             return
         call = unit.calls.pop() if unit.calls else Call()
         call.range.close()
+        put = call.inputs.write_back() if call.inputs is not None else []
+        call.inputs = None
         if torch.is_grad_enabled():
-            seen = (output, side_outputs(unit.module)) if unit.sharded else output
+            seen = (output, put, side_outputs(unit.module)) if unit.sharded else (output, put)
             hook_nodes(seen, lambda: self._pre_backward(unit, call))
         if not unit.sharded:
             return
         for bucket in unit.sharded:
-            if any(shares_storage(t, bucket.flat) for t in iter_tensors(output)):
+            if any(shares_storage(t, bucket.flat) for t in iter_tensors((output, put))):
                 self.gatherer.pin_in_backward(bucket)  # a weight, or a view of one, left the unit
                 self.gatherer.pin(bucket)
         if unit.calls:

@@ -20,7 +20,7 @@ from lt_zero.clock import NOTHING, Span
 from lt_zero.compat import view_base
 from lt_zero.core.bucket import Bucket, State
 from lt_zero.core.guard import is_guarded
-from lt_zero.core.walk import iter_tensors, map_tensors
+from lt_zero.core.walk import Copied, iter_tensors
 
 if TYPE_CHECKING:
     from lt_zero.core.engine import Engine
@@ -58,6 +58,7 @@ class Call:
 
     def __init__(self, range: Span = NOTHING) -> None:
         self.range = range  # in a profiler, while it runs
+        self.inputs: Copied | None = None  # what the module was given in place of its arguments, while it runs
         self.held = False
         self.done = False  # a backward came back to it
 
@@ -97,7 +98,7 @@ def shares_storage(tensor: Tensor, flat: Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
 
-def hook_inputs(args: Any, kwargs: Any, fn: Callable[[], None]) -> tuple[Any, Any]:
+def hook_inputs(args: Any, kwargs: Any, fn: Callable[[], None]) -> Copied:
     """The arguments with aliases in place of inputs that need a gradient; ``fn`` runs when those gradients are done.
 
     See Note [Aliases].
@@ -108,15 +109,15 @@ def hook_inputs(args: Any, kwargs: Any, fn: Callable[[], None]) -> tuple[Any, An
             return tensor
         return tensor.view_as(tensor)
 
-    args, kwargs = map_tensors(args, alias), map_tensors(kwargs, alias)
-    inputs = [t for t in iter_tensors((args, kwargs)) if t.requires_grad and not isinstance(t, Parameter)]
+    copied = Copied((args, kwargs), alias)
+    inputs = [t for t in iter_tensors(copied.value) if t.requires_grad and not isinstance(t, Parameter)]
     # A multi-grad hook refers to the nodes that hold it: the garbage collector sees such a cycle only once nothing else
     # holds the node, so that a model's graph would be freed by one layer per collection. One input needs none.
     if len(inputs) == 1:
         inputs[0].register_hook(lambda grad: fn())
     elif inputs:
         register_multi_grad_hook(inputs, lambda grads: fn(), mode="all")
-    return args, kwargs
+    return copied
 
 
 def hook_bare_parameters(root: nn.Module, owned: Container[int], fn: Callable[[], None]) -> list[Any]:

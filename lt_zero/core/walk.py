@@ -55,3 +55,51 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     if type(value) is dict:
         return {key: map_tensors(item, fn) for key, item in value.items()}
     return value
+
+
+class Copied:
+    """Arguments with other tensors in them. Lists and dicts are copies, so the caller's keep what they hold.
+
+    Args:
+        value: nested tuples, lists and dicts, as for ``map_tensors``.
+        fn: gives the tensor in place of one; asked once for each, so what was one object is one again.
+    """
+
+    def __init__(self, value: Any, fn: Callable[[Tensor], Tensor]) -> None:
+        self._fn = fn
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the first: it, and what is in its place
+        self._containers: list[tuple[Any, Any, Any]] = []  # the caller's, the copy, and what was in the copy
+        self.value = self._copy(value)
+
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensors.setdefault(id(value), (value, self._fn(value)))[1]
+        if type(value) is tuple:
+            return tuple(self._copy(item) for item in value)
+        if type(value) is list:
+            items = [self._copy(item) for item in value]
+            self._containers.append((value, items, list(items)))
+            return items
+        if type(value) is dict:
+            entries = {key: self._copy(item) for key, item in value.items()}
+            self._containers.append((value, entries, dict(entries)))
+            return entries
+        return value
+
+    def write_back(self) -> list[Any]:
+        """What a module has put into a list or dict, or taken out of it, its caller sees. Returns what was put in."""
+        given: dict[int, Any] = {id(new): old for old, new in self._tensors.values()}
+        given |= {id(copy): theirs for theirs, copy, _ in self._containers}
+        put: list[Any] = []
+        for theirs, copy, before in self._containers:
+            if isinstance(theirs, list):
+                if len(copy) == len(before) and all(a is b for a, b in zip(copy, before, strict=True)):
+                    continue
+                put += [item for item in copy if id(item) not in given]
+                theirs[:] = [given.get(id(item), item) for item in copy]
+            elif list(copy) != list(before) or any(copy[key] is not before[key] for key in copy):
+                put += [item for item in copy.values() if id(item) not in given]
+                entries = {key: given.get(id(item), item) for key, item in copy.items()}
+                theirs.clear()
+                theirs.update(entries)
+        return put
