@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import lt_zero
 from lt_zero.activation import stores
@@ -154,3 +155,25 @@ def _line() -> None:
 
 def test_the_line_at_the_start_tells_where_inputs_rest(pool: Pool) -> None:
     pool.run(1, _line)
+
+
+def _given_up(folder: Path) -> None:
+    path = folder / "used"
+    if dist.get_rank() == 1:
+        path = folder / "file"
+        path.touch()
+    with pytest.raises(SwapError, match="it is not a folder"):
+        lt_zero.shard(net(), config_of(3, activation_checkpointing={"nvme_path": path}))
+    dist.barrier()
+    assert not list((folder / "used").iterdir()), "the rank that had opened its files has none any more"
+
+
+def test_no_files_are_left_when_another_rank_has_none(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _given_up, tmp_path)
+    pool.run(1, _no_parameters)
+
+
+def _no_parameters() -> None:
+    model = nn.Sequential(nn.ReLU(), nn.ReLU())
+    lt_zero.shard(model, config_of(3, activation_checkpointing={"mode": "full", "modules": ["ReLU"]}))
+    assert model(torch.ones(2)).sum() == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -70,7 +71,7 @@ def install(engine: Engine) -> Installed | None:
     """
     config, comm, there = engine.config, engine.comm, installed(engine)
     block = config.activation_checkpointing
-    if there is not None or block.kind == "none":
+    if there is not None or block.kind == "none" or not engine.buckets:  # without parameters nothing trains
         return there
     if block.partition_activations and comm.rank == 0:
         warnings.warn(
@@ -79,12 +80,15 @@ def install(engine: Engine) -> Installed | None:
             stacklevel=2,
         )
     found, device = find_modules(engine.root, block), engine.buckets[0].flat.device
-    if block.nvme_path is None:
-        store = open_store(block, device, len(found.chosen))
-    else:
-        with together(comm, "the folder for saved inputs"):
+    store: Store | None = None
+    try:
+        with together(comm, "the folder for saved inputs") if block.nvme_path is not None else nullcontext():
             store = open_store(block, device, len(found.chosen), config.aio, comm.rank)
-    made = Installed(engine, found, store)
+        made = Installed(engine, found, store)
+    except BaseException:
+        if store is not None:
+            store.close()  # another rank has no folder: this one's would stay until the process ends
+        raise
     engine.handles.append(made)
     return made
 
