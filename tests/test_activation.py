@@ -191,6 +191,40 @@ def test_gradients_are_those_without(pool: Pool, stage: int) -> None:
     pool.run(2, _kinds, stage)
 
 
+class Remembering(nn.Module):
+    """Forward changes buffers that it reads, in place and by others, and draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("mean", torch.ones(WIDTH))
+        self.register_buffer("never", torch.ones(WIDTH))
+        self.mean: Tensor
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * x.detach().mean((0, 1))
+        return x + self.up(x * self.mean).tanh() * torch.rand(x.shape, generator=self.generator)
+
+
+@pytest.mark.filterwarnings("ignore:These keys do nothing here")
+def test_what_forward_remembers(pool: Pool) -> None:
+    pool.run(1, _remembered)
+
+
+def _remembered() -> None:
+    for backward in (Tensor.backward, _walked_twice):
+        for forwards in (1, 3):
+            compare(lambda: net(Remembering), 3, forwards, {}, forwards=forwards, backward=backward)
+    model = net(Remembering)
+    handle = apply(model, FULL)
+    next_token_loss(model, 0, 0, 0)
+    kept = {place[1] for block in model.blocks for place in vars(block)["forward"]._state.changing}
+    assert kept == {"mean", "_u", "_v"}, "what does not change is not copied at each forward"
+    handle.remove()
+
+
 def _low_precision(stage: int) -> None:
     def twice() -> nn.Module:
         return net(Attending, twice=True)

@@ -19,8 +19,8 @@ Note [torch.compile]
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +32,10 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lt_zero.activation import selective
 from lt_zero.activation.find import Found, find_modules
+from lt_zero.activation.state import State
 from lt_zero.activation.stores import Store
 from lt_zero.compat import compiled_module
 from lt_zero.config.activation import ActivationCheckpointing
-from lt_zero.core.islands import BATCH_NORMS
 from lt_zero.core.walk import map_tensors
 
 Around = Callable[[str], AbstractContextManager[Any]]
@@ -114,12 +114,12 @@ def apply(
 class _Checkpointed:
     """Stands in for the forward of one module. Without a ``__dict__``: what modules hold is searched for tensors."""
 
-    __slots__ = ("__wrapped__", "_active", "_how", "_module", "_name", "_norms", "_theirs")
+    __slots__ = ("__wrapped__", "_active", "_how", "_module", "_name", "_state", "_theirs")
 
     def __init__(self, name: str, module: nn.Module, how: How) -> None:
         self.__wrapped__: Callable[..., Any] = module.forward
         self._name, self._module, self._how, self._active = name, module, how, True
-        self._norms = [m for m in module.modules() if isinstance(m, BATCH_NORMS)]
+        self._state = State(module)
         self._theirs = vars(module).get("forward")  # what was set on the module itself, as torch.compile does
         vars(module)["forward"] = self
 
@@ -154,24 +154,6 @@ class _Checkpointed:
         if self._how.keeps_products:
             return checkpoint(run, *args, use_reentrant=False, context_fn=selective.traced_contexts)
         return checkpoint(run, *args, use_reentrant=False)
-
-    @contextmanager
-    def _again(self) -> Iterator[None]:
-        """Around a recomputation: statistics that forward has updated are not updated twice."""
-        before = [
-            (norm, name, buffer)
-            for norm in self._norms
-            if norm.training and norm.track_running_stats
-            for name, buffer in norm.named_buffers(recurse=False)
-        ]
-        for norm, name, buffer in before:
-            setattr(norm, name, buffer.clone())
-        try:
-            with self._how.recompute(self._name):
-                yield
-        finally:
-            for norm, name, buffer in before:
-                setattr(norm, name, buffer)
 
 
 class _Inputs:
@@ -218,6 +200,7 @@ class _Run:
     def __init__(self, forward: _Checkpointed, inputs: _Inputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forward, self._inputs = forward, inputs
         self._first: list[Any] = [args, kwargs]  # the caller's own lists and dicts: he sees what forward puts in there
+        self._state = forward._state.before_forward()
         self._dtype = torch.get_default_dtype()  # precision plugins and islands set it around forward only
 
     def __call__(self, *tensors: Tensor) -> Any:
@@ -226,12 +209,14 @@ class _Run:
             args, kwargs = self._first
             self._first.clear()
             with forward._how.around(forward._name):
-                return forward.__wrapped__(*args, **kwargs)
+                output = forward.__wrapped__(*args, **kwargs)
+            self._state.after_forward()
+            return output
         args, kwargs = self._inputs.fill(tensors)
         dtype = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
         try:
-            with forward._again():
+            with self._state.again(), forward._how.recompute(forward._name):
                 return forward.__wrapped__(*args, **kwargs)
         finally:
             torch.set_default_dtype(dtype)
