@@ -170,6 +170,9 @@ def _given_up(folder: Path) -> None:
 
 def test_no_files_are_left_when_another_rank_has_none(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _given_up, tmp_path)
+
+
+def test_a_model_without_parameters(pool: Pool) -> None:
     pool.run(1, _no_parameters)
 
 
