@@ -73,7 +73,9 @@ class Copied:
 
     def _copy(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._tensors.setdefault(id(value), (value, self._fn(value)))[1]
+            if id(value) not in self._tensors:
+                self._tensors[id(value)] = value, self._fn(value)
+            return self._tensors[id(value)][1]
         if type(value) is tuple:
             return tuple(self._copy(item) for item in value)
         if type(value) is list:
