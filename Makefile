@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench bench-ops bench-offload bench-checkpoint gpu docs clean
+.PHONY: help demo test test-slow lint bench bench-ops bench-offload bench-checkpoint bench-activation gpu docs clean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -35,6 +35,9 @@ bench-offload: $(STAMP) ## Measure a model of 400M parameters whose states rest 
 
 bench-checkpoint: $(STAMP) ## Measure saving and loading against torch.save, DCP and safetensors
 	$(BIN)/python benchmarks/checkpoint.py
+
+bench-activation: $(STAMP) ## Measure recomputing activations, and where saved inputs rest (5 minutes)
+	$(BIN)/python benchmarks/activation.py --rounds 5 --threads 2
 
 gpu: $(STAMP) ## On a machine with a GPU: build the CUDA kernels, test them against the CPU, measure them
 	$(BIN)/lt-zero ops build --cuda

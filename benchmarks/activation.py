@@ -132,9 +132,9 @@ def lines(cases: list[Case], args: argparse.Namespace, model: nn.Module) -> Iter
     numel = sum(p.numel() for p in model.parameters())
     yield f"# Recomputing activations: GPT of depth {args.depth}, width {args.width} ({numel / 1e6:.1f}M), fp32"
     yield ""
-    yield f"`python benchmarks/activation.py --depth {args.depth} --width {args.width} --device {args.device}`, "
-    yield f"torch {torch.__version__}, {platform.processor() or platform.machine()}, {torch.get_num_threads()} "
-    yield f"thread(s); {args.rounds} rounds of {args.steps} steps, cases in turns."
+    how = {name: getattr(args, name) for name in ("depth", "width", "rounds", "steps", "threads", "device")}
+    yield f"`python benchmarks/activation.py {' '.join(f'--{name} {value}' for name, value in how.items())}`,"
+    yield f"torch {torch.__version__}, {platform.processor() or platform.machine()}; medians, cases in turns."
     yield ""
     yield "| | ms per step | x none | min-max | MB after forward | MB at most | gradients |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
