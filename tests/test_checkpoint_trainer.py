@@ -53,7 +53,7 @@ def _top(folder: str, stage: int) -> None:
     same(copied(trainer.strategy.full_state_dict()), seen)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_best_and_last(pool: Pool, tmp_path: Path, stage: int) -> None:
     pool.run(2, _top, str(tmp_path), stage)
 

@@ -69,7 +69,7 @@ def test_torchrun(expected: float) -> None:
     assert [(r["rank"], r["sum"]) for r in results] == [(0, expected), (1, expected)]
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "fork", "name"])
+@pytest.mark.parametrize("start_method", ["spawn", "fork", pytest.param("name", marks=pytest.mark.slow)])
 def test_multiprocessing(expected: float, start_method: str) -> None:
     """The parent process ends up with the whole trained model."""
     results = _results(_run([sys.executable, SCRIPT, start_method], _environment()))

@@ -160,7 +160,7 @@ def _host(optimizer: str, dtype: torch.dtype | None) -> None:
                 assert torch.equal(before[name], (value * 0.5).to(before[name].dtype)) or dtype is not None
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("optimizer", ["AdamW", pytest.param("SGD", marks=pytest.mark.slow)])
 def test_host_memory_apart_from_the_device(pool: Pool, optimizer: str) -> None:
     for world in (1, 2, 3):
         pool.run(world, _host, optimizer, None)

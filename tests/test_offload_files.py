@@ -578,6 +578,7 @@ def test_closing_at_exit_gives_up_what_waits(tmp_path: Path, monkeypatch: pytest
     pool.close()
 
 
+@pytest.mark.slow
 def test_a_process_that_set_its_threads_first_keeps_them(tmp_path: Path) -> None:
     """In a process of its own: torch takes a number of threads over when it is first used."""
     script = (

@@ -146,7 +146,7 @@ def _beside_forward(path: str | None, apart: bool, dtype: torch.dtype | None) ->
                 engine.shelves.close()
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("where", WHERE)
 def test_beside_the_next_forward(pool: Pool, tmp_path: Path, where: str, world: int) -> None:
     files, apart = WHERE[where]
