@@ -3,26 +3,30 @@
 Note [Who says it]
     A value that only the configuration has is given to the Trainer before the run, and shown in a table. A Trainer
     cannot tell whether the user wrote its default (one micro-batch per step, no clipping), so a default contradicts
-    nothing. Batches are looked at as they come: data loaders are built by Lightning, once.
+    nothing. Batches are looked at as they come: data loaders are built by Lightning, once. What two of the three keys
+    about batches say of the third holds, too: accumulation is given to the Trainer, a micro-batch only shown.
 """
 
 from __future__ import annotations
 
+import operator
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from rich.console import Console
-from rich.table import Table
 from torch.optim import Optimizer
 
 from lt_zero.batches import sizes_of
 from lt_zero.config import ZeroConfig
 from lt_zero.config.auto import Facts, Resolution, resolve, resolve_batch
-from lt_zero.config.errors import ConfigError, Problem
+from lt_zero.config.errors import ConfigError, Mark, Path, Problem, path_of
 from lt_zero.config.load import ConfigWarning
+from lt_zero.config.tree import Tree
 from lt_zero.core.comm import Comm
 from lt_zero.core.hidden import hidden_size
 from lt_zero.hparams import find_value
@@ -36,15 +40,33 @@ _HOOK = "configure_optimizers"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 
+class _Lent:
+    """``configure_optimizers`` of a module; a copy of the module has its own."""
+
+    def __init__(self, theirs: Any, ours: Callable[[], Any]) -> None:
+        self._theirs, self.__wrapped__ = theirs, ours  # Lightning looks there at the code of what is overridden
+
+    def __call__(self) -> Any:
+        return self.__wrapped__()
+
+    def __reduce__(self) -> Any:
+        return operator.getitem, ((self._theirs,), 0)
+
+
 class Reconciler:
     """Holds the configuration of one strategy, and what of it is resolved.
+
+    Args:
+        config: as it was given.
+        marks: where its values were written.
 
     Attributes:
         config: as far as it is resolved now.
     """
 
-    def __init__(self, config: ZeroConfig) -> None:
+    def __init__(self, config: ZeroConfig, marks: Mapping[Path, Mark] | None = None) -> None:
         self.config = self._given = config  # "auto" is resolved anew for each fit: for its module, Trainer and data
+        self._written = Tree({}, dict(marks or {}))
         self._lent: pl.LightningModule | None = None  # has our configure_optimizers
         self._theirs: Any = None  # what was set on the module itself, as LightningCLI does
         self._seen, self._steps = False, 1
@@ -65,21 +87,17 @@ class Reconciler:
             self._theirs is not None or type(module).configure_optimizers is not pl.LightningModule.configure_optimizers
         )
         if self.config.optimizer is not None and own:
-            raise ConfigError(
-                [
-                    Problem(
-                        "optimizer",
-                        f"optimizer.type={self.config.optimizer.type!r} is configured, and "
-                        f"{type(module).__name__}.configure_optimizers makes optimizers, too. Remove one of them "
-                        "(override the key with optimizer=null to keep the module's).",
-                    )
-                ]
+            text = (
+                f"optimizer.type={self.config.optimizer.type!r} is configured, and {type(module).__name__}."
+                "configure_optimizers makes optimizers, too. Remove one of them (override the key with optimizer=null "
+                "to keep the module's)."
             )
+            raise ConfigError([Problem("optimizer", text, self._written.mark(("optimizer",)))])
         theirs = getattr(module, _HOOK)
         if self.config.optimizer is not None:
-            setattr(module, _HOOK, lambda: self._configured(module))
+            setattr(module, _HOOK, _Lent(theirs, lambda: self._configured(module)))
         elif own:
-            setattr(module, _HOOK, lambda: self._scheduled(theirs()))
+            setattr(module, _HOOK, _Lent(theirs, lambda: self._scheduled(theirs())))
         else:
             return  # Lightning says that there is no optimizer
         self._lent = module
@@ -105,16 +123,19 @@ class Reconciler:
             ConfigError: they contradict each other, or nothing resolves an "auto".
         """
         self._seen, config = False, self._given
-        with together(comm):
+        with together(comm), self._placed():
             problems: list[Problem] = []
+            derived = _derived(config, comm.world)
             told = [
-                *_agree_on_accumulation(config, trainer, module, problems),
+                *_agree_on_accumulation(config, trainer, module, derived, problems),
                 *_agree_on_clipping(config, trainer, module, problems),
             ]
             if problems:
                 raise ConfigError(problems)
             steps, limit = trainer.accumulate_grad_batches, trainer.gradient_clip_val
             self._steps = steps
+            if derived is not None:
+                config = config.model_copy(update={"gradient_accumulation_steps": derived.value})
             facts = Facts(
                 accumulation=steps,
                 clipping=float(limit or 0.0),
@@ -126,6 +147,8 @@ class Reconciler:
             micro = config.train_micro_batch_size_per_gpu
             if micro is not None:
                 _check_batch(config, micro, steps, comm.world, "is configured")
+            elif config.train_batch_size is not None:
+                told += _micro_batch(config, steps, comm.world)
         check_same(config, comm)
         self.config = config
         if show:
@@ -135,6 +158,15 @@ class Reconciler:
                 call = "step(metric) after each epoch" if config.scheduler.type == PLATEAU else "step() after each step"
                 warnings.warn(f"{text}self.lr_schedulers().{call}.", ConfigWarning, stacklevel=2)
         return config
+
+    @contextmanager
+    def _placed(self) -> Generator[None]:
+        """What is wrong is said with the place where it was written."""
+        try:
+            yield
+        except ConfigError as error:
+            marked = [replace(p, mark=p.mark or self._written.mark(path_of(p.key))) for p in error.problems]
+            raise ConfigError(marked) from error.__cause__
 
     # ---- in a run ----------------------------------------------------------------------------------------------
 
@@ -156,7 +188,7 @@ class Reconciler:
             return self.config
         self._seen = True
         size, world = _size(batch), comm.world
-        with together(comm):
+        with together(comm), self._placed():
             if size is not None:
                 _check_batch(self.config, size, self._steps, world, "is the size of the first batch")
         if size is None:
@@ -222,26 +254,60 @@ def _division(groups: Sequence[Mapping[str, Any]]) -> list[Resolution]:
 
 
 def show_table(found: Sequence[Resolution], console: Console | None = None) -> None:
-    """Print what was resolved, if something was."""
-    if not found:
-        return
-    table = Table(title="Configuration")
-    table.add_column("key", no_wrap=True)
-    for column in ("value", "from"):
-        table.add_column(column, overflow="fold")
-    for entry in found:
-        table.add_row(entry.key, str(entry.value), entry.source)
-    (console or Console()).print(table)
+    """Print what was resolved, if something was: a line each, which neither pipes nor narrow terminals cut."""
+    width = max((len(entry.key) for entry in found), default=0)
+    lines = [f"  {entry.key.ljust(width)}  {entry.value}  ({entry.source})" for entry in found]
+    if lines:
+        text = "\n".join(["Configuration:", *lines])
+        (console or Console()).print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _derived(config: ZeroConfig, world: int) -> Resolution | None:
+    """The accumulation where only sizes of batches are written, as in DeepSpeed; None where it is not so.
+
+    Raises:
+        ConfigError: there is none for this number of ranks.
+    """
+    total, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    if config.gradient_accumulation_steps is not None or total is None or micro is None:
+        return None
+    if total % (micro * world):
+        text = (
+            f"train_batch_size={total} is not a multiple of train_micro_batch_size_per_gpu * ranks = {micro} * {world} "
+            f"= {micro * world}, so no number of micro-batches per step makes it. Change one of them, or remove "
+            "train_batch_size."
+        )
+        raise ConfigError([Problem("train_batch_size", text)])
+    source = f"train_batch_size: {total} / ({micro} * {world} ranks)"
+    return Resolution("Trainer.accumulate_grad_batches, was 1", total // (micro * world), source)
+
+
+def _micro_batch(config: ZeroConfig, steps: int, world: int) -> list[Resolution]:
+    """The micro-batch that ``train_batch_size`` alone leaves; the first batch is compared with it."""
+    total = config.train_batch_size
+    assert total is not None
+    if total % (steps * world):
+        text = (
+            f"train_batch_size={total} is not a multiple of accumulation * ranks = {steps} * {world} = {steps * world},"
+            " so no micro-batch makes it. Change one of them, or remove the key."
+        )
+        raise ConfigError([Problem("train_batch_size", text)])
+    size = total // (steps * world)
+    return [Resolution("batch_size of the data loader", size, f"train_batch_size: {total} / ({steps} * {world} ranks)")]
 
 
 def _agree_on_accumulation(
-    config: ZeroConfig, trainer: pl.Trainer, module: pl.LightningModule, problems: list[Problem]
+    config: ZeroConfig,
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    derived: Resolution | None,
+    problems: list[Problem],
 ) -> list[Resolution]:
-    key, wanted, has = (
-        "gradient_accumulation_steps",
-        config.gradient_accumulation_steps,
-        trainer.accumulate_grad_batches,
-    )
+    key, wanted = "gradient_accumulation_steps", config.gradient_accumulation_steps
+    has, said = trainer.accumulate_grad_batches, f"{key}={wanted}"
+    if derived is not None and has == 1:  # if it is not, the sizes are compared with it
+        key, wanted = "train_batch_size", derived.value
+        said = f"{derived.source} = {wanted} micro-batches per step"
     if wanted is None or wanted == has:
         return []
     reason = None
@@ -252,10 +318,10 @@ def _agree_on_accumulation(
     elif any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         reason = "the Trainer has a GradientAccumulationScheduler, which decides it. Remove the key"
     if reason is not None:
-        problems.append(Problem(key, f"{key}={wanted}, but {reason}."))
+        problems.append(Problem(key, f"{said}, but {reason}."))
         return []
     trainer.accumulate_grad_batches = wanted
-    return [Resolution(f"Trainer.accumulate_grad_batches, was {has}", wanted, key)]
+    return [derived or Resolution("Trainer.accumulate_grad_batches, was 1", wanted, key)]
 
 
 def _agree_on_clipping(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -15,7 +14,7 @@ from lt_zero.compat import DispatchMode
 from lt_zero.core import shelf
 from lt_zero.offload import reuse
 from tests.models import tokens
-from tests.reach_engine import Config, Lab, backward, engine_of
+from tests.reach_engine import Config, Lab, engine_of
 
 
 class Operators(DispatchMode):
@@ -45,14 +44,6 @@ def checkpointed(lab: Lab, config: Config) -> Any:
     """Names of the modules."""
     found = installed(engine_of(lab, config))
     return [name for name, _ in found.found.chosen] if found else []
-
-
-def told(lab: Lab, config: Config) -> Any:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        backward(engine_of(lab, config))
-    text = "no tensor- or sequence-parallel group"
-    return [text for entry in caught if text in str(entry.message)]
 
 
 def _stored(lab: Lab, config: Config) -> Any:

@@ -23,9 +23,9 @@ import lt_zero
 from lt_zero import ZeroConfig, ZeroStrategy
 from lt_zero.checkpoint.open import open_source
 from lt_zero.config.errors import ConfigError
+from lt_zero.core.comm import Comm
 from lt_zero.core.fused import FusedAdam
-from lt_zero.core.gate import LossScaleError
-from lt_zero.core.sequence import SequenceCheck
+from lt_zero.core.gate import LossScaleError, NonFiniteError
 from lt_zero.persistence import Persistence
 from tests.lightning_tools import QUIET, torchrun_env
 from tests.reach_engine import Config, Lab, nested, short
@@ -107,7 +107,7 @@ def fit(lab: Lab, config: Config, module: Module | None = None, resume: str | No
         error = None
         try:
             trainer.fit(module, ckpt_path=resume, weights_only=False)
-        except (ConfigError, LossScaleError, Enough, MemoryError) as problem:
+        except (ConfigError, LossScaleError, NonFiniteError, Enough, MemoryError) as problem:
             error = problem
     return Run(trainer, module, text.getvalue(), error, [str(warning.message) for warning in told])
 
@@ -261,12 +261,8 @@ def _sent(config: dict[str, Any], grad: float) -> dict[str, Any]:
 
     model = nn.Linear(64, 4, bias=False)
     engine = lt_zero.shard(model, ZeroConfig.of(config))
-    compared: list[str] = []
-    with (
-        noting("all_to_all_single", 1),
-        noting("all_reduce", 0),
-        mock.patch.object(SequenceCheck, "compare", lambda self, operation, *_: compared.append(operation)),
-    ):
+    compared: list[bool] = []
+    with noting("all_to_all_single", 1), noting("all_reduce", 0), _noting_reductions(compared):
         factor = grad * (1 + 2 * dist.get_rank())
         model(torch.full((1, 64), factor)).sum().backward()
     (bucket,) = [b for b in engine.buckets if b.params]
@@ -286,15 +282,21 @@ def sent(*fields: str, grad: float = 1.0) -> Look:
     return look
 
 
+def _noting_reductions(agreed: list[bool]) -> Any:
+    """Notes reductions that ranks agree upon before they launch them."""
+    agree = Comm._agree
+
+    def look(self: Comm, launch: Any) -> None:
+        if launch.channel == "reduction":
+            agreed.append(True)
+        agree(self, launch)
+
+    return mock.patch.object(Comm, "_agree", look)
+
+
 def _compared(config: dict[str, Any]) -> int:
-    seen: list[str] = []
-    compare = SequenceCheck.compare
-
-    def look(self: SequenceCheck, operation: str, *args: Any) -> None:
-        seen.append(operation)
-        compare(self, operation, *args)
-
-    with mock.patch.object(SequenceCheck, "compare", look), mock.patch.dict("os.environ", torchrun_env()):
+    seen: list[bool] = []
+    with _noting_reductions(seen), mock.patch.dict("os.environ", torchrun_env()):
         fit(Lab(Path(), None), config, devices=2, max_steps=1)  # type: ignore[arg-type]
     return bool(seen)
 

@@ -19,7 +19,7 @@ from lt_zero.config.errors import ConfigError
 from lt_zero.config.load import load, plain
 from lt_zero.config.show import json_schema, resolved, to_yaml
 
-BASES = [json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "configs").glob("*.json"))]
+BASES = [json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "configs").glob("hf_*.json"))]
 KEYS = [entry.key for entry in entries() if "<" not in entry.key] + [
     row.key.replace(".**", ".enabled") for row in table.rows() if row.key[0].isalpha() and "*" not in row.key[:-3]
 ]

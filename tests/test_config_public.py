@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lt_zero import ZeroStrategy
+from lt_zero.activation.install import installed
 from lt_zero.config.errors import ConfigError
 from lt_zero.config.load import Loaded, examine
 from tests.lightning_tools import QUIET
@@ -24,20 +25,17 @@ SHARED = Path(os.environ.get("LT_ZERO_SHARED", Path(__file__).parents[2] / "shar
 PUBLIC = SHARED / "ds_configs"
 FILES = sorted(path for path in PUBLIC.glob("*") if path.suffix != ".tsv") if PUBLIC.exists() else []
 
-OFFLOAD = "zero_optimization.offload_param.device"
 # Keys that are wrong in each file, by the beginning of its name; "" is about the whole file. The others are right.
 WRONG: dict[str, set[str]] = {
     "120205690": {"int8"},
     "BarryZ001": {"disable_fused_adam"},
     "CZtheHusky": {""},  # a comma is missing
-    "CarperAI": {OFFLOAD},  # below stage 3
     "Fahad-Touseef": {"tensor_parallel"},
     "JiwenJ": {"zero_optimization.zero_hpz_partition_size"},
     "KtechB": {""},  # a Markdown fence
     "ND-SAFA": {f"zero_optimization.offload_{what}.nvme_path" for what in ("optimizer", "param")},  # a raw device
     "OptimalScale": {"deepspeed_config"},  # of accelerate
     "THUDM__GLM__ds_onebit": {"optimizer.type"},
-    "TUM-DI": {"optimizer.params.freeze_step"},
     "axolotl": {"compile"},
     "bigscience": {"curriculum_learning"},
     "huggingface__transformers": {"zero_optimization.reduce_bucket_size"},  # 0
@@ -48,7 +46,38 @@ WRONG: dict[str, set[str]] = {
     "microsoft__DeepSpeedExamples__ds_zero_stage_2_config_curriculum": {""},  # placeholders
     "microsoft__DeepSpeedExamples__onebit": {"optimizer.type"},
     "microsoft__DeepSpeedExamples__test": {"quantize_training"},
-    "microsoft__DeepSpeed__hybrid": {OFFLOAD},
+}
+Z, A = "zero_optimization.", "activation_checkpointing."
+# Files written here, each with an oddity of real ones: keys that are wrong, and some of those that are told.
+ODD: dict[str, tuple[set[str], set[str]]] = {
+    "accelerate_stage2_param_offload.json": (set(), {Z + "offload_param.device", Z + "offload_param.pin_memory"}),
+    "adam_with_leftovers.json": (set(), {"optimizer.params.freeze_step", "optimizer.params.comm_backend_name"}),
+    "batches_that_cannot_be.json": ({"train_batch_size"}, set()),
+    "braceless.hjson": ({""}, set()),
+    "compiled.json": ({"compile", "tensor_parallel", "gradient_compression", "aio.use_gds"}, set()),
+    "deepcompile_off.json": (set(), set()),
+    "everything_one_level_up.json": (
+        {"cuda_visible_devices", "num_train_epochs", "dataloader_num_workers", "seed"}
+        | {"optimizer.lr", "optimizer.eps"},
+        set(),
+    ),
+    "hf_names_by_mistake.json": (set(), {"per_device_train_batch_size", "max_grad_norm"}),
+    "megatron_activation.json": (
+        set(),
+        {Z + "contiguous_gradients", *(A + n for n in ("partition_activations", "cpu_checkpointing"))},
+    ),
+    "monitors_without_a_switch.json": (set(), {"tensorboard.output_path", "flops_profiler.profile_step"}),
+    "one_bit_adam.json": ({"optimizer.type"}, {"optimizer.params.freeze_step"}),
+    "placeholders.json": ({""}, set()),
+    "prescaled_lamb.json": (set(), {"gradient_predivide_factor"}),
+    "switched_off_blocks.json": (
+        set(),
+        {Z + "offload_optimizer.pin_memory", Z + "offload_optimizer.fast_init", "bf16.immediate_grad_update"}
+        | {Z + "stage3_prefetch_bucket_size"},
+    ),
+    "tokenizer_block.json": ({"tokenizer"}, set()),
+    "trailing_max_grad_norm.json": (set(), {"optimizer.params.max_grad_norm", "fp32_allreduce", Z + "cpu_offload", ""}),
+    "zero_infinity_at_stage_2.yaml": (set(), {Z + "offload_param.nvme_path", "aio.block_size"}),
 }
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -114,6 +143,8 @@ def train(path: Path, root: Path, *overrides: str) -> ZeroStrategy:
     micro, total = loaded.config.train_micro_batch_size_per_gpu, loaded.config.train_batch_size
     steps = loaded.config.gradient_accumulation_steps or 1
     fits = total is None or micro is None or total == micro * steps
+    if not fits and loaded.config.gradient_accumulation_steps is None:
+        fits = total <= 8 * micro  # it is derived for one rank
     batch = micro or (total // steps if total else 4)
     auto = [] if fits else ["train_batch_size=auto"]
     strategy = ZeroStrategy(config=path, overrides=[*overrides, *auto])
@@ -131,6 +162,37 @@ def train(path: Path, root: Path, *overrides: str) -> ZeroStrategy:
     assert moved or skipped > 5, "weights moved unless fp16 overflowed all the time"
     assert all(torch.isfinite(value).all() for value in after.values())
     return strategy
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_files(name: str) -> None:
+    wrong, told = ODD[name]
+    found, loaded = problems(OWN / name)
+    assert found == wrong
+    if loaded is not None:
+        assert told <= {notice.key for notice in loaded.notices}
+        exact = name in ("switched_off_blocks.json", "prescaled_lamb.json", "deepcompile_off.json")
+        assert not exact or told == {notice.key for notice in loaded.notices}, "what is switched off is no news"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in ("megatron_activation.json", "prescaled_lamb.json", "deepcompile_off.json")
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name, (wrong, _) in ODD.items()
+        if not wrong
+    ],
+)
+def test_odd_files_train(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    strategy = train(OWN / name, tmp_path)
+    assert installed(strategy.engine) is None, "no key but the mode switches recomputation on"
+    if name in ("megatron_activation.json", "prescaled_lamb.json"):
+        assert strategy.config.gradient_accumulation_steps == 4
+    if name == "deepcompile_off.json":
+        assert all(len(bucket.params) == 1 for bucket in strategy.engine.buckets)
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if not expected(p)], ids=lambda path: path.name[:40])

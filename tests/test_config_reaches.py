@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from lt_zero import ZeroConfig
 from lt_zero.config import catalog
-from lt_zero.config.errors import ConfigError
+from lt_zero.config.load import examine
 from tests import reach_activation as a
 from tests import reach_breakdown as b
 from tests import reach_engine as e
@@ -47,7 +46,6 @@ NVME_PARAM = {
     Z + "stage3_max_reuse_distance": 0,
     PARAM + "device": "nvme",
     PARAM + "nvme_path": "{folder}/a",
-    PARAM + "max_in_cpu": 0,
 }
 SMALL = {"fp16.initial_scale_power": 0, "fp16.hysteresis": 1, **FP16}
 KEPT = {"data_types.buffer_dtype": "bf16", **BF16}
@@ -105,6 +103,7 @@ PROBES: dict[str, Probe] = {
         {"fp16.initial_scale_power": 4, **FP16},
     ),
     "on_min_scale": Probe(t.overflowing(t.outcome, 1, 2, 3), "warn", "LossScaleError", 1, SMALL),
+    "on_nonfinite": Probe(t.overflowing(t.outcome, 1), "raise", 1, "NonFiniteError"),
     "fp16.raise_error_at_min_scale": Probe(t.overflowing(t.outcome, 1, 2, 3), False, "LossScaleError", 0, SMALL),
     "bf16.check_grad_overflow": Probe(
         t.overflowing(lambda r: r.strategy.precision_plugin.skipped_steps, 1), False, 1, 0, BF16
@@ -206,14 +205,13 @@ PROBES: dict[str, Probe] = {
     PARAM + "buffer_count": Probe(e.ahead, 3, 5, 3, NVME_PARAM),
     PARAM + "buffer_size": Probe(e.ahead, 800, 5, 1, NVME_PARAM),
     PARAM + "max_in_cpu": Probe(
-        f.resting, 1000, [0, 0], [0, 6], {**S3, PARAM + "device": "nvme", PARAM + "nvme_path": "{folder}/a"}
+        f.resting, 1000, [0, 8], [0, 6], {**S3, PARAM + "device": "nvme", PARAM + "nvme_path": "{folder}/a"}
     ),
     "aio.block_size": Probe(f.requests, 8192, [1], [8], NVME),
     "aio.queue_depth": Probe(f.in_flight, 2, 4, 2, NVME),
     "aio.intra_op_parallelism": Probe(f.in_flight, 3, 4, 3, NVME),
     "aio.single_submit": Probe(f.in_flight, True, 4, 1, NVME),
     "aio.overlap_events": Probe(f.in_flight, False, 4, 1, NVME),
-    "aio.use_gds": Probe(e.refusal, True, [], ["aio.use_gds"]),
     "aio.checksum": Probe(f.damage, True, "taken as it is", "found", NVME),
     # dtypes
     "fp16.enabled": Probe(e.weights, True, {"float32"}, {"float16"}),
@@ -267,7 +265,6 @@ PROBES: dict[str, Probe] = {
     A + "number_checkpoints": Probe(a.slots, 7, 3, 7, {**FULL, A + "contiguous_memory_optimization": True}),
     A + "synchronize_checkpoint_boundary": Probe(a.waits, True, 0, 12, FULL),
     A + "profile": Probe(a.timed, True, [], BLOCKS, FULL),
-    A + "partition_activations": Probe(a.told, True, [], ["no tensor- or sequence-parallel group"], FULL),
     # loggers
     "csv_monitor.enabled": Probe(log.loggers, True, [], [("CSVLogger", "DeepSpeedJobName/version_0")]),
     "csv_monitor.output_path": Probe(
@@ -320,20 +317,14 @@ PROBES: dict[str, Probe] = {
             ("mode", "mode", "create"),
         )
     },
-    # what is not there yet says so
-    "gradient_compression.algorithm": Probe(e.refusal, "topk", [], ["gradient_compression.algorithm"]),
-    "communication.topology": Probe(e.refusal, 3, [], ["communication.topology"]),
-    "communication.slow_node_tolerance": Probe(e.refusal, 0.1, [], ["communication.slow_node_tolerance"]),
 }
 
-# Documented as accepted without a choice: (value that is not the default, other keys).
+# One value is what is done in any case: (the other value, of which this is said, and other keys).
 WITHOUT_CHOICE: dict[str, tuple[Any, Config]] = {
     Z + "contiguous_gradients": (False, S3),
-    OPTIM + "fast_init": (True, {**S3, **NVME}),
+    OPTIM + "fast_init": (False, {**S3, **NVME}),
     "bf16.immediate_grad_update": (False, BF16),
-    "gradient_compression.topk_ratio": (0.5, {}),
-    "gradient_compression.huffman_coding": (True, {}),
-    "gradient_compression.hierarchical_compress": (True, {}),
+    A + "partition_activations": (True, FULL),
 }
 
 
@@ -368,14 +359,11 @@ def test_value_reaches_its_code(key: str, lab: Lab) -> None:
 @pytest.mark.parametrize("key", WITHOUT_CHOICE)
 def test_key_without_a_choice(key: str, lab: Lab) -> None:
     value, base = WITHOUT_CHOICE[key]
-    configs = (base, {**base, key: value})
+    configs = ({**base, key: not value}, {**base, key: value})
+    told = [{n.key for n in examine(nested(config, Path())).notices if n.kind == "inactive"} for config in configs]
+    assert key in told[1]
+    assert key not in told[0]
     was, now = (e.trained(place, config) for place, config in zip(looks(lab, *configs), configs, strict=True))
     assert was.keys() == now.keys()
     for name in was:
         assert torch.equal(was[name], now[name]), name
-
-
-@pytest.mark.parametrize("key", [key for key in WITHOUT_CHOICE if key.startswith("gradient_compression")])
-def test_compression_is_refused_whatever_its_details(key: str) -> None:
-    with pytest.raises(ConfigError, match=r"gradient_compression.algorithm='2bit' is not available yet. Remove"):
-        ZeroConfig.of(nested({"gradient_compression.algorithm": "2bit", key: WITHOUT_CHOICE[key][0]}, Path()))

@@ -43,6 +43,33 @@ def test_secrets_are_not_shown(config: dict[str, Any], monkeypatch: pytest.Monke
     assert not [text for text in said if "hunter2" in text]
 
 
+NAMES = "token hf_token HF_TOKEN authToken accesstoken api_key apiKey WANDB_API_KEY api-key db_password passwd "
+NAMES += "client_secret aws_secret_access_key access_key private_key credentials"
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_names_of_secrets(name: str) -> None:
+    assert (name,) in examine({name: SECRET}).secret
+    assert ("block", name) in examine({"block": {name: SECRET}}).secret
+    if "token" not in name.lower():
+        assert (name, "inner") in examine({name: {"inner": SECRET}}).secret
+    with pytest.raises(ConfigError) as caught:
+        examine(f'{{"{name}": hunter2}}')
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer", "tokenizer_config", "token_dropping", "tokens", "max_tokens", "key", "monkey"]
+)
+def test_names_of_blocks_that_are_no_secrets(name: str) -> None:
+    loaded = examine({name: {"path": "gpt2-medium", "length": 512}})
+    assert loaded.secret == frozenset()
+    assert {value for _, value, _, _ in verdicts(loaded)} == {"gpt2-medium", "512"}
+    assert ("max_tokens",) not in examine({"max_tokens": 512}).secret
+    with pytest.raises(ConfigError, match="gpt2-medium"):
+        examine('{"tokenizer": gpt2-medium}')
+
+
 def test_short_ones_leave_messages_readable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LT_ZERO_TEST_SECRET", "4")
     with pytest.raises(

@@ -25,6 +25,7 @@ Z = "zero_optimization."
 # Keys that DeepSpeed does not know, or knew long ago, and that files have all the same.
 WILD = {
     "activation_checkpointing.partitioned_activations",
+    "accumulate_grad_batches",
     "bf16.check_overflow",
     "bf16.consecutive_hysteresis",
     "bf16.hysteresis",
@@ -34,11 +35,20 @@ WILD = {
     "bf16.min_loss_scale",
     "comms_config.**",
     "compile.disable",
+    "cuda_visible_devices",
+    "dataloader_num_workers",
+    "dataloader_pin_memory",
     "disable_fused_adam",
     "drop_last",
+    "gradient_clip_val",
     "int8.**",
     "low_cpu_mem_usage",
+    "max_grad_norm",
+    "max_steps",
     "monitor_config.**",
+    "num_train_epochs",
+    "per_device_train_batch_size",
+    "seed",
     *(f"monitor_config.{name}.**" for name in ("csv_monitor", "tensorboard", "wandb", "comet")),
     "veloc_config.**",
     *(f"wandb.{name}" for name in ("group_name", "team_name", "project_name", "host_name")),
@@ -215,7 +225,7 @@ def test_one_spelling_of_two_keys() -> None:
         ("pipeline.stages", "pipeline.**", "no_effect"),
         ("pipeline.activation_checkpoint_interval", "pipeline.activation_checkpoint_interval", "unsupported"),
         ("gradient_compression.algorithm", "gradient_compression.**", "later"),
-        ("optimizer.params.freeze_step", "optimizer.params.freeze_step", "later"),
+        ("optimizer.params.freeze_step", "optimizer.params.freeze_step", "no_effect"),
     ],
 )
 def test_the_most_specific_row_counts(key: str, row: str, verdict: str) -> None:
@@ -270,6 +280,10 @@ def test_blocks_that_have_rows_inside() -> None:
         ('"FAST"|"PYTHON"', "fast", True),
         ('"FAST"|"PYTHON"', "MOCK", False),
         ("false", {}, False),
+        ('{"a": false}', {"a": False, "b": 1}, True),
+        ('{"a": false}', {"a": True}, False),
+        ('{"a": false}', {"b": 1}, False),
+        ('{"a": false}', False, False),
     ],
 )
 def test_values_that_ask_for_nothing(off: str, value: Any, expected: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -287,6 +288,49 @@ def test_hidden_size() -> None:
         hidden_size(nn.LayerNorm(4))
 
 
+BATCHES = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4}
+
+
+@pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": "auto"}])
+def test_accumulation_is_derived_from_the_batches(more: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    module = Own()
+    trainer = run(module, {**BATCHES, **more}, max_steps=2)
+    assert (trainer.accumulate_grad_batches, trainer.strategy.config.gradient_accumulation_steps) == (6, 6)
+    assert (module.steps, len(module.rates)) == (2, 12)
+    assert "24 / (4 * 1 ranks)" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="micro-batches per step, but the module optimizes manually"):
+        run(Manual(), dict(BATCHES))
+    with pytest.raises(ConfigError, match="= 6 micro-batches per step, but the Trainer has a GradientAccumulationS"):
+        run(Own(), dict(BATCHES), callbacks=[GradientAccumulationScheduler({0: 2})])
+
+
+def test_a_micro_batch_is_derived_and_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    run(Own(), {"train_batch_size": 8, "gradient_accumulation_steps": 2})
+    shown = capsys.readouterr().out
+    assert "batch_size of the data loader" in shown
+    assert "8 / (2 * 1 ranks)" in shown
+    with pytest.raises(ConfigError, match=r"train_batch_size=9 is not a multiple of accumulation \* ranks = 2 \* 1"):
+        run(Own(), {"train_batch_size": 9}, accumulate_grad_batches=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('{\n"train_batch_size": 9}', 2),  # the first batch has 4
+        ('{"zero_optimization": {"stage": 2},\n"gradient_clipping": 1.0\n}', 2),  # the Trainer says 0.5
+        ('{"optimizer": {"type": "SGD", "params": {\n"lr": "auto"}}}', 2),  # nothing says it
+    ],
+)
+def test_errors_of_a_run_name_file_and_line(text: str, line: int, tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(text)
+    trainer = pl.Trainer(
+        **{**QUIET, "devices": 1, "max_steps": 1, "gradient_clip_val": 0.5, "strategy": ZeroStrategy(config=file)}
+    )
+    with pytest.raises(ConfigError, match=rf"ds_config.json, line {line}, column 1: "):
+        trainer.fit(Plain() if "optimizer" in text.split("_opt")[0] else Own())
+
+
 def _two_ranks() -> None:
     from tests.lightning_tools import sharded_trainer
 
@@ -295,6 +339,12 @@ def _two_ranks() -> None:
     assert trainer.strategy.config.train_batch_size == 8
     with pytest.raises(ConfigError, match=r"4 \* 1 \* 2 = 8"):
         sharded_trainer(2, config={"train_batch_size": 4}, max_steps=2).fit(Own())
+    module = Own()
+    trainer = sharded_trainer(2, config=dict(BATCHES), max_steps=2)
+    trainer.fit(module)
+    assert (trainer.accumulate_grad_batches, module.steps, len(module.rates)) == (3, 2, 6)
+    with pytest.raises(ConfigError, match=r"train_batch_size=12 is not a multiple of .* = 4 \* 2 = 8"):
+        sharded_trainer(2, config={**BATCHES, "train_batch_size": 12}, max_steps=2).fit(Own())
 
 
 def test_two_ranks(pool: Pool) -> None:

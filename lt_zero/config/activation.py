@@ -21,10 +21,10 @@ class ActivationCheckpointing(Block):
     A checkpointed module saves its inputs in place of all that backward needs, and runs its forward again there.
     """
 
-    mode: Literal["none", "full", "selective"] | None = Field(
-        None,
-        description="what is recomputed: nothing, all, or all but outputs of matrix products and attention; null: full "
-        "if a key says where saved inputs rest, else none",
+    mode: Literal["none", "full", "selective"] = Field(
+        "none",
+        description="what is recomputed: nothing, all, or all but outputs of matrix products and attention; the other "
+        "keys of the block count with full and selective only",
     )
     every: PositiveElements = Field(1, description="each n-th of the modules is checkpointed, from the first on")
     modules: Names = Field(
@@ -33,7 +33,7 @@ class ActivationCheckpointing(Block):
     cpu_checkpointing: bool = Field(False, description="saved inputs rest in host memory between forward and backward")
     nvme_path: Path | None = Field(None, description="folder of files in which saved inputs rest, on a fast local disk")
     partition_activations: bool = Field(
-        False, description="saved inputs are split over a tensor- or sequence-parallel group, if there is one"
+        False, description="false: there is no tensor- or sequence-parallel group to split saved inputs over"
     )
     contiguous_memory_optimization: bool = Field(
         False, description="saved inputs lie in one block of memory that is allocated once"
@@ -46,14 +46,6 @@ class ActivationCheckpointing(Block):
         False, description="wait for the device before and after each checkpointed module"
     )
     profile: bool = Field(False, description="print how long checkpointed modules take in forward and in backward")
-
-    @property
-    def kind(self) -> Literal["none", "full", "selective"]:
-        """What is recomputed, with ``mode: null`` resolved."""
-        if self.mode is not None:
-            return self.mode
-        stores = self.cpu_checkpointing or self.nvme_path is not None or self.contiguous_memory_optimization
-        return "full" if stores or self.partition_activations else "none"
 
 
 def check_activations(config: ZeroConfig) -> Iterator[Problem]:

@@ -20,7 +20,8 @@ from lt_zero.config.tree import Tree
 # What each key becomes, for docs/config.md and errors. Keys whose own values include "auto" are not here.
 RULES: Mapping[str, str] = {
     "train_micro_batch_size_per_gpu": "the size of the first batch",
-    "gradient_accumulation_steps": "Trainer(accumulate_grad_batches)",
+    "gradient_accumulation_steps": "Trainer(accumulate_grad_batches), or what train_batch_size and the micro-batch "
+    "leave, if they are written",
     "train_batch_size": "micro-batch * accumulation * ranks",
     "gradient_clipping": "Trainer(gradient_clip_val), 0 without one",
     "zero_optimization.reduce_bucket_size": "hidden size squared",

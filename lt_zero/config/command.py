@@ -9,14 +9,17 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from lt_zero.config.auto import RULES
 from lt_zero.config.errors import ConfigError, Path, dotted
+from lt_zero.config.inactive import switched_off
 from lt_zero.config.load import Loaded, examine
 from lt_zero.config.mask import HIDDEN
+from lt_zero.config.schema import ZeroConfig
 from lt_zero.config.show import clean, json_schema, with_origins
 from lt_zero.config.table import lookup
+
+_WIDE = 16  # characters of a value; longer ones move the rest of their own line only
 
 config_command = typer.Typer(
     help="Check, show, convert and explain configurations.", no_args_is_help=True, add_completion=False
@@ -30,23 +33,20 @@ Stage = Annotated[int | None, typer.Option(help="The stage, as in ZeroStrategy(s
 def check(file: Source, overrides: Changes = None, stage: Stage = None) -> None:
     """Tell for each key whether it works. The exit code is 1 if the file cannot be used, 0 if it can."""
     loaded = _read(file, overrides, stage)
-    console = Console()
-    table = Table(box=None, pad_edge=False)
-    table.add_column("key", no_wrap=True)
-    table.add_column("value", overflow="fold", max_width=24)
-    table.add_column("verdict", overflow="fold")
+    console = Console(soft_wrap=True, highlight=False)  # a line each, whatever the width: nothing is cut or folded
     colours = {"works": "green", "auto": "green", "error": "red"}
-    for key, value, verdict, note in verdicts(loaded):
-        shown = f"[{colours.get(verdict, 'yellow')}]{verdict}[/]" + (f": {escape(note)}" if note else "")
-        table.add_row(escape(key), escape(value), shown)
-    console.print(table)
+    rows = list(verdicts(loaded))
+    width = max((len(value) for _, value, _, _ in rows if len(value) <= _WIDE), default=0)
+    for key, value, verdict, note in rows:
+        mark = f"[{colours.get(verdict, 'yellow')}]{verdict:9}[/]"
+        console.print(f"{mark}  {escape(value.ljust(width))}  {escape(key)}" + (f": {escape(note)}" if note else ""))
     for notice in loaded.notices:
         if notice.kind == "file":
             console.print(escape(str(notice)), style="yellow")
     for problem in loaded.problems:
-        console.print(escape(str(problem)), style="red", soft_wrap=True)
+        console.print(escape(str(problem)), style="red")
     count = len(loaded.problems)
-    console.print(f"{file}: {'it can be used' if not count else f'{count} problem' + 's' * (count > 1)}")
+    console.print(escape(f"{file}: {'it can be used' if not count else f'{count} problem' + 's' * (count > 1)}"))
     raise typer.Exit(int(bool(count)))
 
 
@@ -108,10 +108,26 @@ def verdicts(loaded: Loaded) -> Iterator[tuple[str, str, str, str]]:
             yield key, shown, notice.kind, said.removesuffix(" Write the latter.")
         elif value == "auto" and key in RULES:
             yield key, shown, "auto", RULES[key]
-        elif (row := lookup(path)) is not None and row.verdict in ("later", "unsupported"):
+        elif key == "train_batch_size" and loaded.config is not None:
+            yield key, shown, "works", _divided(loaded.config)
+        elif switched_off(loaded.written, path) or (
+            (row := lookup(path)) is not None and row.verdict in ("later", "unsupported")
+        ):
             yield key, shown, "off", ""
         else:
             yield key, shown, "works", ""
+
+
+def _divided(config: ZeroConfig) -> str:
+    """What ``train_batch_size`` leaves to the Trainer or the data loader, which only a run with its ranks can tell."""
+    total = config.train_batch_size
+    micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    if total is None or (micro is not None and steps is not None):
+        return ""
+    if micro is not None:
+        return f"Trainer(accumulate_grad_batches) becomes {total // micro} / ranks"
+    rest = f"{total // steps}" if steps is not None else f"{total} / accumulation"
+    return f"the data loader's batch_size has to be {rest} / ranks"
 
 
 def _leaves(values: Mapping[str, Any], path: Path) -> Iterator[tuple[Path, Any]]:

@@ -32,7 +32,7 @@ def explain(key: str) -> str:
         return _exact(found[0]) or found[0]
     if found:
         return "\n".join(_line(name) for name in found)
-    near = nearest(key)
+    near = nearest(key, _names())
     hint = f" Did you mean {near}?\n\n{explain(near)}" if near else " See docs/config.md for all keys."
     return f"{key} is not a key of lt_zero or DeepSpeed.{hint}"
 

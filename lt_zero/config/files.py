@@ -24,7 +24,10 @@ __all__ = ["Source", "read", "resolve"]
 
 _LARGEST = 10 << 20  # bytes of a file
 _LONGEST_PATH = 4096  # characters
-_SUFFIXES = {".json": jsontext.parse, ".jsonc": jsontext.parse, ".yaml": yamltext.parse, ".yml": yamltext.parse}
+_SUFFIXES = {
+    **dict.fromkeys((".json", ".jsonc", ".hjson"), jsontext.parse),
+    **dict.fromkeys((".yaml", ".yml"), yamltext.parse),
+}
 _BYTE_ORDER_MARKS = (  # Windows PowerShell's > writes UTF-16
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF16_LE, "utf-16-le"),
@@ -147,8 +150,11 @@ def _from_file(given: str) -> Source:
     text = _decoded(_content(path, given), given)
     parse = _SUFFIXES.get(path.suffix.lower()) or (jsontext.parse if _starts_as_json(text) else yamltext.parse)
     if parse is jsontext.parse and path.suffix and not _starts_as_json(text) and text.strip():
-        hint = f"{given} does not start with {{, as JSON does; if it is YAML, name it {path.stem}.yaml"
-        raise ConfigError(hint)
+        raise ConfigError(
+            f"{given} does not start with {{, as JSON does. If it is HJSON without the outer braces, which DeepSpeed "
+            "reads, put { before and } after it, keys and text in double quotes, and a comma after each value; if it "
+            f"is YAML, name it {path.stem}.yaml"
+        )
     return parse(text, given)
 
 

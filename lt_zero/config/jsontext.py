@@ -20,6 +20,7 @@ _TOKEN = re.compile(
     r"""(?P<space>[ \t\n\r]+)
       | (?P<string>"[^"\\\n\r]*(?:\\[^\n\r][^"\\\n\r]*)*")
       | (?P<comment>//[^\n\r]*|\#[^\n\r]*|/\*.*?\*/)
+      | (?P<hole><[^<>"\n\r]*>|\$\{[^{}"\n\r]*\}|\{\{[^{}"\n\r]*\}\}|[A-Z][A-Z_]+(?:\ [A-Z][A-Z_]+)+)
       | (?P<sign>[{}\[\],:])
       | (?P<open>"|/\*)
       | (?P<word>[^\s{}\[\],:"\#]+?(?=//|/\*|[\s{}\[\],:"\#]|\Z)|.)""",
@@ -66,6 +67,7 @@ def _scan(where: Text) -> list[_Token]:
     budget, depth, position = Budget(where.name), 0, 0
     while found := _TOKEN.match(where.text, position):
         kind, start, position = str(found.lastgroup), found.start(), found.end()
+        kind = "word" if kind == "hole" else kind  # one, also with spaces and brackets in it
         if kind == "space":
             continue
         text = found.group()
@@ -161,7 +163,7 @@ def _word_hint(word: str, shown: str, is_key: bool) -> str:
         return f"{shown} is no JSON number; JSON writes 5e8, 0.5, -1, 500000000: no +, no _, no leading 0, no bare dot"
     if is_key:
         return f'the key {shown} needs double quotes: "{shown}"'
-    if re.fullmatch(r"[A-Z][A-Z0-9_]+|\$.*|<.*", word):
+    if re.fullmatch(r"[A-Z][A-Z0-9_ ]+|\$.*|<.*|\{\{.*|%.*%|@.*@|_[A-Z0-9_]+", word):
         return f"{shown} is a placeholder that was never filled in; write the value, text in double quotes"
     return f'{shown} is no JSON value; text needs double quotes: "{shown}"'
 

@@ -15,6 +15,7 @@ from lt_zero.config.errors import Path, dotted
 from lt_zero.config.fields import Block
 from lt_zero.config.table import Verdict
 from lt_zero.config.tree import Notice, Tree
+from lt_zero.optim.build import check_optimizer, check_scheduler
 
 _OFF = (False, None, "none", "None")  # of a switch in a block that is not supported
 _FREE = {("optimizer", "params"), ("scheduler", "params")}  # checked where their type is known
@@ -80,6 +81,8 @@ def _takes_auto(field: FieldInfo) -> bool:
 
 
 def _free(tree: Tree, params: dict[str, Any], path: Path) -> Iterator[Path]:
+    for name in [name for name in params if table.lookup((*path, name)) is not None]:
+        _foreign(tree, (*path, name), params.pop(name))
     for name in [name for name, value in params.items() if value == "auto"]:
         del params[name]
         if auto.resolvable((*path, name)):
@@ -99,9 +102,7 @@ def _foreign(tree: Tree, path: Path, value: Any) -> None:
         for name in value:
             _foreign(tree, (*path, name), value[name])
     elif verdict is None:
-        near = table.nearest(key)
-        hint = f" Did you mean {near}?" if near else " Remove it, or see docs/config.md for all keys."
-        tree.problem(path, f"{key} is not a key of lt_zero or DeepSpeed.{hint}")
+        tree.problem(path, f"{key} is not a key of lt_zero or DeepSpeed.{_hint(tree, path, value)}")
     elif verdict.verdict == "no_effect":
         if value is not None:
             tree.notices.append(Notice("no effect", key, f"{key} has no effect here: {verdict.note}", tree.mark(path)))
@@ -111,6 +112,23 @@ def _foreign(tree: Tree, path: Path, value: Any) -> None:
         state = "is not available yet" if verdict.verdict == "later" else "is known, and not supported"
         shown = "" if isinstance(value, (Mapping, list)) else f"={value!r}"
         tree.problem(path, f"{key}{shown} {state}: {verdict.note}")
+
+
+def _hint(tree: Tree, path: Path, value: Any) -> str:
+    """What was meant: a key that can be used, an argument that stands one level too high, or one that is refused."""
+    if near := table.nearest(dotted(path)):
+        return f" Did you mean {near}?"
+    if len(path) == 2 and path[0] in ("optimizer", "scheduler"):
+        check = check_optimizer if path[0] == "optimizer" else check_scheduler
+        near = f"{path[0]}.params.{path[1]}"
+        problems = check(tree.get((path[0], "type")), {str(path[1]): value})
+        if not any(problem.key in (near, f"{path[0]}.type") for problem in problems):
+            return f" Did you mean {near}?"
+    refused = table.nearest(dotted(path), table.refused())
+    verdict = table.lookup(tuple(refused.split("."))) if refused else None
+    if verdict is not None:
+        return f" It looks like {refused}, which is not supported either: {verdict.note}"
+    return " Remove it, or see docs/config.md for all keys."
 
 
 def unused(verdict: Verdict, path: Path, value: Any) -> bool:

@@ -70,9 +70,13 @@ class Loaded:
             for notice in self.notices:
                 if notice.kind != "inactive":
                     warnings.warn(str(notice), ConfigWarning, stacklevel=level)
-            idle = [f"{notice.key} ({notice.message})" for notice in self.notices if notice.kind == "inactive"]
+            idle: dict[str, list[str]] = {}
+            for notice in self.notices:
+                if notice.kind == "inactive":
+                    idle.setdefault(notice.message, []).append(notice.key)
             if idle:
-                warnings.warn(f"These keys do nothing here: {', '.join(idle)}.", ConfigWarning, stacklevel=level)
+                told = ", ".join(f"{', '.join(keys)} ({why})" for why, keys in idle.items())
+                warnings.warn(f"These keys do nothing here: {told}.", ConfigWarning, stacklevel=level)
 
 
 def _level_outside() -> int:
@@ -97,7 +101,7 @@ def load(
         stage: sets ``zero_optimization.stage``.
         overrides: ``key=value`` and ``group=option`` in Hydra's grammar.
         default_stage: the stage if nothing says one.
-        activations: keys of the ``activation_checkpointing`` block; True: ``mode: full``, False: ``mode: none``.
+        activations: keys of the ``activation_checkpointing`` block, or its ``mode``; True: full, False: none.
 
     Raises:
         ConfigError: all that is wrong.
@@ -189,10 +193,12 @@ def _set_stage(tree: Tree, stage: int | None) -> None:
 
 def _set_activations(tree: Tree, given: Any) -> None:
     if isinstance(given, bool):
-        given = {"mode": "full" if given else "none"}
+        given = "full" if given else "none"
+    if isinstance(given, str):
+        given = {"mode": given}
     values = _written(given) if isinstance(given, Block) else {} if given is None else given
     if not isinstance(values, Mapping):
-        text = f"activation_checkpointing={given!r} is neither true nor false nor keys of the block."
+        text = f"activation_checkpointing={given!r} is neither a mode nor keys of the block."
         tree.problem(("activation_checkpointing",), text)
         return
     for key, value in values.items():

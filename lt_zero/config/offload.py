@@ -41,7 +41,7 @@ class OffloadOptimizer(_Offload):
     buffer_count: PositiveElements = Field(4, description="buckets in memory at a time at most, with nvme")
     pipeline_read: bool = Field(True, description="read the next bucket while one is stepped (DeepSpeed: false)")
     pipeline_write: bool = Field(True, description="write the last bucket while one is stepped (DeepSpeed: false)")
-    fast_init: bool = Field(False, description="always on: weights are written as they are made")
+    fast_init: bool = Field(False, description="true: weights are written as they are made (DeepSpeed: false)")
     ratio: Real = Field(1.0, ge=0, le=1, description="part of the elements that is offloaded, the rest stays")
     overlap_step: bool | Literal["auto"] = Field(
         "auto", description="step beside backward (auto), beside the next forward too (true), or on its own (false)"
@@ -58,7 +58,7 @@ class OffloadParam(_Offload):
     )
     buffer_count: PositiveElements = Field(5, description="buckets that are read ahead at most, with nvme")
     buffer_size: PositiveElements = Field(100_000_000, description="elements that are read ahead at most, with nvme")
-    max_in_cpu: Elements = Field(1_000_000_000, description="elements that stay in memory in spite of nvme")
+    max_in_cpu: Elements = Field(0, description="elements that stay in memory in spite of nvme (DeepSpeed: 1e9)")
 
 
 class Aio(Block):
@@ -71,7 +71,6 @@ class Aio(Block):
     intra_op_parallelism: PositiveElements = Field(4, description="threads that read and write (DeepSpeed: 1)")
     single_submit: bool = Field(False, description="true: one request of a tensor in flight, as queue_depth=1")
     overlap_events: bool = Field(True, description="false: one request of a tensor in flight, as queue_depth=1")
-    use_gds: bool = Field(False, description="not supported: see the error")
     checksum: bool = Field(False, description="what is read is compared with what was written")
 
     @field_validator("block_size")
@@ -79,16 +78,6 @@ class Aio(Block):
     def _whole_blocks(cls, value: int) -> int:
         if value % 4096:
             raise ValueError(f"{value} is not a multiple of 4096, which direct reads and writes need")
-        return value
-
-    @field_validator("use_gds")
-    @classmethod
-    def _no_gds(cls, value: bool) -> bool:
-        if value:
-            raise ValueError(
-                "use_gds=true needs NVIDIA GPUDirect Storage, which lt_zero does not use: blocks pass through host "
-                "memory. Remove the key"
-            )
         return value
 
     @property
@@ -104,15 +93,7 @@ def _is_device(path: Path) -> bool:
 def check_offload(config: ZeroConfig) -> Iterator[Problem]:
     """Keys about offload that do not fit together."""
     zero = config.zero_optimization
-    if zero.offload_param.device != "none" and zero.stage < 3:
-        yield Problem(
-            "zero_optimization.offload_param.device",
-            f"zero_optimization.offload_param.device={zero.offload_param.device!r} needs stage 3, stage is "
-            f"{zero.stage}: below it every rank uses all parameters all the time. Set stage=3, or remove offload_param "
-            "(offload_optimizer works at every stage).",
-        )
-    for name in ("offload_optimizer", "offload_param"):
-        block = getattr(zero, name)
+    for name, block in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.param_offload)):
         if block.device == "nvme" and block.nvme_path is None:
             yield Problem(
                 f"zero_optimization.{name}.nvme_path",
@@ -125,8 +106,7 @@ def check_offload(config: ZeroConfig) -> Iterator[Problem]:
                 f"zero_optimization.{name}.nvme_path={str(block.nvme_path)!r} is a raw device. Make a file system on "
                 "it, and name a folder there.",
             )
-    block = zero.offload_optimizer
-    if block.device == "none" and block.overlap_step is True:
+    if zero.offload_optimizer.device == "none" and zero.offload_optimizer.overlap_step is True:
         yield Problem(
             "zero_optimization.offload_optimizer.overlap_step",
             "zero_optimization.offload_optimizer.overlap_step=true needs offload_optimizer.device='cpu' or 'nvme': "

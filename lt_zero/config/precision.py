@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # Trainer(precision=...) -> (dtype of weights in forward, autocast)
 MODES: dict[str, tuple[torch.dtype | None, bool]] = {
     "32-true": (None, False),
+    "64-true": (torch.float64, False),
     "16-true": (torch.float16, False),
     "bf16-true": (torch.bfloat16, False),
     "16-mixed": (torch.float16, True),
@@ -51,7 +52,7 @@ class Bf16(Block):
 
     enabled: Switch = Field(None, description="bf16 weights in forward and backward; auto: what the Trainer says")
     immediate_grad_update: bool = Field(
-        True, description="each backward adds into the accumulator at once in any case (DeepSpeed: false)"
+        True, description="true: each backward adds into the accumulator at once (DeepSpeed: false)"
     )
     check_grad_overflow: bool = Field(True, description="skip a step whose gradients are not finite")
     bf16_master_weights_and_grads: bool = Field(False, description="no fp32 copy of the weights, bf16 accumulators")
@@ -120,6 +121,7 @@ class DtypePolicy:
         low_states: the optimizer's moments are in the dtype of the master weights even if that is bf16.
         keep_fp32: class names and patterns of modules and parameters that stay fp32.
         check_overflow: steps with non-finite gradients are skipped.
+        raise_nonfinite: such a step is an error.
         scaling: how the loss is scaled; None: it is not.
     """
 
@@ -134,13 +136,19 @@ class DtypePolicy:
     low_states: bool = False
     keep_fp32: tuple[str, ...] = ()
     check_overflow: bool = False
+    raise_nonfinite: bool = False
     scaling: ScalerRules | None = None
 
     def dtype_of(self, parameter: torch.Tensor, kept: bool = False) -> torch.dtype:
         """The dtype of a parameter's gathered weights; ``kept`` for the members of fp32 islands."""
         if self.compute is None or parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return parameter.dtype
-        return torch.float32 if kept else self.compute
+        return torch.promote_types(self.compute, torch.float32) if kept else self.compute
+
+    @property
+    def low(self) -> bool:
+        """Whether weights are gathered in 16 bits."""
+        return self.compute in (torch.float16, torch.bfloat16)
 
     def accumulate_of(self, dtype: torch.dtype) -> torch.dtype:
         """The accumulators' dtype; islands and fp64 weights keep the precision that they are there for."""
@@ -184,12 +192,6 @@ def check_precision(config: ZeroConfig) -> Iterator[Problem]:
             "fp16.raise_error_at_min_scale",
             f"fp16.raise_error_at_min_scale={asked} contradicts on_min_scale={config.on_min_scale!r}. Remove one.",
         )
-    if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
-        yield Problem(
-            "prescale_gradients",
-            "prescale_gradients=true divides by the number of ranks before the reduction, "
-            f"gradient_predivide_factor={config.gradient_predivide_factor} by another number. Remove one.",
-        )
     autocast = config.torch_autocast
     if autocast.enabled and autocast.dtype == torch.float32:
         yield Problem("torch_autocast.dtype", "torch_autocast.dtype=fp32 casts nothing. Write bf16 or fp16.")
@@ -215,7 +217,7 @@ def resolve_mode(config: ZeroConfig, precision: str, device: str) -> str:
     """
     blocks: dict[str, Switch] = {"fp16": config.fp16.enabled, "bf16": config.bf16.enabled}
     wanted = next((name for name, enabled in blocks.items() if enabled is True), None)
-    asked = {torch.float16: "fp16", torch.bfloat16: "bf16", None: None}[MODES[precision][0]]
+    asked = {"16": "fp16", "bf16": "bf16"}.get(precision.split("-")[0])
     digits = {"fp16": "16", "bf16": "bf16"}
     if config.torch_autocast.enabled:
         return _autocast_mode(config, precision, device)
@@ -223,7 +225,7 @@ def resolve_mode(config: ZeroConfig, precision: str, device: str) -> str:
         if asked is not None and blocks[asked] is False:
             raise _contradiction(precision, f"{asked}.enabled", "false")
         return precision
-    if asked is None:
+    if precision == "32-true":
         return f"{digits[wanted]}-true"
     if asked != wanted:
         if device == "cpu" and precision == "bf16-mixed":
@@ -258,7 +260,7 @@ def dtype_policy(config: ZeroConfig, mode: str, rules: ScalerRules | None = None
         ConfigError: a key contradicts the mode, or ``rules`` contradict the ``fp16`` block.
     """
     compute, autocast = MODES[mode]
-    low = {torch.float16: config.fp16.fp16_master_weights_and_grads}
+    low: dict[torch.dtype | None, bool] = {torch.float16: config.fp16.fp16_master_weights_and_grads}
     low[torch.bfloat16] = config.bf16.bf16_master_weights_and_grads
     for dtype, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
         if low[dtype] and compute != dtype:
@@ -283,7 +285,7 @@ def dtype_policy(config: ZeroConfig, mode: str, rules: ScalerRules | None = None
                 )
             ]
         )
-    low_master = compute is not None and low[compute]
+    low_master = low.get(compute, False)
     return DtypePolicy(
         mode=mode,
         compute=compute,
@@ -291,7 +293,7 @@ def dtype_policy(config: ZeroConfig, mode: str, rules: ScalerRules | None = None
         cast_inputs=_cast_inputs(config, mode),
         accumulate=config.data_types.grad_accum_dtype or (compute if low_master else None),
         wire=config.communication_data_type,
-        buffers=config.data_types.buffer_dtype,
+        buffers=config.data_types.buffer_dtype or (compute if compute == torch.float64 else None),
         low_master=low_master,
         low_states=config.bf16.bf16_optimizer_states,
         keep_fp32=(
@@ -299,7 +301,10 @@ def dtype_policy(config: ZeroConfig, mode: str, rules: ScalerRules | None = None
             *config.fp16.fp16_override_modules,
             *config.bf16.fp16_override_modules,
         ),
-        check_overflow=compute == torch.float16 or (compute == torch.bfloat16 and config.bf16.check_grad_overflow),
+        check_overflow=compute == torch.float16
+        or (compute == torch.bfloat16 and config.bf16.check_grad_overflow)
+        or config.on_nonfinite != "warn",
+        raise_nonfinite=compute != torch.float16 and config.on_nonfinite == "raise",
         scaling=_scaling(config, rules) if compute == torch.float16 else None,
     )
 

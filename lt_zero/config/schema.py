@@ -17,8 +17,6 @@ from lt_zero.config.offload import Aio, OffloadOptimizer, OffloadParam, check_of
 from lt_zero.config.precision import Bf16, DataTypes, Fp16, TorchAutocast, check_precision
 from lt_zero.config.profiling import CommsLogger, FlopsProfiler, check_profiling
 from lt_zero.config.training import (
-    Communication,
-    GradientCompression,
     LeafModule,
     OptimizerBlock,
     SchedulerBlock,
@@ -42,7 +40,7 @@ class ZeroOptimization(Block):
         "25, 42 and 175 % at stage 3, where each layer is a bucket",
     )
     contiguous_gradients: bool = Field(
-        True, description="always on: gradients are copied into one flat buffer per bucket as they appear"
+        True, description="true: gradients are copied into one flat buffer per bucket as they appear"
     )
     reduce_scatter: bool = Field(
         True,
@@ -89,8 +87,9 @@ class ZeroOptimization(Block):
     stage3_gather_16bit_weights_on_model_save: bool = Field(
         False, description="one file with all weights in 16 bits is written beside each checkpoint"
     )
-    sub_group_size: PositiveElements = Field(
-        1_000_000_000, description="elements of a bucket at most, if the optimizer is offloaded"
+    sub_group_size: Elements = Field(
+        1_000_000_000,
+        description="elements of a bucket at most, if the optimizer is offloaded; 0: each parameter is a bucket",
     )
 
     @field_validator("stage", mode="before")
@@ -99,6 +98,11 @@ class ZeroOptimization(Block):
         if isinstance(value, bool) or not (isinstance(value, (int, float)) or value in ("0", "1", "2", "3")):
             raise ValueError("it is not one of 0, 1, 2, 3")
         return value
+
+    @property
+    def param_offload(self) -> OffloadParam:
+        """``offload_param`` where it counts: below stage 3 every rank uses all parameters all the time."""
+        return self.offload_param if self.stage == 3 else OffloadParam()
 
 
 class ZeroConfig(Block):
@@ -168,13 +172,25 @@ class ZeroConfig(Block):
     )
     gradient_predivide_factor: Real = Field(1.0, gt=0, description="by what gradients are divided before the reduction")
     gradient_allreduce_op: Literal["mean", "sum"] = Field("mean", description="what a gradient is, over the ranks")
-    gradient_compression: GradientCompression = Field(GradientCompression(), description="parsed; not available yet")
-    communication: Communication = Field(Communication(), description="parsed; not available yet")
     fp16_override_modules: Names = Field((), description="class names, module or parameter patterns in fp32")
     fused_step: bool = Field(True, description="torch's Adam and AdamW are stepped by one native kernel")
     max_cpu_gb: Real | None = Field(None, gt=0, description="GB (1e9 bytes) of a node's host memory to use at most")
     on_skipped_step: Literal["hold", "advance"] = Field("hold", description="whether schedules wait for skipped steps")
     on_min_scale: Literal["raise", "hold", "warn"] = Field("raise", description="overflow at the minimum loss scale")
+
+    on_nonfinite: Literal["warn", "raise", "skip"] = Field(
+        "warn",
+        description="gradients that are not finite, without fp16: warn once and go on, raise before the step, or skip "
+        "the step; bf16 skips unless bf16.check_grad_overflow is false",
+    )
+
+    def __init__(self, *, stage: int | None = None, **keys: Any) -> None:
+        """Keys as in a file; ``stage`` is ``zero_optimization.stage``, as ``ZeroStrategy`` has it."""
+        if stage is not None:
+            block = keys.get("zero_optimization", {})
+            block = block.model_dump(exclude_unset=True) if isinstance(block, ZeroOptimization) else block
+            keys["zero_optimization"] = {**block, "stage": stage}
+        super().__init__(**keys)
 
     _autos: frozenset[Path] = PrivateAttr(frozenset())  # written "auto" and not resolved: they have their defaults
 
@@ -229,7 +245,7 @@ class ZeroConfig(Block):
         stage: int | None = None,
         overrides: Sequence[str] = (),
         default_stage: int | None = None,
-        activations: ActivationCheckpointing | Mapping[str, Any] | bool | None = None,
+        activations: ActivationCheckpointing | Mapping[str, Any] | str | bool | None = None,
     ) -> ZeroConfig:
         """Validate a configuration; keys that are read differently, or have no effect, are warned of.
 
@@ -238,7 +254,7 @@ class ZeroConfig(Block):
             stage: sets ``zero_optimization.stage``.
             overrides: ``key=value`` and ``group=option`` in Hydra's grammar.
             default_stage: the stage if nothing says one.
-            activations: keys of ``activation_checkpointing``; True: ``mode: full``, False: ``mode: none``.
+            activations: keys of ``activation_checkpointing``, or its ``mode``; True: full, False: none.
 
         Raises:
             ConfigError: all that is wrong.

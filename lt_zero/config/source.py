@@ -12,7 +12,8 @@ from lt_zero.config.errors import ConfigError, Mark, Path, Problem
 
 DEEPEST = 50  # mappings and lists inside each other; real files have 6
 MOST_VALUES = 100_000  # keys and values; real files have 100. Bounds the time, and what aliases can expand to
-_NAMES_SECRET = re.compile(r"api_?key|passw(or)?d|secret|token", re.IGNORECASE)
+_HIDES_BLOCK = re.compile(r"(api|access|private|auth)[_-]?key|passw(or)?d|passphrase|secret|credential", re.IGNORECASE)
+_NAMES_TOKEN = re.compile(r"tokens?(?!\w)", re.IGNORECASE)  # hf_token; neither tokenizer nor token_dropping
 
 
 @dataclass
@@ -74,8 +75,8 @@ class Text:
 
 
 def names_secret(text: str) -> bool:
-    """Whether a key of this name (or a line with it) has a value that is not to be displayed."""
-    return bool(_NAMES_SECRET.search(text))
+    """Whether a key of this name, or one in this line, has a value that is not to be displayed."""
+    return bool(_HIDES_BLOCK.search(text) or _NAMES_TOKEN.search(text))
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -93,16 +94,14 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def secrets(values: dict[str, Any]) -> set[Path]:
     """Paths of values with a telling name, their own or of a block around them.
 
-    A number is no token ("max_tokens": 512), but may be a password.
+    A token is text that has this name itself: a number is none ("max_tokens": 512), nor is a block of tokens one.
     """
     found = set()
     for path, value in leaves(values):
-        names = [part for part in path if isinstance(part, str) and names_secret(part)]
-        if isinstance(value, str):
-            hidden = bool(names) and value != ""
-        else:
-            hidden = value is not None and any("token" not in name.lower() for name in names)
-        if hidden and not isinstance(value, bool):
+        names = [part for part in path if isinstance(part, str)]
+        is_token = isinstance(value, str) and bool(_NAMES_TOKEN.search(names[-1]))
+        says_something = value is not None and value != "" and not isinstance(value, bool)
+        if says_something and (is_token or any(map(_HIDES_BLOCK.search, names))):
             found.add(path)
     return found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import cache
@@ -108,7 +108,8 @@ def below(path: KeyPath) -> bool:
 def is_off(verdict: Verdict, value: Any) -> bool:
     """Whether a key with this value asks for nothing: null, or one of the values in the row's ``off``.
 
-    Numbers are compared by value, text without regard to case; true and false are not numbers.
+    Numbers are compared by value, text without regard to case; true and false are not numbers. A block is compared with
+    the keys that a mapping in ``off`` names: the switches of the block.
     """
     return value is None or any(_same(value, off) for off in _off_values(verdict.off))
 
@@ -119,6 +120,8 @@ def _off_values(text: str) -> tuple[Any, ...]:
 
 
 def _same(value: Any, off: Any) -> bool:
+    if isinstance(off, dict):
+        return isinstance(value, Mapping) and all(_same(value.get(key), inner) for key, inner in off.items())
     if isinstance(value, bool) or isinstance(off, bool):
         return value is off
     if isinstance(value, str) and isinstance(off, str):
@@ -138,7 +141,7 @@ def nearest(key: str, candidates: Iterable[str] | None = None) -> str | None:
 
     Args:
         key: dotted, as it was written.
-        candidates: dotted keys; by default those that work, and the table's.
+        candidates: dotted keys; by default those that can be used, so that nobody is sent on to the next error.
     """
     if candidates is None:
         candidates = _known()
@@ -180,7 +183,20 @@ def _with_blocks(keys: Iterable[str]) -> dict[str, None]:
 
 @cache
 def _known() -> tuple[str, ...]:
-    from lt_zero.config.catalog import entries  # knows the schema, whose loading looks keys up here
+    """Keys that can be used."""
+    from lt_zero.config.auto import RULES  # these know the schema, whose loading looks keys up here
+    from lt_zero.config.catalog import entries
 
-    meant = (target for row in aliases() for target in row.to.split(" and "))
-    return (*(entry.key for entry in entries()), *meant, *(row.key for row in rows() if row.verdict != "alias"))
+    targets = [target for row in aliases() for target in row.to.split(" and ")]
+    meant = (target for target in targets if not _refuses(lookup(tuple(target.split(".")))))
+    without = (row.key for row in rows() if row.verdict == "no_effect")
+    return (*(entry.key for entry in entries()), *RULES, *meant, *without)
+
+
+def refused() -> tuple[str, ...]:
+    """Keys that are known, and refused."""
+    return tuple(row.key for row in rows() if _refuses(row))
+
+
+def _refuses(row: Verdict | None) -> bool:
+    return row is not None and row.verdict in ("later", "unsupported")

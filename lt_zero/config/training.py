@@ -1,20 +1,18 @@
-"""Blocks about training itself: optimizer, scheduler, leaf modules, and what is parsed for methods to come."""
+"""Blocks about training itself: optimizer, scheduler, leaf modules."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from lt_zero.config.errors import Problem
-from lt_zero.config.fields import Block, Names, ParamGroups, Params, Real
+from lt_zero.config.fields import Block, Names, ParamGroups, Params
 
 if TYPE_CHECKING:
     from lt_zero.config.schema import ZeroConfig
-
-ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
 class OptimizerBlock(Block):
@@ -57,24 +55,8 @@ class LeafModule(Block):
     name_suffixes: Names = Field((), description="ends of the names of modules that are units")
 
 
-class GradientCompression(Block):
-    """The ``gradient_compression`` block."""
-
-    algorithm: Literal["none", "topk", "2bit", "1bit"] = Field("none", description="how gradients are compressed")
-    topk_ratio: Real = Field(0.01, gt=0, le=1, description="part of a bucket's elements that is sent, with topk")
-    huffman_coding: bool = Field(False, description="code what is sent by its frequency")
-    hierarchical_compress: bool = Field(False, description="compress once within a node, then between nodes")
-
-
-class Communication(Block):
-    """The ``communication`` block."""
-
-    topology: Literal[1, 2, 3] = Field(1, description="dimensions of the grid of ranks whose rings sum in turn")
-    slow_node_tolerance: Real = Field(0.0, ge=0, lt=1, description="part of the ranks that a step may do without")
-
-
 def check_training(config: ZeroConfig) -> Iterator[Problem]:
-    """Batch arithmetic as far as it needs no number of ranks, and methods that are not there yet."""
+    """Batch arithmetic as far as it needs no number of ranks."""
     total = config.train_batch_size
     factors = {
         "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu,
@@ -87,24 +69,6 @@ def check_training(config: ZeroConfig) -> Iterator[Problem]:
             f"train_batch_size={total} is not a multiple of {' * '.join(f'{n}={v}' for n, v in given.items())}, so no "
             "number of ranks fits: it is train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks. Remove "
             "one of them.",
-        )
-    compression, comm = config.gradient_compression, config.communication
-    if compression.algorithm != "none":
-        yield Problem(
-            "gradient_compression.algorithm",
-            f"gradient_compression.algorithm={compression.algorithm!r} is not available yet. Remove the block; "
-            "communication_data_type=bf16 halves what is sent.",
-        )
-    if comm.topology != 1:
-        yield Problem(
-            "communication.topology",
-            f"communication.topology={comm.topology} is not available yet. Remove it: the backend chooses its rings.",
-        )
-    if comm.slow_node_tolerance:
-        yield Problem(
-            "communication.slow_node_tolerance",
-            f"communication.slow_node_tolerance={comm.slow_node_tolerance} is not available yet. Remove it: every step "
-            "waits for all ranks, which keeps results exact.",
         )
 
 

@@ -51,7 +51,8 @@ def message_of(tree: Tree, entry: Mapping[str, Any]) -> tuple[Path, str]:
     if entry["type"] == "missing":
         return tuple(path), f"{key} is missing: {description}."
     value = tree.get(tuple(path))
-    shown = _shown(value if value is not entry["input"] and not isinstance(entry["loc"][-1], int) else entry["input"])
+    item = bool(entry["loc"]) and isinstance(entry["loc"][-1], int)  # of a list: the input says which one
+    shown = _shown(value if value is not entry["input"] and not item else entry["input"])
     shown = "..." if secret else shown
     what = _requirement(entry)
     return tuple(path), f"{key}={shown} is wrong: it must be {what}. Meaning: {description}." if what else (
