@@ -85,7 +85,7 @@ class Lab:
         from lt_zero.config.activation import ActivationCheckpointing
 
         block = ActivationCheckpointing(**case.block | ({"nvme_path": self.path} if "nvme_path" in case.block else {}))
-        if block.kind == "none":
+        if block.mode == "none":
             work(None)
             return
         store = open_store(block, self.device, len(find_modules(self.model, block).modules))

@@ -105,7 +105,7 @@ def _no_folder(folder: Path) -> None:
     path = folder / ("file" if dist.get_rank() else "folder")
     model = net()
     with pytest.raises(SwapError, match="rank 1"):
-        lt_zero.shard(model, config_of(3, activation_checkpointing={"nvme_path": path}))
+        lt_zero.shard(model, config_of(3, activation_checkpointing={"mode": "full", "nvme_path": path}))
 
 
 def test_a_folder_that_one_rank_cannot_use(pool: Pool, tmp_path: Path) -> None:
@@ -140,12 +140,12 @@ def test_times_are_shown_when_steps_are(pool: Pool) -> None:
 
 def _line() -> None:
     def line(**block: Any) -> str:
-        engine = lt_zero.shard(net(), config_of(1, activation_checkpointing=block))
+        engine = lt_zero.shard(net(), config_of(1, activation_checkpointing={"mode": "full", **block}))
         text = str(installed(engine)).removeprefix("activation checkpointing: full, 3 of 3 Dropping modules")
         engine.detach()
         return text
 
-    assert line(mode="full") == ""
+    assert line() == ""
     assert line(cpu_checkpointing=True) == ", inputs rest in host memory, where the model is anyway"
     assert line(contiguous_memory_optimization=True) == ", inputs rest in one block"
     with apart():
@@ -163,7 +163,7 @@ def _given_up(folder: Path) -> None:
         path = folder / "file"
         path.touch()
     with pytest.raises(SwapError, match="it is not a folder"):
-        lt_zero.shard(net(), config_of(3, activation_checkpointing={"nvme_path": path}))
+        lt_zero.shard(net(), config_of(3, activation_checkpointing={"mode": "full", "nvme_path": path}))
     dist.barrier()
     assert not list((folder / "used").iterdir()), "the rank that had opened its files has none any more"
 

@@ -173,8 +173,7 @@ def _installed() -> None:
         installed(lt_zero.shard(net(), config_of(3, activation_checkpointing=FULL.model_dump()), training=False))
         is None
     )
-    with pytest.warns(UserWarning, match="no tensor- or sequence-parallel group"):
-        assert str(installed(_engine(partition_activations=True, every=2))).endswith("full, 2 of 3 Dropping modules")
+    assert str(installed(_engine(mode="full", every=2))).endswith("full, 2 of 3 Dropping modules")
 
 
 def test_from_the_configuration(pool: Pool) -> None:

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import lt_zero
 from lt_zero import ActivationCheckpointing, ConfigError, ZeroConfig, ZeroStrategy, gathered
+from lt_zero.activation.install import installed
 from lt_zero.config.load import ConfigWarning
 from tests.lightning_tools import FULL, GPT, sharded_trainer
 from tests.models import Block
@@ -110,7 +112,10 @@ def test_a_run_is_the_one_without(pool: Pool) -> None:
         (False, {BLOCK: {"every": 2}}, "none", 2),
         ({"mode": "selective"}, {BLOCK: {"every": 3}}, "selective", 3),
         (ActivationCheckpointing(mode="full", every=2), {BLOCK: {"mode": "full"}}, "full", 2),
-        ({"partition_activations": True, "every": "2"}, {BLOCK: {"every": 2}}, "full", 2),
+        ({"mode": "full", "every": "2"}, {BLOCK: {"every": 2}}, "full", 2),
+        ("full", {BLOCK: {"every": 2}}, "full", 2),
+        ("selective", None, "selective", 1),
+        ({"cpu_checkpointing": True, "partition_activations": True}, {BLOCK: {"every": 2}}, "none", 2),
         (None, {BLOCK: {"mode": "selective"}}, "selective", 1),
         (True, ZeroConfig.of({"zero_optimization": {"stage": 2}}), "full", 1),
     ],
@@ -118,7 +123,7 @@ def test_a_run_is_the_one_without(pool: Pool) -> None:
 @pytest.mark.filterwarnings("ignore:These keys do nothing here")
 def test_what_the_strategy_is_told(given: Any, config: Any, mode: str, every: int) -> None:
     block = ZeroStrategy(config=config, activation_checkpointing=given).config.activation_checkpointing
-    assert (block.kind, block.every) == (mode, every)
+    assert (block.mode, block.every) == (mode, every)
 
 
 def test_contradictions_and_mistakes() -> None:
@@ -131,8 +136,11 @@ def test_contradictions_and_mistakes() -> None:
     assert "says every=3, which contradicts activation_checkpointing.every=2" in text
     with pytest.raises(ConfigError, match="Did you mean activation_checkpointing.modules"):
         ZeroStrategy(activation_checkpointing={"module": ["Block"]})
-    with pytest.raises(ConfigError, match="activation_checkpointing='all' is neither"):
+    with pytest.raises(ConfigError, match='mode="all" is wrong: it must be one of'):
         ZeroStrategy(activation_checkpointing="all")  # type: ignore[arg-type]
+
+
+NEEDS = f"nothing is recomputed without {BLOCK}.mode: full or selective"
 
 
 def told(block: dict[str, Any]) -> str:
@@ -145,11 +153,37 @@ def told(block: dict[str, Any]) -> str:
 def test_keys_without_effect() -> None:
     text = told({"mode": "none", "every": 2, "modules": ["Block"], "profile": False, "cpu_checkpointing": True})
     for key in ("every", "modules", "cpu_checkpointing"):
-        assert f"{BLOCK}.{key} ({BLOCK}.mode is none)" in text
+        assert f"{BLOCK}.{key}" in text
+    assert f"({NEEDS})" in text
     assert "profile" not in text, "it says what is so anyway"
     assert told({"mode": "full", "every": 2, "modules": ["Block"], "profile": True}) == ""
     assert "number_checkpoints (it counts with contiguous" in told({"mode": "full", "number_checkpoints": 4})
-    assert told({"contiguous_memory_optimization": True, "number_checkpoints": 4}) == ""
+    assert told({"mode": "full", "contiguous_memory_optimization": True, "number_checkpoints": 4}) == ""
+    assert "there is no tensor- or sequence-parallel" in told({"mode": "full", "partition_activations": True})
+
+
+@pytest.mark.parametrize(
+    "modifier",
+    [
+        {"partition_activations": True},
+        {"cpu_checkpointing": True},
+        {"contiguous_memory_optimization": True, "number_checkpoints": 4},
+        {"nvme_path": "/tmp"},
+        {"synchronize_checkpoint_boundary": True},
+        {"profile": True},
+    ],
+    ids=lambda block: next(iter(block)),
+)
+def test_modifiers_switch_nothing_on(modifier: dict[str, Any]) -> None:
+    """As in DeepSpeed; a model without repeated blocks trains."""
+    for key in modifier:
+        assert key in told(modifier)
+    assert NEEDS in told(modifier)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+    strategy = ZeroStrategy(config={BLOCK: modifier})
+    engine = lt_zero.shard(model, strategy.config)
+    assert installed(engine) is None
+    engine.detach()
 
 
 def test_from_the_command_line_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,8 +196,8 @@ def test_from_the_command_line_and_files(tmp_path: Path, monkeypatch: pytest.Mon
     for text, mode, every in (("true", "full", 1), ("{mode: selective, every: 2}", "selective", 2)):
         run.write_text(written + text + "\n")
         block = strategy_of(f"--config={run}").config.activation_checkpointing
-        assert (block.kind, block.every) == (mode, every)
+        assert (block.mode, block.every) == (mode, every)
     block = strategy_of(
         f"--trainer.strategy={CLASS}", f"--trainer.strategy.{BLOCK}=true"
     ).config.activation_checkpointing
-    assert block.kind == "full"
+    assert block.mode == "full"

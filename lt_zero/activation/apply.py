@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lt_zero.activation import selective
 from lt_zero.activation.find import Found, find_modules
-from lt_zero.activation.state import State
+from lt_zero.activation.state import Caches, Objects, State
 from lt_zero.activation.stores import Store
 from lt_zero.compat import compiled_module
 from lt_zero.config.activation import ActivationCheckpointing
@@ -50,12 +50,14 @@ class How:
         store: takes saved inputs; None: they stay where they are.
         around: entered around each forward, with the module's name; recomputation may leave by an exception.
         recompute: the same around each recomputation.
+        caches: are kept from them.
     """
 
     keeps_products: bool
     store: Store | None
     around: Around
     recompute: Around
+    caches: Caches
 
 
 class Checkpointing:
@@ -90,6 +92,7 @@ def apply(
     store: Store | None = None,
     around: Around | None = None,
     recompute: Around | None = None,
+    tells: bool = True,
 ) -> Checkpointing:
     """Checkpoint modules of ``root`` until the handle that is returned is removed.
 
@@ -99,16 +102,17 @@ def apply(
         store: where inputs rest between forward and backward.
         around: entered around each checkpointed forward (and each recomputation) with the module's name.
         recompute: entered around recomputations in place of ``around``.
+        tells: this rank warns.
 
     Raises:
         ConfigError: a name matches nothing, or there is nothing to checkpoint.
     """
     first = around or (lambda name: nullcontext())
-    how = How(block.kind == "selective", store, first, recompute or first)
+    how = How(block.mode == "selective", store, first, recompute or first, Caches(tells))
     found = find_modules(root, block)
     if how.keeps_products:  # what is compiled is traced: the compiler knows what to keep
         found = Found(tuple((name, compiled_module(module)) for name, module in found.modules), found.every)
-    return Checkpointing(block.kind, found, how)
+    return Checkpointing(block.mode, found, how)
 
 
 class _Checkpointed:
@@ -138,6 +142,7 @@ class _Checkpointed:
             return self.__wrapped__(*args, **kwargs)
         if torch.compiler.is_compiling():
             return self._traced(args, kwargs)
+        args, kwargs = self._how.caches.without(self.__wrapped__, args, kwargs)
         inputs = _Inputs(args, kwargs)
         if not inputs.need_grad and not any(p.requires_grad for p in self._module.parameters()):
             return self.__wrapped__(*args, **kwargs)  # frozen layers before the first that trains
@@ -200,7 +205,7 @@ class _Run:
     def __init__(self, forward: _Checkpointed, inputs: _Inputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forward, self._inputs = forward, inputs
         self._first: list[Any] = [args, kwargs]  # the caller's own lists and dicts: he sees what forward puts in there
-        self._state = forward._state.before_forward()
+        self._state, self._objects = forward._state.before_forward(), Objects((args, kwargs))
         self._dtype = torch.get_default_dtype()  # precision plugins and islands set it around forward only
 
     def __call__(self, *tensors: Tensor) -> Any:
@@ -211,12 +216,13 @@ class _Run:
             with forward._how.around(forward._name):
                 output = forward.__wrapped__(*args, **kwargs)
             self._state.after_forward()
+            self._objects.after_forward()
             return output
         args, kwargs = self._inputs.fill(tensors)
         dtype = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
         try:
-            with self._state.again(), forward._how.recompute(forward._name):
+            with self._state.again(), self._objects.again(), forward._how.recompute(forward._name):
                 return forward.__wrapped__(*args, **kwargs)
         finally:
             torch.set_default_dtype(dtype)

@@ -57,7 +57,7 @@ def find_modules(root: nn.Module, block: ActivationCheckpointing) -> Found:
             [
                 Problem(
                     key,
-                    f"{_BLOCK}.mode={block.kind!r}, and {type(root).__name__} has no repeated blocks to checkpoint. "
+                    f"{_BLOCK}.mode={block.mode!r}, and {type(root).__name__} has no repeated blocks to checkpoint. "
                     f"Name classes of its modules: {key}=[{_example(root)}], or set {_BLOCK}.mode='none'.",
                 )
             ]
@@ -93,8 +93,11 @@ def _named(root: nn.Module, classes: Sequence[str]) -> list[tuple[str, nn.Module
 
 
 def _example(root: nn.Module) -> str:
-    """The class of the model's largest module that has several of its kind, or else of any."""
+    """The class that has most of the model's elements, of those in lists of modules if there are any."""
+    modules = _callable_modules(root).values()
+    lists = [m for m in root.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict, nn.Sequential))]
+    listed = {c for m in lists for c in m.children() if c in modules and any(True for _ in c.children())}
     sizes: Counter[str] = Counter()
-    for module in _callable_modules(root).values():
+    for module in listed or modules:
         sizes[class_name(module)] += sum(p.numel() for p in module.parameters())
     return sizes.most_common(1)[0][0] if sizes else "Block"

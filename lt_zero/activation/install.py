@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
 from functools import partial
 
@@ -37,7 +36,7 @@ class Installed:
         recompute: Around | None = None
         if self.boundary is not None:
             around, recompute = self.boundary.around, partial(self.boundary.around, recompute=True)
-        self.checkpointing = apply(engine.root, block, store, around, recompute)
+        self.checkpointing = apply(engine.root, block, store, around, recompute, engine.comm.rank == 0)
         if self.boundary is not None:
             engine.after_step.append(self.boundary.end_step)
         if store is not None:
@@ -71,14 +70,8 @@ def install(engine: Engine) -> Installed | None:
     """
     config, comm, there = engine.config, engine.comm, installed(engine)
     block = config.activation_checkpointing
-    if there is not None or block.kind == "none" or not engine.buckets:  # without parameters nothing trains
+    if there is not None or block.mode == "none" or not engine.buckets:  # without parameters nothing trains
         return there
-    if block.partition_activations and comm.rank == 0:
-        warnings.warn(
-            "activation_checkpointing.partition_activations=true: there is no tensor- or sequence-parallel group to "
-            "split saved inputs over, so each rank keeps its own (as DeepSpeed does in data parallel).",
-            stacklevel=2,
-        )
     found, device = find_modules(engine.root, block), engine.buckets[0].flat.device
     store: Store | None = None
     try:

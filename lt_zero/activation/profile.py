@@ -94,7 +94,7 @@ class Boundary:
         self._collect()
         table = Table(title=f"Checkpointed modules, ms per optimizer step, mean of {steps}")
         for column in ("module", "forwards", "ms", "recomputations", "ms"):
-            table.add_column(column, justify="left" if column == "module" else "right")
+            table.add_column(column, justify="left" if column == "module" else "right", overflow="fold")
         for name, found in self.times.items():
             table.add_row(name, *_cells(found, steps))
         total = Times()

@@ -10,6 +10,11 @@ Note [Not torch's contexts]
 Note [Random numbers]
     An operator that draws random numbers is always recomputed: if its output was kept, all that draws after it in the
     recomputation would get other numbers than in forward.
+
+Note [Unsafe views]
+    ``matmul`` and ``linear`` of more than two dimensions return an ``_unsafe_view`` of their product: the same memory
+    with a version counter of its own. Who adds to it in place changes the product that is kept, whose version says
+    nothing of that. So versions of these are looked at, too.
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 from lt_zero.compat import DispatchMode, alias_with_version, version_of
@@ -75,13 +82,27 @@ class _Kept:
 
     def __init__(self, op: Any, output: Any) -> None:
         self.op, self._output = op, map_tensors(output, alias_with_version)
-        self._versions = [version_of(t) for t in iter_tensors(self._output)]
+        self._watched = [(tensor, version_of(tensor)) for tensor in iter_tensors(self._output)]
+        self._places = {_place(tensor) for tensor, _ in self._watched} - {None}
+
+    def follow(self, view: Tensor) -> bool:
+        """See Note [Unsafe views]. Whether it is a view of this output."""
+        found = _place(view) in self._places
+        if found:
+            self._watched.append((alias_with_version(view), version_of(view)))
+        return found
 
     def take(self) -> Any:
         """The output; None if it is gone."""
         output, self._output = self._output, None
-        intact = [version_of(t) for t in iter_tensors(output)] == self._versions
+        intact = all(version_of(tensor) == version for tensor, version in self._watched)
+        self._watched = []
         return output if intact else None
+
+
+def _place(tensor: Tensor) -> int | None:
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    return tensor.untyped_storage().data_ptr() if plain else None
 
 
 class _Forward(DispatchMode):
@@ -95,6 +116,8 @@ class _Forward(DispatchMode):
         output = op(*args, **kwargs)
         if keeps(op, args, kwargs):
             self._kept.append(_Kept(op, output))
+        elif op is torch.ops.aten._unsafe_view.default:
+            any(kept.follow(output) for kept in reversed(self._kept))
         return output
 
 
