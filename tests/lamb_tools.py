@@ -90,7 +90,8 @@ class Odd(nn.Module):
         x = torch.tanh(self.first(x) * self.scale)
         for block in self.blocks:
             x = x + torch.tanh(block(x))
-        return self.zero(x) + (self.rare(x) if rare else 0)
+        extra = self.rare(x)  # under stage 3 every rank runs it
+        return self.zero(x) + (extra if rare else 0)
 
 
 def loss(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:

@@ -334,22 +334,3 @@ def test_public_configurations() -> None:
     assert refused
     clipping = "optimizer.params.max_grad_norm"
     assert {tuple(found) for found in refused.values()} == {("optimizer.type",), (clipping,)}
-
-
-@pytest.mark.parametrize(
-    ("kind", "params", "wrong"),
-    [
-        ("OneBitAdam", {"lr": 1e-3, "freeze_step": 400, "cuda_aware": False, "comm_backend_name": "nccl"}, set()),
-        ("OneBitAdam", {"freeze_step": -1, "var_freeze_step": 5}, {"freeze_step", "var_freeze_step"}),
-        ("ZeroOneAdam", {"var_freeze_step": 12500, "local_step_scaler": 32678, "lr": "auto"}, set()),
-        (
-            "ZeroOneAdam",
-            {"local_step_clipper": 0.5, "comm_backend_name": "pigeon"},
-            {"local_step_clipper", "comm_backend_name"},
-        ),
-        ("OneBitLamb", {"factor_max": 4.0, "max_coeff": 10, "coeff_beta": 2}, {"coeff_beta"}),
-    ],
-)
-def test_parameters_of_what_is_not_available_yet(kind: str, params: dict[str, Any], wrong: set[str]) -> None:
-    found = {problem.key for problem in check_optimizer(kind, params)}
-    assert found == {"optimizer.type", *(f"optimizer.params.{name}" for name in wrong)}

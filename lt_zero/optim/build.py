@@ -15,8 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lt_zero.config.errors import ConfigError, Problem
 from lt_zero.optim import groups
-from lt_zero.optim.future import future_signature
-from lt_zero.optim.known import OPTIMIZER_RULES, REFUSED, Kind, optimizer_kind, scheduler_kind
+from lt_zero.optim.known import REFUSED, Kind, optimizer_kind, scheduler_kind
 from lt_zero.optim.values import Reader, shown
 
 # Keys that somebody else may fill in before anything is built.
@@ -94,10 +93,6 @@ def check_optimizer(kind: str, params: Mapping[str, Any], entries: Any = ()) -> 
         known = optimizer_kind(kind)
         values = _read("optimizer", known, params, auto=True)[0]
         found += groups.check_groups(known, None if found else values, entries)
-    signature = future_signature(kind, OPTIMIZER_RULES) if isinstance(kind, str) else None
-    if signature is not None:
-        future = Kind(kind, signature, lambda *_: None)
-        found += _read("optimizer", future, params, auto=True)[1]
     return found
 
 

@@ -78,6 +78,7 @@ _ADAM: Mapping[str, Reader] = {
     "bias_correction": flag,
     "fp32_optimizer_states": _FP32,
     "set_grad_none": flag,
+    "eps_inside_sqrt": Only(False, "it belongs to Lamb; remove it"),  # files of 1-bit Adam have it, too
 }
 _HALVES = (
     "Muon has two groups, the matrices of hidden layers and all others. Remove the key: muon_lr and adam_lr in "
