@@ -36,14 +36,24 @@ def of(zero: dict[str, Any], stage: int | None = None, **keys: Any) -> Any:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_parameters_cannot_be_offloaded_below_stage_3(stage: int) -> None:
-    for block in ({"device": "cpu"}, {"device": "nvme", "nvme_path": "/x"}):
-        with pytest.raises(ValueError, match=r"offload_param.device=.* needs stage 3, stage is"):
-            of({"stage": stage, "offload_param": block})
-        with pytest.raises(ValueError, match="needs stage 3"):
-            of({"offload_param": block}, stage)
-    assert of({"offload_param": {"device": "cpu"}}, 3).offload_param.device == "cpu"
-    assert of({"stage": stage, "offload_param": {"device": "none"}}).stage == stage
+def test_parameters_are_not_offloaded_below_stage_3(stage: int, tmp_path: Path) -> None:
+    """As in DeepSpeed, but not silently: no file, no folder, whatever the block says."""
+    for block in (
+        {"device": "cpu", "pin_memory": False},
+        {"device": "nvme", "nvme_path": str(tmp_path)},
+        {"device": "nvme"},
+    ):
+        with pytest.warns(UserWarning, match="offload_param.device.*below stage 3 every rank uses all parameters"):
+            config = ZeroConfig.of({"zero_optimization": {"stage": stage, "offload_param": block}})
+        assert config.zero_optimization.param_offload.device == "none"
+        engine = lt_zero.shard(Net(), config)
+        assert engine.shelves.params is None
+        assert not list(tmp_path.iterdir())
+        engine.detach()
+    assert of({"offload_param": {"device": "cpu"}}, 3).param_offload.device == "cpu"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert of({"stage": stage, "offload_param": {"device": "none"}}).stage == stage
 
 
 @pytest.mark.parametrize("name", ["offload_optimizer", "offload_param"])

@@ -118,7 +118,8 @@ class Lane:
     def mark(self) -> Ticket:
         """All that this lane has begun, as one."""
         if self._stream is None:
-            return self._waiting[-1] if self._waiting else DONE
+            with self._lock:  # or another thread is carrying the last one out
+                return self._waiting[-1] if self._waiting else DONE
         with torch.cuda.stream(self._stream):
             return _OnStream(self.now(), ())
 

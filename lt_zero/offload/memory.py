@@ -143,3 +143,11 @@ def return_large_blocks() -> None:
     except (OSError, AttributeError):
         return
     mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+
+
+def return_freed_memory() -> None:
+    """Have malloc give the pages of all that was freed back to the system. A no-op without glibc."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        return

@@ -33,10 +33,21 @@ from lt_zero.offload.memory import BLOCK
 log = logging.getLogger("lt_zero")
 
 _EXIT_PATIENCE = 30.0  # seconds at exit for requests that are with the kernel
+LOOK = 1.0  # seconds from one look at whether a thread lives to the next
 
 
 class SwapError(RuntimeError):
     """Something on the disk cannot be written, read or trusted. The text says what to do."""
+
+
+def check_alive(thread: threading.Thread | None) -> None:
+    """Who waits for what a thread does asks this every ``LOOK`` seconds.
+
+    Raises:
+        SwapError: it is gone.
+    """
+    if thread is not None and not thread.is_alive():
+        raise SwapError(f"The thread {thread.name} is gone, and did not do what it had to. Please report this.")
 
 
 class Transfer:
@@ -69,7 +80,8 @@ class Transfer:
         """
         if not self.done:
             self._pool.check_process("wait for a transfer")
-            self._ended.wait()
+            while not self._ended.wait(LOOK):
+                self._pool.check_threads()
         if self._error is not None:
             raise SwapError(str(self._error)) from self._error.__cause__
 
@@ -84,7 +96,7 @@ class Transfer:
         if self._error is None and self._move is not None:
             try:
                 self._move(block)
-            except Exception as problem:
+            except BaseException as problem:  # somebody waits for this transfer
                 error = _bare(problem)
         with self._lock:
             self._error = self._error or error
@@ -118,7 +130,7 @@ class Transfer:
         assert self._end is not None
         try:
             self._end(self._error)
-        except Exception as problem:
+        except BaseException as problem:
             self._error = self._error or _bare(problem)
         # Who keeps the transfer must not keep the tensor and the file.
         self._move = self._end = None
@@ -130,7 +142,7 @@ class Transfer:
         self._pool.ended()
 
 
-def _bare(problem: Exception) -> SwapError:
+def _bare(problem: BaseException) -> SwapError:
     """An error without the frames that it came through: they hold views of tensors."""
     if isinstance(problem, SwapError):
         return SwapError(str(problem))
@@ -175,9 +187,7 @@ class IoPool:
         self._closed = False
         self._running = 0  # transfers that were submitted and have not ended
         self._idle = threading.Condition()
-        self._queue: Queue = queue.SimpleQueue()
-        workers = _start(self._queue, threads)
-        self._finalizer = weakref.finalize(self, _stop, self._queue, workers, self._pid)
+        self._begin()
 
     def check_process(self, what: str) -> None:
         """Raise SwapError in a process that has not made the pool: its threads do not exist there."""
@@ -186,6 +196,16 @@ class IoPool:
                 f"Process {os.getpid()} cannot {what}: the I/O threads belong to process {self._pid}, from which it was"
                 " forked. Make an IoPool and files of its own there, or start it with spawn."
             )
+
+    def _begin(self) -> None:
+        self._queue: Queue = queue.SimpleQueue()
+        self._workers = _start(self._queue, self.threads)
+        self._finalizer = weakref.finalize(self, _stop, self._queue, self._workers, self._pid)
+
+    def check_threads(self) -> None:
+        """Raise SwapError if a thread is gone that had to move something."""
+        for worker in self._workers:
+            check_alive(worker)
 
     def submit(
         self,
@@ -203,6 +223,8 @@ class IoPool:
         with self._idle:
             if self._closed:
                 raise SwapError("The IoPool is closed: close files before it, and submit nothing afterwards.")
+            if not self._finalizer.alive:
+                self._begin()
             self._running += 1
         transfer = Transfer(self, count, move, end)
         transfer.begin(after)
@@ -218,24 +240,34 @@ class IoPool:
             self._running -= 1
             self._idle.notify_all()
 
+    def rest(self) -> None:
+        """Wait for what was submitted, and end the threads; the next transfer starts others."""
+        if os.getpid() != self._pid:  # nothing moves there, and the lock may be held for ever
+            return
+        with self._idle:
+            while self._running and not self._idle.wait(LOOK):
+                self.check_threads()
+            self._finalizer()
+
     def close(self) -> None:
-        """Wait for what was submitted, and end the threads. Again a no-op."""
-        if os.getpid() == self._pid:
-            with self._idle:
-                self._closed = True
-                self._idle.wait_for(lambda: self._running == 0)
-        self._finalizer()
+        """``rest``, for good. Again a no-op."""
+        self._closed = True
+        self.rest()
 
 
 def _start(line: Queue, count: int) -> list[threading.Thread]:
     before = torch.get_num_threads()  # here, not below: a thread's first use takes over what ours are about to set
     ready = threading.Barrier(count + 1)
     workers = []
-    for index in range(count):
-        # Daemons: the interpreter joins others before it runs the finalizers that would end them.
-        worker = threading.Thread(target=_serve, args=(line, ready), name=f"lt_zero-io-{index}", daemon=True)
-        worker.start()
-        workers.append(worker)
+    try:
+        for index in range(count):
+            # Daemons: the interpreter joins others before it runs the finalizers that would end them.
+            worker = threading.Thread(target=_serve, args=(line, ready), name=f"lt_zero-io-{index}", daemon=True)
+            worker.start()
+            workers.append(worker)
+    except RuntimeError:  # no more threads
+        ready.abort()
+        raise
     ready.wait()
     torch.set_num_threads(before)  # see Note [Threads and torch]
     return workers

@@ -123,6 +123,10 @@ class Tier:
         for rest in leaving:
             settle(rest)
 
+    def rest(self) -> None:
+        """End the threads until the next access."""
+        self.pool.rest()
+
     def close(self) -> None:
         """Remove the files."""
         for file in self._files.values():

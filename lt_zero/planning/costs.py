@@ -117,13 +117,14 @@ def gathered(plan: EnginePlan, table: Mapping[BucketPlan, Row], config: ZeroConf
         return Gathered(numel, nbytes, len(rows), needs_weights)
 
     zero = config.zero_optimization
-    reads = zero.offload_param.device == "nvme"
+    reads = zero.param_offload.device == "nvme"
     ahead = Ahead(zero.stage3_prefetch_bucket_size if setup.background or reads else 0)
     if reads:
-        ahead = Ahead(min(ahead.numel, zero.offload_param.buffer_size), zero.offload_param.buffer_count)
+        ahead = Ahead(min(ahead.numel, zero.param_offload.buffer_size), zero.param_offload.buffer_count)
     units = [of(unit.buckets, unit.needs_weights) for unit in plan.units[:-1] if unit.buckets]
     root = of(plan.units[-1].buckets, True)
-    total = [(DEVICE, GATHERED, gathered_peak(units, root, residency_of(zero), ahead, setup.accumulates))]
+    limits = residency_of(zero) if setup.training else residency_of(zero).without_training()
+    total = [(DEVICE, GATHERED, gathered_peak(units, root, limits, ahead, setup.accumulates))]
     resting = {row.exact if not row.copies_weights else row.dtype for row in table.values() if row.weights == NVME}
     if resting:
         most = min(ahead.numel, sum(u.numel for u in units)) + max((u.numel for u in [*units, root]), default=0)

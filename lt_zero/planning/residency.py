@@ -93,6 +93,8 @@ class _Play:
             unit = self._units[other]
             if other in self._here:
                 continue
+            if len(self._early) >= self._residency.ahead:
+                return
             flying, buckets = flying + unit.numel, buckets + unit.buckets
             live = self._numel + unit.numel
             if flying > self._ahead.numel or live > self._residency.max_live or buckets > self._ahead.buckets:

@@ -160,7 +160,7 @@ def rows_of(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Se
     rows = []
     for bucket, layout, held, (moves, away) in zip(buckets, layouts, _held(plan, layouts), places, strict=True):
         dtype, sharding = bucket.dtype, bucket.sharding
-        master, trains = policy.master_of(dtype), bucket.trains
+        master, trains = policy.master_of(dtype), bucket.trains and setup.training
         accum = policy.accumulate_of(dtype)
         originals = [p.dtype for _, p in bucket.parameters]
         lossless = dtype if sharding.optim and setup.sums_wide else accum
@@ -205,7 +205,7 @@ def _states_place(zero: ZeroOptimization, setup: Setup, moves: bool) -> str:
 
 
 def _weights_place(zero: ZeroOptimization, setup: Setup, away: bool, sharded: bool) -> str:
-    device = zero.offload_param.device
+    device = zero.param_offload.device
     if not sharded or device == "none" or setup.device == "cpu" and not (device == "nvme" and away):
         return DEVICE
     return NVME if device == "nvme" and away else HOST
