@@ -7,6 +7,7 @@ only one to change.
 from __future__ import annotations
 
 import functools
+import signal
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -79,10 +80,14 @@ def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor._base
 
 
-def wrapper_tensor(cls: type[Any], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """A tensor of a subclass that has shape and dtype and no memory. Checked on torch 2.10 to 2.13."""
+def wrapper_tensor(
+    cls: type[Any], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
+) -> Any:
+    """A tensor of a subclass that has shape, dtype and device, and no memory. Checked on torch 2.10 to 2.13."""
     with torch.inference_mode(False):
-        return torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu"))
+        return torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=dtype, device=device or torch.device("cpu")
+        )
 
 
 def alias_with_version(tensor: torch.Tensor) -> torch.Tensor:
@@ -195,12 +200,75 @@ def announce_compute_dtype(plugin: HalfPrecision, dtype: torch.dtype) -> None:
     plugin._desired_input_dtype = dtype
 
 
+def say_dtype(module: torch.nn.Module, dtype: torch.dtype) -> list[tuple[torch.nn.Module, torch.dtype]]:
+    """Let ``dtype`` of a LightningModule and of those inside it answer ``dtype``; returns what they answered before.
+
+    ``module.to(dtype)`` would cast parameters that are sharded. Checked on lightning 2.5 to 2.6.
+    """
+    from lightning.pytorch import LightningModule
+
+    found = [child for child in module.modules() if isinstance(child, LightningModule)]
+    before = [(child, child.dtype) for child in found]
+    for child in found:
+        child._dtype = dtype
+    return before  # type: ignore[return-value]
+
+
 def is_plain_closure(closure: Any) -> bool:
     """Whether this is what Lightning's automatic optimization hands to ``optimizer.step``: one training step, one
     backward, nothing after it. Checked on lightning 2.5 to 2.6.
     """
     cls = type(closure)
     return cls.__name__ == "Closure" and cls.__module__ == "lightning.pytorch.loops.optimization.automatic"
+
+
+class HeldSignals:
+    """Lightning's answers to SIGTERM and SLURM's requeue signal, put off. Checked on lightning 2.5 to 2.6.
+
+    Lightning's own handlers, and those of users behind them, stay registered; only what comes first in them changes.
+
+    Args:
+        trainer: before it registers handlers.
+        on_stop, on_requeue: called in the handlers in place of what Lightning does there.
+    """
+
+    def __init__(self, trainer: Any, on_stop: Callable[[], object], on_requeue: Callable[[], object]) -> None:
+        self._connector = connector = trainer._signal_connector
+        self._cls = cls = type(connector)
+        self._signum = signal.SIGUSR1
+        held = self
+
+        class Connector(cls):  # type: ignore[misc, valid-type]
+            def _sigterm_notifier_fn(self, signum: Any, frame: Any) -> None:
+                launcher = self.trainer.strategy.launcher
+                if launcher is not None and not self.received_sigterm:
+                    launcher.kill(signum)  # processes that this one has started
+                on_stop()
+
+            def _slurm_sigusr_handler_fn(self, signum: Any, frame: Any) -> None:
+                held._signum = signum
+                on_requeue()
+
+            def __reduce__(self) -> Any:  # copies are Lightning's
+                return _bare_object, (cls,), self.__getstate__()
+
+        connector.__class__ = Connector
+
+    def give_back(self) -> None:
+        """Lightning's answers are its own again."""
+        self._connector.__class__ = self._cls
+
+    def stop(self) -> None:
+        """Have Lightning's loops stop where they look whether there was a SIGTERM."""
+        self._connector.received_sigterm = True
+
+    def requeue(self) -> None:
+        """What Lightning does on the requeue signal: finish loggers, save, and requeue the job. Collective."""
+        self._cls._slurm_sigusr_handler_fn(self._connector, self._signum, None)
+
+
+def _bare_object(cls: Any) -> Any:
+    return cls.__new__(cls)
 
 
 def logged_step(trainer: Any) -> int:

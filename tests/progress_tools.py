@@ -74,6 +74,37 @@ class Remembering(DataLoader[Tensor]):
         self.position = state["position"]
 
 
+class Plain:
+    """An iterable that is no DataLoader, and begins anew with each pass."""
+
+    def __init__(self, count: int = 6) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in range(self.count):
+            yield torch.full((2, WIDTH), index / self.count)
+
+
+class Placed(Plain):
+    """One that knows its place: Lightning's loops save and load it."""
+
+    position = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in range(self.position % self.count, self.count):
+            self.position = index + 1
+            yield torch.full((2, WIDTH), -index / self.count)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
 class Model(pl.LightningModule):
     """Dropout, and a memory of what it has seen."""
 
@@ -196,5 +227,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "dict": lambda: {"a": new_loader(), "b": new_loader(Noisy(10))},
     "min_size": lambda: CombinedLoader({"a": new_loader(), "b": new_loader(Noisy(17))}, "min_size"),
     "max_size": lambda: CombinedLoader({"b": new_loader(Noisy(10)), "a": new_loader()}, "max_size"),
+    "plain": Plain,
+    "stateful beside plain": lambda: CombinedLoader({"a": Plain(), "b": Placed(), "c": Plain(4)}),
     "iterables": lambda: {"a": new_loader(Stream(9)), "b": new_loader(Stream())},
 }

@@ -108,6 +108,7 @@ def _abandons(folder: str) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(persistence, "write", held)
+        patch.setattr(persistence, "GRACE", 0.1)
         options: dict[str, Any] = {"config": ASYNC, "max_steps": 5, "max_epochs": 9, "limit_val_batches": 0}
         trainer = sharded_trainer(2, **options, callbacks=[SavesAt2(f"{folder}/first", release, fail=True)])
         with pytest.raises(ZeroDivisionError):

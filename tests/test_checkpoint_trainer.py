@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fsspec
 import pytest
@@ -21,7 +22,7 @@ import lt_zero.strategy as strategy_module
 from lt_zero.checkpoint import place
 from lt_zero.checkpoint.archive import Archive
 from tests.checkpoint_tools import SHARDED, copied, error_of, everything, resume, same, train
-from tests.lightning_tools import GPT, sharded_trainer
+from tests.lightning_tools import FULL, GPT, sharded_trainer
 from tests.pool import Pool
 
 
@@ -127,6 +128,42 @@ def _replaces(folder: str) -> None:
 
 def test_what_had_the_name_goes_away(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _replaces, str(tmp_path))
+
+
+def _counted(folder: str) -> tuple[int, dict[str, Any]]:
+    trainer = sharded_trainer(2, config=FULL, max_steps=2, limit_val_batches=0)
+    trainer.fit(GPT(dist.get_world_size(), "adamw"))
+    # Lightning's own suite counts like this, and puts a mock in the place of torch.save.
+    with mock.patch("torch.save", wraps=torch.save) as save:
+        trainer.save_checkpoint(f"{folder}/full.ckpt")
+    return save.call_count, torch.load(f"{folder}/full.ckpt")["lt_zero_progress"][1]["states"][0]
+
+
+def test_rank_0_alone_calls_torch_save_for_a_full_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    (zero, seen), (one, _) = pool.run(2, _counted, str(tmp_path))
+    assert (zero, one) == (1, 0)
+    assert isinstance(seen["torch"], torch.Tensor), "rank 1's random state came over all the same"
+
+
+class Observed(GPT):
+    """Trains nothing."""
+
+    def configure_optimizers(self) -> None:  # type: ignore[override]
+        return None
+
+
+def _unoptimized(folder: str, layout: str) -> None:
+    path = f"{folder}/last.ckpt"
+    for epochs in (1, 2):
+        trainer = sharded_trainer(2, config={"checkpoint": {"format": layout}}, max_epochs=epochs)
+        trainer.fit(Observed(2), ckpt_path=path if epochs == 2 else None)
+        trainer.save_checkpoint(path)
+    assert trainer.current_epoch == 2
+
+
+@pytest.mark.parametrize("layout", ["sharded", "full"])
+def test_no_optimizer(pool: Pool, tmp_path: Path, layout: str) -> None:
+    pool.run(2, _unoptimized, str(tmp_path), layout)
 
 
 def _released(folder: str) -> None:

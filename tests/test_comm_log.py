@@ -87,7 +87,7 @@ def test_calls_and_bytes_are_those_of_torch(pool: Pool, stage: int) -> None:
         assert calls["all_reduce"] == logged["all_reduce"]
         objects = [logged[name][0] for name in OBJECTS]
         assert [calls[name][0] for name in OBJECTS] == objects
-        assert calls["barrier"][0] == sum(objects), "ranks meet before objects; without shared memory there is no other"
+        assert calls["barrier"][0] == 0, "without shared memory there is none"
         assert gathers[0] > 0
         assert ("Collectives of rank 0" in text) == (rank == 0)
         rows = re.findall(r"^│ (\w+) +│ +([\d,]+) │ +(\d+) │", text, re.M)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
+from lt_zero.core import bucket
 from lt_zero.core.bucket import State
 from lt_zero.core.comm import Comm
 from lt_zero.core.construct import ConstructionSharder
-from lt_zero.core.guard import is_guarded
+from lt_zero.core.guard import guard, is_guarded
 from lt_zero.core.report import memory_report
+from lt_zero.core.storage import FlatStorage
 from tests.lightning_tools import GPT, sharded_trainer, weights
 from tests.models import Net, next_token_loss
 from tests.parity import STAGES, config_of, full_values
@@ -62,6 +65,20 @@ def _cut(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_cutting_at_construction_keeps_the_initialisation(pool: Pool, stage: int) -> None:
     pool.run(3, _cut, stage)
+
+
+def _late(stage: int) -> None:
+    with ConstructionSharder(Comm.for_world(torch.device("cpu"))):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model.load_state_dict({name: torch.full(p.shape, 7.0) for name, p in model.named_parameters()})
+    engine = lt_zero.shard(model, config_of(stage))
+    for name, value in full_values(engine).items():
+        assert (value == 7.0).all(), name  # the last one is still whole when the engine takes over
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_loaded_after_construction_is_kept(pool: Pool, stage: int) -> None:
+    pool.run(2, _late, stage)
 
 
 class MetaNet(Net):
@@ -217,3 +234,74 @@ def _peak() -> None:
 
 def test_no_rank_holds_the_whole_model(pool: Pool) -> None:
     pool.run(2, _peak)
+
+
+class Elsewhere(Comm):
+    """Of a device that is not the CPU; ends with the first collective, and says where its tensor is."""
+
+    def broadcast(self, tensor: Tensor, name: str, src: int = 0) -> None:
+        raise RuntimeError(f"broadcast on {tensor.device}")
+
+    def all_gather(self, flat: Tensor, name: str, own: Tensor | None = None) -> Any:
+        raise RuntimeError(f"all-gather on {flat.device}")
+
+
+def test_cutting_on_the_cpu_for_another_device() -> None:
+    """Modules are built on the CPU; NCCL takes tensors of a GPU only."""
+    layer, sharder = nn.Linear(3, 5), ConstructionSharder(Elsewhere(None, None, torch.device("meta")))
+    with pytest.raises(RuntimeError, match="broadcast on meta"), sharder:
+        nn.Sequential(layer)
+    sharder._slices[layer.weight] = torch.zeros(16)
+    guard(layer.weight, sharder._owner)
+    with pytest.raises(RuntimeError, match="all-gather on meta"):
+        sharder.whole(layer.weight)
+
+
+def test_a_collective_refuses_tensors_of_another_device() -> None:
+    comm, row = Comm(None, None, torch.device("cpu")), torch.zeros(4, device="meta")
+    acts: list[Callable[[], object]] = [
+        lambda: comm.broadcast(row, "w"),
+        lambda: comm.all_gather(row, "w"),
+        lambda: comm.all_reduce(row, row, row, False, "w"),
+        lambda: comm.reduce_scatter(row, row, row, False, "w"),
+        lambda: comm.sum_scalar(row, "w"),
+    ]
+    for act in acts:
+        with pytest.raises(RuntimeError, match="'w' got a tensor on meta"):
+            act()
+
+
+class Counted(FlatStorage):
+    """Counts the bytes of all storages that could be freed."""
+
+    live = most = 0
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.there = False
+        self._there(True)
+
+    def _there(self, there: bool) -> None:
+        Counted.live += self._nbytes * (there - self.there)
+        Counted.most, self.there = max(Counted.most, Counted.live), there
+
+    def allocate(self) -> None:
+        super().allocate()
+        self._there(True)
+
+    def free(self) -> None:
+        super().free()
+        self._there(False)
+
+
+def _bucket_by_bucket() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket, "FlatStorage", Counted)
+        engine = lt_zero.shard(Net(depth=8), config_of(3, dtype=torch.bfloat16))
+    assert Counted.live == 0
+    assert 0 < Counted.most <= max(b.layout.numel * 2 for b in engine.buckets)
+
+
+def test_one_bucket_at_a_time_is_whole_while_a_model_is_sharded(pool: Pool) -> None:
+    """On a GPU all compute copies at once would be the whole model."""
+    pool.run(2, _bucket_by_bucket)

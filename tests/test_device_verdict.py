@@ -129,7 +129,7 @@ def _waits(on_device: bool) -> tuple[int, dict[str, Tensor]]:
     engine = lt_zero.shard(model, config_of(2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     sharded = lt_zero.ShardedOptimizer(engine, optimizer)
-    gate = StepGate(DtypePolicy(check_overflow=True))
+    gate = StepGate(DtypePolicy(compute=torch.bfloat16, check_overflow=True))
     gate.on_device, waits = on_device, Waits()
     for step in range(4):
         gate.before_backward([sharded])

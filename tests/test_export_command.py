@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +57,41 @@ def test_command(tmp_path: Path, opened: list[str]) -> None:
     assert result.exit_code == 0
     assert "Warning: 1 finite values do not fit into float16" in result.stderr
     assert "layers.2.weight (1, the largest 1e+06)" in result.stderr
+
+
+def test_a_prefix_is_stripped_or_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = layers()
+    inside = Memory(
+        {f"net.{name}": value for name, value in bare.tensors.items()},
+        {f"net.{tied}": f"net.{name}" for tied, name in bare.aliases.items()},
+    )
+    sources = [inside]
+    monkeypatch.setattr("lt_zero.checkpoint.open.open_source", lambda path: sources[0])
+    (tmp_path / "last.ckpt").write_text("")
+
+    def run(*options: str, out: str = "hf") -> Any:
+        return CliRunner().invoke(app, ["export", str(tmp_path / "last.ckpt"), str(tmp_path / out), *options])
+
+    told = "All names begin with 'net.'"
+    assert told in run().stderr
+    assert told in run(out="one.safetensors").stderr
+    assert told not in run(out="weights.pt").stderr, "names of the LightningModule, which loads them"
+    result = run("--strip-prefix", "net.", "--keep-fp32", "net.layers.0.*")
+    assert (result.exit_code, result.stderr) == (0, "")
+    loaded = load_file(tmp_path / "hf" / "model.safetensors")
+    assert set(loaded) == set(bare.tensors) - set(bare.aliases)
+    assert [name for name, value in loaded.items() if value.dtype == torch.float32] == ["layers.0.weight"]
+    run("--strip-prefix", "net.", out="weights.pt")
+    assert set(torch.load(tmp_path / "weights.pt")) == set(bare.tensors), "tied names, too"
+    result = run("--strip-prefix", "nett.")
+    assert result.exit_code == 1
+    assert "no name begins with 'nett.'. There are net.layers.0.weight" in result.stderr
+    sources[0] = Memory({"net.a": torch.ones(2), "scale": torch.ones(1)})
+    result = run("--strip-prefix", "net.")
+    assert set(load_file(tmp_path / "hf" / "model.safetensors")) == {"a", "scale"}
+    assert "do not begin with 'net.' and stay: scale" in result.stderr
+    sources[0] = Memory({"net.a": torch.ones(2), "a": torch.ones(1)})
+    assert "would lose the name" in run("--strip-prefix", "net.").stderr
 
 
 def test_command_says_what_is_wrong_in_one_line(tmp_path: Path, opened: list[str]) -> None:

@@ -79,7 +79,14 @@ def test_an_earlier_export_is_replaced(tmp_path: Path, monkeypatch: pytest.Monke
 def test_other_content_is_left_alone(tmp_path: Path) -> None:
     out = tmp_path / "model"
     export(layers(), out)
-    for name in ("config.json", ".tmp-7-00", "model-00001-of-00002.bin"):
+    for name in ("config.json", "tokenizer.model", ".gitattributes"):
+        (out / name).write_text(name)
+    export(layers(), out)  # what others put beside the weights may be there before them, too
+    assert listing(out) == [".gitattributes", "config.json", "model.safetensors", "tokenizer.model"]
+    assert (out / "config.json").read_text() == "config.json"
+    for name in ("config.json", "tokenizer.model", ".gitattributes"):
+        (out / name).unlink()
+    for name in ("adapter.safetensors", "tf_model.h5", "model-00001-of-00002.bin"):
         (out / name).write_text("{}")
         with pytest.raises(CheckpointError, match=f"{name}, which no earlier"):
             export(layers(), out, shard_size=450)

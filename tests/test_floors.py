@@ -16,12 +16,13 @@ FLOORS = (
     {"planning", "checkpoint", "activation"},
     {"build"},
     {"precision", "attach", "progress", "hparams", "unanimous", "reconcile", "loggers", "monitoring"}
-    | {"flops", "flops_formulas", "flops_table", "profiler", "readings", "watcher"},
+    | {"flops", "flops_formulas", "flops_table", "profiler", "readings", "signals", "watcher"},
     {"breakdown", "persistence", "restoring", "loading", "checkpointing", "monitored"},
     {"strategy", "cli", "sweep", "plotting", "__init__", "__main__"},
 )
 TOP = FLOORS[-1] | FLOORS[-2] | FLOORS[-3] | {"compat"}  # know lightning
-COLLECTIVES = {"core/comm.py", "core/sequence.py", "core/rollcall.py"}  # the others compare what the first is to do
+# The first does them; the others compare what it is to do, and find out why it fails.
+COLLECTIVES = {"core/comm.py", "core/sequence.py", "core/rollcall.py", "core/ended.py"}
 SAVES = "torch.distributed.checkpoint"  # plans over a process group that comm.py makes
 
 

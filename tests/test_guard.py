@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 import lt_zero
+from lt_zero.checkpoint.plain import plain
 from lt_zero.core.identity import check_identity
+from lt_zero.core.lazy import AbsentTensor
 from tests.models import Net, next_token_loss, tokens
 from tests.parity import STAGES, Case, check, config_of, full_values
 from tests.pool import Pool
@@ -48,7 +52,18 @@ def _reads() -> None:
     reads = [
         lambda: p + 1,
         lambda: p.data,
-        lambda: p.detach(),
+        lambda: p.detach().clone(),
+        lambda: p.detach().cpu(),
+        lambda: copy.deepcopy(p.detach()),
+        lambda: torch.equal(p.detach(), torch.zeros(p.shape)),
+        lambda: p.detach().data.sum(),
+        lambda: p.detach().numpy(),
+        lambda: p.detach().untyped_storage(),
+        lambda: copy.deepcopy(engine.root.state_dict()),
+        lambda: Net().load_state_dict(engine.root.state_dict()),
+        lambda: engine.root.load_state_dict(engine.root.state_dict()),
+        lambda: pickle.dumps(engine.root.state_dict()),
+        lambda: plain({"mine": engine.root.state_dict()}),
         lambda: p.sum().item(),
         lambda: p.norm(),
         lambda: p[0],
@@ -56,7 +71,6 @@ def _reads() -> None:
         lambda: copy.deepcopy(p),
         lambda: torch.save(engine.root.state_dict(), io.BytesIO()),
         lambda: p.mul_(2),
-        lambda: torch.equal(p, p),
         lambda: engine.root.double(),
         lambda: p.numpy(force=True),
         lambda: p.tolist(),
@@ -66,6 +80,12 @@ def _reads() -> None:
     for read in reads:
         with torch.no_grad(), pytest.raises(RuntimeError, match=r"'blocks\.0\.up\.weight'|'embedding.weight'|'scale'"):
             read()
+    state, whole = engine.root.state_dict(), Net().state_dict()
+    assert {k: (v.shape, v.dtype) for k, v in state.items()} == {k: (v.shape, v.dtype) for k, v in whole.items()}
+    assert not any(value.requires_grad for value in state.values())
+    assert not torch.equal(p, torch.zeros(p.shape)), "ranks compare together"
+    with lt_zero.gathered(engine.root):
+        assert not any(isinstance(value, AbsentTensor) for value in engine.root.state_dict().values())
     with lt_zero.gathered(p):
         assert torch.isfinite(p).all()
         with lt_zero.gathered(engine.root):
@@ -122,6 +142,91 @@ def _lost_edit(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_edits_are_taken_over_or_reported(pool: Pool, stage: int) -> None:
     pool.run(2, _lost_edit, stage)
+
+
+def _clip(model: nn.Module, step: int) -> None:
+    """As in a Wasserstein GAN, in the two ways that people write it."""
+    for number, p in enumerate(model.parameters()):
+        if number % 2:
+            p.data.clamp_(-0.2, 0.2)
+        else:
+            p.data = p.data.clamp(-0.2, 0.2)
+
+
+def _clip_low(stage: int) -> None:
+    engine = _engine(stage, torch.bfloat16)
+    optimizer = torch.optim.SGD(engine.root.parameters(), lr=0.1, momentum=0.9)
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    for step in range(5):
+        _clip(engine.root, step)
+        next_token_loss(engine.root, step, 0, dist.get_rank()).backward()
+        optimizer.param_groups[0]["lr"] = 0.1 if step < 4 else 0.0
+        optimizer.step()
+        optimizer.zero_grad()
+    limit = torch.tensor(0.2).bfloat16()
+    for name, value in full_values(engine).items():
+        assert value.bfloat16().abs().max() <= limit, f"{name}: the last step, by 0, starts from what was clipped"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_edits_through_data(pool: Pool, stage: int) -> None:
+    pool.run(2, _clipped, stage)
+
+
+def _clipped(stage: int) -> None:
+    check(Case(Net, next_token_loss, stage, after_step=_clip))
+    _clip_low(stage)
+
+
+def _clip_at(place: str, folder: str) -> None:
+    """Edits begin late; states in files, and the compute copy has their dtype, so that the whole run can be exact."""
+    optim = {"device": "nvme", "nvme_path": folder, "overlap_step": place == "beside backward"}
+    runs = []
+    for config in (config_of(1, {"offload_optimizer": optim}), None):
+        torch.manual_seed(0)
+        model = Net()
+        engine = lt_zero.shard(model, config) if config is not None else None
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if engine is not None:
+            lt_zero.ShardedOptimizer(engine, optimizer)
+        for step in range(7):
+            late = step > 4 and place == "after backward"
+            for p in model.parameters() if step > 4 and not late else ():
+                p.data.clamp_(-0.2, 0.2)
+            next_token_loss(model, step, 0, 0).backward()
+            for p in model.parameters() if late else ():
+                p.data.clamp_(-0.2, 0.2)
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(full_values(engine) if engine is not None else dict(model.named_parameters()))
+    for name, value in runs[0].items():
+        torch.testing.assert_close(value, runs[1][name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("place", ["before forward", "beside backward", "after backward"])
+def test_edits_through_data_that_begin_late(pool: Pool, place: str, tmp_path: Path) -> None:
+    pool.run(2, _clip_at, place, str(tmp_path))
+
+
+def _clip_late(stage: int) -> None:
+    engine = _engine(stage, torch.bfloat16)
+    optimizer = torch.optim.SGD(engine.root.parameters(), lr=0.1)
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    for step in range(6):
+        next_token_loss(engine.root, step, 0, 0).backward()
+        if step == 5:
+            for p in engine.root.parameters():
+                p.data.fill_(0.25)
+            optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in full_values(engine).items():
+        assert (value.bfloat16() == 0.25).all(), f"{name}: digits that the edit did not show stay, no more"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_edit_between_backward_and_step(pool: Pool, stage: int) -> None:
+    pool.run(2, _clip_late, stage)
 
 
 def _write_one_rank(stage: int, low: bool) -> None:

@@ -18,7 +18,10 @@ from lt_zero import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.core.comm import Comm
 from lt_zero.core.gate import StepGate
+from lt_zero.core.norm import grad_norm
 from lt_zero.core.report import dtype_table, memory_report
+from lt_zero.precision import sharded_of
+from tests.lightning_tools import GPT, sharded_trainer, weights
 from tests.models import Net, tokens
 from tests.parity import OPTIMIZERS, STAGES, config_of, full_grads, full_values
 from tests.pool import Pool
@@ -346,3 +349,38 @@ def test_policy_of_islands_and_doubles() -> None:
     assert policy.accumulate_of(torch.float32) == torch.float32
     assert policy.master_of(torch.bfloat16) == torch.bfloat16
     assert ZeroConfig.of({"bfloat16": {"enabled": True}}).bf16.enabled
+
+
+class ByHand(GPT):
+    """One step per batch in manual optimization, inside of Lightning's context for 16 bits."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__(world)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        self.lr_schedulers().step()  # type: ignore[union-attr]
+
+
+def _by_hand() -> None:
+    for stage, optimizer in ((1, "adamw"), (3, "sgd")):
+        found = []
+        for module in (GPT, ByHand):
+            trainer = sharded_trainer(stage, precision="16-true", max_epochs=2)
+            net = module(dist.get_world_size())
+            net.optimizer = optimizer
+            trainer.fit(net)
+            found.append(weights(trainer))
+            norm = grad_norm(sharded_of(trainer.optimizers[0]), 1.0)
+            assert norm.dtype == torch.float32
+        for name, value in found[0].items():
+            assert (found[1][name] == value).all(), (stage, name)
+
+
+def test_manual_optimization_in_fp16(pool: Pool) -> None:
+    """The default dtype is 16 bits while a step runs there: scales and norms are fp32 all the same."""
+    pool.run(2, _by_hand)

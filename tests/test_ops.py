@@ -53,10 +53,20 @@ def copies(lists: list[list[Tensor]]) -> list[list[Tensor]]:
     return [[tensor.clone() for tensor in tensors] for tensors in lists]
 
 
+def torch_fuses() -> bool:
+    """Whether torch rounds once where it multiplies and adds, as the kernels do; without AVX2 it rounds twice."""
+    x = torch.full((64,), 1 + 2.0**-12)
+    return bool(torch.addcmul(-(x * x), x, x).all())
+
+
 def assert_same(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> None:
+    """Equal to the last bit; where torch rounds more often, to a few roundings in fp32 and the last bit of 16."""
+    fuses = torch_fuses()
     for a, b in zip(ours, theirs, strict=True):
         for x, y in zip(a, b, strict=True):
-            torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+            step = torch.finfo(x.dtype).eps
+            some = {"rtol": step, "atol": step**2} if x.dtype.itemsize == 2 else {"rtol": 8 * step, "atol": 8 * step}
+            torch.testing.assert_close(x, y, **{"rtol": 0, "atol": 0} if fuses else some, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -77,7 +87,7 @@ def test_steps_equal_their_references_to_the_last_bit(isa: str, name: str) -> No
         expected = getattr(ops, f"{name}_reference")(*theirs, **options)
         assert_same(ours, theirs)
         if name == "lamb_update":
-            torch.testing.assert_close(norms, expected, rtol=1e-12, atol=0)
+            torch.testing.assert_close(norms, expected, rtol=1e-12 if torch_fuses() else 1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", ["lamb_apply", "accumulate", "cast_scale"])

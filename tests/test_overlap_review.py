@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-from contextlib import nullcontext
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
+from lt_zero.core.background import Background, Job
+from lt_zero.core.fused import FusedAdam
 from lt_zero.core.norm import clip_grad_norm
 from lt_zero.core.values import full_state_dict
+from lt_zero.offload import lanes
 from lt_zero.offload.pool import SwapError
 from tests.lightning_tools import GPT, sharded_trainer, weights
 from tests.models import Net, next_token_loss
@@ -324,6 +329,78 @@ def _replaced() -> None:
 
 def test_states_that_were_replaced(pool: Pool) -> None:
     pool.run(2, _replaced)
+
+
+# ---- who waits for a copy -------------------------------------------------------------------------------------------
+
+
+class Sometimes(Net):
+    """A parameter of the last bucket that lands may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=6)
+        self.extra, self.extra_used = nn.Parameter(torch.ones(33)), True
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) * self.scale
+        for block in list(self.blocks)[::-1]:  # the last one lands last, and stands last in line
+            x = block(x)
+        return self.head(x + self.extra.square().mean() if self.extra_used else x)
+
+
+@contextmanager
+def slow_copies() -> Iterator[None]:
+    """A gradient that is waited for in backward's thread arrives when the background has nothing more to do."""
+    jobs, wait, hand_over, launch = list[Job](), lanes._Late.wait, Background.hand_over, FusedAdam.launch
+
+    def hand_over_noted(self: Background, job: Job, limit: int | None = None) -> None:
+        hand_over(self, job, limit)
+        jobs.append(job)
+
+    def wait_long(self: Any) -> None:
+        to_host = self._lane._limit is not None
+        if to_host and threading.current_thread().name != "lt_zero-step":
+            for job in jobs:
+                job.wait()
+        wait(self)
+
+    def launch_late(self: FusedAdam, buckets: list[Any], *args: Any, **kwargs: Any) -> None:
+        if threading.current_thread().name == "lt_zero-step" and buckets[0].name == "blocks.5":
+            time.sleep(0.1)
+        launch(self, buckets, *args, **kwargs)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(Background, "hand_over", hand_over_noted)
+    patch.setattr(lanes._Late, "wait", wait_long)
+    patch.setattr(lanes._Late, "synchronize", wait_long)
+    patch.setattr(FusedAdam, "launch", launch_late)
+    patch.setattr(lanes.Lane, "copy", lambda lane, to, source, after=None: lane._begin(to, source, after))  # no limit
+    try:
+        yield
+    finally:
+        patch.undo()
+
+
+def _arriving() -> None:
+    runs = []
+    for overlap in (False, "auto"):
+        with slowed(apart=True), slow_copies():
+            run = Run(2, offload(None, overlap, False), torch.bfloat16, Sometimes)
+            for step in range(5):
+                run.net.extra_used = step < 2
+                run.optimizer.zero_grad()
+                for micro in range(2):
+                    with run.sharded.overlap.beside_backward() if micro else nullcontext():
+                        next_token_loss(run.net, step, micro, dist.get_rank()).float().backward()
+                run.optimizer.step()
+            runs.append(full_values(run.engine))
+    same(runs[1], runs[0], "a parameter that is not used any more")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_have_arrived_when_they_are_stepped(pool: Pool, world: int) -> None:
+    """Buckets that are stepped beside backward and one that is not take turns in landing, in a window of two."""
+    pool.run(world, _arriving)
 
 
 # ---- life of the thread ---------------------------------------------------------------------------------------------

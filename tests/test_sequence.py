@@ -1,13 +1,13 @@
-"""Debug mode: a branch taken on one rank only becomes an error that names both ranks' next operation."""
+"""Debug mode: ranks agree on each collective before they launch it, reductions included."""
 
 from __future__ import annotations
 
-import pytest
-import torch.distributed as dist
+from unittest import mock
 
 import lt_zero
-from lt_zero.core import sequence
-from tests.models import Net, next_token_loss, tokens
+from lt_zero.core.comm import Comm
+from lt_zero.core.pending import Launch
+from tests.models import Net, next_token_loss
 from tests.parity import Case, check, config_of
 from tests.pool import Pool
 
@@ -23,25 +23,25 @@ def test_alike_ranks_pass(pool: Pool) -> None:
     pool.run(3, _good, env=DEBUG)
 
 
-def _branch() -> None:
-    engine = lt_zero.shard(Net(), config_of(3, ZERO))
-    if dist.get_rank() == 1:
-        del engine.root.blocks[1]  # rank 1 does not run this block
-    with pytest.raises(RuntimeError, match=r"blocks\.1.*blocks\.2|blocks\.2.*blocks\.1"):
-        engine.root(tokens(0, 0, 0))
+def _reductions() -> list[str]:
+    """What is agreed upon in the last of four equal steps."""
+    engine = lt_zero.shard(Net(), config_of(2, ZERO))
+    agreed: list[str] = []
+
+    def note(comm: Comm, launch: Launch) -> None:
+        agreed.append(launch.channel)
+        agree(comm, launch)
+
+    agree = Comm._agree
+    with mock.patch.object(Comm, "_agree", note):
+        for step in range(4):
+            agreed.clear()
+            next_token_loss(engine.root, step, 0, 0).backward()
+    return agreed
 
 
-def test_another_module_on_one_rank(pool: Pool) -> None:
-    pool.run(2, _branch, env=DEBUG)
-
-
-def _fewer(timeout: float) -> None:
-    sequence.TIMEOUT_S = timeout
-    engine = lt_zero.shard(Net(), config_of(3, ZERO))
-    if dist.get_rank() == 0:
-        with pytest.raises(RuntimeError, match=r"rank 0 is about to launch the all-gather.*rank 1 launched nothing"):
-            engine.root(tokens(0, 0, 0))
-
-
-def test_fewer_steps_on_one_rank(pool: Pool) -> None:
-    pool.run(2, _fewer, 2.0, env=DEBUG)
+def test_every_collective_is_agreed_upon(pool: Pool) -> None:
+    for agreed in pool.run(2, _reductions, env=DEBUG):
+        assert set(agreed) == {"collective", "reduction"}
+    for agreed in pool.run(2, _reductions, env={"LT_ZERO_SHARED_MEMORY": "0"}):
+        assert agreed == []

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import FSDPPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import grad_norm
 
@@ -276,7 +277,7 @@ def test_export_is_plain_and_complete(pool: Pool, stage: int, tmp_path: Path) ->
 
 def _refuses() -> None:
     with pytest.raises(TypeError, match="precision"):
-        sharded_trainer(3, precision="64-true")
+        sharded_trainer(3, plugins=[FSDPPrecision("32-true")])
     with pytest.raises(ValueError, match="gradient_clipp1ng"):
         lt_zero.ZeroStrategy(config={"gradient_clipp1ng": 1})
     with pytest.raises(ValueError, match="contradicts"):

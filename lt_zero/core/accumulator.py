@@ -151,9 +151,14 @@ class Accumulator:
         target = torch.empty_like(out, pin_memory=out.is_pinned()) if add else out
         self._coming = (self._shelf.traffic.to_host.copy(target, landing), out, target if add else None)
 
-    @torch.no_grad()
     def arrive(self) -> None:
-        """Wait for what is on its way to host memory."""
+        """Wait for what is on its way to host memory, unless the background has it, which waits for itself."""
+        if not self._shelf.handed_over:
+            self._arrive()
+
+    @torch.no_grad()
+    def _arrive(self) -> None:
+        # One thread at a time: who does not have the bucket would take the copy from under the one that steps it.
         if self._coming is not None:
             (ticket, out, addend), self._coming = self._coming, None
             ticket.synchronize()
@@ -163,7 +168,7 @@ class Accumulator:
     def _own(self) -> None:
         """Nobody else works on the accumulator now, and all of it is there."""
         self._shelf.settle()
-        self.arrive()
+        self._arrive()
 
     # ---- the accumulator ---------------------------------------------------------------------------------------
 
@@ -193,6 +198,11 @@ class Accumulator:
         grad = self.grad if write else self.read()
         assert grad is not None
         return grad[piece.offset : piece.offset + piece.numel]
+
+    @property
+    def held(self) -> set[int]:
+        """Parameters of which gradients are here, reduced or not."""
+        return self.valid | self.used
 
     @torch.no_grad()
     def clear(self, indices: set[int]) -> None:

@@ -15,7 +15,8 @@ Note [Order of jobs]
 
 Note [Errors in the thread]
     An error must not keep a rank from the collectives that the others are in. It is given to ``report``, the job ends
-    as all do, and the ranks agree on raising where they meet (tier.py, Note [A failing disk]).
+    as all do, and the ranks agree on raising where they meet (tier.py, Note [A failing disk]). That holds for an error
+    between jobs, too: all that stand in line end with it, because somebody waits for each of them.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from lt_zero.clock import phase
 from lt_zero.offload.home import FileHome
-from lt_zero.offload.pool import SwapError
+from lt_zero.offload.pool import LOOK, SwapError, check_alive
 
 _in_thread = threading.local()
 _EXIT_PATIENCE = 30.0  # seconds at exit for the job that is running
@@ -61,6 +62,7 @@ class Job:
         self._leaving: list[FileHome] = []
         self._ended = threading.Event()
         self._pid = os.getpid()
+        self.thread: threading.Thread | None = None  # that it was handed to
 
     @property
     def done(self) -> bool:
@@ -70,7 +72,7 @@ class Job:
         """Return when the job is done; at once, and False, in the thread that does jobs: it has this bucket now.
 
         Raises:
-            SwapError: in a forked process, which has no such thread.
+            SwapError: in a forked process, which has no such thread; or the thread is gone.
         """
         if getattr(_in_thread, "working", False):
             return False
@@ -81,7 +83,9 @@ class Job:
                 "read weights before the fork."
             )
         with phase("offload", "step"):
-            return self._ended.wait()
+            while not self._ended.wait(LOOK):
+                check_alive(self.thread)
+        return True
 
     def prefetch(self) -> None:
         """Start reading. In the thread, as all below."""
@@ -114,6 +118,14 @@ class Job:
         self._step = self._publish = None  # who keeps the job must not keep the gradients
         self._ended.set()
 
+    def fail(self, error: BaseException) -> None:
+        """End without a step, for want of what all jobs need; other ranks are in ``publish``."""
+        try:
+            self._report(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            self.finish()
+        finally:
+            self._ended.set()
+
     def _settle(self) -> None:
         for home in self._leaving:
             home.settle()
@@ -134,14 +146,15 @@ class _Line:
     ahead: bool
     walking: Callable[[], AbstractContextManager[object]]
     device: torch.device | None
-    jobs: deque[Job]
-    changed: threading.Condition
     pid: int
+    jobs: deque[Job] = field(default_factory=deque)  # in line
+    begun: deque[Job] = field(default_factory=deque)  # taken out of it, and not ended
+    changed: threading.Condition = field(default_factory=threading.Condition)
     closed: bool = False
 
 
 class Background:
-    """The thread; it starts with the first job.
+    """The thread; it starts with the first job, and after ``close`` with the next.
 
     Args:
         room: buckets that may be in memory at a time, if their states rest in files.
@@ -160,60 +173,83 @@ class Background:
         device: torch.device | None = None,
     ) -> None:
         behind = max(0, min(1, room - 2)) if write_behind else 0
-        self._line = _Line(room, behind, read_ahead, walking, device, deque(), threading.Condition(), os.getpid())
+        self._line = _Line(room, behind, read_ahead, walking, device, os.getpid())
+        self._thread: threading.Thread | None = None
         self._stop: weakref.finalize | None = None  # type: ignore[type-arg]
 
     def hand_over(self, job: Job, limit: int | None = None) -> None:
         """Have a job done after those before it; wait while more than ``limit`` others stand in line."""
+        line = self._line
         if self._stop is None:
-            thread = threading.Thread(target=_serve, args=(self._line,), name="lt_zero-step", daemon=True)
-            thread.start()
-            self._stop = weakref.finalize(self, _end, self._line, thread)
-        with self._line.changed:
-            if limit is not None:
-                with phase("offload", "line"):
-                    self._line.changed.wait_for(lambda: len(self._line.jobs) <= limit)
-            self._line.jobs.append(job)
-            self._line.changed.notify_all()
+            self._thread = threading.Thread(target=_serve, args=(line,), name="lt_zero-step", daemon=True)
+            self._thread.start()
+            self._stop = weakref.finalize(self, _end, line, self._thread)
+        with line.changed:
+            with phase("offload", "line") if limit is not None else nullcontext():
+                while limit is not None and len(line.jobs) > limit:
+                    if not line.changed.wait(LOOK):
+                        check_alive(self._thread)
+            job.thread = self._thread
+            line.jobs.append(job)
+            line.changed.notify_all()
 
     def close(self) -> None:
         """Do what was handed over, and end the thread."""
         if self._stop is not None:
             self._stop()
+            # A thread that is stuck keeps the old line.
+            self._line = replace(self._line, jobs=deque(), begun=deque(), changed=threading.Condition(), closed=False)
+            self._stop = self._thread = None
 
 
 def _serve(line: _Line) -> None:
     _in_thread.working = True
-    if line.device is not None and line.device.type == "cuda":
-        torch.cuda.set_device(line.device)
     while True:
         with line.changed:
             line.changed.wait_for(lambda: bool(line.jobs) or line.closed)
             if not line.jobs:
                 return
-        with line.walking(), torch.no_grad():
-            _work(line)
+        try:
+            if line.device is not None and line.device.type == "cuda":
+                torch.cuda.set_device(line.device)
+            with line.walking(), torch.no_grad():
+                _work(line)
+        except BaseException as error:
+            _give_up(line, error)
 
 
 def _work(line: _Line) -> None:
     """Do jobs until none is left. See Note [Order of jobs]."""
-    leaving: deque[Job] = deque()
+    begun = line.begun
     while True:
         with line.changed:
             job = line.jobs.popleft() if line.jobs else None
             ahead = line.jobs[0] if line.jobs and line.ahead else None
+            begun.extend([job] if job is not None else [])
             line.changed.notify_all()
         if job is None:
             break
         job.prefetch()
-        if ahead is not None and 2 + len(leaving) <= line.room:
+        if ahead is not None and 1 + len(begun) <= line.room:
             ahead.prefetch()
         job.run()
-        leaving.append(job)
-        while len(leaving) > line.behind:
-            leaving.popleft().finish()
-    for job in leaving:
-        job.finish()
+        while len(begun) > line.behind:
+            begun[0].finish()
+            begun.popleft()
+    while begun:
+        begun[0].finish()
+        begun.popleft()
+
+
+def _give_up(line: _Line, error: BaseException) -> None:
+    """End all jobs that somebody may wait for. See Note [Errors in the thread]."""
+    with line.changed:
+        jobs = [*line.begun, *line.jobs]
+        line.begun.clear()
+        line.jobs.clear()
+        line.changed.notify_all()
+    for job in jobs:
+        job.fail(error)
 
 
 def _end(line: _Line, thread: threading.Thread) -> None:

@@ -86,7 +86,8 @@ class Bucket:
         self.layout: BucketLayout = plan_bucket([(n, p.shape) for n, p in parameters], comm.world, owners)
         self.shapes = [span.shape for span in self.layout.spans]
         self.dtype, policy = dtype, policy or DtypePolicy()
-        self.original = [p.dtype for p in self.params]
+        # What the parameters are again when the engine lets go of them. An fp64 run keeps its digits.
+        self.original = [dtype if dtype == torch.float64 else p.dtype for p in self.params]
         self.step_dtype = policy.step_of(dtype)
         self.own = self.layout.shard(comm.rank) if sharding.optim or sharding.params else (0, self.layout.numel)
         self._pieces = self.layout.pieces(*self.own)
@@ -96,6 +97,8 @@ class Bucket:
             self._storage = FlatStorage(self.layout.numel, dtype, comm.device)
         self.flat = self._storage.tensor if self._storage else comm.allocate(self.layout.numel, dtype)  # 1D
         self.views = [self.flat[s.lo : s.hi].view(s.shape) for s in self.layout.spans]
+        if self._storage is not None:
+            self._storage.free()  # until ``adopt``: buckets are made before the first is filled
         self.part = self.flat[self.own[0] : self.own[1]]  # 1D, elements [own) of the compute copy
         gaps = gaps_between(self._pieces, self.own[1] - self.own[0])
         self.weights = Weights(self.part, policy.master_of(dtype), sharding.params, comm, gaps)
@@ -118,13 +121,17 @@ class Bucket:
         self.grads.use(shelf)
 
     @torch.no_grad()
-    def adopt(self, fetch: Callable[[Parameter], Tensor]) -> None:
+    def adopt(self, fetch: Callable[[Parameter], Tensor], training: bool = True) -> None:
         """Move the parameters' values into the bucket, agree with rank 0, and keep what this rank owns.
 
-        ``fetch`` returns a parameter's full value.
+        ``fetch`` returns a parameter's full value. Without ``training`` there are no master weights yet.
         """
-        train = any(p.requires_grad for p in self.params)
+        train = training and self.wants_grad
         # Digits that the compute copy has no room for are kept: in the master weights, or beside frozen weights.
+        if self._storage is not None:
+            self._storage.allocate()
+            for lo, hi in self.layout.gaps:
+                self.flat[lo:hi].zero_()
         full, wider = self.flat, any(d.itemsize > self.dtype.itemsize for d in self.original)
         if not self.weights.aliased and (train or (wider and self.weights.master_dtype != self.dtype)):
             full = flat_empty(self.layout.numel, self.weights.master_dtype, self.flat.device)
@@ -351,11 +358,19 @@ class Bucket:
     @torch.no_grad()
     def keep_edits(self) -> None:
         """Take over what was changed in this rank's part of the (resident) compute copy."""
-        if self.weights.separate:
+        if not self.weights.separate:
+            return
+        # Only what was edited: the master is more precise than the copy that was shown.
+        if not self.shelf.homes and not self.shelf.host_optim:
             home = self.weights.home
-            shown = self.part.to(home.device)
-            # Only what was edited: the master is more precise than the copy that was shown.
-            edited = home.to(self.dtype) != shown
+            home.copy_(torch.where(home.to(self.dtype) != self.part, self.part.to(home.dtype), home))  # does not wait
+            return
+        kept = self.weights.values()
+        shown = self.part.to(kept.device)
+        edited = kept.to(self.dtype) != shown
+        if bool(edited.any()):
+            home = self.weights.home
             home[edited] = shown[edited].to(home.dtype)
-            if self.shelf.homes or self.shelf.host_optim:
-                self.weights.follow_edit()
+            self.weights.follow_edit()
+        else:
+            self.shelf.tidy()

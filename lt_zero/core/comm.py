@@ -13,23 +13,38 @@ Note [Order of launches]
     Ranks must launch the same collectives in the same order. Nothing in this file reorders; the callers launch in an
     order that depends on the module and the recorded schedule only, never on data (reducer.py, schedule.py). When a
     bucket's gradients are complete does depend on data, relative to the gathers around it: a rank whose router skipped
-    an expert reduces later. So reductions have a process group of their own, and are numbered apart in debug mode.
+    an expert reduces later. So reductions have a process group of their own, and are numbered apart.
+    A user's module may break the rule, so it is checked: sequence.py, Note [Unforeseen collectives].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import io
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.core.pending import All, Done, Launch, Pending, Watch
-from lt_zero.core.rollcall import RollCall
-from lt_zero.core.sequence import SequenceCheck
+from lt_zero.core.agreement import Agreement
+from lt_zero.core.ended import in_collective
+from lt_zero.core.hooks import Here
+from lt_zero.core.pending import CALL, FENCE, All, Done, Launch, Pending, Watch
+from lt_zero.core.rollcall import RollCall, user_line
+from lt_zero.core.sequence import Sequence
 from lt_zero.core.shared import SharedArena, supported, wide
 from lt_zero.core.storage import flat_empty
+
+
+def with_index(device: torch.device) -> torch.device:
+    """``device`` with the number that "cuda" leaves out: the calling thread's, which other threads do not share."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _collective(new: str, old: str) -> Any:
@@ -37,14 +52,14 @@ def _collective(new: str, old: str) -> Any:
     return getattr(dist, new, None) or getattr(dist, old)
 
 
-class Comm:
+class Comm(Here):
     """The collectives of one data-parallel group.
 
     Args:
         group: the process group of the engine's traffic, or None for a single process without one.
         reductions: a second group over the same ranks, for gradients. See Note [Order of launches].
         device: where the buckets live.
-        check: compares the sequence of collectives of all ranks before each launch (debug mode).
+        check: agree on each collective before its launch, reductions included (debug mode).
     """
 
     def __init__(
@@ -52,9 +67,9 @@ class Comm:
         group: dist.ProcessGroup | None,
         reductions: dist.ProcessGroup | None,
         device: torch.device,
-        check: SequenceCheck | None = None,
+        check: bool = False,
     ) -> None:
-        self.device = device
+        self.device = with_index(device)
         self.use_reduce_scatter = True  # zero_optimization.reduce_scatter
         self.sum_gradients = False  # gradient_allreduce_op: sum
         self.predivide: float | None = None  # gradient_predivide_factor, or the world size for prescale_gradients
@@ -67,9 +82,15 @@ class Comm:
         # A simulated group (torch's "fake" backend) has no other processes; it answers for them with this one's values.
         if group is not None and dist.get_backend(group) not in ("gloo", "fake"):
             self._host = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+        self._checked = reductions
+        if check and group is not None and self._host is not group:
+            self._checked = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
         self._check = check
+        self._sequences = {"collective": Sequence(), "reduction": Sequence()}
+        self._agreements = 0
         self._watch = Watch()
         self._roll_call: RollCall | None = None
+        self.agreement = Agreement()  # of this rank alone, unless there are others
         self._background: dist.ProcessGroup | None = None  # see ``allow_background``
         self._saving: dist.ProcessGroup | None = None  # see ``saving_group``
         self._arena: SharedArena | None = None
@@ -86,8 +107,12 @@ class Comm:
         """
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(None, None, device)
-        comm = cls(dist.new_group(), dist.new_group(), device, SequenceCheck.create() if check else None)
-        comm._roll_call = RollCall.over(comm._group, comm._host, comm._watch)
+        groups = [dist.new_group(), dist.new_group()]
+        comm = cls(groups[0], groups[1], device, check)
+        assert comm._host is not None
+        comm._roll_call = calls = RollCall.over(groups, comm._host, comm._watch)
+        if calls is not None:
+            comm.agreement, comm._watch.cause = calls.agreement, calls.ended.explain
         if comm._gloo and device.type == "cpu":
             comm._share_memory()
         return comm
@@ -100,14 +125,61 @@ class Comm:
         Raises:
             RuntimeError: a rank never will, or called it for something else. No collective works afterwards.
         """
-        if self._roll_call is not None:
-            self._roll_call.enter(what)
+        if self._roll_call is None:
+            return
+        self._roll_call.refuse_fork(what)
+        try:
+            self._announce(CALL, what, 0, agree=True)
+        except RuntimeError as error:
+            if self._watch.verdict is not None or not (gone := self._roll_call.gone()):
+                raise
+            ended = ", ".join(f"rank {rank}" for rank in gone)
+            raise RuntimeError(
+                f"`{what}` was called on rank {self.rank} ({user_line(sys._getframe())}) and not on {ended}, which has"
+                " ended or left the process group."
+            ) from error
 
-    def explain(self, error: BaseException) -> None:
-        """Put a failed roll call, if there was one, into the text of an error that it may have led to."""
+    def begin_run(self) -> None:
+        """From now on this rank answers others that ask for it, and comes to ``agreement``. On all ranks."""
+        if self._roll_call is not None:
+            self._roll_call.listen()
+            self._roll_call.ended.forget()
+        self.agreement.begin()
+
+    def rest(self) -> None:
+        """The run is over, on this rank at least: end the thread. The next operation of all ranks starts it again."""
+        with suppress(RuntimeError):  # who serves the store is gone
+            self.agreement.end()
+        if self._roll_call is not None:
+            self._roll_call.rest()
+
+    def explain(self, error: BaseException) -> bool:
+        """Put into an error's text what led to it, if that is known: a failed roll call, another rank's end."""
+        if self._roll_call is None or not isinstance(error, RuntimeError):
+            return False
         verdict = self._watch.verdict
-        if verdict is not None and isinstance(error, RuntimeError) and verdict not in str(error):
-            error.args = (f"{verdict} ({error})",)
+        if verdict is not None:
+            if verdict not in str(error):
+                error.args = (f"{verdict} ({error})",)
+            return True
+        cause = self._roll_call.ended.explain() if in_collective(error) else None
+        if cause is not None and cause not in str(error):
+            error.args = (f"{error}\n{cause}",)
+        return cause is not None
+
+    def tell(self, error: BaseException) -> None:
+        """An error ends this rank: explain it, or leave word of it for the ranks that fail because of it."""
+        if not self.explain(error) and self._roll_call is not None:
+            self._roll_call.tell(error)
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Around collectives of torch's that wait by themselves: errors in it are explained."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.explain(error)
+            raise
 
     # ---- in the background ---------------------------------------------------------------------------------------
 
@@ -198,13 +270,47 @@ class Comm:
         """A barrier of the engine's group."""
         self._written = self._read = False
         if self._arena is not None:
-            launch = self._announce("fence", "shared memory", 0)
-            self._finish(dist.barrier(self._group, async_op=True), launch)
+            self._announce(FENCE, "shared memory", 0, agree=True)
 
-    def _announce(self, operation: str, name: str, numel: int, channel: str = "collective") -> Launch:
-        if self._check is not None:
-            self._check.compare(operation, name, numel, channel)
-        return self._watch.launch(channel, operation, name)
+    def _announce(
+        self, operation: str, name: str, numel: int, channel: str = "collective", agree: bool = False
+    ) -> Launch:
+        """Number a collective that is launched next; all ranks are here afterwards if it has to be agreed upon.
+
+        Raises:
+            RuntimeError: ranks diverge, see sequence.py.
+        """
+        launch = self._watch.launch(channel, operation, name, numel)
+        foreseen = self._sequences[channel].add(operation, name, numel)
+        if self._check or agree or not (foreseen or channel == "reduction"):
+            self._agree(launch)
+        return launch
+
+    def _agree(self, launch: Launch) -> None:
+        """Compare what the ranks have run so far, ``launch`` included; a barrier."""
+        mine, group = self._sequences[launch.channel].sign, self._host
+        if self._roll_call is None or group is None:
+            return
+        if launch.channel == "reduction":
+            group = self._checked
+        if self._arena is not None and launch.channel == "collective":
+            self._agreements += 1
+            self._arena.post(self._agreements % 2, mine)
+            self._watch.wait(dist.barrier(group, async_op=True), launch)
+            signs = self._arena.posted(self._agreements % 2)
+        else:
+            row = torch.empty(self.world, dtype=torch.int64)
+            self._watch.wait(self._all_gather(row, torch.tensor([mine]), group=group, async_op=True), launch)
+            signs = row.tolist()
+        if any(sign != mine for sign in signs):
+            self._roll_call.compare(launch)
+
+    def _require_device(self, tensor: Tensor, name: str) -> None:
+        """Raise for a tensor that the backend of a GPU's group would not take; so a run on the CPU shows it, too."""
+        if tensor.device.type != self.device.type:
+            raise RuntimeError(
+                f"A collective for {name!r} got a tensor on {tensor.device}, its group is of {self.device}."
+            )
 
     def _all(self, works: list[Any], launch: Launch | None, finish: Callable[[], object] | None = None) -> All:
         return All(works, finish, self._watch if self._gloo else None, launch)
@@ -222,12 +328,14 @@ class Comm:
 
         ``own`` is where the ranks' shards come from, if it was made by ``allocate``.
         """
+        self._require_device(flat, name)
         if self.world == 1:
             return Done()
+        shared = self._arena is not None and own is not None and self._arena.has(own)
+        if shared and self._written:
+            self.fence()
         launch = self._announce("all-gather", name, flat.numel())
-        if self._arena is not None and own is not None and self._arena.has(own):
-            if self._written:
-                self.fence()
+        if self._arena is not None and own is not None and shared:
             self._arena.gather(self.rank, own, flat)
             self._read = True
             return Done()
@@ -248,6 +356,7 @@ class Comm:
         ``sums_wide``: the sum is as exact as if ``flat`` had been cast before.
         """
         after = self.factors(flat.dtype)[1]
+        self._require_device(flat, name)
         if self.world == 1:
             return All([], lambda: _store(out, flat, add, after))
         launch = self._announce("reduce-scatter", name, flat.numel(), "reduction")
@@ -270,6 +379,7 @@ class Comm:
     def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Pending:
         """Average ``flat`` (1D, world shards) over the ranks and put all of it into ``out``, or add it there."""
         after = self.factors(flat.dtype)[1]
+        self._require_device(flat, name)
         if self.world == 1:
             return All([], lambda: _store(out, flat, add, after))
         launch = self._announce("all-reduce", name, flat.numel(), "reduction")
@@ -288,6 +398,7 @@ class Comm:
 
     def broadcast(self, tensor: Tensor, name: str, src: int = 0) -> None:
         """Give every rank the values that ``tensor`` has on rank ``src``."""
+        self._require_device(tensor, name)
         if self.world > 1:
             launch = self._announce("broadcast", name, tensor.numel())
             self._finish(dist.broadcast(tensor, self._peer(src), group=self._group, async_op=self._gloo), launch)
@@ -301,6 +412,7 @@ class Comm:
         return self._reduce_small(value, dist.ReduceOp.MAX, name)
 
     def _reduce_small(self, value: Tensor, op: Any, name: str) -> Tensor:
+        self._require_device(value, name)
         if self.world > 1:
             launch = self._announce("all-reduce", name, value.numel())
             self._finish(dist.all_reduce(value, op=op, group=self._group, async_op=self._gloo), launch)
@@ -322,29 +434,44 @@ class Comm:
             return []
         return [f"rank {rank}: {text}" for rank, text in enumerate(self.host_gather(problem, name)) if text is not None]
 
-    def _meet(self, operation: str, name: str) -> None:
-        """Before a collective of torch's that waits by itself: have all ranks at it."""
-        launch = self._announce(operation, name, 0)
-        if self._roll_call is not None:
-            self._watch.wait(dist.barrier(self._host, async_op=True), launch)
-
     def host_broadcast(self, value: Any, name: str) -> Any:
         """Rank 0's (small, picklable) Python value on every rank."""
         if self.world == 1:
             return value
-        self._meet("object", name)
-        box = [value]
+        self._announce("object", name, 0, agree=True)  # torch's collective waits by itself: have all ranks at it
+        box = [_packed(value) if self.rank == 0 else None]
         dist.broadcast_object_list(box, src=self._peer(0), group=self._host)
-        return box[0]
+        assert box[0] is not None
+        return pickle.loads(box[0])
 
     def host_gather(self, value: Any, name: str) -> list[Any]:
         """The (small, picklable) Python values of all ranks, on every rank."""
         if self.world == 1:
             return [value]
-        self._meet("objects", name)
+        self._announce("objects", name, 0, agree=True)
         box: list[Any] = [None] * self.world
-        dist.all_gather_object(box, value, group=self._host)
-        return box
+        dist.all_gather_object(box, _packed(value), group=self._host)
+        return [pickle.loads(packed) for packed in box]
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors as bytes: left to itself, pickle calls ``torch.save`` for the whole storage of each."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor or value.layout is not torch.strided or value.device.type != "cpu":
+            return NotImplemented
+        flat = value.detach().resolve_conj().resolve_neg().reshape(-1)
+        return _unpacked, (flat.view(torch.uint8).numpy().tobytes(), value.dtype, value.shape)
+
+
+def _packed(value: Any) -> bytes:
+    data = io.BytesIO()
+    _Pickler(data, pickle.HIGHEST_PROTOCOL).dump(value)
+    return data.getvalue()
+
+
+def _unpacked(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
 
 
 def _sum_in_rank_order(shards: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:

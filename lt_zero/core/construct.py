@@ -10,19 +10,41 @@ Note [Cutting at construction]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lt_zero.core.comm import Comm
 from lt_zero.core.guard import guard, is_guarded, owner_of, sentinel, unguard
 from lt_zero.core.layout import plan_bucket
 from lt_zero.core.units import clean_name
+
+
+@contextmanager
+def parameters_in(dtype: torch.dtype) -> Generator[None, None, None]:
+    """Context in which fp32 parameters become ``dtype`` as soon as a module has them; ties stay ties."""
+
+    def registered(module: nn.Module, name: str, parameter: Parameter | None) -> None:
+        if parameter is None or is_lazy(parameter) or is_guarded(parameter):
+            return
+        if parameter.dtype == torch.float32:
+            parameter.data = parameter.data.to(dtype)
+
+    handle = register_module_parameter_registration_hook(registered)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class ConstructionSharder:
@@ -64,24 +86,32 @@ class ConstructionSharder:
     def _cut(self, parameter: Parameter) -> None:
         shape = tuple(parameter.shape)
         layout = plan_bucket([("", shape)], self._comm.world)
-        flat = torch.zeros(layout.numel, dtype=parameter.dtype, device=parameter.device)
-        flat[: parameter.numel()] = parameter.reshape(-1)
+        flat = torch.zeros(layout.numel, dtype=parameter.dtype, device=self._comm.device)
+        flat[: parameter.numel()].copy_(parameter.reshape(-1))
         self._comm.broadcast(flat, "a parameter at construction")  # ranks may have drawn different numbers
         lo, hi = layout.shard(self._comm.rank)
-        self._slices[parameter] = flat[lo:hi].clone()
+        self._slices[parameter] = flat[lo:hi].to(parameter.device, copy=True)
         parameter.data = sentinel(parameter, shape)
         guard(parameter, self._owner)
 
     @torch.no_grad()
     def whole(self, parameter: Parameter) -> Tensor:
-        """The full value of a cut parameter. Collective."""
+        """The full value of a cut parameter. Collective, unless the last one that was used is still whole."""
+        if not is_guarded(parameter):
+            return parameter.detach()
         piece: Tensor = self._slices[parameter]
         layout = plan_bucket([("", tuple(parameter.shape))], self._comm.world)
-        flat = torch.empty(layout.numel, dtype=piece.dtype, device=piece.device)
+        flat = torch.empty(layout.numel, dtype=piece.dtype, device=self._comm.device)
         lo, hi = layout.shard(self._comm.rank)
-        flat[lo:hi] = piece
+        flat[lo:hi].copy_(piece)
         self._comm.all_gather(flat, "a parameter at construction").wait()
-        return flat[: parameter.numel()].view(parameter.shape).clone()
+        return flat[: parameter.numel()].view(parameter.shape).to(piece.device, copy=True)
+
+    def hand_over(self, parameter: Parameter) -> Tensor:
+        """As ``whole``, for the last time: this rank's slice is given up."""
+        value = self.whole(parameter)
+        self._slices.pop(parameter, None)
+        return value
 
     def on_guarded_use(self, parameters: list[Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Initialisation code wants values. See Note [Cutting at construction]."""
@@ -107,7 +137,7 @@ class Materializer:
         """The full value of ``parameter``. Collective if it was cut at construction."""
         owner = owner_of(parameter)
         if isinstance(owner, ConstructionSharder):
-            return owner.whole(parameter)
+            return owner.hand_over(parameter)
         return parameter.detach()
 
     def fill(self, parameters: Iterable[Parameter]) -> None:

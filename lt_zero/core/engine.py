@@ -41,6 +41,7 @@ from lt_zero.config.precision import DtypePolicy
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.comm import Comm
 from lt_zero.core.gatherer import Gatherer
+from lt_zero.core.hooks import Here
 from lt_zero.core.ledger import GradLedger
 from lt_zero.core.outside import use_outside
 from lt_zero.core.reducer import Reducer
@@ -62,7 +63,7 @@ from lt_zero.core.unit import (
 from lt_zero.core.walk import iter_tensors
 
 
-class Engine:
+class Engine(Here):
     """Runs one model with sharded optimizer states, gradients and parameters. Built by ``lt_zero.build``.
 
     Args:
@@ -74,6 +75,7 @@ class Engine:
         residency: limits on what stays gathered.
         config: what the engine was built from.
         policy: which dtype is used for what.
+        training: whether there will be gradients, or only later (``begin_training``).
     """
 
     def __init__(
@@ -86,14 +88,16 @@ class Engine:
         residency: Residency,
         config: ZeroConfig,
         policy: DtypePolicy,
+        training: bool = True,
     ) -> None:
+        self.residency, self.training = residency, training
         self.config, self.policy = config, policy
         self.kept: frozenset[Parameter] = frozenset()  # what the user wants in fp32, exports included
         self.root, self.units, self.root_unit = root, units, root_unit
         self.comm, self.reducer = comm, reducer
         self.buckets = [b for u in [*units, root_unit] for b in u.buckets]
         self.owner = {id(p): (b, i) for b in self.buckets for i, p in enumerate(b.params)}
-        self.gatherer = Gatherer(units, root_unit, comm, residency)
+        self.gatherer = Gatherer(units, root_unit, comm, residency if training else residency.without_training())
         self.in_backward = False
         self.backwards = 0  # that have ended
         self._explicit = False  # a backward_pass context is open
@@ -141,6 +145,7 @@ class Engine:
             self.abort_backward()  # an exception ended it, and the caller went on
         self._depth += 1
         if self._depth == 1 and not self.in_backward:
+            self.ledger.drop_cleared()
             self.gatherer.begin_forward()
 
     def leave_forward(self, output: Any) -> None:
@@ -184,11 +189,11 @@ class Engine:
             return
         call = unit.calls.pop() if unit.calls else Call()
         call.range.close()
-        put = call.inputs.write_back() if call.inputs is not None else []
-        call.inputs = None
+        given, call.inputs = call.inputs, None
+        put = given.write_back() if given is not None else []
         if torch.is_grad_enabled():
             seen = (output, put, side_outputs(unit.module)) if unit.sharded else (output, put)
-            hook_nodes(seen, lambda: self._pre_backward(unit, call))
+            hook_nodes(seen, lambda: self._pre_backward(unit, call), given)
         if not unit.sharded:
             return
         for bucket in unit.sharded:
@@ -297,6 +302,8 @@ class Engine:
         if arrived or explicit:
             self.reducer.finish()
             self.ledger.record()
+        else:
+            self.ledger.show_held()
         for unit in [*self.units, self.root_unit]:
             unit.leases, unit.visited = 0, False
         if not again:
@@ -326,6 +333,15 @@ class Engine:
         self.gatherer.use(shelves)
         shelves.check(self.comm, "the files of states")
         self.ledger.problem = shelves.find_problem
+
+    def begin_training(self) -> None:
+        """There will be gradients: have master weights, and keep gathered what the limits allow. Again a no-op."""
+        if not self.training:
+            self.training = True
+            self.gatherer.limit(self.residency)
+            for bucket in self.buckets:
+                if bucket.wants_grad:
+                    bucket.weights.enable_training()
 
     @property
     def sharded_optim(self) -> bool:

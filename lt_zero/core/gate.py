@@ -15,6 +15,11 @@ Note [Verdict on the device]
     the next backward, whose loss is scaled, and before anything is saved. By then the next forward is queued. If the
     step was skipped after all, step counters and schedules are put back. Only where all of a step goes through the
     kernel, and not while an overflow would have to be explained: who is to blame is looked up at once.
+
+Note [Unchecked steps]
+    In fp32 steps are not checked, unless ``on_nonfinite`` says so, and NaN would be trained without a word. So the loss
+    is looked at, on a GPU only now and then: once a weight is NaN, all losses are. The ranks agree on it with what they
+    agree on anyway (ledger.py), and say it once, naming the gradients. A norm that clips is looked at, too.
 """
 
 from __future__ import annotations
@@ -30,16 +35,22 @@ from lt_zero.config.precision import DtypePolicy
 from lt_zero.core.engine import Engine
 from lt_zero.core.norm import clip_grad_norm, clip_grad_value, grad_norm, unscale
 from lt_zero.core.optimizer import ShardedOptimizer
-from lt_zero.core.overflow import FiniteWatch, nonfinite_parameters, overflow_report
+from lt_zero.core.overflow import FiniteWatch, nonfinite_parameters, nonfinite_warning, overflow_report
 from lt_zero.core.scaler import LossScaler
 from lt_zero.core.skips import SkipCounter
 from lt_zero.core.verdict import Verdict
 
 log = logging.getLogger("lt_zero")
 
+_EVERY = 50  # losses on a GPU, of which one is looked at
+
 
 class LossScaleError(RuntimeError):
     """Gradients overflow although the loss scale is at its minimum."""
+
+
+class NonFiniteError(RuntimeError):
+    """Gradients are not finite, and ``on_nonfinite`` says that this is an error."""
 
 
 class StepGate:
@@ -55,7 +66,9 @@ class StepGate:
         self.checks = policy.check_overflow
         self.skip = False  # the step at hand will not be taken
         self.norm: Tensor | None = None  # 0D, of the unscaled gradients of the step at hand, if it is known
-        self._on_min_scale = on_min_scale
+        self._on_min_scale, self._raises = on_min_scale, policy.raise_nonfinite
+        self._plain = policy.compute is None  # fp32: no scale, and nothing to keep in fp32
+        self._losses, self._told = 0, self.checks  # see Note [Unchecked steps]
         self._counters: list[SkipCounter] = []
         self._watch: FiniteWatch | None = None
         self._examined: ShardedOptimizer | None = None  # whose gradients the verdict is about
@@ -63,6 +76,10 @@ class StepGate:
         self.on_device: bool | None = None  # see Note [Verdict on the device]; None: where there is a GPU
         self._open: Verdict | None = None  # of a step that the host takes for done
         self._watching_late = False  # the watch was opened after the running step's first forward
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the loss scale, and nothing of the step at hand."""
+        return {**vars(self), "_counters": [], "_watch": None, "_examined": None, "_open": None}
 
     @property
     def scale(self) -> float:
@@ -81,6 +98,12 @@ class StepGate:
         return self._counters[number]
 
     # ---- backward ----------------------------------------------------------------------------------------------
+
+    def see_loss(self, engine: Engine, loss: Tensor) -> None:
+        """Look whether it is finite, if nobody looks at its gradients. See Note [Unchecked steps]."""
+        self._losses += 1
+        if not self._told and (not loss.is_cuda or self._losses % _EVERY == 1):
+            engine.ledger.nonfinite |= not bool(torch.isfinite(loss.detach()).all())
 
     def before_backward(self, optimizers: list[ShardedOptimizer]) -> None:
         """Gradients of the current scale are about to be added. See Note [The scale that gradients carry]."""
@@ -104,6 +127,9 @@ class StepGate:
         self.settle()
         self._forget()
         self._examined = sharded
+        if not self._told:
+            sharded.engine.settle_grads()
+            self._notice(sharded.engine, sharded.engine.ledger.nonfinite)
         if self.checks:
             self._some = sharded.grads.exist()
             self.norm = grad_norm(sharded) / sharded.loss_scale
@@ -111,6 +137,15 @@ class StepGate:
                 sharded.found_inf = torch.isfinite(self.norm).logical_not().float()
             else:
                 self.skip = not bool(torch.isfinite(self.norm))
+
+    def _notice(self, engine: Engine, bad: bool) -> None:
+        """Say, once, that gradients are not finite. Collective if ``bad``, which is the same on all ranks."""
+        if self._told or not bad:
+            return
+        self._told = True
+        parameters = nonfinite_parameters(engine)
+        if engine.comm.rank == 0:
+            warnings.warn(nonfinite_warning(engine, parameters), stacklevel=2)
 
     def _forget(self) -> None:
         if self._examined is not None:
@@ -142,6 +177,9 @@ class StepGate:
         self.examine(sharded)
         if self.skip:
             return None
+        if not self._told:
+            self.norm = grad_norm(sharded) / sharded.loss_scale if self.norm is None else self.norm
+            self._notice(sharded.engine, not self.norm.is_cuda and not bool(torch.isfinite(self.norm)))
         norm, self.norm = clip_grad_norm(sharded, limit, self.norm), None
         return norm
 
@@ -159,6 +197,7 @@ class StepGate:
 
         Raises:
             LossScaleError: overflow at the minimum scale, if ``on_min_scale`` says so.
+            NonFiniteError: the step was skipped, if ``on_nonfinite`` says so.
         """
         skip, some, found_inf = self.skip, self._some, sharded.found_inf
         self._forget()
@@ -197,15 +236,20 @@ class StepGate:
 
     def _tell(self, engine: Engine, counter: SkipCounter, before: float, possible: bool) -> None:
         log.info("Gradients overflowed: step skipped, loss scale %g -> %g", before, self.scale)
-        fatal = not possible and self._on_min_scale == "raise"
-        # Where no lower scale helps, repeated skips need attention: told at the 2nd, 4th, 8th, ... in a row.
+        fatal = self._raises or (not possible and self._on_min_scale == "raise")
+        # Where no lower scale helps, repeated skips need attention: told at the 2nd, 4th, 8th, ... in a row. In fp32
+        # none is usual.
         stuck = self.scaler is None or not self.scaler.rules.dynamic or not possible
         again = stuck and counter.consecutive > 1 and counter.consecutive & (counter.consecutive - 1) == 0
+        again |= self._plain and self.skipped == 1
         if not fatal and (not again or self._on_min_scale == "hold"):
             return
         watch = self._watch if not self._watching_late else None
         culprits = engine.comm.host_gather(watch.first(), "overflow") if watch is not None else []
-        report = overflow_report(nonfinite_parameters(engine), culprits, self.skipped, before)
+        scale = None if self._plain else before
+        report = overflow_report(nonfinite_parameters(engine), culprits, self.skipped, scale)
+        if self._raises:
+            raise NonFiniteError(f"{report} on_nonfinite=skip goes on without this step.")
         if fatal:
             raise LossScaleError(f"{report} The scale is at its minimum; on_min_scale=hold or warn goes on.")
         if engine.comm.rank == 0:
@@ -214,7 +258,9 @@ class StepGate:
     def _keep_watch(self, engine: Engine, counter: SkipCounter) -> None:
         """Look at module outputs while the next overflow would have to be explained; it costs a pass over them."""
         stuck = self.scaler is None or not self.scaler.rules.dynamic
-        wanted = counter.consecutive > 0 if stuck else self.scaler is not None and self.scaler.at_minimum
+        wanted = (
+            self._raises or counter.consecutive > 0 if stuck else self.scaler is not None and self.scaler.at_minimum
+        )
         if wanted:
             self._watch = self._watch or FiniteWatch(engine.root, training_only=True)
             self._watch.open()
@@ -230,9 +276,9 @@ class StepGate:
             self._watch = None
 
     def start_watching(self, engine: Engine) -> None:
-        """If the scale starts at its minimum, the first overflow has to be explained already."""
+        """If the scale starts at its minimum, or it is an error, the first overflow has to be explained already."""
         self.stop_watching()
-        if self.scaler is not None and self.scaler.at_minimum:
+        if self._raises or (self.scaler is not None and self.scaler.at_minimum):
             self._watch = FiniteWatch(engine.root, training_only=True)
             self._watch.open()
 

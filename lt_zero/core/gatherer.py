@@ -4,6 +4,7 @@ Note [Pins]
     Autograd may have saved views of weights that were used outside of their unit, so their bucket is pinned: it stays
     gathered until backward is over, or a forward without gradients. Several backwards may come back to one forward;
     what it used outside is therefore gathered and pinned at the start of each, until the next step.
+    A bucket that user code holds (``gathered``) stays through any number of passes, without a guard.
 """
 
 from __future__ import annotations
@@ -27,15 +28,21 @@ class Gatherer:
 
     def __init__(self, units: list[Unit], root_unit: Unit, comm: Comm, residency: Residency) -> None:
         self._units, self._root_unit = units, root_unit
-        self._comm, self._residency = comm, residency
-        for unit, keep in zip(units, residency.keep_after_forward([u.numel for u in units]), strict=True):
-            unit.keep = keep
+        self._comm = comm
+        self.limit(residency)
         root_unit.keep = True
         self._shelves = Shelves()
         self._forward: Order[Unit] = Order()
         self._backward: Order[Unit] = Order()
         self._pinned: dict[Bucket, None] = {}  # see Note [Pins]
+        self._held: set[Bucket] = set()  # by user code
         self._outside: dict[Bucket, None] = {}  # by a forward since the last step: each backward needs them
+
+    def limit(self, residency: Residency) -> None:
+        """From now on these limits count."""
+        self._residency = residency
+        for unit, keep in zip(self._units, residency.keep_after_forward([u.numel for u in self._units]), strict=True):
+            unit.keep = keep
 
     def use(self, shelves: Shelves) -> None:
         """States rest there."""
@@ -89,12 +96,15 @@ class Gatherer:
             return
         ahead = [u for u in self._units if any(b.state is State.GATHERING for b in u.sharded)]
         flying, live = sum(u.numel for u in ahead), sum(u.numel for u in self._units if u.resident)
-        limit, count = self._residency.prefetch, sum(len(u.sharded) for u in ahead)
+        limit, count, units = self._residency.prefetch, sum(len(u.sharded) for u in ahead), len(ahead)
         if self._shelves.params is not None:
             limit = min(limit, self._shelves.param_blocks.buffer_size)
         for unit in order.upcoming():
             if unit.resident:
                 continue
+            if units >= self._residency.ahead:
+                return
+            units += 1
             flying, live, count = flying + unit.numel, live + unit.numel, count + len(unit.sharded)
             if flying > limit or live > self._residency.max_live:
                 return
@@ -107,12 +117,13 @@ class Gatherer:
     def guard(self, unit: Unit) -> None:
         """Keep ``unit`` gathered, but watch for uses outside of its forward."""
         for bucket in unit.sharded:
-            bucket.guard()
+            if bucket not in self._held:
+                bucket.guard()
 
     def release(self, unit: Unit) -> None:
         """Give back the memory of what is not pinned."""
         for bucket in unit.sharded:
-            if bucket not in self._pinned:
+            if bucket not in self._pinned and bucket not in self._held:
                 bucket.release()
 
     def release_all(self, keep: bool = False) -> None:
@@ -126,7 +137,7 @@ class Gatherer:
     # ---- pins: see Note [Pins] ---------------------------------------------------------------------------------
 
     def pin(self, bucket: Bucket) -> None:
-        """Keep ``bucket`` gathered until ``unpin`` or the end of the next backward."""
+        """Keep ``bucket`` gathered until the end of the next backward, or of a forward without gradients."""
         self._pinned[bucket] = None
 
     def pin_gathered(self, bucket: Bucket) -> None:
@@ -143,8 +154,19 @@ class Gatherer:
         """Whether the running forward and backward use ``bucket`` outside of its unit."""
         return bucket in self._pinned or bucket in self._outside
 
-    def unpin(self, bucket: Bucket) -> None:
-        self._pinned.pop(bucket, None)
+    def hold(self, bucket: Bucket) -> None:
+        """Gather ``bucket`` and keep it until ``let_go``."""
+        bucket.gather()
+        bucket.unguard()
+        self._held.add(bucket)
+
+    def let_go(self, bucket: Bucket, keep: bool) -> None:
+        """User code is done with ``bucket``; ``keep``: it was there before."""
+        self._held.discard(bucket)
+        if keep:
+            bucket.guard()
+        elif bucket not in self._pinned:
+            bucket.release()
 
     def after_step(self) -> None:
         """No backward to come needs what forwards have used so far."""

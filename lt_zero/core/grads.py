@@ -2,11 +2,11 @@
 
 Note [Stand-ins]
     After a backward ``p.grad`` of every reduced parameter is a stand-in; the gradients themselves lie in the buckets'
-    accumulators. Setting it to None forgets the gradient, as everywhere in torch, so ``module.zero_grad()`` and loops
-    over parameters work. Where a rank holds the whole gradient (stage 0) the stand-in is a view of it. Elsewhere it is
-    a ``ShardedGrad``, which answers what can be answered without gathering: norms over all ranks (one all-reduce for
-    all parameters), and element-wise changes in place, which reach the rank's own piece. Everything else raises and
-    says what to do.
+    accumulators. Setting it to None forgets the gradient, as everywhere in torch, so ``optimizer.zero_grad()``,
+    ``module.zero_grad()`` and loops over parameters work. Where a rank holds the whole gradient (stage 0, and stage 1
+    inside of an accumulation window) the stand-in is a view of it. Elsewhere it is a ``ShardedGrad``, which answers
+    what can be answered without gathering: norms over all ranks (one all-reduce for all parameters), and element-wise
+    changes in place, which reach the rank's own piece. Everything else raises and says what to do.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from lt_zero.compat import TRACED, without_torch_function
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.comm import Comm
 from lt_zero.core.guard import passes
+from lt_zero.core.shared import wide
 from lt_zero.core.walk import map_tensors
 
 T = TypeVar("T")
@@ -43,6 +44,10 @@ class Norms:
         self._tables: dict[float, dict[Place, Tensor]] = {}
 
     def of(self, place: Place, norm_type: float) -> Tensor:
+        bucket, index = place
+        if bucket.grads.local is not None:
+            name = bucket.layout.spans[index].name
+            raise RuntimeError(f"Only a part of the gradient of {name!r} is reduced. Ask after the last micro-batch.")
         if norm_type not in self._tables:
             self._tables[norm_type] = self._compute(norm_type)
         return self._tables[norm_type][place]
@@ -68,6 +73,8 @@ class Norms:
         row = torch.zeros(len(self._places), dtype=torch.float64, device=self._comm.device)
         infinite = norm_type == float("inf")
         for number, (bucket, index) in enumerate(self._places):
+            if bucket.grads.local is not None:
+                continue  # not reduced: ``of`` refuses it
             if bucket.own == (0, bucket.layout.numel) and self._comm.rank > 0:
                 continue  # every rank has all of it: counted once
             for grad in _local(bucket, index):
@@ -78,20 +85,30 @@ class Norms:
         reduce = self._comm.max_scalar if infinite else self._comm.sum_scalar
         row = reduce(row, "gradient norms")
         row = row if infinite else row ** (1.0 / norm_type)
-        return {place: row[number].to(torch.float32) for number, place in enumerate(self._places)}
+        return {place: row[number].to(wide(place[0].grads.dtype)) for number, place in enumerate(self._places)}
 
 
 def _local(bucket: Bucket, index: int) -> list[Tensor]:
-    return [bucket.grads.of(piece) for piece in bucket.pieces_of(index)]
+    """What this rank holds of a gradient (1D): all of it, not reduced yet, and its piece of what was reduced."""
+    grads, span = bucket.grads, bucket.layout.spans[index]
+    reduced = [grads.of(piece) for piece in bucket.pieces_of(index)] if grads.accumulated else []
+    return reduced if grads.local is None else [grads.local[span.lo : span.hi], *reduced]
+
+
+def _is_whole(bucket: Bucket) -> bool:
+    """Whether ``_local`` is one row of all elements."""
+    grads = bucket.grads
+    return bucket.own == (0, bucket.layout.numel) if grads.local is None else not grads.accumulated
 
 
 def is_view(bucket: Bucket) -> bool:
     """Whether ``p.grad`` shows the accumulators themselves. See Note [Stand-ins]."""
-    if bucket.shelf.moves_optim:
+    grad = bucket.grads.local
+    if grad is None and bucket.shelf.moves_optim:
         return False  # the accumulators are in files, or in host memory
-    grad = bucket.grads.grad
+    grad = grad if grad is not None else bucket.grads.grad
     dtype = grad.dtype if grad is not None else bucket.grads.dtype
-    return bucket.own == (0, bucket.layout.numel) and dtype == bucket.dtype
+    return _is_whole(bucket) and dtype == bucket.dtype
 
 
 def stand_in(place: Place, norms: Norms) -> Tensor:
@@ -151,6 +168,7 @@ class ShardedGrad(Tensor):
         """An element-wise change in place, on this rank's piece."""
         for piece in _local(*self._place):
             func(piece, *args, **kwargs)
+        self._place[0].grads.stow()
         self._norms.forget()
         return self
 
@@ -160,7 +178,7 @@ class ShardedGrad(Tensor):
         if passes(func) or func in TRACED:
             with without_torch_function():
                 return func(*args, **kwargs)
-        if all(_held_whole(grad) for grad in _stand_ins(args)):  # only its dtype keeps it out of p.grad
+        if all(_is_whole(grad._place[0]) for grad in _stand_ins(args)):  # only its dtype keeps it out of p.grad
             return func(*_open(args), **_open(kwargs))
         if getattr(func, "__name__", "") == "_foreach_zero_":  # optimizer.zero_grad(set_to_none=False)
             for grad in args[0]:
@@ -183,11 +201,6 @@ class ShardedGrad(Tensor):
 def _stand_ins(value: Any) -> list[ShardedGrad]:
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return [value] if isinstance(value, ShardedGrad) else [g for item in items for g in _stand_ins(item)]
-
-
-def _held_whole(grad: ShardedGrad) -> bool:
-    bucket = grad._place[0]
-    return bucket.own == (0, bucket.layout.numel)
 
 
 def _open(value: Any) -> Any:

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
+from lt_zero.core.hooks import Hook
 from lt_zero.core.units import class_matches, clean_name
 from lt_zero.core.walk import map_tensors
 
@@ -201,8 +202,8 @@ def _install(island: nn.Module, calls: _Calls, device_type: str, back: torch.dty
 
     # torch.compile breaks the graph at these. The boundary lies around the module's other hooks.
     return [
-        island.register_forward_pre_hook(torch.compiler.disable(before), prepend=True, with_kwargs=True),
-        island.register_forward_hook(torch.compiler.disable(after), always_call=True),
+        island.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True),
+        island.register_forward_hook(Hook(after), always_call=True),
     ]
 
 

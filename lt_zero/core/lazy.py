@@ -34,11 +34,14 @@ class _Values:
         self.read, self.kept = read, kept
 
 
+_CPU = torch.device("cpu")
+
+
 class LazyTensor(Tensor):
     """A tensor that is somewhere else. See Note [Lazy state dicts].
 
     Args:
-        shape, dtype: its.
+        shape, dtype, device: its.
         read: reads it.
     """
 
@@ -46,16 +49,18 @@ class LazyTensor(Tensor):
     __torch_function__ = no_torch_function
 
     @staticmethod
-    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, read: Reader) -> LazyTensor:
-        made: LazyTensor = wrapper_tensor(cls, shape, dtype)
+    def __new__(
+        cls, shape: tuple[int, ...], dtype: torch.dtype, read: Reader, device: torch.device = _CPU
+    ) -> LazyTensor:
+        made: LazyTensor = wrapper_tensor(cls, shape, dtype, device)
         made._held = _Values(read)
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"LazyTensor({tuple(self.shape)}, {self.dtype})"
+        return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
 
     def _with(self, values: _Values) -> LazyTensor:
-        made = LazyTensor(tuple(self.shape), self.dtype, values.read)
+        made = type(self)(tuple(self.shape), self.dtype, values.read, self.device)
         made._held = values
         return made
 
@@ -139,6 +144,22 @@ class LazyTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.whole().__reduce_ex__(protocol)
+
+
+class AbsentTensor(LazyTensor):
+    """A tensor whose values are not to be had here, as in the state dict of a sharded model: ``read`` raises.
+
+    What needs names, shapes and dtypes only works.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.whole()
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Any:
+        return self.whole()
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        return self.whole()
 
 
 def read_now(module: nn.Module) -> None:

@@ -7,7 +7,7 @@ ready]) by one exchange of flags, launched when backward ends and waited for at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import islice
 
@@ -32,7 +32,8 @@ class GradLedger:
         self.late: set[Bucket] = set()  # buckets that got gradients after their reduction in the last backward
         self._flags: tuple[Pending, Tensor] | None = None  # which parameters had a gradient on any rank
         self._hold = False  # user code is looking at p.grad: settle leaves it
-        self._shown: dict[tuple[Bucket, int], Tensor] = {}  # what p.grad shows
+        self._shown: dict[tuple[Bucket, int], Tensor | None] = {}  # in p.grad; None: a late gradient keeps its place
+        self.nonfinite = False  # a loss was not, on this rank, or on any once the ranks have agreed
         self.problem: Callable[[], SwapError | None] = lambda: None  # of files, on this rank
         self._norms: Norms | None = None  # of what is shown; the stand-ins refer to them weakly
 
@@ -41,24 +42,26 @@ class GradLedger:
         self._flags, self.late = None, {b for b in self._buckets if b.has_grads()}
         if self._reducer.sync:
             self._launch()
-            self.show({(b, i) for b in self._buckets for i in b.grads.valid})
+        self.show_held()
 
     def abort(self) -> None:
-        """A backward failed: nothing of it may be taken for a gradient."""
+        """A backward failed: nothing of it may be taken for a gradient, and what it was added to is of no use."""
         self._flags, self._shown = None, {}
         for bucket in self._buckets:
             for parameter in bucket.params:
                 parameter.grad = None
+            bucket.grads.clear(bucket.grads.held)
 
     def _launch(self) -> None:
-        """Start agreeing: which parameters had a gradient, which buckets have late ones, whether an edit was lost."""
+        """Start agreeing: which parameters had a gradient, which buckets have late ones, and whether all is well."""
         for bucket in self._buckets:
             bucket.edits.check()
         used = [flag for b in self._buckets for flag in b.grads.used_flags()]
         self.late = {b for b in self._buckets if b.has_grads()}
         lost = any(b.edits.lost for b in self._buckets)
         failed = self.problem() is not None
-        flags = torch.tensor([*used, *(b in self.late for b in self._buckets), failed, lost], dtype=torch.uint8)
+        news = [*(b in self.late for b in self._buckets), self.nonfinite, failed, lost]
+        flags = torch.tensor([*used, *news], dtype=torch.uint8)
         self._flags = (self._comm.host_max(flags, "used parameters"), flags)
 
     def settle(self) -> Callable[[Bucket, int], bool]:
@@ -78,14 +81,15 @@ class GradLedger:
         with phase("reduce", "used parameters"):
             pending.wait()
         row = flags.tolist()
-        count = len(self._buckets) + 2
+        count = len(self._buckets) + 3
+        self.nonfinite |= bool(row[-3])
         if row[-2]:
             self._flags = None
             problem = self.problem()
             raise SwapError(" ".join(self._comm.problems(str(problem) if problem else None, "files")))
         if row[-1]:
             self._raise_lost_edits()
-        late = [bucket for bucket, flag in zip(self._buckets, row[-count:-2], strict=True) if flag]
+        late = [bucket for bucket, flag in zip(self._buckets, row[-count:-3], strict=True) if flag]
         if late:
             self._reducer.reduce_again(late)
             flags[-count:] = 0
@@ -110,15 +114,20 @@ class GradLedger:
             "`with lt_zero.gathered(parameters, write=True): ...`."
         )
 
+    def show_held(self) -> None:
+        """Show all that was accumulated, reduced or not: whoever sets ``p.grad`` to None has to reach it."""
+        self.show({(bucket, index) for bucket in self._buckets for index in bucket.grads.held})
+
     def show(self, places: set[tuple[Bucket, int]], norms: Norms | None = None) -> None:
         """Put stand-ins for the accumulated gradients into ``p.grad``. See grads.py."""
         self.hide()
         ordered = [(b, i) for b in self._buckets for i in range(len(b.params)) if (b, i) in places]
         self._norms = norms = norms or Norms(self._comm, ordered)
         # A late gradient stays in p.grad until the ranks have agreed to reduce it.
-        self._shown = {(b, i): stand_in((b, i), norms) for b, i in places if b.params[i].grad is None}
+        self._shown = {(b, i): stand_in((b, i), norms) if b.params[i].grad is None else None for b, i in places}
         for (bucket, index), grad in self._shown.items():
-            bucket.params[index].grad = grad
+            if grad is not None:
+                bucket.params[index].grad = grad
 
     def scaled(self, places: list[tuple[Bucket, int, Parameter]], factor: Tensor | float) -> None:
         """Gradients were multiplied; norms that are known are, too. Not collective."""
@@ -149,6 +158,7 @@ class GradLedger:
         finally:
             self._hold = False
             self.hide()
+            self.show({(bucket, index) for bucket, index in places if index in bucket.grads.held})
 
     def hide(self, fresh: bool = False) -> None:
         """Take the stand-ins back, and take over what was done to ``p.grad``: None clears, a tensor replaces.
@@ -159,11 +169,33 @@ class GradLedger:
             RuntimeError: a gradient was replaced of which this rank holds a piece only.
         """
         shown, self._shown = self._shown, {}
+        cleared = []
         for (bucket, index), grad in shown.items():
             parameter = bucket.params[index]
-            current, parameter.grad = parameter.grad, None
+            current = parameter.grad
+            if grad is None and current is not None:
+                continue
+            parameter.grad = None
             if current is None or (fresh and current is not grad):
-                bucket.grads.clear({index})
+                cleared.append((bucket, index))
                 parameter.grad = current
             elif current is not grad:
                 replace_grad(bucket, index, current)
+        self._clear(cleared, shown)
+
+    def drop_cleared(self) -> None:
+        """Free the accumulators whose gradients were set to None since they were shown, so that forward has room."""
+        cleared = [(bucket, index) for bucket, index in self._shown if bucket.params[index].grad is None]
+        self._clear(cleared, self._shown)
+        for place in cleared:
+            del self._shown[place]
+
+    @staticmethod
+    def _clear(cleared: list[tuple[Bucket, int]], shown: Collection[tuple[Bucket, int]]) -> None:
+        gone: dict[Bucket, set[int]] = {}
+        for bucket, index in cleared:
+            gone.setdefault(bucket, set()).add(index)
+        left = {bucket for bucket, index in shown if index not in gone.get(bucket, ())}
+        for bucket, indices in gone.items():
+            # What nobody used was not shown, and goes with the last of the others.
+            bucket.grads.clear(indices if bucket in left else bucket.grads.held)

@@ -16,7 +16,7 @@ from lt_zero.core.optimizer import ShardedOptimizer
 @phased("clip")
 @torch.no_grad()
 def grad_norm(sharded: ShardedOptimizer, norm_type: float = 2.0) -> Tensor:
-    """The global norm (0D, fp32) of the accumulated gradients of the optimizer's parameters. Collective.
+    """The global norm (0D, fp32; fp64 if all accumulators are) of the optimizer's accumulated gradients. Collective.
 
     It is not finite exactly if a gradient of any rank is not, or too large to be squared.
     """
@@ -60,23 +60,27 @@ def unscale(sharded: ShardedOptimizer) -> None:
     """Divide the accumulated gradients by the loss scale that they carry. Collective."""
     if sharded.loss_scale != 1.0:
         device = sharded.engine.comm.device
-        sharded.grads.multiply(torch.full((), 1.0 / sharded.loss_scale, device=device))
+        sharded.grads.multiply(torch.full((), 1.0 / sharded.loss_scale, dtype=torch.float32, device=device))
         sharded.loss_scale = 1.0
 
 
 @torch.no_grad()
 def total_norm(engine: Engine, grads: Iterable[list[Tensor]], norm_type: float) -> Tensor:
-    """The norm (0D fp32) over all ranks' pieces, each element counted once; pieces are asked for in groups."""
+    """The norm (0D) over all ranks' pieces, each element counted once; pieces are asked for in groups."""
     comm = engine.comm
+    # The kernels take fp32 factors, and step no fp64 bucket.
+    accumulators = {b.grads.dtype for b in engine.buckets if b.wants_grad}
+    dtype = torch.float64 if accumulators == {torch.float64} else torch.float32
     if norm_type == 2.0:
         total = torch.zeros((), dtype=torch.float64, device=comm.device)
         for rows in grads:
             total = total + _squares(rows, comm.device)
         if engine.sharded_optim:
             total = comm.sum_scalar(total, "gradient norm")
-        return total.sqrt().float()
-    parts = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32) for rows in grads for grad in rows]
-    local = torch.linalg.vector_norm(torch.stack(parts), norm_type) if parts else torch.zeros((), device=comm.device)
+        return total.sqrt().to(dtype)
+    parts = [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) for rows in grads for grad in rows]
+    none = torch.zeros((), dtype=dtype, device=comm.device)
+    local = torch.linalg.vector_norm(torch.stack(parts), norm_type) if parts else none
     if not engine.sharded_optim:
         return local
     if norm_type == float("inf"):

@@ -9,6 +9,8 @@ Note [Narrowing]
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -17,21 +19,26 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.engine import Engine
 from lt_zero.core.fused import FusedAdam, Member
+from lt_zero.core.hooks import Here
 from lt_zero.core.layout import Piece
 from lt_zero.core.overlap import Overlap
 from lt_zero.core.reduced import ReducedGrads
-from lt_zero.core.stepping import Stepper, grad_of
+from lt_zero.core.stepping import RanClosure, Stepper, grad_of
 from lt_zero.core.sums import WholeNorms
 from lt_zero.core.supported import check_supported, states_per_element
 from lt_zero.offload.pool import SwapError
 from lt_zero.optim.lamb import Lamb
 
+_ATTRIBUTE = "_lt_zero"  # of the optimizer
+_SWITCHES = ("train", "eval")  # methods of schedule-free optimizers that change weights
 
-class ShardedOptimizer:
+
+class ShardedOptimizer(Here):
     """What the engine does around one optimizer's ``step`` and ``zero_grad``.
 
     Args:
@@ -48,6 +55,7 @@ class ShardedOptimizer:
         check_supported(optimizer, engine.sharded_optim or engine.shelves.optim is not None, whole)
         if engine.shelves.optim is not None:
             engine.shelves.require(engine.comm, states_per_element(optimizer))
+        engine.begin_training()
         self.engine, self.optimizer = engine, optimizer
         self._fragments: dict[int, list[Parameter]] = {}
         self._wide: list[list[Parameter]] | None = None
@@ -57,6 +65,7 @@ class ShardedOptimizer:
         self.by_bucket = False  # who asks for a state dict reads states in files bucket by bucket
         self._depth = 0  # nested calls of step
         self._entered = 0  # after how many backwards the running step began
+        self._stepping: dict[Bucket, list[Member]] = {}  # what the running step leaves to the optimizer itself
         self._early: set[Bucket] = set()  # stepped beside the last backward, by the running step
         fused = engine.config.fused_step and FusedAdam.fits(optimizer)
         self.fused = FusedAdam(optimizer) if fused else None
@@ -71,12 +80,47 @@ class ShardedOptimizer:
                 f"Training goes on although {engine.shelves.torn} are a step ahead: load a checkpoint.", stacklevel=3
             )
             engine.shelves.torn = ""
+        self._handles: list[RemovableHandle] = []
         self._adopt_state()
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
-        optimizer.register_state_dict_pre_hook(self._on_state_dict)
-        optimizer.register_load_state_dict_pre_hook(self._before_load)
-        _intercept_zero_grad(optimizer, self)
+        self._install()
+
+    def _install(self) -> None:
+        """Hooks and one attribute, so that the optimizer's class stays the user's; copies and pickles have neither."""
+        optimizer = self.optimizer
+        before = ShardedOptimizer.of(optimizer)
+        for handle in before._handles if before is not None else ():
+            handle.remove()  # of an engine before this one
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_pre_hook(self._on_state_dict),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+        ]
+        setattr(optimizer, _ATTRIBUTE, self)
+        for name in _SWITCHES:
+            _narrow_in(type(optimizer), name)
+
+    @staticmethod
+    def of(optimizer: Any) -> ShardedOptimizer | None:
+        """What was made of ``optimizer``; None if nothing was."""
+        found = getattr(optimizer, _ATTRIBUTE, None)
+        return found if isinstance(found, ShardedOptimizer) else None
+
+    # ---- for loops without a Trainer -----------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the optimizer; the same as its own ``step``. Collective.
+
+        Raises:
+            RuntimeError: under fp16, where somebody has to scale the loss.
+        """
+        if self.engine.policy.scaling is not None:
+            raise RuntimeError("fp16 needs a loss scale, which comes with ZeroStrategy. Use bf16, or a Trainer.")
+        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; the same as the optimizer's own ``zero_grad``."""
+        self.optimizer.zero_grad(set_to_none)
 
     # ---- fragments ---------------------------------------------------------------------------------------------
 
@@ -150,27 +194,30 @@ class ShardedOptimizer:
             return None
         if self._wide is not None and self._entered == self.engine.backwards:
             self._depth += 1  # a subclass calls its parent's step, and torch calls the hooks for both
+            if self.stepper.closure is not None:
+                self.stepper.closure.renew()
             return None
         if self.loss_scale != 1.0:
             raise RuntimeError(
                 f"The gradients of this {type(optimizer).__name__} still carry the loss scale {self.loss_scale:g}. In "
                 "manual optimization step the optimizer that `self.optimizers()` returns: it unscales first."
             )
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
-        if closure is not None:
-            with torch.enable_grad():  # the closure runs backward; step must see its result, on fragments
-                result = closure()
-            args, kwargs = args[:1], {**kwargs, "closure": lambda: result}
+        args, kwargs = self._run_closure(args, kwargs)
         used = self.grads.used()
         known = {(bucket, index) for bucket, indices in used.items() for index in indices}
         members = self.members(lambda bucket, index: (bucket, index) in known)
         self._early = self.overlap.take_early(members, used)
+        for bucket in members:
+            bucket.edits.check(values=True)
         if self.fused is not None and not self._early:
             self.fused.begin()
         plans = self.overlap.plan_late(members, self._early, used)
         for bucket in members:
             if plans.get(bucket) is None:
                 bucket.settle()  # it is stepped here
+        for bucket in self._early - plans.keys():
+            bucket.settle()  # it is published here
+            bucket.weights.leave()  # the rest of backward may have read whole parameters meanwhile
         self.narrow()
         self._depth, self._entered = 1, self.engine.backwards
         self.engine.comm.before_write()
@@ -196,6 +243,23 @@ class ShardedOptimizer:
                 member.fragment.grad = grad_of(grads, member)
         if self.norms is not None:
             self.norms.expect(members)
+        if self.stepper.closure is not None:
+            self.stepper.closure.expect(member.fragment for mine in members.values() for member in mine)
+        self._stepping = members
+        return args, kwargs
+
+    def _run_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Run a closure that has not run, as the step must see its gradients on fragments."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+        if callable(closure) and not isinstance(closure, RanClosure):
+            with torch.enable_grad():
+                closure = RanClosure(type(self.optimizer).__name__, closure())
+            if "closure" in kwargs:
+                kwargs = {**kwargs, "closure": closure}
+            else:
+                args = (args[0], closure, *args[2:])
+        self.stepper.closure = closure if isinstance(closure, RanClosure) else None
+        self.stepper.arguments = args[1:], kwargs
         return args, kwargs
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -204,10 +268,32 @@ class ShardedOptimizer:
         self._depth -= 1
         if self._depth > 0:
             return
+        self.stepper.keep(self._stepping)
+        self._stepping, self.stepper.closure, self.stepper.arguments = {}, None, ((), {})
         self.widen()
         self.engine.publish({bucket for bucket, _, _ in self.places()} - self.overlap.take_late())
         self.overlap.forget_early(self._early)
         self._early = set()
+
+    def switch(self, method: Callable[[], Any]) -> Any:
+        """Call a method of the optimizer that changes weights, on fragments as ``step`` is. Collective."""
+        self.before_state_dict()
+        self.engine.finish_steps()
+        members = self.members(lambda bucket, index: False)
+        buckets = set(members)
+        self.narrow()
+        self.engine.comm.before_write()
+        try:
+            self.stepper.step_resting(members, buckets, method)
+            self.engine.shelves.check(self.engine.comm, "states in files")
+            for bucket in [bucket for bucket in members if bucket.staged]:
+                self.stepper.step_staged(bucket, members.pop(bucket), method)
+            result = method()
+            self.stepper.keep(members)
+        finally:
+            self.widen()
+        self.engine.publish(buckets)
+        return result
 
     # ---- groups and state --------------------------------------------------------------------------------------
 
@@ -231,6 +317,11 @@ class ShardedOptimizer:
     def _drop_buckets(self, done: set[Bucket]) -> None:
         if done:
             self.drop({id(f) for bucket, _, p in self.places() if bucket in done for f in self.fragments(p)})
+
+    @property
+    def narrowed(self) -> bool:
+        """Whether groups and state hold fragments."""
+        return self._wide is not None
 
     def widen(self) -> None:
         """The reverse of ``narrow``; nothing happens if the groups are wide already."""
@@ -291,19 +382,23 @@ def _shape_of(piece: Piece, shape: torch.Size) -> torch.Size:
     return shape if piece.numel == shape.numel() else torch.Size([piece.numel])
 
 
-def _intercept_zero_grad(optimizer: Optimizer, sharded: ShardedOptimizer) -> None:
-    """Make ``zero_grad`` clear the accumulators too.
+def _narrow_in(cls: type[Optimizer], name: str) -> None:
+    """Let method ``name`` of a class see fragments where the optimizer is sharded.
 
-    By class, not on the instance: Lightning's optimizer wrapper is a dynamic subclass of the optimizer's class and
-    would not see an attribute of the instance. Name and module stay, so checkpoints and loggers see no difference.
+    In the class, as torch does with ``step``: Lightning's wrapper is of a subclass, which does not see what an instance
+    has. Of optimizers that are not sharded nothing changes.
     """
-    cls = type(optimizer)
+    method = getattr(cls, name, None)
+    if not inspect.isfunction(method) or hasattr(method, "narrows"):
+        return
 
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        cls.zero_grad(self, set_to_none)
-        self._lt_zero.grads.clear() if set_to_none else self._lt_zero.grads.zero()
+    @functools.wraps(method)
+    def on_fragments(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sharded = ShardedOptimizer.of(self)
+        if sharded is None or sharded.narrowed:
+            return method(self, *args, **kwargs)
+        # What the method sets is for the optimizer, not for a wrapper of Lightning's.
+        return sharded.switch(lambda: method(sharded.optimizer, *args, **kwargs))
 
-    optimizer._lt_zero = sharded  # type: ignore[attr-defined]
-    optimizer.__class__ = type(
-        cls.__name__, (cls,), {"zero_grad": zero_grad, "__module__": cls.__module__, "_lt_zero_made": True}
-    )
+    on_fragments.narrows = True  # type: ignore[attr-defined]
+    setattr(cls, name, on_fragments)

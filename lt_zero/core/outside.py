@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lt_zero.compat import without_torch_function
 from lt_zero.core.bucket import State
 from lt_zero.core.guard import HANDS_OUT
+from lt_zero.core.lazy import AbsentTensor
+from lt_zero.core.values import gathered
 
 if TYPE_CHECKING:
     from lt_zero.core.engine import Engine
@@ -41,10 +44,43 @@ def use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., An
     if all(bucket.state is State.RESIDENT for bucket in buckets):
         with without_torch_function():
             return func(*args, **kwargs)
-    names = [b.layout.spans[i].name for b, i in (engine.owner[id(p)] for p in parameters)]
+    if func is Tensor.detach and len(buckets) == 1:  # this is what state_dict() puts into a state dict
+        return _absent(engine, parameters[0])
+    if func is torch.equal:  # Lightning's finetuning callbacks look so whether an optimizer has a parameter
+        return _equal(*args)
     raise RuntimeError(
-        f"The values of parameter {names[0]!r} are sharded over {engine.comm.world} ranks and not in memory here "
-        f"(`{getattr(func, '__name__', func)}` needs them). Wrap the code in `with lt_zero.gathered(parameter):` "
+        f"The values of parameter {_name(engine, parameters[0])!r} are sharded over {engine.comm.world} ranks and not "
+        f"in memory here (`{getattr(func, '__name__', func)}` needs them). Wrap the code in `with "
+        "lt_zero.gathered(parameter):` "
         "on every rank (`write=True` to change values); to save weights use `trainer.save_checkpoint`, "
         "`trainer.strategy.export(path)` or `trainer.strategy.full_state_dict()`."
     )
+
+
+def _name(engine: Engine, parameter: Tensor) -> str:
+    bucket, index = engine.owner[id(parameter)]
+    return bucket.layout.spans[index].name
+
+
+def _absent(engine: Engine, parameter: Tensor) -> Tensor:
+    """What stands for a parameter in a state dict; it says what to do when it is read."""
+    name, world = _name(engine, parameter), engine.comm.world
+
+    def read(lo: int, hi: int) -> Tensor:
+        raise RuntimeError(
+            f"The values of parameter {name!r} are sharded over {world} ranks, and `state_dict()` has names, shapes "
+            "and dtypes only. Take the values from `trainer.strategy.full_state_dict()` (called on every rank, full on "
+            "rank 0), or call `state_dict()` inside of `with lt_zero.gathered(module):` on every rank; to save weights "
+            "use `trainer.save_checkpoint` or `trainer.strategy.export(path)`."
+        )
+
+    with without_torch_function():
+        return AbsentTensor(tuple(parameter.shape), parameter.dtype, read, parameter.device)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """``torch.equal``. Collective, unless identity or shape tells."""
+    if one is other or one.shape != other.shape:
+        return one is other
+    with gathered([p for p in (one, other) if isinstance(p, Parameter)]):
+        return torch.equal(one, other)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from lt_zero.compat import in_running_backward
 from lt_zero.core.guard import is_guarded
+from lt_zero.core.hooks import Hook
 from lt_zero.core.units import clean_name
 from lt_zero.core.walk import iter_tensors
 
@@ -65,7 +66,7 @@ class FiniteWatch:
             return
         # Scripted modules take no hooks.
         modules = {m: n for n, m in self.root.named_modules() if not isinstance(m, torch.jit.ScriptModule)}
-        before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
+        before, after = Hook(self._before), Hook(self._after)
         for module in modules:
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(after))
@@ -104,7 +105,7 @@ class FiniteWatch:
         return f"{repr(name) if name else 'the model'} ({type(module).__name__})"
 
     def _ignores(self, module: nn.Module) -> bool:
-        """A deep copy of a module shares its hooks; recomputation in backward repeats what was seen."""
+        """A shallow copy of a module shares its hooks; recomputation in backward repeats what was seen."""
         idle = self._training_only and not torch.is_grad_enabled()
         return idle or module not in self._names or in_running_backward()
 
@@ -163,6 +164,8 @@ def nonfinite_parameters(engine: Engine) -> list[str]:
     names, flags = [], []
     for bucket in engine.buckets:
         grads = bucket.grads
+        if grads.rests and engine.shelves.torn:
+            continue  # stepped beside backward, maybe: not kept
         for piece in bucket.pieces():
             if grads.accumulated and piece.index in grads.valid:
                 names.append(bucket.layout.spans[piece.index].name)
@@ -178,17 +181,39 @@ def nonfinite_parameters(engine: Engine) -> list[str]:
 # ---- the message -------------------------------------------------------------------------------------------------
 
 
-def overflow_report(parameters: list[str], culprits: Sequence[str | None], skipped: int, scale: float) -> str:
+def nonfinite_warning(engine: Engine, parameters: list[str]) -> str:
+    """What is said, once, where steps are not checked.
+
+    Args:
+        engine: of the parameters.
+        parameters: from ``nonfinite_parameters``; none: they were stepped beside backward.
+    """
+    kinds = {
+        clean_name(f"{path}.{name}".removeprefix(".")): type(module).__name__
+        for path, module in engine.root.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    named = [f"{name!r} (of {kinds[name]})" if name in kinds else repr(name) for name in parameters]
+    which = f" Parameters with such gradients: {_some(named)}." if named else ""
+    return (
+        f"The loss or its gradients are not finite, and are trained into the weights.{which} Check the data of that "
+        "batch, lower the learning rate or clip gradients. on_nonfinite=raise stops at the first such step, before the "
+        "weights have changed, and names the module where it began; on_nonfinite=skip leaves such steps out; "
+        "Trainer(detect_anomaly=True) finds the operation. This is not said again."
+    )
+
+
+def overflow_report(parameters: list[str], culprits: Sequence[str | None], skipped: int, scale: float | None) -> str:
     """What an error or warning says about gradients that are not finite.
 
     Args:
         parameters: from ``nonfinite_parameters``.
         culprits: what ``FiniteWatch.first`` says on each rank.
         skipped: optimizer steps that were skipped.
-        scale: the loss scale.
+        scale: the loss scale; None: weights are fp32.
     """
     steps = f"{skipped} optimizer step{'s were' if skipped != 1 else ' was'} skipped"
-    what = f"Gradients are not finite at loss scale {scale:g}, {steps}."
+    what = f"Gradients are not finite{f' at loss scale {scale:g}' if scale is not None else ''}, {steps}."
     named = tuple(f"{culprit.split(_QUOTE)[1]}." for culprit in culprits if culprit is not None and _QUOTE in culprit)
     parameters = sorted(parameters, key=lambda name: not name.startswith(named))  # the culprit's own first
     if parameters:
@@ -217,7 +242,9 @@ def _place(culprit: str | None) -> str:
     return f"the first output that was not finite is that of {culprit}"
 
 
-def _remedy(culprits: list[str], scale: float) -> str:
+def _remedy(culprits: list[str], scale: float | None) -> str:
+    if scale is None:
+        return "Check the data of that batch, or lower the learning rate or clip gradients."
     advice = ["check the data of that batch"] if any(c.startswith(_INPUT) for c in culprits) else []
     advice += ["train in bf16", "lower the learning rate or clip gradients"]
     named = [culprit.rsplit(" (", 1)[0] for culprit in culprits if culprit.startswith("'")]

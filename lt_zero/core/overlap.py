@@ -106,8 +106,10 @@ class Overlap:
             return False  # a second gradient of what was stepped is found out by ``take_early``
         if bucket.grads.used != bucket.grads.valid or not bucket.grads.valid <= self._indices[bucket]:
             return False
+        if not bucket.sharding.params and bucket.edits.seen():
+            return False
         assert fused is not None
-        parts = fused.plan(bucket, members, self._number_of, self._rules)
+        parts = fused.plan(bucket, members, self._number_of, self._rules)  # counts the step
         if parts is None:
             return False
         self._early[bucket] = bucket.grads.changes
@@ -139,9 +141,6 @@ class Overlap:
         self._shelves.refuse_torn(self._engine.comm)
         for bucket in early:
             members.pop(bucket, None)
-            if not self._publishes_late:
-                bucket.settle()
-                bucket.weights.leave()  # the rest of backward may have read whole parameters meanwhile
         return early
 
     def _end_early(self) -> set[Bucket]:
@@ -210,6 +209,7 @@ class Overlap:
         background = self._shelves.background
         assert background is not None
         bucket.weights.leave()
+        bucket.edits.pause()
         job = Job(step, homes_of(bucket), publish, self._shelves.note)
         bucket.shelf.hand_over(job)
         background.hand_over(job, limit)

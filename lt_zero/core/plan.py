@@ -206,7 +206,7 @@ def refuse_name(key: str, name: str, why: str, known: list[str]) -> NoReturn:
 
 def _islands(root: nn.Module, policy: DtypePolicy) -> Islands:
     """What the user wants in fp32, and what cannot run with 16-bit weights."""
-    if policy.compute is None:
+    if not policy.low:
         return Islands((), frozenset())
     if policy.autocast:
         found = find_islands(root, policy.keep_fp32, keep=DEFAULT_ISLANDS_MIXED)

@@ -95,29 +95,6 @@ class ReducedGrads:
                 grads.of(piece).mul_(factor)
             grads.stow()
 
-    # ---- zero_grad ---------------------------------------------------------------------------------------------
-
-    def clear(self) -> None:
-        """Forget what was accumulated for this optimizer's parameters.
-
-        Gradients that ``p.grad`` shows are forgotten when it is set to None; inside ``no_sync`` none is shown.
-        """
-        for bucket, which in self._sharded.indices().items():
-            bucket.grads.clear(which)
-
-    @torch.no_grad()
-    def zero(self) -> None:
-        """Set what was accumulated for this optimizer's parameters to zero; they count as used."""
-        for bucket, index, _ in self._sharded.places():
-            bucket.settle()
-            span, grads = bucket.layout.spans[index], bucket.grads
-            if grads.local is not None:
-                grads.local[span.lo : span.hi].zero_()
-            for piece in bucket.pieces_of(index):
-                if grads.accumulated:
-                    grads.of(piece).zero_()
-            grads.stow()
-
 
 def _rows(bucket: Bucket, indices: list[int], write: bool = True) -> list[Tensor]:
     """The accumulated gradients of these parameters; pieces with nothing but alignment between them as one row.

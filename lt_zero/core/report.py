@@ -15,17 +15,29 @@ from lt_zero.core.optimizer import ShardedOptimizer
 from lt_zero.core.unit import Unit
 
 
-def unit_table(engine: Engine, console: Console | None = None) -> Table:
-    """Print, and return, which units were found and how many elements each rank holds of them."""
-    table = Table(title=f"ZeRO units, {engine.comm.world} rank(s)")
-    for column in ("unit", "class", "parameters", "elements", "sharded", "kept after forward"):
-        table.add_column(column, justify="left" if column in ("unit", "class") else "right")
+def unit_table(engine: Engine, console: Console | None = None) -> None:
+    """Print which units were found and how many elements each rank holds of them.
+
+    Names come last, in lines as long as they have to be: only the end of a name tells it from the others.
+    """
+    rows = [("parameters", "elements", "sharded", "kept after forward", "class", "unit")]
     for cells, group in itertools.groupby([*engine.units, engine.root_unit], key=_cells):
-        alike = [_name(unit) for unit in group]
-        name = alike[0] if len(alike) == 1 else f"{alike[0]} ... {alike[-1]} ({len(alike)})"
-        table.add_row(name or "(root and small parameters)", *cells)
-    (console or Console()).print(table)
-    return table
+        rows.append((*cells, _range([_name(unit) for unit in group]) or "(root and small parameters)"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"ZeRO units, {engine.comm.world} rank(s)"]
+    for *numbers, kind, name in rows:
+        right = "  ".join(cell.rjust(width) for cell, width in zip(numbers, widths, strict=False))
+        lines.append(f"  {right}  {kind.ljust(widths[-2])}  {name}")
+    (console or Console()).print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def _range(names: list[str]) -> str:
+    """Units that are alike: model.layers.0 ... 23 (24)."""
+    if len(names) == 1:
+        return names[0]
+    block = names[0].rpartition(".")[0] + "."
+    last = names[-1].removeprefix(block) if not any(" to " in name for name in names) else names[-1]
+    return f"{names[0]} ... {last} ({len(names)})"
 
 
 def _name(unit: Unit) -> str:
@@ -33,13 +45,13 @@ def _name(unit: Unit) -> str:
     return next((bucket.name for bucket in unit.buckets if " to " in bucket.name), unit.name)
 
 
-def _cells(unit: Unit) -> tuple[str, ...]:
+def _cells(unit: Unit) -> tuple[str, str, str, str, str]:
     return (
-        type(unit.module).__name__,
         str(sum(len(b.params) for b in unit.buckets)),
         f"{sum(b.layout.numel for b in unit.buckets):,}",
         f"{unit.numel:,}",
         "yes" if unit.keep and unit.sharded else "no" if unit.sharded else "-",
+        type(unit.module).__name__,
     )
 
 

@@ -1,31 +1,39 @@
-"""A roll call before operations that every rank must enter: if some never will, all ranks say so and stop.
+"""Waits that can never end become errors on all ranks that say who waits where.
 
-The usual bug is ``if trainer.is_global_zero: trainer.save_checkpoint(path)``. Rank 0 would wait for the others' shards,
-and the others for rank 0 in the next step, until a timeout of half an hour; or two different collectives of equal
-size would meet, and swap data.
+The usual bugs: ``if trainer.is_global_zero: trainer.save_checkpoint(path)``, or a branch that one rank takes alone.
+Ranks then wait for each other in different collectives until a timeout of half an hour.
 
 Note [Who can still come]
     Ranks may come minutes apart: one evaluates, another writes a file. Lateness proves nothing, so a rank is given up
-    only for what makes its coming impossible: it waits in a collective that this rank is part of and has not launched,
-    it is gone, or it came for something else. Each rank has a thread that tells what its main thread is doing, once
-    somebody asks; which collectives have been launched is known by number (pending.py). In a collective that is
-    not ours nothing is numbered, so such a rank has to stay in the same call for ``Patience.stuck``. A rank that does
-    not answer need not be gone, its main thread may hold the interpreter: gloo knows, its connection is closed.
+    only for what makes its coming impossible: it has launched another collective in place of this one, it waits in a
+    collective that this rank is part of and has not launched, or it is gone. Each rank has a thread that tells what its
+    main thread is doing, once somebody asks; which collectives have been launched is known by number (pending.py). In a
+    collective that is not ours nothing is numbered, so such a rank has to stay in the same call for
+    ``Patience.stuck``. A rank that does not answer need not be gone, its main thread may hold the interpreter: gloo
+    knows, its connection is closed.
 
 Note [Telling everybody]
     One rank writes the verdict into the store and waits until the other ranks' threads have read it, before it raises:
-    its end closes the connections that they wait on, and they would know no better than "closed by peer". Waits on
-    gloo look at the verdict (pending.py) and raise it. A main thread that waits elsewhere cannot be woken: its thread
-    logs the verdict, and the error that follows when the first rank has left is explained by it (``Comm.explain``).
+    it hangs up then, and they would know no better than "closed by peer". Waits on gloo look at the verdict
+    (pending.py) and raise it. Where the main thread waits elsewhere, its thread logs the verdict, and hangs up; the
+    error that follows is explained by the verdict (``Comm.explain``).
+
+Note [Hanging up]
+    A process group whose collective does not end cannot be destroyed either: the process would wait at its exit. gloo
+    closes all connections of a group when a receive runs out of time, which ends everything that anybody waits for in
+    that group, on all ranks. Other backends have ``abort``.
 
 Note [Life of the thread]
-    The thread knows the watch and a store client of its own, not the ``RollCall``: when nobody has that any more, or
-    at exit, the thread is ended and joined, because a daemon thread inside of torch's C++ code must not meet the end
-    of the interpreter. A forked child has no such thread and must not use the store's connection.
+    It answers from ``listen`` on and ends with ``rest``; a wait that lasts starts it where it is needed. The thread
+    knows the watch and a store client of its own, not the ``RollCall``: when nobody has that any more, or at exit, the
+    thread is ended and joined, because a daemon thread inside of torch's C++ code must not meet the end of the
+    interpreter. A forked child has no such thread and must not use the store's connection.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import logging
 import os
@@ -33,7 +41,7 @@ import sys
 import threading
 import time
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -43,20 +51,22 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
 
 from lt_zero.core import pending
-from lt_zero.core.pending import Launch, Watch
+from lt_zero.core.agreement import Agreement
+from lt_zero.core.ended import Ended, innermost
+from lt_zero.core.pending import CALL, FENCE, Launch, Watch
 
 log = logging.getLogger(__name__)
 
 _PACKAGES = {"lt_zero", "lightning", "pytorch_lightning", "lightning_fabric", "torch", "torchmetrics", "contextlib"}
 _POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}  # do not need this rank
-_PROBE_TAG = 0x5AB0  # of a message that nobody receives
+_SILENT_TAG = 0x5AB1  # of a message that nobody sends
 _STORE_TIMEOUT = timedelta(seconds=20)
 
 
 @dataclass(frozen=True)
 class Patience:
-    """In seconds. ``poll``: between looks at the store. ``ask``: before asking for those who have not come.
-    ``stuck``: in the same collective. ``limit``: for a rank that could still come.
+    """In seconds. ``poll``: between looks at the store. ``ask``: in a wait before asking for those who have not come.
+    ``stuck``: in the same collective. ``limit``: for a rank that could still come to a call of the user.
     """
 
     poll: float = 2.0
@@ -69,181 +79,244 @@ PATIENCE = Patience()  # tests replace this
 
 
 class RollCall:
-    """The roll calls of one process group.
+    """Finds out who does not come to the collectives of one process group.
 
     Args:
-        group: whose ranks have to come.
+        groups: of which the ranks have to come; all over the same ones, and more may be added.
         host: a gloo group over the same ranks.
         watch: what the collectives of this rank have come to.
         store: a client of its own for this object.
     """
 
-    def __init__(self, group: dist.ProcessGroup, host: dist.ProcessGroup, watch: Watch, store: Store) -> None:
+    def __init__(self, groups: list[dist.ProcessGroup], host: dist.ProcessGroup, watch: Watch, store: Store) -> None:
+        group = groups[0]
         self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
         self._ranks = dist.get_process_group_ranks(group)  # global ones
         self._host, self._watch, self._store = host, watch, store
-        self._patience, self._count, self._pid = PATIENCE, 0, os.getpid()
-        self._heard_of: dict[int, tuple[int, float]] = {}  # rank -> (number of its last answer, when)
-        self._reporter = reporter = _Reporter(watch, store, self._rank, self._patience.poll)
-        self._stop = threading.Event()
-        thread = threading.Thread(target=_serve, args=(reporter, self._stop), name="lt_zero-roll-call", daemon=True)
-        thread.start()
-        self._finalizer = weakref.finalize(self, _end, self._stop, thread, os.getpid())
+        self._patience, self._pid = PATIENCE, os.getpid()
+        self._subject: Launch | None = None  # what is examined
+        self._first, self._asked = 0, 0.0  # number of the first question about it, and when the last one was asked
+        self._heard_of: dict[int, tuple[int, float]] = {}  # rank -> (question that it answered last, when)
+        self.ended = Ended(self._ranks, self._rank, host, PrefixStore("ended", store))
+        check = functools.partial(_check_ended, watch, self.ended)
+        self.agreement = Agreement(PrefixStore("agreement", store), self._rank, self._world, check)
+        watch.slice = min(watch.slice, timedelta(seconds=self._patience.poll))
+        watch.examiner = weakref.ref(self)
+        self._reporter = _Reporter(watch, store, groups, self._patience.poll)
+        self._finalizer: weakref.finalize | None = None  # type: ignore[type-arg]
+        self.listen()
 
     @classmethod
-    def over(cls, group: dist.ProcessGroup | None, host: dist.ProcessGroup | None, watch: Watch) -> RollCall | None:
-        """Roll calls of ``group``, or None where there is nobody to call (one process, a simulated group)."""
-        if group is None or host is None or dist.get_world_size(group) == 1 or dist.get_backend(host) != "gloo":
+    def over(cls, groups: list[dist.ProcessGroup], host: dist.ProcessGroup, watch: Watch) -> RollCall | None:
+        """That of ``groups``, or None where nobody is to be asked (a simulated group)."""
+        if dist.get_backend(host) != "gloo":
             return None
-        store: Any = group.get_group_store()  # has the group's prefix
+        store: Any = groups[0].get_group_store()  # has the group's prefix
         store = store.clone()
         store.set_timeout(_STORE_TIMEOUT)
-        return cls(group, host, watch, PrefixStore("roll_call", store))
+        return cls(groups, host, watch, PrefixStore("roll_call", store))
 
-    def close(self) -> None:
+    def listen(self) -> None:
+        """Answer other ranks from now on. A no-op again, and after a verdict."""
+        if self._watch.verdict is not None:
+            return
+        if (self._finalizer is None or not self._finalizer.alive) and os.getpid() == self._pid:
+            stop = threading.Event()
+            arguments = (self._reporter, self.agreement, stop)
+            thread = threading.Thread(target=_serve, args=arguments, name="lt_zero-roll-call", daemon=True)
+            thread.start()
+            self._finalizer = weakref.finalize(self, _end, stop, thread, self._pid)
+
+    def rest(self) -> None:
         """End the thread. Again a no-op."""
-        self._finalizer()
+        if self._finalizer is not None:
+            self._finalizer()
 
-    def enter(self, what: str) -> None:
-        """Return when every rank has entered the same operation.
-
-        Raises:
-            RuntimeError: a rank never will, or entered another one; on all ranks that can be told.
-        """
-        self._watch.refuse()
+    def refuse_fork(self, what: str) -> None:
+        """Raise in a forked child."""
         if os.getpid() != self._pid:
             raise RuntimeError(f"`{what}` was called in a forked process, which is no rank. Call it in rank processes.")
-        self._count += 1
-        where, started = user_line(sys._getframe()), time.monotonic()
-        self._heard_of.clear()
-        try:
-            came = self._register(what, where)
-            before, self._watch.waiting = self._watch.waiting, Launch("roll call", self._count, "roll call", what)
-            try:
-                self._await(what, started, self._patience.ask * (1 if came == 1 else 3))
-            finally:
-                self._watch.waiting = before
-        except dist.DistError as error:
-            raise RuntimeError(
-                f"`{what}` was called at {where} on rank {self._rank}, but the process that serves torch.distributed's"
-                f" store (rank 0, unless a launcher does) is gone. {_REMEDY}"
-            ) from error
 
-    # ---- arriving ----------------------------------------------------------------------------------------------
+    # ---- one rank waits --------------------------------------------------------------------------------------------
 
-    def _key(self, *parts: object) -> str:
-        return "/".join(map(str, (self._count, *parts)))
+    def examine(self, launch: Launch, waited: float) -> None:
+        """Fail if this rank, which has waited in ``launch`` for so many seconds, waits for ever.
 
-    def _register(self, what: str, where: str) -> int:
-        """Returns how many have come before, with this one."""
-        self._reporter.entered = self._count
-        self._store.set(self._key("entry", self._rank), json.dumps({"what": what, "where": where}))
-        if self._count > 2:  # everybody who could still ask for it has passed it
-            self._store.delete_key(f"{self._count - 2}/entry/{self._rank}")
-        self._store.add(self._key("for", what), 1)  # in this order: see `_all_came`
-        return int(self._store.add(self._key("all"), 1))
+        See Note [Who can still come].
 
-    def _all_came(self, what: str) -> bool:
-        everybody = int(self._store.get(self._key("all")))
-        alike = int(self._store.get(self._key("for", what)))
-        if alike < everybody:
-            self._fail(self._contradiction(what))
-        return everybody == self._world
-
-    def _await(self, what: str, started: float, ask_after: float) -> None:
-        asked = started + ask_after - self._patience.poll
-        while not self._all_came(what):
-            self._watch.refuse()
-            now = time.monotonic()
-            if now - started >= ask_after and now - asked >= self._patience.poll:
-                asked = now
-                self._examine(what, out_of_time=now - started > self._patience.limit)
-            time.sleep(min(max((now - started) / 10, 1e-3), 0.2, self._patience.poll))
-
-    def _entries(self) -> dict[int, dict[str, str]]:
-        keys = {rank: self._key("entry", rank) for rank in range(self._world)}
-        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
-
-    def _contradiction(self, what: str) -> str:
-        entries = self._entries()
-        mine = {rank: e for rank, e in entries.items() if e["what"] == what}
-        rank, other = next((rank, e) for rank, e in entries.items() if e["what"] != what)
-        return (
-            f"`{what}` was called on {_names(list(mine))} ({next(iter(mine.values()))['where']}) while"
-            f" `{other['what']}` was called on rank {rank} ({other['where']}). Both need all ranks: call the same"
-            " operations in the same order on every rank."
-        )
-
-    # ---- who does not come ---------------------------------------------------------------------------------------
-
-    def _examine(self, what: str, out_of_time: bool) -> None:
-        """Fail if one of the missing can never come. See Note [Who can still come]."""
-        self._store.set("asked", str(self._count))
-        entries = self._entries()
-        missing = [rank for rank in range(self._world) if rank not in entries]
-        doing = {rank: self._doing(rank) for rank in missing}
-        hearing = self._world - sum(text == _GONE for text, _ in doing.values())
-        lost = {rank: text for rank, (text, never) in doing.items() if never}
-        if missing and (lost or out_of_time):
-            rank, text = next(iter(lost.items())) if lost else (missing[0], doing[missing[0]][0])
-            others = [r for r in missing if r != rank]
-            also = f" (nor on {_names(others)})" if others else ""
-            place = next(iter(entries.values()))["where"]
-            self._fail(
-                f"`{what}` was called on {_names(list(entries))} ({place}) and not on rank {rank}, which {text}{also}."
-                f" {_REMEDY}",
-                hearing,
-            )
-
-    def _doing(self, rank: int) -> tuple[str, bool]:
-        """What a rank that has not come is doing, and whether it never will come."""
-        key = self._key("doing", rank)
-        answer: dict[str, Any] = json.loads(self._store.get(key)) if self._store.check([key]) else {"beat": 0}
+        Raises:
+            RuntimeError: on all ranks that can be told.
+        """
         now = time.monotonic()
-        last, since = self._heard_of.get(rank, (-1, now))
-        if answer["beat"] != last:
-            since = now
-        self._heard_of[rank] = answer["beat"], since
-        if now - since > 2.5 * self._patience.poll and self._gone(rank):
-            return _GONE, True
-        if answer["beat"] == 0:
-            return "does not answer", False
-        return str(answer["text"]), self._is_lost(answer)
+        if waited < self._patience.ask or now - self._asked < self._patience.poll:
+            return
+        self.listen()
+        with contextlib.suppress(dist.DistError):  # who serves the store has ended: gloo will notice
+            if self._subject != launch:
+                self._subject, self._first = launch, 0
+                self._heard_of.clear()
+            else:
+                self._judge(launch, waited, now)
+            self._asked = now
+            self._store.set(f"question/{self._rank}", json.dumps([launch.channel, launch.number]))
+            asks = self._store.add("asks", 1)
+            self._first = self._first or asks
 
-    def _is_lost(self, answer: dict[str, Any]) -> bool:
-        channel, needs = answer["channel"], answer["ranks"]
-        if channel in self._watch.launched and answer["number"] <= self._watch.launched[channel]:
-            return False  # it was launched here as well, and is on its way
-        needed = channel is not None or (needs is not None and self._ranks[self._rank] in needs)
-        return needed and answer["seconds"] >= self._patience.stuck
+    def _judge(self, launch: Launch, waited: float, now: float) -> None:
+        parties = {rank: self._party(rank, launch, now) for rank in range(self._world) if rank != self._rank}
+        parties[self._rank] = _Party.waiting(launch, user_line(sys._getframe()))
+        lost = next((rank for rank, party in parties.items() if party.never), None)
+        if lost is None and launch.operation == CALL and waited > self._patience.limit:
+            lost = next((rank for rank, party in parties.items() if not party.came), None)
+        if lost is not None:
+            hearing = sum(party.text != _GONE for party in parties.values())
+            self._fail(_sentence(parties, self._rank, lost), hearing)
 
-    def _gone(self, rank: int) -> bool:
-        """Whether the connection to a rank is closed."""
-        try:
-            dist.isend(torch.zeros(1), self._ranks[rank], self._host, tag=_PROBE_TAG)
-        except RuntimeError:
-            return True
-        return False
+    def look(self) -> None:
+        """Bring the verdict up to date."""
+        with contextlib.suppress(dist.DistError):
+            self._reporter.hear()
+
+    def compare(self, launch: Launch) -> None:
+        """All ranks meet here, in different collectives.
+
+        Raises:
+            RuntimeError: always.
+        """
+        mine = self._watch.history(launch.channel), user_line(sys._getframe())
+        with contextlib.suppress(dist.DistError):
+            self._store.set(f"ran/{self._rank}", json.dumps(mine))
+            told = [json.loads(self._store.get(f"ran/{rank}")) for rank in range(self._world)]
+            self._fail(diverged([([Launch(*entry) for entry in ran], place) for ran, place in told]), self._world)
+        raise RuntimeError(f"The ranks diverged at {launch}. {_RAN}")
+
+    def _party(self, rank: int, launch: Launch, now: float) -> _Party:
+        """What another rank is doing, and whether it never will launch ``launch``."""
+        key = f"doing/{rank}"
+        answer: dict[str, Any] = json.loads(self._store.get(key)) if self._store.check([key]) else {"asks": 0}
+        last, since = self._heard_of.get(rank, (0, now))
+        since = now if answer["asks"] != last else since
+        self._heard_of[rank] = answer["asks"], since
+        if now - since > 2.5 * self._patience.poll and self.ended.gone(rank):
+            return _Party(None, "", _GONE, never=True)
+        if answer["asks"] < self._first:
+            return _Party(None, "", "does not answer")
+        theirs = Launch(*answer["launch"]) if answer["launch"] is not None else None
+        party = _Party(theirs, answer["place"], answer["text"])
+        stuck = answer["seconds"] >= self._patience.stuck
+        ran, watch = answer["ran"].get(str(self._rank)), self._watch
+        if ran is not None:
+            party.came = launch.like(Launch(*ran))
+            party.never = not party.came
+            party.tell(Launch(*ran))
+        elif theirs is not None and watch.launched.get(theirs.channel, 0) >= theirs.number:
+            mine = watch.ran(theirs.channel, theirs.number)
+            party.never = mine is not None and not mine.like(theirs)  # otherwise it is on its way
+        elif theirs is not None:
+            party.never = stuck
+        else:
+            party.never = stuck and answer["ranks"] is not None and self._ranks[self._rank] in answer["ranks"]
+        return party
+
+    def tell(self, error: BaseException) -> None:
+        """Leave word for other ranks: this one ends with an error."""
+        self.ended.tell(error, user_line(innermost(error.__traceback__)))
+
+    def gone(self) -> list[int]:
+        """The ranks whose connections are closed."""
+        return [rank for rank in range(self._world) if rank != self._rank and self.ended.gone(rank)]
 
     # ---- the verdict ---------------------------------------------------------------------------------------------
 
-    def _fail(self, verdict: str, hearing: int | None = None) -> None:
-        """Tell every rank, of which ``hearing`` (all) may listen, and raise. See Note [Telling everybody]."""
+    def _fail(self, verdict: str, hearing: int) -> None:
+        """Tell every rank, of which ``hearing`` may listen, and raise. See Note [Telling everybody]."""
         if self._store.add("verdicts", 1) == 1:
             self._store.set("verdict", verdict)
-            self._store.set("asked", str(self._count))
-        patience = time.monotonic() + 2.5 * self._patience.poll
-        while time.monotonic() < patience and self._store.add("heard", 0) < (hearing or self._world):
-            time.sleep(self._patience.poll / 20)
+            self._store.add("asks", 1)
         self._watch.verdict = self._store.get("verdict").decode()
+        self._reporter.leave(hearing)
         self._watch.refuse()
 
 
 _GONE = "has ended or left the process group"
-_REMEDY = (
+_CALLED = (
     "Every rank has a part of the state: call it on every rank, without `if trainer.is_global_zero:` or"
     " `rank_zero_only` around it."
 )
+_RAN = (
+    "Every rank has to run the same modules, and the same calls that need all ranks, in the same order: look for a"
+    " branch or a loop that depends on the rank or its data. Texts of different lengths: generate with"
+    " `synced_gpus=True`, or inside of `lt_zero.gathered(module)` on every rank."
+)
+
+
+@dataclass
+class _Party:
+    """A rank: the collective in which it waits, its line of the user's code, and both in words.
+
+    ``came``: it is, or was, in the collective that is examined. ``never``: it never will be.
+    """
+
+    launch: Launch | None
+    place: str
+    text: str
+    came: bool = False
+    never: bool = False
+
+    @classmethod
+    def waiting(cls, launch: Launch, place: str) -> _Party:
+        return cls(launch, place, f"waits in {launch} ({place})", came=True)
+
+    def tell(self, ran: Launch) -> None:
+        """``ran`` is what it launched as number so-and-so."""
+        if self.never and not ran.like(self.launch):
+            self.text += f", and ran {ran} ({ran.numel:,} elements) in its place"
+
+
+def diverged(told: list[tuple[list[Launch], str]]) -> str:
+    """The verdict on ranks that meet in different collectives: of each what it has run, and its line.
+
+    Every rank comes to the same words.
+    """
+    least = min(ran[-1].number for ran, _ in told)
+    ran_at = [{launch.number: launch for launch in ran} for ran, _ in told]
+    common = sorted(set.intersection(*(set(ran) for ran in ran_at)))
+    number = next((n for n in common if not all(ran[n].like(ran_at[0][n]) for ran in ran_at)), least)
+    head = next(rank for rank, (ran, _) in enumerate(told) if ran[-1].number == least)
+    parties = {rank: _Party.waiting(ran[-1], place) for rank, (ran, place) in enumerate(told)}
+    for party, ran in zip(parties.values(), ran_at, strict=True):
+        party.came = number in ran and ran_at[head][number].like(ran[number])
+        party.never = not party.came
+        if number in ran:
+            party.tell(ran[number])
+    lost = next((rank for rank, party in parties.items() if party.never), int(head == 0))
+    return _sentence(parties, head, lost)
+
+
+def _sentence(parties: dict[int, _Party], head: int, lost: int) -> str:
+    """Rank ``head`` waits for rank ``lost``, which never comes."""
+    first, other = parties[head], parties[lost]
+    assert first.launch is not None
+    called = first.launch.operation == CALL
+    calls = other.launch is not None and other.launch.operation == CALL
+    ours = first.launch.operation == FENCE and other.launch is not None and other.launch.operation != FENCE
+    if other.launch is not None and other.launch[:2] <= first.launch[:2] and (ours or (calls and not called)):
+        # The user knows calls better than modules, and modules better than what we do.
+        parties = {rank: replace(party, came=False) for rank, party in parties.items()}
+        return _sentence(parties, lost, head)
+    came = sorted(rank for rank, party in parties.items() if party.launch == first.launch)
+    if called and calls:
+        return (
+            f"{first.launch} was called on {_names(came)} ({first.place}) while {other.launch} was called on rank"
+            f" {lost} ({other.place}). Both need all ranks: call the same operations in the same order on every rank."
+        )
+    others = sorted(r for r, party in parties.items() if r not in (*came, lost) and not party.came)
+    also = f" (nor on {_names(others)})" if others else ""
+    begun = f"{first.launch} was called" if called else f"T{str(first.launch)[1:]} was begun"
+    return (
+        f"{begun} on {_names(came)} ({first.place}) and not on rank {lost}, which {other.text}{also}."
+        f" {_CALLED if called else _RAN}"
+    )
 
 
 def _names(ranks: list[int]) -> str:
@@ -259,56 +332,99 @@ def _names(ranks: list[int]) -> str:
 class _Reporter:
     """Looks at the store, and answers what the thread that made it is doing."""
 
-    def __init__(self, watch: Watch, store: Store, rank: int, poll: float) -> None:
-        self.poll, self.entered = poll, 0
-        self._watch, self._store, self._rank = watch, store, rank
+    def __init__(self, watch: Watch, store: Store, groups: list[dist.ProcessGroup], poll: float) -> None:
+        self.poll = poll
+        self._watch, self._store, self._groups = watch, store, groups
+        self._rank, self._world = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
         self._thread = threading.get_ident()
         self._in: Any = None  # a Launch, or the frame of a collective that is not ours
         self._since = 0.0
-        self._beat = 0
+        self._answered = self._quiet = 0  # questions so far; looks since the last one
+
+    def hear(self) -> bool:
+        """Bring the verdict up to date; returns whether there is one."""
+        if self._watch.verdict is None and self._store.check(["verdict"]):
+            self._watch.verdict = self._store.get("verdict").decode()
+        return self._watch.verdict is not None
 
     def look(self) -> bool:
-        """Answer if somebody asks. Returns whether there is a verdict: it is known now, and all is over."""
-        if not self._store.check(["asked"]):
-            return False
-        if self._store.check(["verdict"]):
-            verdict = self._store.get("verdict").decode()
-            if self._watch.waiting is None:  # the main thread may not find out by itself
-                log.error("%s", verdict)
-            self._watch.verdict = verdict
-            self._store.add("heard", 1)
-            return True
-        asked = int(self._store.get("asked"))
-        if asked > self.entered:
-            self._answer(asked)
-        else:
+        """Answer if somebody asks. Returns whether there is a verdict: all is over, and everybody is told."""
+        asks = self._store.add("asks", 0)
+        self._quiet = 0 if asks != self._answered else self._quiet + 1
+        if self._quiet > 3:
             self._in = None
-        return False
+        if self._quiet:
+            return self._watch.verdict is not None
+        self._answered, known = asks, self._watch.verdict is not None
+        if not self.hear():
+            self._answer(asks)
+            return False
+        if not known and self._watch.waiting is None:  # the main thread may not find out by itself
+            log.error("%s", self._watch.verdict)
+        self._store.add("heard", 1)
+        self.leave(self._world)
+        return True
 
-    def _answer(self, asked: int) -> None:
+    def leave(self, hearing: int) -> None:
+        """Wait a while until so many ranks know the verdict, and hang up. See Note [Hanging up]."""
+        patience = time.monotonic() + 2.5 * self.poll
+        while time.monotonic() < patience and self._store.add("heard", 0) < hearing:
+            time.sleep(self.poll / 20)
+        frame = sys._current_frames().get(self._thread)
+        elsewhere = self._watch.waiting is None and frame is not None and _collective_of(frame) is not None
+        for group in [*self._groups, *([dist.group.WORLD] if elsewhere and dist.group.WORLD is not None else [])]:
+            _hang_up(group)
+
+    def _answer(self, asks: int) -> None:
         frame = sys._current_frames().get(self._thread)
         launch, ranks, place = self._watch.waiting, None, user_line(frame)
         now: Any = launch
         text = f"is at {place}"
         if launch is not None:
-            text = f"waits in the {launch.operation} of {launch.name!r} ({place})"
+            text = _Party.waiting(launch, place).text
         elif frame is not None and (ranks := _collective_of(frame)) is not None:
             now, text = frame, f"waits in {frame.f_code.co_name} of torch.distributed ({place})"
         if now is None or now is not self._in:
             self._in, self._since = now, time.monotonic()
-        self._beat += 1
-        answer = {"beat": self._beat, "text": text, "seconds": time.monotonic() - self._since, "ranks": ranks}
-        answer |= {"channel": launch.channel if launch else None, "number": launch.number if launch else 0}
-        self._store.set(f"{asked}/doing/{self._rank}", json.dumps(answer))
+        answer = {"asks": asks, "seconds": time.monotonic() - self._since, "ran": self._ran()}
+        answer |= {"launch": launch, "place": place, "text": text, "ranks": ranks}
+        self._store.set(f"doing/{self._rank}", json.dumps(answer))
+
+    def _ran(self) -> dict[int, Launch]:
+        """What was launched here in the places of the collectives that others have asked about."""
+        asked = {rank: f"question/{rank}" for rank in range(self._world) if rank != self._rank}
+        places = {rank: json.loads(self._store.get(key)) for rank, key in asked.items() if self._store.check([key])}
+        found = {rank: self._watch.ran(channel, number) for rank, (channel, number) in places.items()}
+        return {rank: launch for rank, launch in found.items() if launch is not None}
 
 
-def _serve(reporter: _Reporter, stop: threading.Event) -> None:
+def _check_ended(watch: Watch, ended: Ended, ranks: list[int]) -> None:
+    """Raise if one of these ranks has ended."""
+    watch.refuse()
+    if any(ended.gone(rank) for rank in ranks) and (text := ended.explain()) is not None:
+        raise RuntimeError(text)
+
+
+def _serve(reporter: _Reporter, agreement: Agreement, stop: threading.Event) -> None:
     try:
         while not stop.wait(reporter.poll):
+            agreement.look()
             if reporter.look():
                 return
     except RuntimeError as error:  # who serves the store has ended: nobody asks any more
         log.debug("No more roll calls: %s", error)
+
+
+def _hang_up(group: dist.ProcessGroup) -> None:
+    """See Note [Hanging up]."""
+    with contextlib.suppress(RuntimeError, ValueError, AttributeError):  # it may be gone, or unable to abort
+        if dist.get_backend(group) != "gloo":
+            group.abort()
+            return
+        peer = next(rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank())
+        work = dist.irecv(torch.empty(1), peer, group, tag=_SILENT_TAG)
+        assert work is not None
+        work.wait(timedelta(milliseconds=1))
 
 
 def _end(stop: threading.Event, thread: threading.Thread, pid: int) -> None:

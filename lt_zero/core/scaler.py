@@ -22,6 +22,23 @@ class LossScaler:
         self._last_overflow = -1
         self._patience = rules.hysteresis
 
+    # What ``torch.amp.GradScaler`` can be asked; the engine scales, unscales, steps and updates by itself.
+
+    def is_enabled(self) -> bool:
+        return True
+
+    def get_scale(self) -> float:
+        return self.scale
+
+    def get_growth_factor(self) -> float:
+        return self.rules.growth if self.rules.dynamic else 1.0
+
+    def get_backoff_factor(self) -> float:
+        return self.rules.backoff if self.rules.dynamic else 1.0
+
+    def get_growth_interval(self) -> int:
+        return self.rules.window
+
     @property
     def at_minimum(self) -> bool:
         """Whether the next overflow that would lower the scale cannot."""

@@ -6,7 +6,7 @@ Every decision here depends on the sequence of modules and on sizes only, so all
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -50,11 +50,17 @@ class Residency:
         max_live: no prefetch, and no keeping after forward, beyond this many gathered elements.
         max_reuse_distance: a unit stays gathered after its forward if fewer elements are used before its next use.
         prefetch: how many elements to gather ahead of their use.
+        ahead: in how many units at most.
     """
 
     max_live: int = 1_000_000_000
     max_reuse_distance: int = 1_000_000_000
     prefetch: int = 50_000_000
+    ahead: float = float("inf")
+
+    def without_training(self) -> Residency:
+        """Nothing stays for a backward or the next batch, which would be a full copy; one unit is gathered ahead."""
+        return replace(self, max_reuse_distance=0, ahead=1)
 
     def keep_after_forward(self, numels: Sequence[int]) -> list[bool]:
         """Which units (sizes in forward order) stay gathered from their forward to their backward.

@@ -1,19 +1,22 @@
-"""Debug mode: all ranks compare the name of the next collective before they launch it (``LT_ZERO_DEBUG=1``).
+"""Whether the ranks run the same collectives in the same order.
 
-A collective that one rank launches and another does not hangs until a watchdog fires, and two different ones of equal
-size swap data silently. This check costs a round trip per collective through a TCP store of its own, so it is off by
-default.
+Note [Unforeseen collectives]
+    Backends match collectives by their order alone. If one rank runs a module that another does not, two different
+    gathers meet: of equal size they swap data, of other sizes they abort a process; and where ranks read each other's
+    memory nothing meets at all. To compare each one before its launch would cost a round trip. But training repeats
+    itself: a rank foresees its next collective as the one that followed the same two the last time. All ranks have the
+    same past, so they foresee the same, and at the first difference at least one of them does what it had not foreseen.
+    Such a collective is agreed upon before it is launched (``Comm._agree``): the ranks exchange a number that stands
+    for all they have run. Either they agree, or the numbers differ, or a rank waits until it finds out that the others
+    will never come (rollcall.py). A step like the last one costs nothing.
 """
 
 from __future__ import annotations
 
 import os
-from datetime import timedelta
+import zlib
 
-import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
-
-TIMEOUT_S = 20.0
+Label = tuple[str, str, int]  # operation, name, elements
 
 
 def debug_enabled() -> bool:
@@ -21,59 +24,25 @@ def debug_enabled() -> bool:
     return os.environ.get("LT_ZERO_DEBUG", "0").lower() not in ("", "0", "false", "no", "off")
 
 
-class SequenceCheck:
-    """Numbers the collectives of this rank and compares each with the other ranks' collective of the same number."""
+class Sequence:
+    """The collectives of one channel on this rank."""
 
-    def __init__(self, store: Store, rank: int, world: int, timeout_s: float) -> None:
-        self._store, self._rank, self._world = store, rank, world
-        self._timeout = timedelta(seconds=timeout_s)
-        self._count: dict[str, int] = {}
-        self._last: dict[str, str] = {}
+    def __init__(self) -> None:
+        self._followed: dict[tuple[Label | None, Label | None], Label] = {}  # the last two -> what came then
+        self._last: tuple[Label | None, Label | None] = (None, None)
+        self._count = self._hash = 0
 
-    @classmethod
-    def create(cls) -> SequenceCheck:
-        """A check over all ranks of the default group; rank 0 serves the store on a free port."""
-        rank, world = dist.get_rank(), dist.get_world_size()
-        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        timeout = timedelta(seconds=60)
-        server = (
-            TCPStore(host, 0, world, is_master=True, timeout=timeout, wait_for_workers=False) if rank == 0 else None
-        )
-        port = [server.port if server is not None else 0]
-        dist.broadcast_object_list(port, src=0)
-        store = server or TCPStore(host, port[0], world, is_master=False, timeout=timeout, wait_for_workers=False)
-        return cls(store, rank, world, TIMEOUT_S)
+    def add(self, operation: str, name: str, numel: int) -> bool:
+        """The next one; returns whether it was foreseen. See Note [Unforeseen collectives]."""
+        label = (operation, name, numel)
+        foreseen = self._followed.get(self._last) == label
+        self._followed[self._last] = label
+        self._last = (self._last[1], label)
+        self._count += 1
+        self._hash = zlib.crc32(f"{operation} {name} {numel}".encode(), self._hash)
+        return foreseen
 
-    def compare(self, operation: str, name: str, numel: int, channel: str = "collective") -> None:
-        """Raise on the first collective of a channel that is not the same on all ranks.
-
-        Raises:
-            RuntimeError: another rank is about to launch something else, or launched nothing within ``TIMEOUT_S``.
-        """
-        mine = f"{operation} of {name} ({numel:,} elements)"
-        number = self._count.get(channel, 0)
-        self._count[channel] = number + 1
-        key = f"{channel} {number}"
-        self._store.set(f"{key}/{self._rank}", mine)
-        here = f"Ranks diverge at {key}: rank {self._rank} is about to launch the {mine}"
-        before = f"the last one in common was the {self._last.get(channel, 'none so far')}"
-        for rank in range(self._world):
-            if rank == self._rank:
-                continue
-            try:
-                self._store.wait([f"{key}/{rank}"], self._timeout)
-            except Exception as error:
-                raise RuntimeError(
-                    f"{here}, rank {rank} launched nothing for {self._timeout.total_seconds():.0f} s ({before}). "
-                    f"Rank {rank} left this path, or does not run the module named here: under stage 3 every rank has "
-                    "to run the same modules the same number of times."
-                ) from error
-            theirs = self._store.get(f"{key}/{rank}").decode()
-            if theirs != mine:
-                raise RuntimeError(
-                    f"{here}, rank {rank} the {theirs} ({before}). Look for a branch that depends on the rank or on "
-                    "its data: under stage 3 every rank has to run the same modules in the same order."
-                )
-        self._last[channel] = mine
-        if number >= 2:  # everybody who could still ask for it has passed it
-            self._store.delete_key(f"{channel} {number - 2}/{self._rank}")
+    @property
+    def sign(self) -> int:
+        """A number of 63 bits that is equal on two ranks if their sequences are."""
+        return (self._count % 2**31) << 32 | self._hash

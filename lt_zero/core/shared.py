@@ -57,6 +57,7 @@ class SharedArena:
         self._start = 0  # where the current segment begins in the file
         self._offsets: dict[int, int] = {}  # address of a window -> offset in the file
         self._peers: dict[int, int] = {}
+        self._posts = self.allocate(2, torch.int64)
 
     def address(self) -> tuple[str, str]:
         """What peers need to open this rank's file."""
@@ -93,6 +94,15 @@ class SharedArena:
         self._offsets[window.data_ptr()] = self._start + self._used
         self._used += nbytes
         return window
+
+    def post(self, slot: int, value: int) -> None:
+        """Show a number to the peers from the next barrier on; slots (0, 1) take turns, as send buffers do."""
+        self._posts[slot] = value
+
+    def posted(self, slot: int) -> list[int]:
+        """The peers' numbers."""
+        offset = self._offsets[self._posts.data_ptr()] + slot * self._posts.element_size()
+        return [int.from_bytes(os.pread(file, 8, offset), sys.byteorder) for file in self._peers.values()]
 
     def has(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` starts where a window starts."""

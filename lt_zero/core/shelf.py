@@ -60,6 +60,11 @@ class Shelf:
         """What is here belongs to the background until ``settle``."""
         self._job = job
 
+    @property
+    def handed_over(self) -> bool:
+        """Whether what is here belongs to the background."""
+        return self._job is not None
+
     def settle(self) -> bool:
         """Wait until what is here is the caller's; returns whether it was not. Nothing happens in the background."""
         if self._job is None or not self._job.wait():

@@ -133,12 +133,22 @@ class Shelves:
             f"per rank: about {seconds:.1f} s, part of it while others compute."
         )
 
+    def _tiers(self) -> list[Tier]:
+        return list({id(t): t for t in (self.optim, self.params) if t is not None}.values())
+
+    def rest(self) -> None:
+        """End all threads until there is something to do again."""
+        if self.background is not None:
+            self.background.close()
+        for tier in self._tiers():
+            tier.rest()
+
     def close(self) -> None:
         """End the background, remove the files."""
         if self.background is not None:
             self.background.close()
         self.background = None
-        for tier in {id(t): t for t in (self.optim, self.params) if t is not None}.values():
+        for tier in self._tiers():
             tier.close()
         self.optim = self.params = None
 
@@ -194,7 +204,7 @@ def open_shelves(buckets: Sequence[Bucket], config: ZeroConfig, device: torch.de
         SwapError: a path cannot be used.
     """
     zero, shelves = config.zero_optimization, Shelves()
-    optim, params = zero.offload_optimizer, zero.offload_param
+    optim, params = zero.offload_optimizer, zero.param_offload
     apart = is_apart(device)
     for name, block in (("offload_optimizer", optim), ("offload_param", params)):
         if block.device == "cpu" and not apart:
@@ -239,7 +249,7 @@ def _largest_cast(buckets: Sequence[Bucket], moves: Sequence[bool]) -> int:
 
 def _open_tiers(shelves: Shelves, config: ZeroConfig, numels: list[int], rank: int) -> None:
     zero = config.zero_optimization
-    optim, params = zero.offload_optimizer, zero.offload_param
+    optim, params = zero.offload_optimizer, zero.param_offload
     if optim.device == "nvme":
         assert optim.nvme_path is not None
         shelves.optim = Tier(optim.nvme_path, rank, config.aio, numels, room=optim.buffer_count)
@@ -258,7 +268,7 @@ def resting(numels: Sequence[int], sharded: Sequence[bool], zero: ZeroOptimizati
         sharded: whether their parameters are.
         zero: ``offload_optimizer.ratio`` and ``offload_param.max_in_cpu`` (which nvme only has) are limits.
     """
-    optim, params = zero.offload_optimizer, zero.offload_param
+    optim, params = zero.offload_optimizer, zero.param_offload
     room = optim.ratio * sum(numels) if optim.device != "none" else -1.0
     stays = params.max_in_cpu if params.device == "nvme" else 0
     found, moved, kept = [], 0, 0

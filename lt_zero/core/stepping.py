@@ -7,14 +7,14 @@ Note [Staged buckets]
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lt_zero.compat import bare_step
+from lt_zero.compat import bare_step, version_of
 from lt_zero.core.accumulator import Accumulator
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.fused import Member, Part
@@ -24,6 +24,46 @@ if TYPE_CHECKING:
     from lt_zero.core.optimizer import ShardedOptimizer
 
 
+class RanClosure:
+    """What ``step`` gets as its closure: forward and backward ran before, because ``step`` works on fragments.
+
+    Args:
+        name: of the optimizer's class.
+        result: of the pass that ran.
+    """
+
+    def __init__(self, name: str, result: Any) -> None:
+        self.name, self.result = name, result
+        self.called = False
+        self._called_now = False  # by the running step
+        self._before: list[tuple[Parameter, int, Tensor | None]] = []  # fragment, version, gradient
+
+    def expect(self, fragments: Iterable[Parameter]) -> None:
+        """A step of these begins."""
+        self._before = [(fragment, version_of(fragment), fragment.grad) for fragment in fragments]
+        self.renew()
+
+    def renew(self) -> None:
+        """A step calls the step of its parent class."""
+        self._called_now = False
+
+    def __call__(self) -> Any:
+        """The result of the pass that ran.
+
+        Raises:
+            RuntimeError: this is not the first call, or weights or gradients have changed since: another pass is meant.
+        """
+        changed = any(version_of(f) != version or f.grad is not grad for f, version, grad in self._before)
+        if changed or self._called_now:
+            raise RuntimeError(
+                f"{self.name}.step evaluates its closure {'again' if self.called else 'at other weights'}, but "
+                "ZeRO runs forward and backward once per step, before the optimizer gets this rank's part of weights "
+                "and gradients. Use an optimizer that needs one pass per step, such as AdamW, or train with DDP."
+            )
+        self.called = self._called_now = True
+        return self.result
+
+
 class Stepper:
     """Steps buckets of one optimizer, whose groups hold fragments, and takes these out of the groups."""
 
@@ -31,6 +71,8 @@ class Stepper:
         self._sharded, self._engine, self._optimizer = sharded, sharded.engine, sharded.optimizer
         self._fused, self._overlap = sharded.fused, sharded.overlap
         self.staging = False  # the running step of the optimizer is of one bucket only
+        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # of the running step
+        self.closure: RanClosure | None = None  # among them
 
     # ---- during a step -----------------------------------------------------------------------------------------
 
@@ -46,21 +88,29 @@ class Stepper:
             self._overlap.hand_over(bucket, parts)
 
     @torch.no_grad()
-    def step_resting(self, members: dict[Bucket, list[Member]], together: Collection[Bucket] = ()) -> None:
+    def step_resting(
+        self,
+        members: dict[Bucket, list[Member]],
+        together: Collection[Bucket] = (),
+        method: Callable[[], Any] | None = None,
+    ) -> None:
         """Step the buckets whose states rest in files, one by one. See offload/tier.py, Note [Walking].
 
         ``together``: buckets that all ranks step, also if they hold nothing of what is used, as the step is collective.
+        ``method``: called in the place of ``step``.
         """
         here = {b: b in together or any(member.used for member in members[b]) for b in members}
         resting = [b for b in members if "master" in b.shelf.homes and here[b]]
         idle = [b for b in members if "master" in b.shelf.homes and b not in resting]
         taken = self._sharded.taken(resting)
         for bucket in self._engine.shelves.walk(resting) if resting else ():
-            self._step_resting_bucket(bucket, members.pop(bucket), bucket in taken)
+            self._step_resting_bucket(bucket, members.pop(bucket), bucket in taken, method)
         for bucket in idle:
             self._sharded.drop({id(member.fragment) for member in members.pop(bucket)})
 
-    def _step_resting_bucket(self, bucket: Bucket, members: list[Member], taken: bool) -> None:
+    def _step_resting_bucket(
+        self, bucket: Bucket, members: list[Member], taken: bool, method: Callable[[], Any] | None
+    ) -> None:
         holders = [(member.fragment, member.piece) for member in members]
         self._shelve_state(bucket, holders)
         if self._fused is not None and taken:
@@ -69,7 +119,7 @@ class Stepper:
         else:
             if bucket.grads.rests:
                 bucket.shelf.homes["grad"].bring()  # torch's step may change gradients in place
-            self.step_staged(bucket, members)
+            self.step_staged(bucket, members, method)
         self._shelve_state(bucket, holders)
         bucket.weights.refresh()
 
@@ -86,8 +136,11 @@ class Stepper:
         self._sharded.drop(done)
 
     @torch.no_grad()
-    def step_staged(self, bucket: Bucket, members: list[Member]) -> None:
-        """Step the fragments of one bucket, and take them out of the groups. See Note [Staged buckets]."""
+    def step_staged(self, bucket: Bucket, members: list[Member], method: Callable[[], Any] | None = None) -> None:
+        """Step the fragments of one bucket, and take them out of the groups. See Note [Staged buckets].
+
+        ``method``: called in the place of ``step``.
+        """
         groups, mine = self._optimizer.param_groups, {id(member.fragment) for member in members}
         # What an optimizer counts per group is counted once, by the step of the rest.
         numbers = [{key: value for key, value in group.items() if key != "params"} for group in groups]
@@ -104,9 +157,9 @@ class Stepper:
         if self._sharded.norms is not None:
             self._sharded.norms.expect({bucket: members})
         try:
-            bare_step(self._optimizer)(self._optimizer)  # hooks run once, around the whole step
+            method() if method is not None else self._step_alone(members)
             for member, row in zip(members, rows, strict=True):
-                row.copy_(member.fragment) if bucket.staged else None
+                _keep(member.fragment, row)
         finally:
             self.staging = False
             for member, row in zip(members, rows, strict=True):
@@ -115,6 +168,21 @@ class Stepper:
             for group, rest, saved in zip(groups, others, numbers, strict=True):
                 group.clear()
                 group.update(saved, params=rest)
+
+    @torch.no_grad()
+    def keep(self, members: dict[Bucket, list[Member]]) -> None:
+        """Take over weights that the optimizer has assigned (``p.data = ...``) where it should have written."""
+        for bucket, mine in members.items():
+            for member in mine:
+                row = _row_of(bucket.weights.master_rows, member).view(member.fragment.shape)
+                if _keep(member.fragment, row):
+                    member.fragment.data = row
+
+    def _step_alone(self, members: list[Member]) -> None:
+        if self.closure is not None:
+            self.closure.expect(member.fragment for member in members)
+        args, kwargs = self.arguments
+        bare_step(self._optimizer)(self._optimizer, *args, **kwargs)  # hooks run once, around the whole step
 
     # ---- states ------------------------------------------------------------------------------------------------
 
@@ -144,6 +212,14 @@ class Stepper:
                 if home is not None and not home.owns(value):
                     home.bring()
                     state[key] = home.lend(piece.offset, value.shape).copy_(value)
+
+
+def _keep(fragment: Parameter, row: Tensor) -> bool:
+    """Put the result of a step of a copy, or of an optimizer that assigns ``p.data``, where the weights lie."""
+    moved = fragment.data_ptr() != row.data_ptr()
+    if moved:
+        row.copy_(fragment.detach())
+    return moved
 
 
 def _row_of(flat: Tensor, member: Member) -> Tensor:

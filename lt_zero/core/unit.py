@@ -3,6 +3,10 @@
 Note [Aliases]
     The hook that ends a unit's backward sits on a view of each input, not on the input: a tensor that feeds every
     block (a conditioning vector) gets its whole gradient only at the very end, its alias when this block is done.
+    Tensors in objects cannot be replaced: keys that all layers before have left in a cache get theirs when those are
+    done. They are waited for only if nothing else that a module is given needs a gradient.
+    An alias that the module returns (T5's blocks hand their relative bias on) is no output of its: its gradient says
+    nothing about when the module's backward begins, and comes after that has ended.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from lt_zero.clock import NOTHING, Span
 from lt_zero.compat import view_base
 from lt_zero.core.bucket import Bucket, State
 from lt_zero.core.guard import is_guarded
+from lt_zero.core.hooks import Hook
 from lt_zero.core.walk import Copied, iter_tensors
 
 if TYPE_CHECKING:
@@ -63,11 +68,11 @@ class Call:
         self.done = False  # a backward came back to it
 
 
-def hook_nodes(output: Any, fn: Callable[[], None]) -> None:
+def hook_nodes(output: Any, fn: Callable[[], None], given: Copied | None = None) -> None:
     """Call ``fn`` before autograd runs the nodes that made the tensors in ``output``.
 
     Node hooks survive what tensor hooks do not: a caller that adds to the output in place. For an output that is a
-    view the in-place history hangs on its base, so the base's node is hooked too.
+    view the in-place history hangs on its base, so the base's node is hooked too. ``given``: see Note [Aliases].
     """
 
     @_uncompiled
@@ -76,6 +81,8 @@ def hook_nodes(output: Any, fn: Callable[[], None]) -> None:
 
     seen: set[Any] = set()
     for tensor in iter_tensors(output):
+        if given is not None and given.is_as_given(tensor):
+            continue
         base = view_base(tensor)
         for node in (tensor.grad_fn, base.grad_fn if base is not None else None):
             if node is not None and node not in seen:
@@ -104,13 +111,16 @@ def hook_inputs(args: Any, kwargs: Any, fn: Callable[[], None]) -> Copied:
     See Note [Aliases].
     """
 
+    aliases: list[Tensor] = []
+
     def alias(tensor: Tensor) -> Tensor:
         if not tensor.requires_grad or tensor.layout is not torch.strided or isinstance(tensor, Parameter):
             return tensor
-        return tensor.view_as(tensor)
+        aliases.append(tensor.view_as(tensor))
+        return aliases[-1]
 
     copied = Copied((args, kwargs), alias)
-    inputs = [t for t in iter_tensors(copied.value) if t.requires_grad and not isinstance(t, Parameter)]
+    inputs = aliases or [t for t in iter_tensors(copied.value) if t.requires_grad and not isinstance(t, Parameter)]
     # A multi-grad hook refers to the nodes that hold it: the garbage collector sees such a cycle only once nothing else
     # holds the node, so that a model's graph would be freed by one layer per collection. One input needs none.
     if len(inputs) == 1:
@@ -138,36 +148,32 @@ def hook_bare_parameters(root: nn.Module, owned: Container[int], fn: Callable[[]
 
 
 def install_unit_hooks(engine: Engine, unit: Unit) -> list[Any]:
-    """The module's hooks keep the engine alive. A deep copy of the module shares them, and is left alone."""
+    """The module's hooks keep the engine alive. A shallow copy of the module shares them, and is left alone."""
 
-    @_uncompiled
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return engine.pre_forward(unit, args, kwargs) if module is unit.module else None
 
-    @_uncompiled
     def after(module: nn.Module, args: Any, output: Any) -> None:
         if module is unit.module:
             engine.post_forward(unit, output)
 
-    handle = unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    return [handle, unit.module.register_forward_hook(after)]
+    handle = unit.module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True)
+    return [handle, unit.module.register_forward_hook(Hook(after))]
 
 
 def install_root_hooks(engine: Engine) -> list[Any]:
     """A call of the whole model is a forward scope."""
 
-    @_uncompiled
     def before(module: nn.Module, args: Any) -> None:
         if module is engine.root:
             engine.enter_forward()
 
-    @_uncompiled
     def after(module: nn.Module, args: Any, output: Any) -> None:
         if module is engine.root:
             engine.leave_forward(output)
 
-    handle = engine.root.register_forward_pre_hook(before, prepend=True)
-    return [handle, engine.root.register_forward_hook(after, always_call=True)]
+    handle = engine.root.register_forward_pre_hook(Hook(before), prepend=True)
+    return [handle, engine.root.register_forward_hook(Hook(after), always_call=True)]
 
 
 def refuse_reentrant_checkpoint(unit: str) -> None:

@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import nn
 from torch.nn import Parameter
@@ -46,6 +47,7 @@ class UnitRules:
         leaf_classes: class names (bare or dotted) whose instances are always units.
         leaf_names: full names of modules that are always units.
         leaf_suffixes: ends of such names.
+        alike: blocks repeat each other, too, if only some of what they hold differs (a relative bias in the first).
     """
 
     min_numel: int = 100_000
@@ -53,6 +55,7 @@ class UnitRules:
     leaf_classes: tuple[str, ...] = ()
     leaf_names: tuple[str, ...] = ()
     leaf_suffixes: tuple[str, ...] = ()
+    alike: bool = False
 
     def forces(self, name: str, module: nn.Module) -> bool:
         """Whether the user wants this module to be a unit."""
@@ -104,7 +107,7 @@ def find_units(root: nn.Module, rules: UnitRules) -> list[UnitPlan]:
 
 def find_repeated(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """The repeated blocks of ``root``, whatever their size, in registration order; none inside another."""
-    rules = UnitRules(min_numel=sys.maxsize, max_numel=sys.maxsize)
+    rules = UnitRules(min_numel=sys.maxsize, max_numel=sys.maxsize, alike=True)
     found = {module: clean_name(f"{name}.")[:-1] for name, module in _search(root, "", rules, repeated=False)}
     return [(name, module) for module, name in found.items()]
 
@@ -128,29 +131,40 @@ def _search(module: nn.Module, name: str, rules: UnitRules, repeated: bool) -> I
     if numel == 0:
         return
     children = [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
-    if rules.forces(name, module) or (repeated and (numel <= rules.max_numel or not _has_repeats(module))):
+    if rules.forces(name, module) or (repeated and (numel <= rules.max_numel or not _has_repeats(module, rules.alike))):
         yield name, module
         return
     if not children:
         if numel >= rules.min_numel and type(module).forward is not nn.Module.forward:
             yield name, module
         return
-    repeats = _repeated_children(module)
+    repeats = _repeated_children(module, rules.alike)
     for child_name, child in children:
         path = f"{name}.{child_name}" if name else child_name
         yield from _search(child, path, rules, child_name in repeats)
 
 
-def _repeated_children(module: nn.Module) -> set[str]:
+def _repeated_children(module: nn.Module, alike: bool) -> set[str]:
     """The children of a list-like container that make it a row of blocks."""
     if not isinstance(module, _LISTS):
         return set()
     composite = {n: c for n, c in module.named_children() if any(True for _ in c.children())}
     sizes = Counter((type(c), sum(p.numel() for p in c.parameters())) for c in composite.values())
-    classes = {cls for (cls, numel), count in sizes.items() if count >= 2 and numel > 0}
+    repeated = any(count >= 2 and numel > 0 for (_, numel), count in sizes.items())
+    if alike and not repeated:
+        rows = [[c for c in composite.values() if type(c) is cls] for cls in {cls for cls, _ in sizes}]
+        repeated = any(_are_alike(one, other) for row in rows for one, other in pairwise(row))
     # A list that has some blocks is a row of blocks: its odd members (the first of a ResNet stage) are blocks too.
-    return set(composite) if classes else set()
+    return set(composite) if repeated else set()
 
 
-def _has_repeats(module: nn.Module) -> bool:
-    return any(_repeated_children(m) for m in module.modules())
+def _are_alike(one: nn.Module, other: nn.Module) -> bool:
+    """Whether a quarter of the smaller one is in the other, too. Stages, which consist of blocks, are not compared."""
+    held, theirs = ({(n, p.shape): p.numel() for n, p in m.named_parameters()} for m in (one, other))
+    common = sum(numel for place, numel in held.items() if place in theirs)
+    similar = common > 0 and 4 * common >= min(sum(held.values()), sum(theirs.values()))
+    return similar and not (_has_repeats(one, alike=True) and _has_repeats(other, alike=True))
+
+
+def _has_repeats(module: nn.Module, alike: bool) -> bool:
+    return any(_repeated_children(m, alike) for m in module.modules())

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from lt_zero.core.bucket import Bucket, State
 from lt_zero.core.guard import is_guarded, owner_of
+from lt_zero.core.hooks import Hook
 from lt_zero.waiting import waiting
 
 if TYPE_CHECKING:
@@ -36,42 +37,42 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
             follow. Without it, changes of sharded parameters are an error.
 
     Parameters that no engine owns are left as they are, so the code also runs without ZeRO.
+
+    Raises:
+        RuntimeError: on all ranks, if some do not enter and something is to be gathered or written.
     """
     if isinstance(target, nn.Module):
         parameters = list(target.parameters())
     else:
         parameters = [target] if isinstance(target, Parameter) else list(target)
-    held: dict[Bucket, tuple[Engine, bool, bool]] = {}
+    found: dict[Bucket, Engine] = {}
+    held: dict[Bucket, bool] = {}  # whether it was there; what is in use outside of this context needs no holding
     for parameter in parameters:
         engine: Any = owner_of(parameter)
         if engine is None or id(parameter) not in getattr(engine, "owner", {}):
             continue
         bucket = engine.owner[id(parameter)][0]
         bucket.settle()
-        if bucket not in held:
-            held[bucket] = (engine, bucket.state is not State.RELEASED, is_guarded(parameter))
-    for bucket, (engine, _, _) in held.items():
-        bucket.gather()
-        bucket.unguard()
-        engine.gatherer.pin(bucket)
+        if bucket not in found:
+            found[bucket] = engine
+            if not bucket.resident or is_guarded(parameter):
+                held[bucket] = bucket.resident
+    for engine in dict.fromkeys(e for b, e in found.items() if write or b.state is State.RELEASED):
+        engine.comm.roll_call("lt_zero.gathered")
+    for bucket in held:
+        found[bucket].gatherer.hold(bucket)
     try:
         yield
         if write:
-            for bucket in held:
+            for bucket in found:
                 bucket.adopt_edits()
     except BaseException:
-        for bucket in held:
+        for bucket in found:
             bucket.edits.note()  # the error that is on its way matters more than a lost edit
         raise
     finally:
-        for bucket, (engine, was_resident, was_guarded) in held.items():
-            if was_resident and not was_guarded:
-                continue  # in use outside of this context
-            engine.gatherer.unpin(bucket)
-            if was_resident:
-                bucket.guard()
-            else:
-                bucket.release()
+        for bucket, keep in held.items():
+            found[bucket].gatherer.let_go(bucket, keep)
 
 
 def full_parameters(engine: Engine) -> Iterator[FullParameter]:
@@ -92,7 +93,7 @@ def full_parameters(engine: Engine) -> Iterator[FullParameter]:
 def full_flat(bucket: Bucket) -> Tensor:
     """All elements (1D) of the bucket's master weights. Collective."""
     bucket.settle()
-    bucket.edits.check()
+    bucket.edits.check(values=True)
     if bucket.state is State.RESIDENT and not bucket.weights.separate:
         return bucket.flat
     return gather_own(bucket, bucket.weights.values())
@@ -156,8 +157,8 @@ def _install(module: nn.Module, places: dict[str, tuple[Bucket, int]]) -> None:
         for bucket, _ in places.values():
             bucket.edits.note()
 
-    module.register_load_state_dict_pre_hook(write)
-    module.register_load_state_dict_post_hook(settle)
+    module.register_load_state_dict_pre_hook(Hook(write))
+    module.register_load_state_dict_post_hook(Hook(settle))
 
 
 def restore_whole(engine: Engine) -> None:
@@ -171,3 +172,4 @@ def restore_whole(engine: Engine) -> None:
             for parameter, span, dtype in rows:
                 parameter.data = flat[span.lo : span.hi].view(span.shape).to(dtype, copy=True)
     engine.detach()
+    engine.shelves.rest()  # its run may be over long ago, and reading files has started threads again

@@ -22,7 +22,7 @@ class Verdict:
         self.sharded, self.counter = sharded, counter
         self._value, self._copied = found_inf, None
         if found_inf.is_cuda:
-            self._value = torch.empty((), pin_memory=True).copy_(found_inf, non_blocking=True)
+            self._value = torch.empty((), dtype=torch.float32, pin_memory=True).copy_(found_inf, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
 

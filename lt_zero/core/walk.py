@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lt_zero.compat import version_of
+
 _LEAVES = (str, bytes, int, float, bool, complex, type(None), type, nn.Module, FunctionType, MethodType)
 _MAX_DEPTH = 12
 
@@ -21,15 +23,30 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
     yield from _iter(value, set(), 0)
 
 
-def _iter(value: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
+def iter_containers(value: Any) -> Iterator[Any]:
+    """All lists and dicts in ``value``, and the ``__dict__`` of plain objects, wherever ``iter_tensors`` looks."""
+    for found in _iter(value, set(), 0, containers=True):
+        if type(found) in (list, dict):
+            yield found
+        elif not isinstance(found, Tensor) and _is_plain(found):
+            yield vars(found)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value).__module__ not in ("builtins", "torch") and hasattr(value, "__dict__")
+
+
+def _iter(value: Any, seen: set[int], depth: int, containers: bool = False) -> Iterator[Any]:
     if isinstance(value, Tensor):
         yield value
         return
     if isinstance(value, _LEAVES) or depth > _MAX_DEPTH or id(value) in seen:
         return
     seen.add(id(value))
+    if containers:
+        yield value
     for item in _children(value):
-        yield from _iter(item, seen, depth + 1)
+        yield from _iter(item, seen, depth + 1, containers)
 
 
 def _children(value: Any) -> Iterator[Any]:
@@ -40,7 +57,7 @@ def _children(value: Any) -> Iterator[Any]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield getattr(value, field.name, None)
-    elif type(value).__module__ not in ("builtins", "torch") and hasattr(value, "__dict__"):
+    elif _is_plain(value):
         yield from vars(value).values()
 
 
@@ -69,12 +86,15 @@ class Copied:
         self._fn = fn
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the first: it, and what is in its place
         self._containers: list[tuple[Any, Any, Any]] = []  # the caller's, the copy, and what was in the copy
+        self._versions: dict[int, int] = {}  # of what was put in place of others, by id
         self.value = self._copy(value)
 
     def _copy(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             if id(value) not in self._tensors:
-                self._tensors[id(value)] = value, self._fn(value)
+                self._tensors[id(value)] = value, (made := self._fn(value))
+                if made is not value:
+                    self._versions[id(made)] = version_of(made)
             return self._tensors[id(value)][1]
         if type(value) is tuple:
             return tuple(self._copy(item) for item in value)
@@ -87,6 +107,10 @@ class Copied:
             self._containers.append((value, entries, dict(entries)))
             return entries
         return value
+
+    def is_as_given(self, tensor: Tensor) -> bool:
+        """Whether it was put in place of an argument, and nobody has written to it."""
+        return self._versions.get(id(tensor)) == version_of(tensor) if id(tensor) in self._versions else False
 
     def write_back(self) -> list[Any]:
         """What a module has put into a list or dict, or taken out of it, its caller sees. Returns what was put in."""

@@ -117,6 +117,8 @@ class Weights:
         else:
             self.keep(self.home if self.separate or self._sharded else self._part, train=True)
             self._home = None
+            if self._shelf.optim is None and "weights" in self._shelf.homes:
+                self._shelf.homes.pop("weights").discard()  # gathers read the master weights
             self._shelf.tidy()  # a frozen one may never be stepped
 
     # ---- what there is -----------------------------------------------------------------------------------------
