@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from rich.console import Console
 from torch import nn
@@ -26,21 +27,27 @@ from lt_zero.core.supported import states_per_element
 from lt_zero.core.values import restore_whole
 from lt_zero.precision import sharded_of
 
-_FULL_COPY_CALLBACKS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
+_NEEDS_WHOLE = {
+    StochasticWeightAveraging: "keeps a full copy of the parameters",
+    WeightAveraging: "keeps a full copy of the parameters",
+    ModelPruning: "computes masks from whole parameters and puts others in their place",
+}
 
 
 def check_callbacks(trainer: pl.Trainer, stage: int) -> None:
-    """Refuse what does not work at this stage.
+    """Refuse what does not work at this stage, before it has done anything.
 
     Raises:
-        TypeError: a callback needs a full copy of parameters that are sharded.
+        TypeError: a callback needs whole parameters, and they are sharded.
     """
     for callback in trainer.callbacks if stage == 3 else []:  # type: ignore[attr-defined]
-        if type(callback).__name__ in _FULL_COPY_CALLBACKS:
-            raise TypeError(
-                f"{type(callback).__name__} keeps a full copy of the parameters, which stage 3 does not have in "
-                "memory. Use stage=2, or remove the callback."
-            )
+        for kind, what in _NEEDS_WHOLE.items():
+            if isinstance(callback, kind):
+                own = type(callback).__name__
+                raise TypeError(
+                    f"{own}{f' (a {kind.__name__})' if own != kind.__name__ else ''} {what}, which stage 3 does not "
+                    f"have in memory. Use stage=2, or remove the callback."
+                )
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -7,9 +7,11 @@ unit, so no rank ever holds the whole model), or already cut at construction (co
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +21,7 @@ from lt_zero.activation.install import install
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
 from lt_zero.core.bucket import Bucket
-from lt_zero.core.comm import Comm
+from lt_zero.core.comm import Comm, with_index
 from lt_zero.core.construct import Materializer
 from lt_zero.core.engine import Engine
 from lt_zero.core.guard import Owner, weak_owner
@@ -32,13 +34,14 @@ from lt_zero.core.sequence import debug_enabled
 from lt_zero.core.shelves import open_shelves
 from lt_zero.core.unit import Unit
 from lt_zero.core.values import install_load_hooks
+from lt_zero.offload.memory import return_freed_memory
 from lt_zero.planning.check import check_build
 from lt_zero.waiting import Work, waiting
 
 
 def shard(
     module: nn.Module,
-    config: ZeroConfig,
+    config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str],
     device: torch.device | None = None,
     policy: DtypePolicy | None = None,
     comm: Comm | None = None,
@@ -48,25 +51,27 @@ def shard(
 
     Args:
         module: the model; its parameters keep identity, shape and names.
-        config: which of optimizer, gradients and parameters are sharded, and the sizes.
+        config: which of optimizer, gradients and parameters are sharded, and the sizes: ``ZeroConfig(stage=3)``, a
+            mapping, or the path of a file.
         device: where to compute; default: where the first parameter lies.
         policy: dtypes of weights, gradients and master weights; default: what the configuration says.
         comm: the collectives; default: over all ranks.
-        training: whether there will be gradients, for the check of memory and for activation checkpointing.
+        training: whether there will be gradients; without it there are no master weights until an optimizer is sharded,
+            and weights are released after their use.
 
     Raises:
         ValueError: a pattern of ``fp16_override_modules`` matches nothing.
         ConfigError: activation checkpointing is on, and there is nothing to checkpoint.
         NotEnoughMemory: a machine has less than this needs; nothing was changed.
     """
-    config = with_sizes(config, module)
-    device = device or _device_of(module)
+    config = with_sizes(config if isinstance(config, ZeroConfig) else ZeroConfig.of(config), module)
+    device = with_index(device or _device_of(module))
     comm = comm or Comm.for_world(device, check=debug_enabled() or config.zero_optimization.enable_sanity_checks)
     policy = policy or dtype_policy(config, resolve_mode(config, "32-true", device.type))
     zero = config.zero_optimization
     _configure_reductions(comm, config)
     plan = plan_engine(module, config, policy, comm.world)
-    if training and config.activation_checkpointing.kind != "none":
+    if training and config.activation_checkpointing.mode != "none":
         find_modules(module, config.activation_checkpointing)  # while nothing is changed
     if comm.rank == 0:
         warn_of_padding(plan, zero, comm.world)
@@ -85,19 +90,20 @@ def shard(
     shelves = open_shelves([*itertools.chain(*parts), *rest], config, device)
     count = sum(map(len, parts)) + len(rest)
     with waiting(f"Sharding {len(plan.units)} units ({count} buckets)", count, rank=comm.rank) as work:
-        units, root = _move_in(plan, parts, rest, materializer, module, work)
+        units, root = _move_in(plan, parts, rest, materializer, module, work, training)
         materializer.fill_buffers()
     if policy.buffers is not None:
-        _cast_buffers(module, policy.buffers, plan.islands, config.data_types.keep_in_fp32_modules)
+        names = config.data_types.keep_in_fp32_modules if policy.low or policy.compute is None else ()
+        _cast_buffers(module, policy.buffers, plan.islands, names)
     buckets = [b for u in reversed(units) for b in u.buckets] + root.buckets
     reducer = Reducer(comm, buckets, zero.overlap_comm, zero.reduce_bucket_size)
     residency = Residency(
         zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size
     )
-    engine = Engine(module, units, root, comm, reducer, residency, config, policy)
+    engine = Engine(module, units, root, comm, reducer, residency, config, policy, training)
     engine.use_files(shelves)
     engine.kept = find_islands(module, policy.keep_fp32).parameters
-    if policy.compute is not None:
+    if policy.low and policy.compute is not None:
         engine.handles += install_islands(plan.islands, policy.compute, device.type, cast_back=not policy.autocast)
     engine_ref.append(weak_owner(engine))  # type: ignore[arg-type]
     install_load_hooks(engine)
@@ -113,6 +119,7 @@ def _move_in(
     materializer: Materializer,
     module: nn.Module,
     work: Work,
+    training: bool,
 ) -> tuple[list[Unit], Unit]:
     """Make values and move them into buckets, unit by unit; returns the units that have parameters, and the root."""
     units: list[Unit] = []
@@ -122,14 +129,16 @@ def _move_in(
     for planned, buckets in zip(plan.units, parts, strict=True):
         materializer.fill([p for _, p in planned.plan.parameters])
         for bucket in buckets:
-            bucket.adopt(materializer.fetch)
+            bucket.adopt(materializer.fetch, training)
             work.advance()
+        if any(bucket.sharding.params for bucket in buckets):
+            return_freed_memory()  # of the module's own parameters: small gaps in the heap add up to a whole copy
         if planned.plan.name:
             units.append(Unit(planned.plan.name, planned.plan.module, buckets, planned.needs_weights))
         else:
             root = Unit("", module, buckets, needs_weights=True)
     for bucket in rest:
-        bucket.adopt(materializer.fetch)
+        bucket.adopt(materializer.fetch, training)
         root.buckets.append(bucket)
         work.advance()
     return [u for u in units if u.buckets], root

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
@@ -29,14 +30,30 @@ class CheckpointingStrategy(DDPStrategy):
     """The part of ``ZeroStrategy`` that deals with checkpoints and with the position in the data."""
 
     config: ZeroConfig
+    _of_a_run: ClassVar[frozenset[str]] = frozenset({"_engine", "_comm", "persistence", "restoring", "progress"})
     _engine: Engine | None = None
     _comm: Comm | None = None
 
     def __init__(self, **kwargs: Any) -> None:
+        self._begin()
+        super().__init__(**kwargs)
+
+    def _begin(self) -> None:
+        """Have nothing of a run yet."""
+        self._engine = self._comm = None
         self.persistence = Persistence(self)
         self.restoring = Restoring(self)
         self.progress = Progress()
-        super().__init__(**kwargs)
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy (of a Trainer that is pickled or deep-copied) has not begun: threads, files and groups stay here."""
+        return {name: value for name, value in super().__getstate__().items() if name not in self._of_a_run}
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._begin()
 
     @property
     def engine(self) -> Engine:
@@ -72,18 +89,25 @@ class CheckpointingStrategy(DDPStrategy):
         dtype: torch.dtype | str = torch.float16,
         format: Format = "auto",
         shard_size: int | str | None = None,
+        strip_prefix: str | None = None,
     ) -> None:
         """Write all weights to files that need nothing of lt_zero. Collective: call it on every rank.
 
         Rank 0 writes, and holds one bucket at a time. Arguments and errors are those of ``lt_zero.export``.
         """
         self.engine.comm.roll_call("export")
-        export_engine(self.engine, self.broadcast(path), dtype, format, shard_size)
+        export_engine(self.engine, self.broadcast(path), dtype, format, shard_size, strip_prefix)
         self.barrier("export")
 
     def full_state_dict(self) -> dict[str, Any]:
         """The module's state dict with full tensors on rank 0, {} on the others. Collective: call it on every rank."""
+        self.engine.comm.roll_call("full_state_dict")
         return full_state_dict(self.engine)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        with self._comm.explaining() if self._comm is not None else nullcontext():  # saves outside of a run end here
+            super().barrier(*args, **kwargs)
 
     # ---- data --------------------------------------------------------------------------------------------------
 
@@ -119,7 +143,7 @@ class CheckpointingStrategy(DDPStrategy):
         if self._comm is not None:
             self._comm.roll_call("Strategy.save_checkpoint")
         path = str(self.broadcast(filepath))  # ranks may have computed different names
-        self.persistence.add_progress(checkpoint)
+        checkpoint = self.persistence.with_progress(checkpoint)
         if self._engine is not None and self._engine.attached and self.persistence.sharded:
             if storage_options is not None:
                 raise TypeError("A sharded checkpoint takes no storage_options: set checkpoint.format='full'.")

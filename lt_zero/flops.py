@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lt_zero.compat import DispatchMode, backward_id, compiled_frames, current_node, has_compiled_nodes, is_compiled
+from lt_zero.core.hooks import Hook
 from lt_zero.core.walk import iter_tensors
 from lt_zero.flops_formulas import FORMULAS, is_unseen
 
@@ -246,8 +247,8 @@ class _Watch(DispatchMode):
 
     def __enter__(self) -> _Watch:
         for module, name in self._names.items():
-            entering = module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
-            leaving = module.register_forward_hook(self._leave, always_call=True)
+            entering = module.register_forward_pre_hook(Hook(partial(self._enter, name)), with_kwargs=True)
+            leaving = module.register_forward_hook(Hook(self._leave), always_call=True)
             self._open.callback(entering.remove)
             self._open.callback(leaving.remove)
         self._open.enter_context(self._counter)

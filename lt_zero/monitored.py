@@ -42,7 +42,11 @@ class MonitoredStrategy(CheckpointingStrategy):
     what is recorded everywhere is another class of collectives (``LoggedComm``).
     """
 
-    def __init__(self, **kwargs: Any) -> None:
+    _of_a_run = CheckpointingStrategy._of_a_run | {"flops", "_profiler", "_watchers", "_for_this_run", "_clean"}
+
+    @override
+    def _begin(self) -> None:
+        super()._begin()
         config, every, profiles = self.config, self.config.steps_per_print, self.config.flops_profiler
         logs = any(b.enabled for b in (config.csv_monitor, config.tensorboard, config.wandb, config.comet))
         watched = logs or every is not None
@@ -57,7 +61,6 @@ class MonitoredStrategy(CheckpointingStrategy):
             self._watchers.append(StepPrinter(every, self.flops))
         self._for_this_run = ExitStack()  # what is undone when a run ends
         self._clean = True  # it ended without an error
-        super().__init__(**kwargs)
 
     @property
     def _module(self) -> pl.LightningModule:

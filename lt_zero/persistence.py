@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerStatus
 from omegaconf import Container
 from torch import Tensor
 from torch.optim import Optimizer
@@ -43,6 +45,7 @@ from lt_zero.waiting import waiting
 if TYPE_CHECKING:
     from lt_zero.checkpointing import CheckpointingStrategy
 
+GRACE = 15.0  # seconds after an error for the save that is under way; tests replace this
 _HPARAMS, _HPARAMS_TYPE = LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE
 
 
@@ -56,6 +59,7 @@ class Persistence:
         self._pending: Future[None] | None = None
         self._after: list[str] = []  # checkpoints to remove when the pending save is done
         self._buffer: Tensor | None = None
+        self._waits = False  # see ``foreground``
 
     @property
     def sharded(self) -> bool:
@@ -91,11 +95,15 @@ class Persistence:
         self._strategy.zero_precision.gate.settle()
         return optimizer_fragments(sharded) if self.sharded else full_optimizer_state(sharded)
 
-    def add_progress(self, checkpoint: dict[str, Any]) -> None:
-        """Put random states and positions in the data of all ranks into a checkpoint to go on from. Collective."""
+    def with_progress(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint to go on from with random states and positions in the data of all ranks. Collective.
+
+        A new dict: callbacks may have kept the one that their hooks were given.
+        """
         comm = self._strategy.comm
-        if comm is not None and "optimizer_states" in checkpoint:
-            checkpoint[PROGRESS] = comm.host_gather(self._strategy.progress.state_dict(), "random states")
+        if comm is None or "optimizer_states" not in checkpoint:
+            return checkpoint
+        return {**checkpoint, PROGRESS: comm.host_gather(self._strategy.progress.state_dict(), "random states")}
 
     # ---- saving --------------------------------------------------------------------------------------------------
 
@@ -120,7 +128,7 @@ class Persistence:
         }
         made = bundle(_without_type(checkpoint), names, engine.comm, run, resolved(config), self._frozen)
         place = self._make(path)
-        if not (config.checkpoint.async_save and self._training()):
+        if not (config.checkpoint.async_save and self._may_go_on()):
             with waiting(f"Saving {path}", made.nbytes, rank=engine.comm.rank, in_bytes=True) as work:
                 self._write(made, place, engine.comm.saving_group(background=False), work.advance)
             return
@@ -142,9 +150,21 @@ class Persistence:
         assert isinstance(content, dict)
         return content
 
-    def _training(self) -> bool:
+    @contextmanager
+    def foreground(self) -> Iterator[None]:
+        """Saves return when their files are complete."""
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
+
+    def _may_go_on(self) -> bool:
+        """Whether training goes on beside a save: not when the process is about to end."""
         module = self._strategy.lightning_module
-        return module is not None and module._trainer is not None and module.trainer.training
+        trainer = module._trainer if module is not None else None
+        ends = trainer is None or trainer.state.status == TrainerStatus.INTERRUPTED
+        return trainer is not None and trainer.training and not ends and not self._waits
 
     def _make(self, path: str) -> Place:
         """The directory to write to, which all ranks see. Collective."""
@@ -174,7 +194,8 @@ class Persistence:
     def _write(self, made: Bundle, place: Place, group: Any, tick: Callable[[int], object] = lambda _: None) -> None:
         comm = self._strategy.engine.comm
         try:
-            write(made, place, comm, group, lambda: self._export_saved(place.name), tick)
+            with comm.explaining():
+                write(made, place, comm, group, lambda: self._export_saved(place.name), tick)
         except BaseException:
             if comm.rank == 0:
                 place.discard()
@@ -201,7 +222,7 @@ class Persistence:
             target, dtype = found
             kept = {id(p) for p in self._strategy.engine.kept}
             names = [name for name, p in self._strategy.engine.root.named_parameters() if id(p) in kept]
-            export(Archive(path), target, dtype, keep_fp32=names)
+            export(Archive(path), target, dtype, keep_fp32=names, strip_prefix="")
 
     def export_beside(self, path: str) -> None:
         """After a full checkpoint. Collective."""
@@ -239,12 +260,16 @@ class Persistence:
             self.remove(path)
 
     def abandon(self) -> None:
-        """After an error, when other ranks may be gone: do not wait."""
+        """After an error, when other ranks may be gone: do not wait for long."""
+        ended = True
         if self._pending is not None and self._strategy.comm is not None:
-            self._strategy.comm.leave_saving_group()  # to the save that may still go on
+            with waiting("Waiting for the save in the background", rank=self._strategy.global_rank):
+                ended = bool(futures.wait([self._pending], GRACE).done)
+            if not ended:
+                self._strategy.comm.leave_saving_group()  # to the save that may still go on
         self._pending, self._after = None, []
         if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread.shutdown(wait=ended, cancel_futures=True)
         self._thread = self._buffer = None
 
     def close(self) -> None:

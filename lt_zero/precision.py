@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.amp import GradScaler
@@ -17,11 +19,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lt_zero.clock import phase
-from lt_zero.compat import announce_compute_dtype, is_plain_closure, logged_step
+from lt_zero.compat import announce_compute_dtype, is_plain_closure, logged_step, say_dtype
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import MODES, DtypePolicy, ScalerRules, dtype_policy, on_min_scale, resolve_mode
+from lt_zero.core.construct import parameters_in
 from lt_zero.core.gate import StepGate
 from lt_zero.core.optimizer import ShardedOptimizer
+from lt_zero.core.scaler import LossScaler
+from lt_zero.core.stepping import RanClosure
 
 if TYPE_CHECKING:
     from lt_zero.core.engine import Engine
@@ -31,19 +36,22 @@ def sharded_of(optimizer: Any) -> ShardedOptimizer | None:
     """The engine's side of an optimizer (Lightning's wrapper is looked through), or None if it has none."""
     if isinstance(optimizer, LightningOptimizer):
         optimizer = optimizer.optimizer
-    return getattr(optimizer, "_lt_zero", None)
+    return ShardedOptimizer.of(optimizer)
 
 
 class ZeroPrecision(HalfPrecision):
     """``Trainer(precision=...)`` under ZeRO.
 
     * ``32-true``: weights in the dtype that the module has.
+    * ``64-true``: weights, buffers, inputs, gradients and states in fp64.
     * ``16-true``, ``bf16-true``: weights, inputs and activations in 16 bits.
     * ``16-mixed``, ``bf16-mixed``: weights in 16 bits, and autocast: losses and other operations of its fp32 list stay
       in fp32. Nothing is cast that is already in 16 bits, so autograd keeps no second copy of a weight.
 
-    Master weights, optimizer states and gradient accumulators are fp32 unless configured otherwise, buffers keep their
-    dtype. fp16 comes with loss scaling, in both modes.
+    In 16 bits master weights, optimizer states and gradient accumulators are fp32 unless configured otherwise, and
+    buffers keep their dtype. fp16 comes with loss scaling, in both modes. Parameters that are made in
+    ``configure_model`` or ``Trainer.init_module`` are in 16 bits in the true modes, unless fp32 master weights may be
+    made from them: those begin with all digits.
 
     Args:
         precision: one of the above.
@@ -62,10 +70,15 @@ class ZeroPrecision(HalfPrecision):
         self.engine: Engine | None = None
         self.grad_norm: Tensor | None = None  # 0D, before clipping, of the last step that was clipped by it or checked
         self.device_type = "cpu"
+        self._said: list[tuple[torch.nn.Module, torch.dtype]] = []  # what ``dtype`` of modules was before the run
         self._rules = _rules_of(scaler)
         self._norms: dict[str, Tensor] = {}
         self._steps_next: ShardedOptimizer | None = None  # the step of this one follows the running closure
         self.configure(ZeroConfig(), precision)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy belongs to no run."""
+        return {**vars(self), "engine": None, "_steps_next": None}
 
     @classmethod
     def of(cls, plugin: Precision) -> ZeroPrecision:
@@ -76,7 +89,7 @@ class ZeroPrecision(HalfPrecision):
         """
         if isinstance(plugin, ZeroPrecision):
             return plugin
-        if type(plugin) not in (Precision, HalfPrecision, MixedPrecision):
+        if type(plugin) not in (Precision, HalfPrecision, MixedPrecision, DoublePrecision):
             raise TypeError(
                 f"ZeroStrategy does not support {type(plugin).__name__} (precision={plugin.precision!r}). "
                 f"Use one of {', '.join(MODES)}."
@@ -106,25 +119,52 @@ class ZeroPrecision(HalfPrecision):
         """By what the loss is multiplied now; 1 without fp16."""
         return self.gate.scale
 
+    @property
+    def device(self) -> str:
+        """The kind of device, as in Lightning's ``MixedPrecision``."""
+        return self.device_type
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The state of loss scaling, which can be asked what a ``GradScaler`` can; None without fp16."""
+        return self.gate.scaler
+
     # ---- forward -----------------------------------------------------------------------------------------------
 
     @override
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        return module  # parameters are cast when they are gathered, buffers keep their dtype
+        if self.policy.compute is not None and not self.policy.autocast:
+            self._said = self._said or say_dtype(module, self.policy.compute)
+        return module  # parameters are cast when they are gathered
+
+    def init_context(self, trains: bool) -> AbstractContextManager[Any]:
+        """Context in which modules are made; ``trains``: master weights may be made from their parameters."""
+        policy = self.policy
+        if policy.compute == torch.float64:
+            return super().tensor_init_context()
+        # Buffers stay as they are, and so do all parameters while nobody knows which ones are to be kept in fp32.
+        if policy.compute is None or policy.autocast or policy.keep_fp32 or (trains and not policy.low_master):
+            return nullcontext()
+        return parameters_in(policy.compute)
 
     @override
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        return nullcontext()  # initial values are the master weights'
+        return self.init_context(trains=True)
 
     @override
     def module_init_context(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+        return self.init_context(trains=True)
+
+    def autocast_context_manager(self) -> torch.autocast:
+        """As in Lightning's ``MixedPrecision``; it does nothing in the true modes."""
+        enabled, dtype = self.policy.autocast, self.policy.compute
+        return torch.autocast(self.device_type, dtype=dtype if enabled else None, enabled=enabled, cache_enabled=False)
 
     @contextmanager
     @override
     def forward_context(self) -> Generator[None, None, None]:
         if self.policy.autocast:
-            with torch.autocast(self.device_type, dtype=self.policy.compute, cache_enabled=False):
+            with self.autocast_context_manager():
                 yield
         elif self.policy.compute is not None:
             with super().forward_context():  # tensors that forward makes get the compute dtype
@@ -142,6 +182,8 @@ class ZeroPrecision(HalfPrecision):
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         known = [sharded_of(optimizer) for optimizer in module.trainer.strategy.optimizers]
         self.gate.before_backward([sharded for sharded in known if sharded is not None])
+        if self.engine is not None:
+            self.gate.see_loss(self.engine, tensor)
         if self.gate.scaler is not None:
             tensor = tensor.float() * self.gate.scale  # the scaled loss itself need not fit into fp16
         return super().pre_backward(tensor, module)
@@ -162,36 +204,42 @@ class ZeroPrecision(HalfPrecision):
     ) -> Any:
         # The closure runs before step, not inside: step works on fragments, forward and backward on parameters.
         sharded = sharded_of(optimizer)
+        if sharded is None:
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
         # Another closure than Lightning's own may do anything between backward and step.
-        plain = is_plain_closure(closure) and not self._looked_at(model)
-        self._steps_next = sharded if plain else None
+        plain = is_plain_closure(closure)
+        self._steps_next = sharded if plain and not self._looked_at(model) else None
         try:
-            result = closure()
+            ran = RanClosure(type(optimizer).__name__, closure())
         finally:
             self._steps_next = None
+        if takes_closure := _takes_closure(optimizer):
+            kwargs = {**kwargs, "closure": ran}
         with phase("step"):
-            self._step(optimizer, model, sharded, kwargs)
-        return result
+            taken, output = self._step(optimizer, model, sharded, kwargs)
+        if taken and plain and takes_closure and not ran.called and self.gate.scaler is None:
+            raise MisconfigurationException(  # as without ZeRO, where there would be no gradients
+                f"The closure hasn't been executed by {ran.name}.step. HINT: pass it to the step of the parent class."
+            )
+        return output if taken else ran.result
 
     def _step(
-        self, optimizer: Any, model: LightningModule, sharded: ShardedOptimizer | None, kwargs: dict[str, Any]
-    ) -> None:
-        if sharded is None:
-            self._after_closure(model, optimizer)
-            optimizer.step(**kwargs)
-            return
+        self, optimizer: Any, model: LightningModule, sharded: ShardedOptimizer, kwargs: dict[str, Any]
+    ) -> tuple[bool, Any]:
+        """Whether the step was taken, and what it returned."""
         self.gate.examine(sharded)
         self.grad_norm = self.gate.norm if self.gate.norm is not None else self.grad_norm
         self._after_closure(model, optimizer)
-        skipped = not self.gate.proceeds(sharded)
-        if not skipped:
+        taken, output = self.gate.proceeds(sharded), None
+        if taken:
             self.gate.unscale(sharded)  # unless clipping did
             try:
-                optimizer.step(**kwargs)
+                output = optimizer.step(**kwargs)
             finally:
                 sharded.widen()
         self.gate.conclude(sharded, _number_of(optimizer, model))
-        self._log(model.trainer, skipped)
+        self._log(model.trainer, skipped=not taken)
+        return taken, output
 
     def _looked_at(self, model: LightningModule) -> bool:
         """Whether gradients are read or changed between backward and step, or kept after it."""
@@ -266,6 +314,9 @@ class ZeroPrecision(HalfPrecision):
     @override
     def teardown(self) -> None:
         self.gate.stop_watching()
+        for module, dtype in self._said:
+            say_dtype(module, dtype)
+        self._said = []
 
 
 def _rules_of(scaler: GradScaler | None) -> ScalerRules | None:
@@ -282,6 +333,12 @@ def _rules_of(scaler: GradScaler | None) -> ScalerRules | None:
         return None
     smallest = 2.0**-24  # a GradScaler has no minimum; below this the scale only loses digits
     return ScalerRules(scale, window=interval, hysteresis=1, minimum=smallest, growth=growth, backoff=backoff)
+
+
+def _takes_closure(optimizer: Any) -> bool:
+    """Some optimizers do without; Lightning gives them none where it scales the loss."""
+    parameters = inspect.signature(optimizer.step).parameters.values()
+    return any(p.name == "closure" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _number_of(optimizer: Any, model: LightningModule) -> int:

@@ -20,6 +20,7 @@ from torch import nn
 
 from lt_zero.config.profiling import FlopsProfiler
 from lt_zero.core.comm import Comm
+from lt_zero.core.hooks import Hook
 from lt_zero.flops import ROOT, FlopCount
 from lt_zero.flops_table import Profile, Times, parameters_of, write
 
@@ -164,8 +165,9 @@ class _Stopwatch:
         """All forwards of modules; those in backward, which recompute, are left out."""
         with ExitStack() as hooks:
             for module, name in names.items():
-                hooks.callback(module.register_forward_pre_hook(self._enter, prepend=True).remove)
-                hooks.callback(module.register_forward_hook(partial(self._leave, name), always_call=True).remove)
+                hooks.callback(module.register_forward_pre_hook(Hook(self._enter), prepend=True).remove)
+                leave = Hook(partial(self._leave, name))
+                hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
             yield
 
     def _enter(self, module: nn.Module, args: Any) -> None:

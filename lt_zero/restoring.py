@@ -3,6 +3,12 @@
 Note [Life of a restore]
     Lightning restores before the module is sharded. The state dict of a directory is lazy, and is kept until then:
     each rank reads its own part only.
+
+Note [Callbacks that restore]
+    After the weights Lightning calls the callbacks' ``on_load_checkpoint``, which may read the module or load into it:
+    ``WeightAveraging`` puts the trained weights back, as the state dict has the averaged ones. Where a callback has
+    that hook, weights are loaded at once. What is loaded when the module is sharded is then what the module holds, but
+    for entries of the state dict that a callback has replaced.
 """
 
 from __future__ import annotations
@@ -14,7 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 
 from lt_zero.checkpoint.errors import CheckpointError
 from lt_zero.checkpoint.full import load_full_optimizer_state
@@ -40,6 +49,7 @@ class Restoring:
     def __init__(self, strategy: CheckpointingStrategy) -> None:
         self._strategy = strategy
         self._late: tuple[Mapping[str, Any], bool, list[str]] | None = None  # See Note [Life of a restore]
+        self._early: dict[str, tuple[Any, Tensor]] = {}  # what was loaded, and into what: Note [Callbacks that restore]
 
     def load(self, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any] | None:
         """What Lightning restores from; None if ``path`` is a file. Collective.
@@ -91,9 +101,22 @@ class Restoring:
         owned = any(owner_of(p) is not None for p in module.parameters())
         lazy = any(isinstance(value, LazyTensor) for value in state.values())
         rounds = not self._strategy.config.zero_optimization.load_from_fp32_weights
+        meta = any(p.is_meta for p in module.parameters())
         self._late = (state, strict, left_out)
-        if owned or not (lazy or rounds or any(p.is_meta for p in module.parameters())):
+        if owned or not (lazy or rounds or meta):
             self.load_late()
+        elif not meta and self._callbacks_restore():
+            with self._together("loading weights"):
+                load_module(module, state, strict=False)  # what is missing a callback may add
+            held = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+            self._early = {name: (value, held[name]) for name, value in state.items() if name in held}
+
+    def _callbacks_restore(self) -> bool:
+        """See Note [Callbacks that restore]."""
+        module = self._strategy.lightning_module
+        trainer = module._trainer if module is not None else None
+        callbacks = trainer.callbacks if trainer is not None else []  # type: ignore[attr-defined]
+        return any(is_overridden("on_load_checkpoint", callback, parent=Callback) for callback in callbacks)
 
     def load_late(self) -> None:
         """Load the weights that were to be loaded when the module is sharded, if there are some."""
@@ -102,6 +125,9 @@ class Restoring:
         (state, strict, left_out), self._late = self._late, None
         module, strategy = self._strategy.lightning_module, self._strategy
         assert module is not None
+        early, self._early = self._early, {}
+        state = dict(state)
+        state |= {name: held for name, (loaded, held) in early.items() if state.get(name) is loaded}
         rank = strategy.global_rank
         with self._together("loading weights"), waiting("Loading weights", len(state), rank=rank) as work:
             if strategy.built is not None and not strategy.config.zero_optimization.load_from_fp32_weights:
@@ -111,7 +137,7 @@ class Restoring:
 
     def forget(self) -> None:
         """A run is over: what it did not come to load is not for the next one."""
-        self._late = None
+        self._late, self._early = None, {}
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' states and the position in the data. Collective."""
@@ -123,7 +149,7 @@ class Restoring:
             strategy.config.checkpoint.load_module_only or not strategy.config.checkpoint.load_optimizer_states
         ):
             return
-        total = sum(len(group["params"]) for state in states for group in state["param_groups"])
+        total = sum(len(group["params"]) for state in states for group in state.get("param_groups", []))
         waits = waiting("Loading optimizer states", total, rank=strategy.global_rank)
         with self._together("loading optimizer states"), waits as work:
             if len(states) != len(strategy.optimizers):
@@ -133,7 +159,7 @@ class Restoring:
                     "checkpoint.load_optimizer_states=false to start with fresh ones."
                 )
             for number, (optimizer, state) in enumerate(zip(strategy.optimizers, states, strict=True)):
-                if by_name(state):
+                if state and by_name(state):
                     state = fitting_state(state, optimizer, strategy.engine, number, strategy.is_global_zero)
                 sharded = sharded_of(optimizer)
                 if sharded is None:

@@ -24,7 +24,7 @@ from lt_zero.build import shard
 from lt_zero.clock import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.config.activation import ActivationCheckpointing
-from lt_zero.core.comm import Comm
+from lt_zero.config.load import load
 from lt_zero.core.construct import ConstructionSharder
 from lt_zero.core.engine import Engine
 from lt_zero.core.identity import sync_buffers
@@ -36,6 +36,7 @@ from lt_zero.monitored import MonitoredStrategy
 from lt_zero.planning.check import check_optimizers
 from lt_zero.precision import ZeroPrecision, sharded_of
 from lt_zero.reconcile import Reconciler
+from lt_zero.signals import Signals
 from lt_zero.unanimous import check_same
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -52,8 +53,9 @@ class ZeroStrategy(MonitoredStrategy):
         process_group_backend: ``gloo`` on CPU and ``nccl`` on CUDA by default.
         timeout: of collectives on the default process group.
         start_method: ``popen``, or ``spawn``, ``fork``, ``forkserver`` for multiprocessing and notebooks.
-        activation_checkpointing: what backward computes again; True: everything inside the model's repeated blocks.
-            Keys of that block of the configuration, which must not say something else.
+        activation_checkpointing: what backward computes again: "full" or True for everything inside the model's
+            repeated blocks, "selective", "none", or keys of that block of the configuration, which must not say
+            something else.
 
     Raises:
         ConfigError: all that is wrong with the configuration: unknown keys, values, keys that contradict each other.
@@ -73,13 +75,16 @@ class ZeroStrategy(MonitoredStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        activation_checkpointing: Mapping[str, Any] | ActivationCheckpointing | bool | None = None,
+        activation_checkpointing: Mapping[str, Any]
+        | ActivationCheckpointing
+        | Literal["none", "full", "selective"]
+        | bool
+        | None = None,
     ) -> None:
         default = 3 if config is None else None
-        self.config = ZeroConfig.of(config, stage, overrides, default, activation_checkpointing)
-        self._reconciler = Reconciler(self.config)
-        self._engine: Engine | None = None
-        self._comm: Comm | None = None
+        self.config, loaded = load(config, stage, overrides, default, activation_checkpointing)
+        loaded.announce()
+        self._reconciler = Reconciler(self.config, loaded.marks)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -90,6 +95,13 @@ class ZeroStrategy(MonitoredStrategy):
             timeout=timeout,
             start_method=start_method,
         )
+
+    _of_a_run = MonitoredStrategy._of_a_run | {"_signals"}
+
+    @override
+    def _begin(self) -> None:
+        super()._begin()
+        self._signals: Signals | None = None  # of the run
 
     # ---- what the user can ask ---------------------------------------------------------------------------------
 
@@ -106,6 +118,7 @@ class ZeroStrategy(MonitoredStrategy):
         sharded = sharded_of(optimizer if optimizer is not None else self.optimizers[0])
         if sharded is None:
             raise ValueError("The optimizer has no parameters of this model.")
+        sharded.engine.comm.roll_call("grad_norm")
         return grad_norm(sharded, norm_type) / sharded.loss_scale
 
     # ---- precision ---------------------------------------------------------------------------------------------
@@ -137,6 +150,7 @@ class ZeroStrategy(MonitoredStrategy):
             self._comm = self.comm_class.for_world(self.root_device, check=check)
             self.log_comms()
             check_same(self.config, self._comm)
+        self._comm.begin_run()
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -170,6 +184,7 @@ class ZeroStrategy(MonitoredStrategy):
             plugin.gate.start_watching(self._engine)
             self.start_monitoring(self._engine is not before)
         self.setup_precision_plugin()
+        self._signals = Signals(trainer, self._comm.agreement)
 
     def _find_or_build(self, module: pl.LightningModule, fitting: bool) -> Engine:
         policy = self.precision_plugin.policy
@@ -214,7 +229,9 @@ class ZeroStrategy(MonitoredStrategy):
         # On the meta device nothing is allocated; set-up fills the parameters unit by unit.
         # Otherwise construction stays on the CPU, as without a strategy: same random numbers, no full copy on a GPU.
         device: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
-        with device, self.precision_plugin.tensor_init_context():
+        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+        only_runs = trainer is not None and (trainer.validating or trainer.testing or trainer.predicting)
+        with device, self.precision_plugin.init_context(trains=not only_runs):
             yield
 
     @contextmanager
@@ -233,6 +250,10 @@ class ZeroStrategy(MonitoredStrategy):
         """Parameters of the LightningModule itself are readable inside its steps."""
         return self._engine.forward_scope() if self._engine is not None else nullcontext()
 
+    def _begin_batch(self, trains: bool) -> None:
+        if self._signals is not None:
+            self._signals.begin_batch(trains, self.persistence.foreground)
+
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.persistence.tick()
@@ -245,17 +266,27 @@ class ZeroStrategy(MonitoredStrategy):
             return super().training_step(*args, **kwargs)
 
     @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        if self._signals is not None:
+            self._signals.pass_point(True)
+        return output
+
+    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._begin_batch(False)
         with self._scope():
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._begin_batch(False)
         with self._scope():
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._begin_batch(False)
         with self._scope():
             return super().predict_step(*args, **kwargs)
 
@@ -264,6 +295,11 @@ class ZeroStrategy(MonitoredStrategy):
     def block_backward_sync(self) -> Generator[None, None, None]:
         with self.engine.no_sync():
             yield
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._begin_batch(True)
 
     @override
     def on_validation_start(self) -> None:
@@ -292,7 +328,7 @@ class ZeroStrategy(MonitoredStrategy):
 
     @override
     def teardown(self) -> None:
-        """Leaves shards where they are. No collectives after an error: other ranks may be gone."""
+        """Leaves shards where they are, and no thread. No collectives after an error: other ranks may be gone."""
         module = self.lightning_module
         trainer = module._trainer if module is not None else None
         clean = trainer is not None and trainer.state.status != TrainerStatus.INTERRUPTED
@@ -314,12 +350,19 @@ class ZeroStrategy(MonitoredStrategy):
         if self.accelerator is not None:
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
+        if self._signals is not None:
+            self._signals.give_back()
+            self._signals = None
+        if self._engine is not None:
+            self._engine.shelves.rest()
+        if self._comm is not None:
+            self._comm.rest()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """DDP's advice on unused parameters does not apply; what a failed roll call led to is explained."""
+        """DDP's advice on unused parameters does not apply; what another rank led to is explained."""
         if self._comm is not None:
-            self._comm.explain(exception)
+            self._comm.tell(exception)
 
     @classmethod
     @override

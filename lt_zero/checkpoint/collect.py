@@ -32,7 +32,7 @@ def weight_fragments(engine: Engine) -> dict[str, Any]:
     made: dict[int, Fragment] = {}
     for bucket in engine.buckets:
         bucket.settle()
-        bucket.edits.check()
+        bucket.edits.check(values=True)
         for index, parameter in enumerate(bucket.params):
             made[id(parameter)] = _weight(bucket, index)
     # keep_vars: nothing is read from sharded parameters. On all ranks, because metrics may synchronise in it.

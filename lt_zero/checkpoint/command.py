@@ -52,10 +52,13 @@ def export_command(
     keep_fp32: Annotated[
         list[str] | None, Option(help="Pattern of names that leave in fp32, such as 'head.*'; repeatable.")
     ] = None,
+    strip_prefix: Annotated[
+        str | None, Option(help="What names lose at their beginning, such as net. (the attribute of your module).")
+    ] = None,
 ) -> None:
     """Write a checkpoint's weights as files that need no lt_zero. One tensor is in memory at a time."""
     with _told():
-        files = export(ckpt, out, dtype, format, shard_size, training_state, keep_fp32 or (), True)
+        files = export(ckpt, out, dtype, format, shard_size, training_state, keep_fp32 or (), True, strip_prefix)
     console = Console(soft_wrap=True, highlight=False)
     for file in files:
         console.print(f"{file} ({file.stat().st_size / 1e6:.1f} MB)", markup=False)

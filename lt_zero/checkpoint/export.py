@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 
 from lt_zero.checkpoint.casting import Cast
 from lt_zero.checkpoint.errors import CheckpointError
@@ -29,7 +31,7 @@ from lt_zero.checkpoint.formats import (
 )
 from lt_zero.checkpoint.output import bar, check_space, whole_file, whole_folder
 from lt_zero.checkpoint.place import find, is_url
-from lt_zero.checkpoint.source import Source
+from lt_zero.checkpoint.source import SavedOptimizer, Source, Spec
 
 Format = Literal["auto", "pt", "ckpt", "safetensors"]
 
@@ -39,6 +41,7 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32,
 _DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _STEMS = {"pt": ("pytorch_model", "bin"), "safetensors": ("model", "safetensors")}  # of Hugging Face's shards
+_WEIGHTS = (*_SUFFIXES, ".h5", ".msgpack", ".index.json")  # what a loader may take for the model's
 _PER_TENSOR = 4096  # bytes at most that a format adds to a tensor
 
 
@@ -60,6 +63,7 @@ def export(
     training_state: bool = False,
     keep_fp32: Sequence[str] = (),
     progress: bool = False,
+    strip_prefix: str | None = None,
 ) -> list[Path]:
     """Write the weights of a checkpoint as one plain file, or as files of limited size. Nothing is written by halves.
 
@@ -73,11 +77,15 @@ def export(
             ``load_from_checkpoint``, ``safetensors``; ``auto`` goes by the suffix of ``out``. A folder gets
             safetensors.
         shard_size: bytes of a file at most, such as 5GB or 500MiB: Hugging Face's layout with an index, into the
-            folder ``out``, which is new, empty, or has an earlier export. A larger tensor has a file of its own.
+            folder ``out``, in which an earlier export is replaced and files that are no weights (config.json) stay. A
+            larger tensor has a file of its own.
         training_state: also what a plain ``Trainer`` resumes from: optimizers, schedulers, loops. For ``ckpt`` in
             fp32.
         keep_fp32: patterns of names that leave in fp32.
         progress: show on stderr how far it is, if it takes long.
+        strip_prefix: what names lose at their beginning, such as ``net.``; those that do not begin with it stay as they
+            are, and a warning names them. Default: none; if all names have one in common where the files are for
+            others than a LightningModule (safetensors, a folder), a warning says so. ``""`` is none without a word.
 
     Returns:
         The files, the index last.
@@ -92,8 +100,14 @@ def export(
         raise ValueError(
             f"training_state goes with format ckpt and dtype fp32, not with {target.format} and {_name(kind)}."
         )
+    if training_state and strip_prefix:
+        raise ValueError("strip_prefix does not go with training_state: runs resume under the names that were saved.")
     _check_place(checkpoint, target)
     source = _open(checkpoint)
+    if strip_prefix:
+        source, keep_fp32 = _Stripped(source, strip_prefix), [name.removeprefix(strip_prefix) for name in keep_fp32]
+    elif strip_prefix is None and (target.format == "safetensors" or target.shard_size is not None):
+        _tell_prefix(source.weights)
     with bar(f"Exporting {target.path.name}", progress) as (begin, tick):
         cast = Cast(source, kind, keep_fp32, tick)
         if training_state:
@@ -105,6 +119,56 @@ def export(
         files = _one(cast, target, training_state, needs) if target.shard_size is None else _several(cast, target)
     cast.warn(stacklevel=2)
     return files
+
+
+class _Stripped:
+    """The weights of ``source`` under names without ``prefix``.
+
+    Raises:
+        ValueError: no name begins with it, or two would be the same without it.
+    """
+
+    optimizers: Sequence[SavedOptimizer] = ()
+
+    def __init__(self, source: Source, prefix: str) -> None:
+        self._source = source
+        self.meta = source.meta
+        self._names = {name.removeprefix(prefix) or name: name for name in source.weights}
+        others = [name for name in source.weights if not name.startswith(prefix)]
+        if len(others) == len(source.weights):
+            raise ValueError(f"strip_prefix: no name begins with {prefix!r}. There are {_some(source.weights)}.")
+        if len(self._names) < len(source.weights):
+            twice = set(source.weights) - set(self._names.values())
+            raise ValueError(f"strip_prefix={prefix!r}: {_some(sorted(twice))} would lose the name to another weight.")
+        if others:
+            warnings.warn(f"These names do not begin with {prefix!r} and stay: {_some(others)}.", stacklevel=3)
+        self.weights: Mapping[str, Spec] = {short: source.weights[name] for short, name in self._names.items()}
+        short_of = {name: short for short, name in self._names.items()}
+        self.aliases: Mapping[str, str] = {
+            short_of[tied]: short_of.get(name, name) for tied, name in source.aliases.items() if tied in short_of
+        }
+
+    def read(self, name: str) -> Tensor:
+        return self._source.read(self._names[name])
+
+    def read_state(self, optimizer: int, name: str, key: str) -> Tensor:
+        return self._source.read_state(optimizer, self._names[name], key)
+
+
+def _tell_prefix(names: Iterable[str]) -> None:
+    """Say that all names begin alike, if there are several: the module inside is what others can load."""
+    first, *rest = {name.partition(".")[0] if "." in name else "" for name in names} or {""}
+    if first and not rest:
+        warnings.warn(
+            f"All names begin with {first + '.'!r}. If what is inside is to load them (from_pretrained), export with "
+            f"--strip-prefix {first}. (strip_prefix={first + '.'!r}).",
+            stacklevel=3,
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    shown = list(names)
+    return ", ".join(shown[:5]) + (", ..." if len(shown) > 5 else "")
 
 
 def _one(cast: Cast, target: _Target, training_state: bool, needs: int) -> list[Path]:
@@ -143,20 +207,22 @@ def _earlier(target: _Target) -> list[str]:
     """Files of an earlier export in the folder, its index first.
 
     Raises:
-        CheckpointError: there is something else in it.
+        CheckpointError: there are other weights in it.
     """
     if not target.path.exists():
         return []
     stem, suffix = _STEMS[target.format]
     ours = re.compile(rf"{stem}(-\d{{5,}}-of-\d{{5,}})?\.{suffix}(\.index\.json)?")
     found = sorted(os.listdir(target.path), key=lambda name: (not name.endswith(".json"), name))
-    others = [name for name in found if not ours.fullmatch(name) or not (target.path / name).is_file()]
+    mine = [name for name in found if ours.fullmatch(name) and (target.path / name).is_file()]
+    others = [name for name in found if name not in mine and name.lower().endswith(_WEIGHTS)]
     if others:
         raise CheckpointError(
             f"{target.path} holds {', '.join(others[:5])}{', ...' if len(others) > 5 else ''}, which no earlier export"
-            f" to {target.format} wrote. Name a new or empty folder, and put other files there afterwards."
+            f" to {target.format} wrote: a loader could take them for this model's. Remove them, or name another "
+            "folder. Files that are no weights, such as config.json, may stay."
         )
-    return found
+    return mine
 
 
 def _check_place(checkpoint: Source | str | os.PathLike[str], target: _Target) -> None:

@@ -95,13 +95,14 @@ def export_engine(
     dtype: torch.dtype | str = torch.float16,
     format: Format = "auto",
     shard_size: int | str | None = None,
+    strip_prefix: str | None = "",
 ) -> None:
     """Write all weights, bucket by bucket, on rank 0. Collective.
 
     Args:
         engine: what is being trained.
-        path, dtype, format, shard_size: as for ``export``. Parameters that ``fp16_override_modules`` keeps in fp32
-            leave in fp32.
+        path, dtype, format, shard_size, strip_prefix: as for ``export``. Parameters that ``fp16_override_modules``
+            keeps in fp32 leave in fp32.
 
     Raises:
         CheckpointError, ValueError: on all ranks; what was at ``path`` is there.
@@ -114,7 +115,7 @@ def export_engine(
         source = EngineSource(engine)
         names = [name for name, p in engine.root.named_parameters() if id(p) in kept]
         try:
-            export(source, path, dtype, format, shard_size, keep_fp32=names, progress=True)
+            export(source, path, dtype, format, shard_size, False, names, True, strip_prefix)
         except Exception as error:  # told to all ranks below
             problem = error
         finally:

@@ -23,6 +23,7 @@ Note [Other batches]
 from __future__ import annotations
 
 import copy
+import operator
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -33,11 +34,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lt_zero.checkpoint.random import RandomStates
+from lt_zero.core.hooks import Here
 
 Make = Callable[[], Iterator[Any]]
 
 
-class Later:
+class Later(Here):
     """An iterator that is made when it is first read. See Note [Read when needed]."""
 
     def __init__(self, make: Make, before: Callable[[], object]) -> None:
@@ -64,7 +66,7 @@ class _Watched:
         return type(self).opened(cast(Any, super()).__iter__)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.original.__reduce_ex__(protocol)
+        return operator.getitem, ((self.original,), 0)
 
 
 def unwatched(loader: object) -> object:
@@ -289,7 +291,7 @@ class Feed:
         self._last = ("stop", id(watch))
 
 
-class _Pass:
+class _Pass(Here):
     """An iterator over a watched loader."""
 
     def __init__(self, watch: Watch) -> None:

@@ -23,7 +23,7 @@ from omegaconf import Container, OmegaConf
 from torch import Tensor
 
 from lt_zero.checkpoint.fragment import Fragment
-from lt_zero.core.lazy import LazyTensor
+from lt_zero.core.lazy import AbsentTensor, LazyTensor
 
 Path = tuple[Any, ...]  # keys from the outermost container to a value
 
@@ -110,6 +110,8 @@ class _Sorter:
 
 def _is_dense(value: Tensor) -> bool:
     """Whether any process can load it: not a class or a layout of somebody's own."""
+    if isinstance(value, AbsentTensor):
+        value.whole()  # raises, here and not while it is written
     if isinstance(value, Fragment | LazyTensor):
         return True
     known = type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)

@@ -214,6 +214,7 @@ def _identity(value: Tensor) -> Any:
 
 def _take_optimizer(made: Bundle, number: int, state: Any, names: Sequence[str], rank: int) -> dict[str, Any]:
     """Move the fragments of an optimizer's state dict to the tensors; returns the rest, keyed by name."""
+    state = {"state": {}, "param_groups": [], **state}  # Lightning's stand-in for no optimizer has an empty one
     by_number = dict(zip(parameter_numbers(state), names, strict=True))
     kept: dict[str, dict[str, Any]] = {}
     for parameter, entries in state["state"].items():
