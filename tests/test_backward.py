@@ -224,3 +224,35 @@ def _aborted(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_backward_that_fails_leaves_nothing_behind(pool: Pool, stage: int) -> None:
     pool.run(2, _aborted, stage)
+
+
+def _stand_ins(stage: int) -> None:
+    """One stand-in serves a backward, with the norms of what has been accumulated; the next backward has its own."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Net()
+    reference = copy.deepcopy(model)
+    engine = lt_zero.shard(model, config_of(stage, RELEASE))
+    parameter, plain = model.blocks[0].up.weight, reference.blocks[0].up.weight
+    before = None
+    for step in range(2):
+        next_token_loss(model, step, 0, rank).backward()
+        for other in range(dist.get_world_size()):
+            (next_token_loss(reference, step, 0, other) / dist.get_world_size()).backward()
+        shown = parameter.grad
+        assert shown is not None
+        assert shown is not before
+        assert plain.grad is not None
+        assert repr(shown) == f"ShardedGrad(shape={tuple(parameter.shape)}, dtype=torch.float32, device='cpu')"
+        engine.settle_grads()
+        assert parameter.grad is shown
+        torch.testing.assert_close(shown.norm(), plain.grad.norm())
+        shown.mul_(3)
+        engine.settle_grads()
+        torch.testing.assert_close(shown.norm(), 3 * plain.grad.norm())
+        before, parameter.grad, plain.grad = shown, None, None
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_stand_ins(pool: Pool, stage: int) -> None:
+    pool.run(2, _stand_ins, stage)

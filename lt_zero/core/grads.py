@@ -12,6 +12,7 @@ Note [Stand-ins]
 from __future__ import annotations
 
 import weakref
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -111,10 +112,10 @@ def is_view(bucket: Bucket) -> bool:
     return _is_whole(bucket) and dtype == bucket.dtype
 
 
-def stand_in(place: Place, norms: Norms) -> Tensor:
-    """What ``p.grad`` shows. See Note [Stand-ins]."""
+def stand_in(place: Place, norms: Norms, view: bool) -> Tensor:
+    """What ``p.grad`` shows; ``view`` is what ``is_view`` says of the bucket. See Note [Stand-ins]."""
     bucket, index = place
-    local = _local(bucket, index) if is_view(bucket) else []
+    local = _local(bucket, index) if view else []
     return local[0].view(bucket.shapes[index]) if local else ShardedGrad.make(place, norms)
 
 
@@ -159,10 +160,13 @@ class ShardedGrad(Tensor):
     def make(cls, place: Place, norms: Norms) -> ShardedGrad:
         bucket, index = place
         parameter = bucket.params[index]
-        fill = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
-        grad = fill.expand(bucket.shapes[index]).as_subclass(cls)
+        grad = _nothing(bucket.shapes[index], parameter.dtype, parameter.device).as_subclass(cls)
         grad._refs = (weakref.ref(bucket), index, weakref.ref(norms))
         return grad
+
+    def refer_to(self, norms: Norms) -> None:
+        """Norms of what was accumulated meanwhile."""
+        self._refs = (*self._refs[:2], weakref.ref(norms))
 
     def _apply(self, func: Any, *args: Any, **kwargs: Any) -> ShardedGrad:
         """An element-wise change in place, on this rank's piece."""
@@ -178,6 +182,8 @@ class ShardedGrad(Tensor):
         if passes(func) or func in TRACED:
             with without_torch_function():
                 return func(*args, **kwargs)
+        if func is Tensor.__repr__:
+            return f"ShardedGrad(shape={tuple(args[0].shape)}, dtype={args[0].dtype}, device={str(args[0].device)!r})"
         if all(_is_whole(grad._place[0]) for grad in _stand_ins(args)):  # only its dtype keeps it out of p.grad
             return func(*_open(args), **_open(kwargs))
         if getattr(func, "__name__", "") == "_foreach_zero_":  # optimizer.zero_grad(set_to_none=False)
@@ -196,6 +202,12 @@ class ShardedGrad(Tensor):
             return me._apply(func, *args[1:], **kwargs)
         name = getattr(func, "__name__", func)
         raise RuntimeError(f"`{name}` needs all of a gradient whose pieces lie on several ranks. {_REMEDY}")
+
+
+@lru_cache(maxsize=1024)
+def _nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One NaN in the shape of a gradient. It is never written; each stand-in is an alias."""
+    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
 
 
 def _stand_ins(value: Any) -> list[ShardedGrad]:

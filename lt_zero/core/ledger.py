@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lt_zero.clock import phase
+from lt_zero.compat import without_torch_function
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.comm import Comm
-from lt_zero.core.grads import Norms, replace_grad, stand_in
+from lt_zero.core.grads import Norms, ShardedGrad, is_view, replace_grad, stand_in
 from lt_zero.core.pending import Pending
 from lt_zero.core.reducer import Reducer
 from lt_zero.offload.pool import SwapError
@@ -33,12 +34,14 @@ class GradLedger:
         self._flags: tuple[Pending, Tensor] | None = None  # which parameters had a gradient on any rank
         self._hold = False  # user code is looking at p.grad: settle leaves it
         self._shown: dict[tuple[Bucket, int], Tensor | None] = {}  # in p.grad; None: a late gradient keeps its place
+        self._hidden: dict[tuple[Bucket, int], ShardedGrad] = {}  # of the last backward, to be shown again
         self.nonfinite = False  # a loss was not, on this rank, or on any once the ranks have agreed
         self.problem: Callable[[], SwapError | None] = lambda: None  # of files, on this rank
         self._norms: Norms | None = None  # of what is shown; the stand-ins refer to them weakly
 
     def record(self) -> None:
         """A backward has been reduced."""
+        self._hidden = {}
         self._flags, self.late = None, {b for b in self._buckets if b.has_grads()}
         if self._reducer.sync:
             self._launch()
@@ -46,7 +49,7 @@ class GradLedger:
 
     def abort(self) -> None:
         """A backward failed: nothing of it may be taken for a gradient, and what it was added to is of no use."""
-        self._flags, self._shown = None, {}
+        self._flags, self._shown, self._hidden = None, {}, {}
         for bucket in self._buckets:
             for parameter in bucket.params:
                 parameter.grad = None
@@ -123,11 +126,19 @@ class GradLedger:
         self.hide()
         ordered = [(b, i) for b in self._buckets for i in range(len(b.params)) if (b, i) in places]
         self._norms = norms = norms or Norms(self._comm, ordered)
-        # A late gradient stays in p.grad until the ranks have agreed to reduce it.
-        self._shown = {(b, i): stand_in((b, i), norms) if b.params[i].grad is None else None for b, i in places}
-        for (bucket, index), grad in self._shown.items():
-            if grad is not None:
-                bucket.params[index].grad = grad
+        views = {bucket: is_view(bucket) for bucket in {bucket for bucket, _ in places}}
+        with without_torch_function():  # parameters that are guarded ask whether each access is allowed
+            for bucket, index in places:
+                parameter = bucket.params[index]
+                if parameter.grad is not None:  # late: it stays there until the ranks have agreed to reduce it
+                    self._shown[(bucket, index)] = None
+                    continue
+                hidden = None if views[bucket] else self._hidden.get((bucket, index))
+                if hidden is not None:
+                    hidden.refer_to(norms)
+                grad = hidden if hidden is not None else stand_in((bucket, index), norms, views[bucket])
+                parameter.grad = self._shown[(bucket, index)] = grad
+        self._hidden = {}
 
     def scaled(self, places: list[tuple[Bucket, int, Parameter]], factor: Tensor | float) -> None:
         """Gradients were multiplied; norms that are known are, too. Not collective."""
@@ -170,17 +181,20 @@ class GradLedger:
         """
         shown, self._shown = self._shown, {}
         cleared = []
-        for (bucket, index), grad in shown.items():
-            parameter = bucket.params[index]
-            current = parameter.grad
-            if grad is None and current is not None:
-                continue
-            parameter.grad = None
-            if current is None or (fresh and current is not grad):
-                cleared.append((bucket, index))
-                parameter.grad = current
-            elif current is not grad:
-                replace_grad(bucket, index, current)
+        with without_torch_function():
+            for (bucket, index), grad in shown.items():
+                parameter = bucket.params[index]
+                current = parameter.grad
+                if grad is None and current is not None:
+                    continue
+                parameter.grad = None
+                if current is None or (fresh and current is not grad):
+                    cleared.append((bucket, index))
+                    parameter.grad = current
+                elif current is not grad:
+                    replace_grad(bucket, index, current)
+                elif isinstance(grad, ShardedGrad):
+                    self._hidden[(bucket, index)] = grad
         self._clear(cleared, shown)
 
     def drop_cleared(self) -> None:

@@ -17,6 +17,7 @@ import os
 import zlib
 
 Label = tuple[str, str, int]  # operation, name, elements
+_FACTOR = 0x01000193  # odd, so that no collective is forgotten
 
 
 def debug_enabled() -> bool:
@@ -28,18 +29,22 @@ class Sequence:
     """The collectives of one channel on this rank."""
 
     def __init__(self) -> None:
-        self._followed: dict[tuple[Label | None, Label | None], Label] = {}  # the last two -> what came then
+        # The last two -> what came then, and its checksum.
+        self._followed: dict[tuple[Label | None, Label | None], tuple[Label, int]] = {}
         self._last: tuple[Label | None, Label | None] = (None, None)
         self._count = self._hash = 0
 
     def add(self, operation: str, name: str, numel: int) -> bool:
         """The next one; returns whether it was foreseen. See Note [Unforeseen collectives]."""
         label = (operation, name, numel)
-        foreseen = self._followed.get(self._last) == label
-        self._followed[self._last] = label
+        before, checksum = self._followed.get(self._last, (None, 0))
+        foreseen = before == label
+        if not foreseen:
+            checksum = zlib.crc32(f"{operation} {name} {numel}".encode())
+            self._followed[self._last] = label, checksum
         self._last = (self._last[1], label)
         self._count += 1
-        self._hash = zlib.crc32(f"{operation} {name} {numel}".encode(), self._hash)
+        self._hash = (self._hash * _FACTOR + checksum) % 2**32
         return foreseen
 
     @property
