@@ -19,6 +19,7 @@ from torch import nn
 from lt_zero.activation.find import find_modules
 from lt_zero.activation.install import install
 from lt_zero.config import ZeroConfig
+from lt_zero.config.errors import ConfigError, Problem
 from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
 from lt_zero.core.bucket import Bucket
 from lt_zero.core.comm import Comm, with_index
@@ -35,6 +36,7 @@ from lt_zero.core.shelves import open_shelves
 from lt_zero.core.unit import Unit
 from lt_zero.core.values import install_load_hooks
 from lt_zero.offload.memory import return_freed_memory
+from lt_zero.ops.library import missing
 from lt_zero.planning.check import check_build
 from lt_zero.waiting import Work, waiting
 
@@ -61,7 +63,8 @@ def shard(
 
     Raises:
         ValueError: a pattern of ``fp16_override_modules`` matches nothing.
-        ConfigError: activation checkpointing is on, and there is nothing to checkpoint.
+        ConfigError: activation checkpointing is on, and there is nothing to checkpoint; or ``ops`` is "required", and
+            native kernels are missing on a rank.
         NotEnoughMemory: a machine has less than this needs; nothing was changed.
     """
     config = with_sizes(config if isinstance(config, ZeroConfig) else ZeroConfig.of(config), module)
@@ -69,6 +72,7 @@ def shard(
     comm = comm or Comm.for_world(device, check=debug_enabled() or config.zero_optimization.enable_sanity_checks)
     policy = policy or dtype_policy(config, resolve_mode(config, "32-true", device.type))
     zero = config.zero_optimization
+    _check_kernels(config, device, comm)
     _configure_reductions(comm, config)
     plan = plan_engine(module, config, policy, comm.world)
     if training and config.activation_checkpointing.mode != "none":
@@ -142,6 +146,29 @@ def _move_in(
         root.buckets.append(bucket)
         work.advance()
     return [u for u in units if u.buckets], root
+
+
+def _check_kernels(config: ZeroConfig, device: torch.device, comm: Comm) -> None:
+    """Refuse to run on torch's operations if ``ops`` is "required". Collective then.
+
+    Raises:
+        ConfigError: on all ranks: native kernels are missing on one.
+    """
+    if config.ops != "required":
+        return
+    offloads = config.zero_optimization.offload_optimizer.device != "none"  # such states are stepped on the host
+    kinds = {device.type, "cpu"} if offloads else {device.type}
+    mine = " ".join(filter(None, map(missing, sorted(kinds))))
+    ranks: dict[str, list[str]] = {}
+    for rank, problem in enumerate(comm.host_gather(mine, "native kernels")):
+        if problem:
+            ranks.setdefault(problem, []).append(str(rank))
+    if ranks:
+        told = " ".join(f"Rank {', '.join(which)}: {problem}" for problem, which in ranks.items())
+        message = (
+            f"ops='required', but native kernels are missing. {told} Or set ops='auto': torch's operations run then."
+        )
+        raise ConfigError([Problem("ops", message)])
 
 
 def _configure_reductions(comm: Comm, config: ZeroConfig) -> None:

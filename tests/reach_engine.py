@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lt_zero.config.errors import ConfigError
 from lt_zero.core.bucket import State
 from lt_zero.core.engine import Engine
 from lt_zero.core.reducer import Reducer
+from lt_zero.ops import library
 from lt_zero.planning.limits import NotEnoughMemory
 from lt_zero.precision import ZeroPrecision
 from tests.models import VOCAB, Net, tokens
@@ -247,6 +249,12 @@ def refusal(lab: Lab, config: Config) -> Any:
     except ValueError as error:
         return [str(error).split("=")[0]]
     return []
+
+
+def without_kernels(lab: Lab, config: Config) -> Any:
+    """The key that an error is about where native kernels are missing."""
+    with mock.patch.dict(os.environ, LT_ZERO_NATIVE="0"), mock.patch.object(library, "_loader", library.Loader()):
+        return refusal(lab, config)
 
 
 def trained(lab: Lab, config: Config) -> dict[str, Tensor]:

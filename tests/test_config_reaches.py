@@ -124,6 +124,7 @@ PROBES: dict[str, Probe] = {
     "scheduler.type": Probe(t.rates, "WarmupLR", [0.5, 0.5], [0.0, 0.0]),
     "scheduler.params.<name>": Probe(t.rates, 0.25, [0.0, 0.0], [0.25, 0.25], WARM, "scheduler.params.warmup_min_lr"),
     "fused_step": Probe(e.kernel, False, True, False),
+    "ops": Probe(e.without_kernels, "required", [], ["ops"]),
     "max_cpu_gb": Probe(e.refusal, 1e-6, [], ["memory"]),
     # what is shown
     "steps_per_print": Probe(t.run(lambda r: re.findall(r"^step (\d+):", r.text, re.M)), 2, [], ["2"]),

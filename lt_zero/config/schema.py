@@ -174,6 +174,11 @@ class ZeroConfig(Block):
     gradient_allreduce_op: Literal["mean", "sum"] = Field("mean", description="what a gradient is, over the ranks")
     fp16_override_modules: Names = Field((), description="class names, module or parameter patterns in fp32")
     fused_step: bool = Field(True, description="torch's Adam and AdamW are stepped by one native kernel")
+    ops: Literal["auto", "required"] = Field(
+        "auto",
+        description="auto: torch's operations run where native kernels cannot be built, with one warning; required: "
+        "a missing kernel is an error at set-up",
+    )
     max_cpu_gb: Real | None = Field(None, gt=0, description="GB (1e9 bytes) of a node's host memory to use at most")
     on_skipped_step: Literal["hold", "advance"] = Field("hold", description="whether schedules wait for skipped steps")
     on_min_scale: Literal["raise", "hold", "warn"] = Field("raise", description="overflow at the minimum loss scale")

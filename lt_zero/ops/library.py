@@ -160,6 +160,7 @@ class Status:
         why: where it is from, or why there is none.
         isa: ``"avx512"``, ``"avx2"``, ``"neon"``, ``"portable"``, ``"cuda"``; empty if not available.
         seconds: what compiling took in this process; None if nothing was compiled.
+        log: the file with all that the compiler printed, if compiling failed.
     """
 
     kind: str
@@ -168,6 +169,7 @@ class Status:
     why: str
     isa: str = ""
     seconds: float | None = None
+    log: Path | None = None
 
 
 def cache_dir() -> Path:
@@ -263,7 +265,8 @@ class Loader:
             built, library = self._obtain(kind)
             declare(library, kind)
         except (BuildError, OSError, AttributeError) as error:
-            return (None, Status(kind, False, None, str(error))), _explain(kind, error)
+            status = Status(kind, False, None, str(error), log=getattr(error, "log", None))
+            return (None, status), _explain(status)
         why = "from the cache" if built.seconds is None else f"compiled in {built.seconds:.1f} s"
         isa = library.lt_cpu_isa().decode() if kind == "cpu" else "cuda"
         return (library, Status(kind, True, built.path, why, isa, built.seconds)), ""
@@ -300,15 +303,22 @@ class Loader:
         return recipes
 
 
-def _explain(kind: str, error: Exception) -> str:
-    variable, compiler = ("CXX", "a C++ compiler") if kind == "cpu" else ("NVCC", "the CUDA toolkit")
-    record = getattr(error, "log", None)
+def _explain(status: Status) -> str:
     return (
-        f"lt_zero's native {kind} kernels are not available; torch's own operations are used, with equal results, but "
-        f"slower.\n  Reason: {error}\n  Remedy: install {compiler} or set {variable} to one; set LT_ZERO_CACHE to a "
-        f"folder that can be written and executed from; or run `lt-zero ops build` beforehand. LT_ZERO_NATIVE=0 stays "
-        f"with torch's operations without this warning."
-        + (f"\n  All that the compiler printed: {record}" if record else "")
+        f"lt_zero's native {status.kind} kernels are not available; torch's own operations are used, with equal "
+        f"results, but slower.\n  Reason: {status.why}\n  Remedy: {remedy(status)} LT_ZERO_NATIVE=0 stays with torch's "
+        "operations without this warning." + (f"\n  All that the compiler printed: {status.log}" if status.log else "")
+    )
+
+
+def remedy(status: Status) -> str:
+    """What makes native kernels available where they are not, in a sentence."""
+    if status.why.startswith("LT_ZERO_NATIVE="):
+        return "unset LT_ZERO_NATIVE."
+    variable, compiler = ("CXX", "a C++ compiler") if status.kind == "cpu" else ("NVCC", "the CUDA toolkit")
+    return (
+        f"install {compiler} or set {variable} to one; set LT_ZERO_CACHE to a folder that can be written and executed "
+        "from; or run `lt-zero ops build` beforehand."
     )
 
 
@@ -345,3 +355,20 @@ def status(kind: str) -> Status:
     if kind not in ("cpu", "cuda"):
         raise ValueError(f'kind is {kind!r}; it must be "cpu" or "cuda".')
     return _loader.status(kind)
+
+
+def missing(kind: str) -> str:
+    """Which operations have no native kernel on ``kind`` ("cpu", "cuda", ...), why, and what to do; "" if all have one.
+
+    Loads or builds the library, without the warning that the references run.
+    """
+    if kind not in ("cpu", "cuda"):
+        return f"There are kernels for cpu and cuda, none for {kind}."
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = status(kind)
+    if found.available:
+        return ""
+    record = f" All that the compiler printed: {found.log}." if found.log else ""
+    what, todo = ", ".join(OPERATIONS), remedy(found)
+    return f"No {kind} kernel for {what}: {found.why.rstrip('.')}.{record} Remedy: {todo}"
