@@ -82,7 +82,7 @@ class Lab:
         from lt_zero.activation.apply import apply
         from lt_zero.activation.find import find_modules
         from lt_zero.activation.stores import open_store
-        from lt_zero.config.activation import ActivationCheckpointing
+        from lt_zero.config.blocks.activation import ActivationCheckpointing
 
         block = ActivationCheckpointing(**case.block | ({"nvme_path": self.path} if "nvme_path" in case.block else {}))
         if block.mode == "none":
@@ -161,9 +161,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    from lt_zero.core import shelf
+    from lt_zero.engine import bucket_store
 
-    shelf._apart = args.device == "cpu"
+    bucket_store._apart = args.device == "cpu"
     with tempfile.TemporaryDirectory() as folder:
         lab = Lab(args, args.path or folder)
         cases = [Case(name, block) for name, block in CASES.items()]

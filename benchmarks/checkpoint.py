@@ -21,11 +21,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from lt_zero.checkpoint.archive import Archive
-from lt_zero.checkpoint.fragment import Fragment
-from lt_zero.checkpoint.place import Place
-from lt_zero.checkpoint.save import Bundle, stage, write
-from lt_zero.core.comm import Comm
+from lt_zero.checkpoint.native.archive import Archive
+from lt_zero.checkpoint.native.directory import Place
+from lt_zero.checkpoint.native.fragment import Fragment
+from lt_zero.checkpoint.native.save import Bundle, stage, write
+from lt_zero.comm.communicator import Comm
 
 MIB = 1 << 20
 State = dict[str, Tensor]

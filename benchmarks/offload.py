@@ -58,8 +58,8 @@ def run(name: str, depth: int, width: int, steps: int, path: str) -> dict[str, A
     from peers import GPT, batches
 
     import lt_zero
-    from lt_zero.core.norm import clip_grad_norm
-    from lt_zero.offload.probe import probe
+    from lt_zero.offload.disk_speed import probe
+    from lt_zero.step.clip import clip_grad_norm
 
     bare = resident()
     torch.manual_seed(0)

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lt_zero.build import shard
-    from lt_zero.checkpoint.errors import CheckpointError
     from lt_zero.checkpoint.export import export
+    from lt_zero.common.errors import CheckpointError
     from lt_zero.config import ConfigError, ZeroConfig
-    from lt_zero.config.activation import ActivationCheckpointing
-    from lt_zero.core.optimizer import ShardedOptimizer
-    from lt_zero.core.values import gathered
-    from lt_zero.loading import load_from_checkpoint
-    from lt_zero.planning import NotEnoughMemory, Sizes, estimate
-    from lt_zero.precision import ZeroPrecision
-    from lt_zero.strategy import ZeroStrategy
+    from lt_zero.config.blocks.activation import ActivationCheckpointing
+    from lt_zero.engine.full_params import gathered
+    from lt_zero.lightning.load import load_from_checkpoint
+    from lt_zero.lightning.precision import ZeroPrecision
+    from lt_zero.lightning.strategy import ZeroStrategy
+    from lt_zero.memory import NotEnoughMemory, Sizes, estimate
+    from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
 __all__ = [
     "ActivationCheckpointing",
@@ -39,19 +39,19 @@ __version__ = "0.1.0"
 
 # Imported when it is asked for: the command line starts in half the time, and in less memory, without Lightning.
 _HOMES = {
-    "ActivationCheckpointing": "config.activation",
-    "CheckpointError": "checkpoint.errors",
+    "ActivationCheckpointing": "config.blocks.activation",
+    "CheckpointError": "common.errors",
     "ConfigError": "config",
-    "NotEnoughMemory": "planning",
-    "ShardedOptimizer": "core.optimizer",
-    "Sizes": "planning",
+    "NotEnoughMemory": "memory",
+    "ShardedOptimizer": "step.sharded_optimizer",
+    "Sizes": "memory",
     "ZeroConfig": "config",
-    "ZeroPrecision": "precision",
-    "ZeroStrategy": "strategy",
-    "estimate": "planning",
+    "ZeroPrecision": "lightning.precision",
+    "ZeroStrategy": "lightning.strategy",
+    "estimate": "memory",
     "export": "checkpoint.export",
-    "gathered": "core.values",
-    "load_from_checkpoint": "loading",
+    "gathered": "engine.full_params",
+    "load_from_checkpoint": "lightning.load",
     "shard": "build",
 }
 
@@ -73,6 +73,6 @@ def _is_command() -> bool:
 if not _is_command():
     from lightning.pytorch.strategies import StrategyRegistry
 
-    from lt_zero.strategy import ZeroStrategy
+    from lt_zero.lightning.strategy import ZeroStrategy
 
     ZeroStrategy.register_strategies(StrategyRegistry)  # the names zero_1, zero_2, ... exist after the import

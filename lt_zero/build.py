@@ -1,7 +1,7 @@
 """From a module to an engine: find units, lay out buckets, move the parameters in, install hooks.
 
 Parameters arrive in one of three ways: whole (an ordinary module), on the meta device (values are made here, unit by
-unit, so no rank ever holds the whole model), or already cut at construction (construct.py).
+unit, so no rank ever holds the whole model), or already cut at construction (materialize.py).
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from torch import nn
 
 from lt_zero.activation.find import find_modules
 from lt_zero.activation.install import install
+from lt_zero.comm.collective_check import debug_enabled
+from lt_zero.comm.communicator import Comm, with_index
+from lt_zero.common.errors import ConfigError, Problem
+from lt_zero.common.progress_bar import Work, waiting
 from lt_zero.config import ZeroConfig
-from lt_zero.config.errors import ConfigError, Problem
-from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
-from lt_zero.core.bucket import Bucket
-from lt_zero.core.comm import Comm, with_index
-from lt_zero.core.construct import Materializer
-from lt_zero.core.engine import Engine
-from lt_zero.core.guard import Owner, weak_owner
-from lt_zero.core.hidden import with_sizes
-from lt_zero.core.islands import Islands, find_islands, install_islands
-from lt_zero.core.plan import BucketPlan, EnginePlan, plan_engine, warn_of_padding
-from lt_zero.core.reducer import Reducer
-from lt_zero.core.schedule import Residency
-from lt_zero.core.sequence import debug_enabled
-from lt_zero.core.shelves import open_shelves
-from lt_zero.core.unit import Unit
-from lt_zero.core.values import install_load_hooks
-from lt_zero.offload.memory import return_freed_memory
+from lt_zero.config.blocks.precision import DtypePolicy, dtype_policy, resolve_mode
+from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.engine import Engine
+from lt_zero.engine.fp32_modules import Islands, find_islands, install_islands
+from lt_zero.engine.full_params import install_load_hooks
+from lt_zero.engine.gather_order import Residency
+from lt_zero.engine.grad_reducer import Reducer
+from lt_zero.engine.guard import Owner, weak_owner
+from lt_zero.engine.hidden_size import with_sizes
+from lt_zero.engine.hooks import Unit
+from lt_zero.engine.materialize import Materializer
+from lt_zero.engine.offload_manager import open_shelves
+from lt_zero.engine.partition import BucketPlan, EnginePlan, plan_engine, warn_of_padding
+from lt_zero.io.pinned import return_freed_memory
+from lt_zero.memory.check import check_build
 from lt_zero.ops.library import missing
-from lt_zero.planning.check import check_build
-from lt_zero.waiting import Work, waiting
 
 
 def shard(

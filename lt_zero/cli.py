@@ -38,11 +38,11 @@ def _later(name: str, module: str, summary: str) -> None:
         inner(context.args, prog_name=f"lt-zero {name}")
 
 
-_later("config", "lt_zero.config.command", "Check, show, convert and explain configurations.")
-_CHECKPOINTS = "lt_zero.checkpoint.command"
+_later("config", "lt_zero.config.cli", "Check, show, convert and explain configurations.")
+_CHECKPOINTS = "lt_zero.checkpoint.cli"
 _later(
     "estimate",
-    "lt_zero.planning.command",
+    "lt_zero.memory.cli",
     "How much memory a run needs, by stage and offload, on each rank and node.",
 )
 _later(
@@ -51,7 +51,11 @@ _later(
     "Write a checkpoint's weights as files that need no lt_zero: safetensors, a state dict, a Lightning checkpoint.",
 )
 _later("import", _CHECKPOINTS, "Make a checkpoint directory of what DeepSpeed, FSDP or others wrote.")
-_later("plot", "lt_zero.plotting", "Draw what a run has logged to CSV files: loss, rates, throughput, memory.")
+_later(
+    "plot",
+    "lt_zero.lightning.monitor.plot",
+    "Draw what a run has logged to CSV files: loss, rates, throughput, memory.",
+)
 _later("verify", _CHECKPOINTS, "Read every byte of a checkpoint directory, and tell what it holds.")
 
 
@@ -66,7 +70,7 @@ def build_command(
     force: Annotated[bool, typer.Option("--force", help="Compile even if they are there.")] = False,
 ) -> None:
     """Compile the native kernels now, not on first use: for containers, and for machines without a compiler."""
-    from lt_zero.ops.build import CSRC, BuildError, build, recipe_of
+    from lt_zero.ops.compiler import CSRC, BuildError, build, recipe_of
     from lt_zero.ops.library import cache_dir
 
     console = Console(soft_wrap=True, highlight=False)

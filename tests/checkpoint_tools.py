@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.checkpoint.errors import CheckpointError
-from lt_zero.checkpoint.full import full_optimizer_state
-from lt_zero.precision import sharded_of
+from lt_zero.checkpoint.native.full_states import full_optimizer_state
+from lt_zero.common.errors import CheckpointError
+from lt_zero.lightning.precision import sharded_of
 from tests.lightning_tools import GPT, sharded_trainer
 
 

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lt_zero.checkpoint.importing import import_checkpoint
+from lt_zero.checkpoint.import_ import import_checkpoint
 
 DATA = Path(__file__).parent / "data"
 CASES = sorted(str(file.parent.relative_to(DATA)) for file in DATA.glob("deepspeed/*/expected.pt"))

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 import lt_zero
 from lt_zero import ZeroConfig
-from lt_zero.core.engine import Engine
-from lt_zero.core.values import full_parameters, gather_own
+from lt_zero.engine.engine import Engine
+from lt_zero.engine.full_params import full_parameters, gather_own
 
 STAGES = [0, 1, 2, 3]
 RELEASE = {"stage3_max_reuse_distance": 0}  # nothing stays gathered after its forward

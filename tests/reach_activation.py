@@ -10,8 +10,8 @@ import torch
 
 from lt_zero.activation import stores
 from lt_zero.activation.install import installed
-from lt_zero.compat import DispatchMode
-from lt_zero.core import shelf
+from lt_zero.common.compat import DispatchMode
+from lt_zero.engine import bucket_store
 from lt_zero.offload import reuse
 from tests.models import tokens
 from tests.reach_engine import Config, Lab, engine_of
@@ -48,7 +48,10 @@ def checkpointed(lab: Lab, config: Config) -> Any:
 
 def _stored(lab: Lab, config: Config) -> Any:
     """The store of an engine whose device has memory of its own, after a forward, and its loss; None without one."""
-    with mock.patch.object(shelf, "_apart", True), mock.patch.object(stores, "Saved", partial(stores.Saved, least=1)):
+    with (
+        mock.patch.object(bucket_store, "_apart", True),
+        mock.patch.object(stores, "Saved", partial(stores.Saved, least=1)),
+    ):
         engine = engine_of(lab, config)
         loss = engine.root(tokens(0, 0, 0)).square().mean()
     found = installed(engine)

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import ZeroConfig
-from lt_zero.config.errors import ConfigError
-from lt_zero.core.bucket import State
-from lt_zero.core.engine import Engine
-from lt_zero.core.reducer import Reducer
+from lt_zero.common.errors import ConfigError
+from lt_zero.engine.bucket import State
+from lt_zero.engine.engine import Engine
+from lt_zero.engine.grad_reducer import Reducer
+from lt_zero.lightning.precision import ZeroPrecision
+from lt_zero.memory.limits import NotEnoughMemory
 from lt_zero.ops import library
-from lt_zero.planning.limits import NotEnoughMemory
-from lt_zero.precision import ZeroPrecision
-from tests.models import VOCAB, Net, tokens
-from tests.parity import full_values
-from tests.pool import Pool
+from tests.support.models import VOCAB, Net, tokens
+from tests.support.parity import full_values
+from tests.support.pool import Pool
 
 Config = dict[str, Any]  # dotted keys
 

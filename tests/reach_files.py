@@ -9,9 +9,9 @@ from unittest import mock
 
 import torch
 
-from lt_zero.core import shelves
-from lt_zero.offload.files import SwapFile
-from lt_zero.offload.pool import IoPool, SwapError
+from lt_zero.engine import offload_manager
+from lt_zero.io.direct_file import SwapFile
+from lt_zero.io.thread_pool import IoPool, SwapError
 from tests.offload_tools import change, noise
 from tests.reach_engine import Config, Lab, engine_of, plugin_of
 
@@ -45,10 +45,12 @@ def pinned(lab: Lab, config: Config) -> Any:
     made, _ = plugin_of(lab, config)
     engine, asked = engine_of(lab, {}), []
     with (
-        mock.patch.object(shelves, "Traffic", lambda device, pin, nbytes: asked.append(pin)),
-        mock.patch("lt_zero.core.shelf.torch.empty", lambda *_, pin_memory=False, **__: asked.append(pin_memory)),
+        mock.patch.object(offload_manager, "Traffic", lambda device, pin, nbytes: asked.append(pin)),
+        mock.patch(
+            "lt_zero.engine.bucket_store.torch.empty", lambda *_, pin_memory=False, **__: asked.append(pin_memory)
+        ),
     ):
-        shelves.open_shelves(engine.buckets, made, torch.device("cuda"))
+        offload_manager.open_shelves(engine.buckets, made, torch.device("cuda"))
         engine.buckets[0].shelf.host_empty(1, torch.float32)
     return asked
 

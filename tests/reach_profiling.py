@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lt_zero.config.errors import ConfigError
+from lt_zero.common.errors import ConfigError
 from tests.lightning_tools import torchrun_env
 from tests.reach_engine import Config, Lab
 from tests.reach_trainer import fit

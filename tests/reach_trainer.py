@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader
 import lt_zero
 from lt_zero import ZeroConfig, ZeroStrategy
 from lt_zero.checkpoint.open import open_source
-from lt_zero.config.errors import ConfigError
-from lt_zero.core.comm import Comm
-from lt_zero.core.fused import FusedAdam
-from lt_zero.core.gate import LossScaleError, NonFiniteError
-from lt_zero.persistence import Persistence
+from lt_zero.comm.communicator import Comm
+from lt_zero.common.errors import ConfigError
+from lt_zero.lightning.saving import Persistence
+from lt_zero.step.fused_step import FusedAdam
+from lt_zero.step.loss_scale_controller import LossScaleError, NonFiniteError
 from tests.lightning_tools import QUIET, torchrun_env
 from tests.reach_engine import Config, Lab, nested, short
 

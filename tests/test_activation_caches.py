@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero.activation.apply import apply
 from lt_zero.activation.find import find_modules
-from lt_zero.config.activation import ActivationCheckpointing
-from lt_zero.config.errors import ConfigError
+from lt_zero.common.errors import ConfigError
+from lt_zero.config.blocks.activation import ActivationCheckpointing
 from tests.models import WIDTH, next_token_loss, tokens
 from tests.parity import RELEASE, STAGES, Case, check, config_of
 from tests.pool import Pool

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lt_zero.activation.profile import Boundary
 from lt_zero.activation.stores import Saved
-from lt_zero.offload.memory import host_buffer
-from lt_zero.offload.saved import InHost
+from lt_zero.io.pinned import host_buffer
+from lt_zero.offload.saved_activations import InHost
 from tests.store_tools import PLACES, Feed, gradients, opened, same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from lt_zero.activation.stores import Saved
-from lt_zero.core import shelf
-from lt_zero.offload import files
-from lt_zero.offload.pool import SwapError
-from lt_zero.offload.savedfiles import InFiles
+from lt_zero.engine import bucket_store
+from lt_zero.io import direct_file
+from lt_zero.io.thread_pool import SwapError
+from lt_zero.offload.saved_activations_nvme import InFiles
 from tests.offload_tools import change
 from tests.store_tools import NBYTES, WIDTH, blocks, forward, gradients, opened, rows, same
 
 
 @pytest.fixture(autouse=True)
 def _apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf, "_apart", True)
+    monkeypatch.setattr(bucket_store, "_apart", True)
 
 
 def test_files_are_used_again_and_removed(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def _away(store: Saved) -> list[object]:
 def test_bytes_that_changed_on_the_disk_are_nan_and_a_problem(
     apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shelf, "_apart", apart)
+    monkeypatch.setattr(bucket_store, "_apart", apart)
     store = opened("files", tmp_path)
     packed = _away(store)
     for path in tmp_path.glob("lt_zero-*/activations-1"):
@@ -74,8 +74,8 @@ def test_bytes_that_changed_on_the_disk_are_nan_and_a_problem(
 def test_a_disk_that_is_full_or_fails_is_a_problem_and_no_loss(
     apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shelf, "_apart", apart)
-    monkeypatch.setattr(files, "free_bytes", lambda path: 3 * NBYTES)
+    monkeypatch.setattr(bucket_store, "_apart", apart)
+    monkeypatch.setattr(direct_file, "free_bytes", lambda path: 3 * NBYTES)
     store, net = opened("files", tmp_path), blocks()
     forward(net, rows(1), store).backward()
     found = gradients(net)
@@ -86,13 +86,13 @@ def test_a_disk_that_is_full_or_fails_is_a_problem_and_no_loss(
     assert "activations-" in str(store.problem)
     store.close()
     monkeypatch.undo()
-    monkeypatch.setattr(shelf, "_apart", apart)
+    monkeypatch.setattr(bucket_store, "_apart", apart)
     store = opened("files", tmp_path)
 
     def broken(*args: object) -> None:
         raise OSError(5, "broken")
 
-    monkeypatch.setattr("lt_zero.offload.blocks.write_some", broken)
+    monkeypatch.setattr("lt_zero.io.block_transfer.write_some", broken)
     packed = _away(store)
     assert "Cannot write" in str(store.problem)
     for _ in range(2):
@@ -108,20 +108,20 @@ def test_a_path_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 def test_writes_go_on_beside_forward_and_reads_come_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf, "_apart", False)
+    monkeypatch.setattr(bucket_store, "_apart", False)
     store, go, events = opened("files", tmp_path), threading.Event(), list[object]()
-    write, read = files.SwapFile._write_block, files.SwapFile.read
+    write, read = direct_file.SwapFile._write_block, direct_file.SwapFile.read
 
-    def late(file: files.SwapFile, *args: object) -> None:
+    def late(file: direct_file.SwapFile, *args: object) -> None:
         assert go.wait(20)
         write(file, *args)  # type: ignore[arg-type]
 
-    def noted(file: files.SwapFile, record: int, target: Tensor) -> object:
+    def noted(file: direct_file.SwapFile, record: int, target: Tensor) -> object:
         events.append((file, record))
         return read(file, record, target)
 
-    monkeypatch.setattr(files.SwapFile, "_write_block", late)
-    monkeypatch.setattr(files.SwapFile, "read", noted)
+    monkeypatch.setattr(direct_file.SwapFile, "_write_block", late)
+    monkeypatch.setattr(direct_file.SwapFile, "read", noted)
     packed = [store.pack(torch.full((2048,), float(number))) for number in range(4)]
     assert store.unpack(packed[2]).eq(2).all(), "nobody waits for the disk: the buffer has it"
     go.set()

@@ -19,8 +19,8 @@ from lt_zero.activation.apply import apply
 from lt_zero.activation.find import find_modules
 from lt_zero.activation.install import installed
 from lt_zero.activation.selective import keeps
-from lt_zero.config.errors import ConfigError
-from lt_zero.core.engine import Engine
+from lt_zero.common.errors import ConfigError
+from lt_zero.engine.engine import Engine
 from tests.models import VOCAB, WIDTH, Block, next_token_loss, tokens
 from tests.parity import config_of
 from tests.pool import Pool

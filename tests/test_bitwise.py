@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 import lt_zero
-from lt_zero.core.accumulator import Accumulator
-from lt_zero.core.bucket import Bucket
-from lt_zero.core.reducer import Reducer
-from lt_zero.core.shared import SharedArena
+from lt_zero.comm.shared_memory import SharedArena
+from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.grad_accumulator import Accumulator
+from lt_zero.engine.grad_reducer import Reducer
 from tests.models import Net, next_token_loss
 from tests.parity import OPTIMIZERS, RELEASE, config_of, full_values
 from tests.pool import Pool

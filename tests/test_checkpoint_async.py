@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lt_zero.checkpoint import sink
-from lt_zero.checkpoint.archive import Archive
+from lt_zero.checkpoint.native.archive import Archive
+from lt_zero.io import sequential_writer
 from tests.checkpoint_tools import copied, error_of, everything, resume, same, train
 from tests.lightning_tools import GPT, sharded_trainer
 from tests.pool import Pool
@@ -31,7 +31,7 @@ class Gate:
     def __init__(self) -> None:
         self.open, self.writing, self.most = threading.Event(), 0, 0
         self.fail = 0
-        self._write = sink.write_some
+        self._write = sequential_writer.write_some
 
     def __call__(self, fd: int, view: memoryview, offset: int) -> int:
         assert self.open.wait(30)
@@ -74,7 +74,7 @@ def _module() -> GPT:
 def _moment(stage: int, folder: str, options: dict[str, Any]) -> None:
     patch = pytest.MonkeyPatch()
     gate = Gate()
-    patch.setattr(sink, "write_some", gate)
+    patch.setattr(sequential_writer, "write_some", gate)
     saves = SavesAt(f"{folder}/one", gate, 4)
     try:
         train(stage, _module(), config=ASYNC, callbacks=[saves], max_steps=5, max_epochs=9, **options)
@@ -108,7 +108,7 @@ def _fails(folder: str) -> list[Any]:
     patch = pytest.MonkeyPatch()
     gate = Gate()
     gate.open.set()
-    patch.setattr(sink, "write_some", gate)
+    patch.setattr(sequential_writer, "write_some", gate)
     rank = dist.get_rank()
 
     class Fails(pl.Callback):
@@ -196,7 +196,7 @@ def _one_at_a_time(folder: str) -> None:
     """The next save waits for the one that is under way, and takes its buffer."""
     gate = Gate()
     patch = pytest.MonkeyPatch()
-    patch.setattr(sink, "write_some", gate)
+    patch.setattr(sequential_writer, "write_some", gate)
 
     class Twice(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
@@ -235,7 +235,7 @@ def _fails_last(folder: str) -> str:
     gate = Gate()
     gate.open.set()
     patch = pytest.MonkeyPatch()
-    patch.setattr(sink, "write_some", gate)
+    patch.setattr(sequential_writer, "write_some", gate)
 
     class Last(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
@@ -269,7 +269,7 @@ class Stops(GPT):
 def _interrupted(folder: str) -> None:
     gate = Gate()
     patch = pytest.MonkeyPatch()
-    patch.setattr(sink, "write_some", gate)
+    patch.setattr(sequential_writer, "write_some", gate)
 
     class Saves(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lt_zero
 from lt_zero.checkpoint import export as export_module
-from lt_zero.checkpoint.errors import CheckpointError
+from lt_zero.common.errors import CheckpointError
 from tests.lightning_tools import GPT, sharded_trainer
 from tests.pool import Pool
 

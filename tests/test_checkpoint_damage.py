@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lt_zero.checkpoint.archive import Archive
-from lt_zero.checkpoint.errors import CheckpointError
-from lt_zero.checkpoint.manifest import Manifest
-from lt_zero.checkpoint.sink import STEP, FileRecord
-from lt_zero.offload.memory import aligned_buffer, checksum, checksum_weights, rounded
+from lt_zero.checkpoint.native.archive import Archive
+from lt_zero.checkpoint.native.manifest import Manifest
+from lt_zero.common.errors import CheckpointError
+from lt_zero.io.pinned import aligned_buffer, checksum, checksum_weights, rounded
+from lt_zero.io.sequential_writer import STEP, FileRecord
 from tests.checkpoint_tools import SHARDED, error_of, raised, resume, same, train
 from tests.lightning_tools import GPT, sharded_trainer
 from tests.pool import Pool

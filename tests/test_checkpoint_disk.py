@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lt_zero.checkpoint import place, sink
-from lt_zero.checkpoint.archive import Archive
-from lt_zero.checkpoint.errors import CheckpointError
-from lt_zero.checkpoint.manifest import Manifest
+from lt_zero.checkpoint.native import directory
+from lt_zero.checkpoint.native.archive import Archive
+from lt_zero.checkpoint.native.manifest import Manifest
+from lt_zero.common.errors import CheckpointError
+from lt_zero.io import sequential_writer
 from tests.checkpoint_tools import SHARDED, error_of, raised, train
 from tests.pool import Pool
 
@@ -31,17 +32,17 @@ def _broken(folder: str, how: str) -> str:
     patch = pytest.MonkeyPatch()
     target = f"{folder}/one"
     if how == "space":
-        patch.setattr(place.Place, "free_bytes", lambda self: 1000)
+        patch.setattr(directory.Place, "free_bytes", lambda self: 1000)
     elif how == "unseen" and rank == 1:
-        patch.setattr(place.Path, "read_text", _missing)
+        patch.setattr(directory.Path, "read_text", _missing)
     elif how == "other" and rank == 1:
-        patch.setattr(place.Path, "read_text", lambda *args, **kwargs: "another")
+        patch.setattr(directory.Path, "read_text", lambda *args, **kwargs: "another")
     elif how == "write" and rank == 1:
-        patch.setattr(sink, "write_some", _full)
+        patch.setattr(sequential_writer, "write_some", _full)
     elif how == "manifest" and rank == 0:
-        patch.setattr(place.Place, "seal", _full)
+        patch.setattr(directory.Place, "seal", _full)
     elif how == "rename" and rank == 0:
-        patch.setattr(place, "_replace", _full)
+        patch.setattr(directory, "_replace", _full)
     elif how == "folder":
         target = f"{folder}/one/meta.pt/inner"
     elif how == "project":
@@ -97,18 +98,18 @@ def test_saves_that_fail(pool: Pool, tmp_path: Path, how: str, words: list[str])
 
 @pytest.mark.parametrize("name", ["complete", "x[1]*.ckpt", "a-b-c.tmp-d", "ä b"])
 def test_a_kill_between_two_renames(tmp_path: Path, name: str) -> None:
-    made = place.Place.make(str(tmp_path / name))
+    made = directory.Place.make(str(tmp_path / name))
     Path(made.folder, "manifest.json").write_text(Manifest({}, {}).dump())
-    assert place.find(tmp_path / name) == made.folder
+    assert directory.find(tmp_path / name) == made.folder
     os.close(made._lock)
-    place.remove_leftovers(tmp_path)
+    directory.remove_leftovers(tmp_path)
     assert _names(tmp_path) == [name]
-    assert place.find(tmp_path / name / "meta.pt") == str(tmp_path / name)
+    assert directory.find(tmp_path / name / "meta.pt") == str(tmp_path / name)
 
 
 def test_leftovers_of_processes_that_are_gone(tmp_path: Path) -> None:
-    mine = place.Place.make(str(tmp_path / "running"))
-    gone = place.Place.make(str(tmp_path / "gone"))
+    mine = directory.Place.make(str(tmp_path / "running"))
+    gone = directory.Place.make(str(tmp_path / "gone"))
     os.close(gone._lock)  # as the kernel does when a process ends
     foreign = tmp_path / ".x.tmp-another-host-77-0123abcd"
     young = tmp_path / ".y.tmp-another-host-77-0123abcd"
@@ -116,11 +117,11 @@ def test_leftovers_of_processes_that_are_gone(tmp_path: Path) -> None:
         path.mkdir()
     os.utime(foreign, (0, 0))
     os.utime(tmp_path / ".hidden-a-b", (0, 0))
-    complete = place.Place.make(str(tmp_path / "complete"))
+    complete = directory.Place.make(str(tmp_path / "complete"))
     Path(complete.folder, "manifest.json").write_text("{}")
-    assert place.find(tmp_path / "complete") == complete.folder, "a kill between two renames"
+    assert directory.find(tmp_path / "complete") == complete.folder, "a kill between two renames"
     os.close(complete._lock)
-    place.remove_leftovers(tmp_path)
+    directory.remove_leftovers(tmp_path)
     names = _names(tmp_path)
     assert names == sorted([Path(mine.folder).name, young.name, ".x.tmp-note", ".hidden-a-b", "complete"])
     mine.discard()
@@ -132,14 +133,14 @@ def test_what_a_save_replaced_never_comes_back(tmp_path: Path, monkeypatch: pyte
     for folder in (old, path):
         folder.mkdir()
         (folder / "manifest.json").write_text(folder.name)
-    made = place.Place(str(old), str(place._temporary(old)))
+    made = directory.Place(str(old), str(directory._temporary(old)))
     os.rename(path, made.folder)
-    monkeypatch.setattr(place.shutil, "rmtree", lambda *args, **kwargs: None)  # killed here
+    monkeypatch.setattr(directory.shutil, "rmtree", lambda *args, **kwargs: None)  # killed here
     made.commit()
     monkeypatch.undo()
     assert (old / "manifest.json").read_text() == "new"
-    place.remove(old)
-    place.remove_leftovers(tmp_path)
+    directory.remove(old)
+    directory.remove_leftovers(tmp_path)
     assert _names(tmp_path) == []
 
 
@@ -147,7 +148,7 @@ def test_a_manifest_of_somebody_else(tmp_path: Path) -> None:
     """Many programs have a file of that name: a checkpoint beside it is itself, and its folder is never replaced."""
     (tmp_path / "manifest.json").write_text('{"name": "web app"}')
     (tmp_path / "model.ckpt").write_text("x")
-    assert place.find(tmp_path / "model.ckpt") == str(tmp_path / "model.ckpt")
+    assert directory.find(tmp_path / "model.ckpt") == str(tmp_path / "model.ckpt")
     with pytest.raises(CheckpointError, match="model.ckpt, which saving a checkpoint there would remove"):
-        place.Place.make(str(tmp_path))
+        directory.Place.make(str(tmp_path))
     assert (tmp_path / "model.ckpt").read_text() == "x"

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.checkpoint.archive import Archive
-from lt_zero.checkpoint.plain import MISSING
-from lt_zero.core.lazy import LazyTensor
+from lt_zero.checkpoint.native.archive import Archive
+from lt_zero.checkpoint.native.plain import MISSING
+from lt_zero.engine.lazy_tensor import LazyTensor
 from tests.checkpoint_tools import SHARDED, error_of, everything, resume, same, train
 from tests.lightning_tools import GPT
 from tests.pool import Pool

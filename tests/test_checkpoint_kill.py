@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lt_zero
-from lt_zero.checkpoint import place as places
-from lt_zero.checkpoint.archive import Archive
-from lt_zero.checkpoint.collect import optimizer_fragments, parameter_names, weight_fragments
-from lt_zero.checkpoint.full import load_full_optimizer_state
-from lt_zero.checkpoint.load import as_lightning, load_module, number_states
+from lt_zero.checkpoint.native import directory as places
+from lt_zero.checkpoint.native.archive import Archive
+from lt_zero.checkpoint.native.collect import optimizer_fragments, parameter_names, weight_fragments
+from lt_zero.checkpoint.native.directory import Place, find
+from lt_zero.checkpoint.native.full_states import load_full_optimizer_state
+from lt_zero.checkpoint.native.load import as_lightning, load_module, number_states
+from lt_zero.checkpoint.native.save import bundle, write
 from lt_zero.checkpoint.open import open_source
-from lt_zero.checkpoint.place import Place, find
-from lt_zero.checkpoint.save import bundle, write
 from tests.models import Net, next_token_loss
 from tests.parity import config_of, full_values
 from tests.pool import Pool

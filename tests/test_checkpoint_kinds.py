@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lt_zero.checkpoint.archive import Archive
+from lt_zero.checkpoint.native.archive import Archive
 from tests.checkpoint_tools import SHARDED, error_of, everything, resume, same, train
 from tests.lightning_tools import GPT, Rows
 from tests.pool import Pool

@@ -18,9 +18,9 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import FileSystemReader
 
-import lt_zero.strategy as strategy_module
-from lt_zero.checkpoint import place
-from lt_zero.checkpoint.archive import Archive
+import lt_zero.lightning.strategy as strategy_module
+from lt_zero.checkpoint.native import directory
+from lt_zero.checkpoint.native.archive import Archive
 from tests.checkpoint_tools import SHARDED, copied, error_of, everything, resume, same, train
 from tests.lightning_tools import FULL, GPT, sharded_trainer
 from tests.pool import Pool
@@ -118,7 +118,7 @@ def _replaces(folder: str) -> None:
         dist.barrier()
         same(resume(f"{folder}/{name}", 2)[0], want)
     patch = pytest.MonkeyPatch()
-    patch.setattr(place, "_exchange", lambda one, other: False)  # a file system without renameat2
+    patch.setattr(directory, "_exchange", lambda one, other: False)  # a file system without renameat2
     trainer.save_checkpoint(f"{folder}/old")
     patch.undo()
     dist.barrier()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lt_zero import clock as clocks
-from lt_zero.clock import NOTHING, Clock, phase, phased, unit_range
+from lt_zero.common import timing as clocks
+from lt_zero.common.timing import NOTHING, Clock, phase, phased, unit_range
 
 CPU = torch.device("cpu")
 

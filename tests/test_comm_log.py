@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from lt_zero import ZeroConfig, ZeroStrategy
-from lt_zero.config.errors import ConfigError
-from lt_zero.config.profiling import CommsLogger
-from lt_zero.core.comm import Comm
-from lt_zero.core.comm_log import CommLog, LoggedComm, bus_factor, comm_table
+from lt_zero.comm.comm_log import CommLog, LoggedComm, bus_factor, comm_table
+from lt_zero.comm.communicator import Comm
+from lt_zero.common.errors import ConfigError
+from lt_zero.config.blocks.profiling import CommsLogger
 from tests.lightning_tools import GPT, sharded_trainer
 from tests.pool import Pool
 
@@ -164,7 +164,7 @@ def test_bandwidths_are_those_of_nccl_tests(operation: str, factor: float) -> No
 def test_lines_records_and_table() -> None:
     shown: list[str] = []
     log = CommLog(torch.device("cpu"), 2, shown.append)
-    with mock.patch("lt_zero.core.comm_log.time.perf_counter", side_effect=[1.0, 1.5, 2.0, 3.0, 4.0, 4.25, 5.0, 6.0]):
+    with mock.patch("lt_zero.comm.comm_log.time.perf_counter", side_effect=[1.0, 1.5, 2.0, 3.0, 4.0, 4.25, 5.0, 6.0]):
         for name, size in (("a", 8), ("b", 8)):
             opened = log.open("all_reduce", name, size)
             assert opened is not None

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 import lt_zero
 from lt_zero import ZeroConfig
-from lt_zero.config.command import config_command
+from lt_zero.config.cli import config_command
 from lt_zero.config.load import examine
-from lt_zero.core.report import unit_table
+from lt_zero.lightning.model_report import unit_table
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 64,

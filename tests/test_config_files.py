@@ -21,9 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from lt_zero.config import jsontext, yamltext
-from lt_zero.config.errors import ConfigError, Mark, dotted
-from lt_zero.config.files import Source, read, resolve
+from lt_zero.common.errors import ConfigError, Mark, dotted
+from lt_zero.config.read import json_text, yaml_text
+from lt_zero.config.read.files import Source, read, resolve
 
 SHARED = Path(os.environ.get("LT_ZERO_SHARED", Path(__file__).parents[2] / "shared")) / "ds_configs"
 TYPICAL = """{
@@ -134,7 +134,7 @@ def test_wrong_json(tmp_path: Path, text: str, says: str) -> None:
 
 
 def test_signs_without_values_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsontext, "MOST_VALUES", 100)
+    monkeypatch.setattr(json_text, "MOST_VALUES", 100)
     assert "more than 400 words and signs" in refused("{" + "," * 500)
 
 
@@ -166,7 +166,7 @@ def test_yaml_scalars_are_those_of_omegaconf(text: str) -> None:
     except Exception:
         return
     if isinstance(want, dict) and isinstance(want["a"], (str, int, float, bool, type(None))):
-        got = yamltext.parse(f"a: {text}", "t").values
+        got = yaml_text.parse(f"a: {text}", "t").values
         assert repr(got) == repr(want)  # nan too
 
 
@@ -202,20 +202,20 @@ def test_aliases_do_not_expand_without_end(last: str) -> None:
     merges = [f"m{i}: &m{i} {{<<: [*m{i - 1}, *m{i - 1}]}}" for i in range(1, 41)]
     lines = ["a0: &a0 [x]", *lists] if last.startswith("a") else ["m0: &m0 {x: 1}", *merges]
     with pytest.raises(ConfigError, match="more than 100,000 values"):
-        yamltext.parse("\n".join([*lines, last]), "bomb")
+        yaml_text.parse("\n".join([*lines, last]), "bomb")
 
 
 def test_without_the_c_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "a: 1e-5\nb: {c: [x, é, {d: 1}]}\n"
-    want = yamltext.parse(text, "t")
+    want = yaml_text.parse(text, "t")
     monkeypatch.delattr(yaml, "CSafeLoader", raising=False)
-    yamltext._loader_class.cache_clear()
+    yaml_text._loader_class.cache_clear()
     try:
-        assert yamltext.parse(text, "t") == want
+        assert yaml_text.parse(text, "t") == want
         with pytest.raises(ConfigError, match="50 deep"):
-            yamltext.parse("{a: " * 2000, "t")
+            yaml_text.parse("{a: " * 2000, "t")
     finally:
-        yamltext._loader_class.cache_clear()
+        yaml_text._loader_class.cache_clear()
 
 
 def test_what_a_file_may_be(tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_any_json_is_read_exactly_with_all_its_places(
     values: dict[str, Any], ascii_only: bool, indent: int | None
 ) -> None:
     text = json.dumps(values, ensure_ascii=ascii_only, indent=indent)
-    found = jsontext.parse(text, "t")
+    found = json_text.parse(text, "t")
     assert repr(found.values) == repr(values)
     for path, mark in found.marks.items():
         start = sum(len(line) + 1 for line in text.split("\n")[: (mark.line or 0) - 1]) + (mark.column or 0) - 1
@@ -394,7 +394,7 @@ def test_any_json_is_read_exactly_with_all_its_places(
 )
 def test_no_text_raises_anything_else(inserted: str, at: int, removed: int, whole: bool) -> None:
     text = inserted if whole else TYPICAL[:at] + inserted + TYPICAL[at + removed :]
-    for parse in (jsontext.parse, yamltext.parse):
+    for parse in (json_text.parse, yaml_text.parse):
         with contextlib.suppress(ConfigError):
             assert isinstance(parse(text, "t").values, dict)
 
@@ -442,7 +442,8 @@ import sys, types
 for name, folder in (("lt_zero", "lt_zero"), ("lt_zero.config", "lt_zero/config")):  # without what they import
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [folder]
-from lt_zero.config import files, overrides
+from lt_zero.config import overrides
+from lt_zero.config.read import files
 overrides.apply(files.resolve(files.read("{}")), [])
 print([name for name in ("torch", "yaml", "omegaconf", "hydra", "pydantic") if name in sys.modules])
 """

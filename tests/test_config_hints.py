@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from lt_zero.config import table
+from lt_zero.common.errors import ConfigError
+from lt_zero.config import key_table
 from lt_zero.config.catalog import entries
-from lt_zero.config.errors import ConfigError
 from lt_zero.config.load import Loaded, examine
 from tests.reach_engine import nested
 
@@ -51,18 +51,18 @@ def test_what_was_meant(config: dict[str, Any], hint: str) -> None:
 
 
 def refuses(key: str) -> bool:
-    verdict = table.lookup(tuple(key.split(".")))
+    verdict = key_table.lookup(tuple(key.split(".")))
     return verdict is not None and verdict.verdict in ("later", "unsupported")
 
 
 def test_no_suggestion_is_refused() -> None:
     """All that there are, and what is suggested where a key that is refused was meant."""
-    suggestions = table._with_blocks(table._known())
+    suggestions = key_table._with_blocks(key_table._known())
     assert len(suggestions) > 150
     assert not [key for key in suggestions if refuses(key)]
-    for number, key in enumerate(table.refused()):
+    for number, key in enumerate(key_table.refused()):
         written = key.removesuffix(".**")[:-1] if number % 2 else f"fp16.{key.removesuffix('.**').rpartition('.')[2]}"
-        near = table.nearest(written)
+        near = key_table.nearest(written)
         assert near is None or not refuses(near), (written, near)
 
 

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lt_zero.config import ZeroConfig, table
+from lt_zero.common.errors import ConfigError
+from lt_zero.config import ZeroConfig, key_table
 from lt_zero.config.catalog import entries
-from lt_zero.config.errors import ConfigError
 from lt_zero.config.load import load, plain
 from lt_zero.config.show import json_schema, resolved, to_yaml
 
 BASES = [json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "configs").glob("hf_*.json"))]
 KEYS = [entry.key for entry in entries() if "<" not in entry.key] + [
-    row.key.replace(".**", ".enabled") for row in table.rows() if row.key[0].isalpha() and "*" not in row.key[:-3]
+    row.key.replace(".**", ".enabled") for row in key_table.rows() if row.key[0].isalpha() and "*" not in row.key[:-3]
 ]
 TYPICAL: list[Any] = [None, True, False, 0, 1, -1, 3, 2.5, 1e9, 1e400, -0.0, 10**30, "auto", "AUTO", "", " ", "cpu"]
 TYPICAL += ["nvme", "none", "fp16", "2e8", "1_0", "5e-1", "${a}", "~", "~nobody/x", "\0", "é" * 300, [], {}, [None]]

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from lt_zero.common.errors import ConfigError, Mark
 from lt_zero.config import groups
-from lt_zero.config.errors import ConfigError, Mark
-from lt_zero.config.files import Source, read, resolve
 from lt_zero.config.overrides import apply
+from lt_zero.config.read.files import Source, read, resolve
 
 FILE = """{
   "zero_optimization": {"stage": 2, "bucket": 1},

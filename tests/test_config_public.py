@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lt_zero import ZeroStrategy
 from lt_zero.activation.install import installed
-from lt_zero.config.errors import ConfigError
+from lt_zero.common.errors import ConfigError
 from lt_zero.config.load import Loaded, examine
 from tests.lightning_tools import QUIET
 

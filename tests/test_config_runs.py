@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
 from lt_zero import ZeroStrategy
-from lt_zero.config.errors import ConfigError
+from lt_zero.common.errors import ConfigError
 from tests.lightning_tools import QUIET, torchrun_env
 from tests.pool import Pool
 from tests.test_reconcile import SGD, Plain

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
-from lt_zero.config.command import verdicts
-from lt_zero.config.errors import ConfigError
+from lt_zero.config.cli import verdicts
 from lt_zero.config.load import examine
 from lt_zero.config.show import clean, with_origins
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from lt_zero.config import catalog, docs, table
+from lt_zero.config import catalog, docs, key_table
 from lt_zero.config.explain import explain
+from lt_zero.config.key_table import Verdict, is_off, lookup, nearest
 from lt_zero.config.schema import ZeroConfig
-from lt_zero.config.table import Verdict, is_off, lookup, nearest
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = Path(os.environ.get("LT_ZERO_SHARED", ROOT.parent / "shared"))
@@ -116,7 +116,7 @@ def test_every_key_has_a_verdict() -> None:
 @needs_inventory
 def test_no_row_is_dead() -> None:
     used = {verdict.key for verdict in inventory().values() if verdict is not None}
-    unused = {row.key for row in table.rows()} - used
+    unused = {row.key for row in key_table.rows()} - used
     assert unused == WILD
 
 
@@ -138,10 +138,10 @@ def leaves(values: dict[str, Any], prefix: str = "") -> Iterable[str]:
 
 
 def test_the_table_is_in_order() -> None:
-    keys = [row.key for row in table.rows()]
+    keys = [row.key for row in key_table.rows()]
     assert keys == sorted(set(keys))
-    for row in table.rows():
-        assert row.verdict in table.VERDICTS, row
+    for row in key_table.rows():
+        assert row.verdict in key_table.VERDICTS, row
         assert bool(row.to) == (row.verdict == "alias"), row
         assert row.note.endswith("."), row
         assert row.note == row.note.strip(), row
@@ -162,7 +162,7 @@ def test_the_table_does_not_contradict_the_schema() -> None:
 
 
 def test_aliases_lead_to_keys() -> None:
-    for row in table.aliases():
+    for row in key_table.aliases():
         for target in row.to.split(" and "):
             verdict = lookup(path_of(target))
             assert verdict is not None or in_schema(target) or in_schema(f"{target}.enabled"), row
@@ -243,8 +243,8 @@ def test_a_star_is_one_segment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     rows = ["key verdict to off note", "a.* later   x", "a.*.c later   y", "a.b.** later   z"]
     file = tmp_path / "keys.tsv"
     file.write_text("\n".join(row.replace(" ", "\t") for row in rows), encoding="utf-8")
-    monkeypatch.setattr(table, "TABLE", file)
-    caches = (table.rows, table._tree)
+    monkeypatch.setattr(key_table, "TABLE", file)
+    caches = (key_table.rows, key_table._tree)
     for cache in caches:
         cache.cache_clear()
     try:
@@ -258,10 +258,10 @@ def test_a_star_is_one_segment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_blocks_that_have_rows_inside() -> None:
-    assert table.below(("timers",))
-    assert table.below(("checkpoint", "writer"))
-    assert not table.below(("nebula",))
-    assert not table.below(("banana",))
+    assert key_table.below(("timers",))
+    assert key_table.below(("checkpoint", "writer"))
+    assert not key_table.below(("nebula",))
+    assert not key_table.below(("banana",))
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_a_name_that_many_blocks_have_is_not_guessed() -> None:
 def test_the_table_is_read_quickly() -> None:
     times = []
     for _ in range(3):
-        for cache in (table.rows, table._tree):
+        for cache in (key_table.rows, key_table._tree):
             cache.cache_clear()
         start = time.perf_counter()
         lookup(("banana",))
@@ -351,7 +351,7 @@ def test_the_page_is_fresh() -> None:
 
 def test_the_page_has_every_key() -> None:
     page = docs.generate()
-    for key in (*(entry.key for entry in docs.working()), *(row.key for row in table.rows())):
+    for key in (*(entry.key for entry in docs.working()), *(row.key for row in key_table.rows())):
         assert f"`{key}`" in page, key
 
 

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.core import bucket
-from lt_zero.core.bucket import State
-from lt_zero.core.comm import Comm
-from lt_zero.core.construct import ConstructionSharder
-from lt_zero.core.guard import guard, is_guarded
-from lt_zero.core.report import memory_report
-from lt_zero.core.storage import FlatStorage
+from lt_zero.comm.communicator import Comm
+from lt_zero.common.flat_storage import FlatStorage
+from lt_zero.engine import bucket
+from lt_zero.engine.bucket import State
+from lt_zero.engine.guard import guard, is_guarded
+from lt_zero.engine.materialize import ConstructionSharder
+from lt_zero.lightning.model_report import memory_report
 from tests.lightning_tools import GPT, sharded_trainer, weights
 from tests.models import Net, next_token_loss
 from tests.parity import STAGES, config_of, full_values

@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressB
 from torch import nn
 
 from lt_zero import gathered
-from lt_zero.core.guard import is_guarded
-from lt_zero.core.hooks import no_hook
+from lt_zero.common.module_hooks import no_hook
+from lt_zero.engine.guard import is_guarded
 from tests.lightning_tools import GPT, sharded_trainer
 from tests.models import tokens
 from tests.pool import Pool

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lt_zero import ops
 from lt_zero.ops import library
-from lt_zero.ops.build import CSRC, Job, build, load, recipe_of, run
+from lt_zero.ops.compiler import CSRC, Job, build, load, recipe_of, run
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 BAD_ARGUMENT, CUDA_ERROR = 1, 1000  # lt_zero.h

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lt_zero
 from lt_zero import ops
-from lt_zero.config.precision import DtypePolicy
-from lt_zero.core.gate import StepGate
+from lt_zero.config.blocks.precision import DtypePolicy
+from lt_zero.step.loss_scale_controller import StepGate
 from tests.models import Net, next_token_loss
 from tests.parity import config_of, full_values
 from tests.pool import Pool

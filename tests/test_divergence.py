@@ -15,11 +15,11 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.core import rollcall
-from lt_zero.core.comm import Comm
-from lt_zero.core.engine import Engine
-from lt_zero.core.optimizer import ShardedOptimizer
-from lt_zero.core.rollcall import Patience
+from lt_zero.comm import hang_detection
+from lt_zero.comm.communicator import Comm
+from lt_zero.comm.hang_detection import Patience
+from lt_zero.engine.engine import Engine
+from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from tests.lightning_tools import GPT, sharded_trainer
 from tests.models import WIDTH, Block, Net, next_token_loss, tokens
 from tests.parity import config_of
@@ -33,11 +33,11 @@ RELEASE = {"stage3_max_reuse_distance": 0}
 
 @contextlib.contextmanager
 def quick(patience: Patience = QUICK) -> Iterator[None]:
-    before, rollcall.PATIENCE = rollcall.PATIENCE, patience
+    before, hang_detection.PATIENCE = hang_detection.PATIENCE, patience
     try:
         yield
     finally:
-        rollcall.PATIENCE = before
+        hang_detection.PATIENCE = before
 
 
 class Branching(Net):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lt_zero import ZeroConfig, ZeroPrecision, export
-from lt_zero.config.errors import ConfigError
-from lt_zero.config.precision import resolve_mode
+from lt_zero.common.errors import ConfigError
+from lt_zero.config.blocks.precision import resolve_mode
 from tests.lightning_tools import FULL, assert_same, sharded_trainer, single_trainer, weights
 from tests.pool import Pool
 

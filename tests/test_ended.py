@@ -19,8 +19,8 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 import lt_zero
-from lt_zero import persistence
-from lt_zero.core.comm import Comm
+from lt_zero.comm.communicator import Comm
+from lt_zero.lightning import saving
 from tests.lightning_tools import GPT, sharded_trainer
 from tests.models import Net, next_token_loss
 from tests.parity import config_of
@@ -62,7 +62,7 @@ def _train(how: str, folder: str) -> None:
         trainer = sharded_trainer(3, max_steps=1)
         trainer.fit(GPT(dist.get_world_size()))
         if dist.get_rank() == 1:
-            persistence.write = _killed
+            saving.write = _killed
         trainer.save_checkpoint(f"{folder}/one.ckpt")
     else:
         ends = Ends(dist.get_world_size() - 1, how, late=3.0 if dist.get_world_size() == 3 else 0.0)

@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_model
 
-from lt_zero.checkpoint.errors import CheckpointError
 from lt_zero.checkpoint.export import export
+from lt_zero.common.errors import CheckpointError
 from tests.export_tools import Memory, Tied, check_equal, in_dtype, listing, odd, tied
 
 

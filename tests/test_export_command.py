@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from lt_zero import waiting
-from lt_zero.checkpoint.errors import CheckpointError
 from lt_zero.checkpoint.export import export, parse_size
 from lt_zero.cli import app
+from lt_zero.common import progress_bar
+from lt_zero.common.errors import CheckpointError
 from tests.export_tools import Memory, layers, listing
 
 
@@ -119,8 +119,8 @@ def test_command_has_help() -> None:
 
 
 def test_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[waiting.Work] = []
-    monkeypatch.setattr(waiting, "_watch", lambda work, *_: seen.append(work))
+    seen: list[progress_bar.Work] = []
+    monkeypatch.setattr(progress_bar, "_watch", lambda work, *_: seen.append(work))
     for shown in (True, False):
         export(layers(), tmp_path / "model.pt", progress=shown)
     assert [(work.what, work.done, work.total) for work in seen] == [("Exporting model.pt", 1400, 1400)]

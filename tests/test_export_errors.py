@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from lt_zero.checkpoint import output, sink
-from lt_zero.checkpoint.errors import CheckpointError
+from lt_zero.checkpoint import output
 from lt_zero.checkpoint.export import export
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
+from lt_zero.common.errors import CheckpointError
+from lt_zero.io import sequential_writer
 from tests.export_tools import Memory, check_equal, layers, listing, odd
 
 
@@ -48,7 +49,7 @@ def test_a_disk_that_fails(tmp_path: Path, call: str, monkeypatch: pytest.Monkey
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((sink, "write_some") if call == "write" else (os, call)), failing)
+        patch.setattr(*((sequential_writer, "write_some") if call == "write" else (os, call)), failing)
         with pytest.raises(CheckpointError, match=rf"Cannot (write|finish) {out}: No space left on device"):
             export(layers(), out)
     assert listing(tmp_path) == ["model.pt"]
@@ -56,8 +57,8 @@ def test_a_disk_that_fails(tmp_path: Path, call: str, monkeypatch: pytest.Monkey
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = sink.write_some
-    monkeypatch.setattr(sink, "write_some", lambda fd, data, offset: real(fd, data[:4097], offset))
+    real = sequential_writer.write_some
+    monkeypatch.setattr(sequential_writer, "write_some", lambda fd, data, offset: real(fd, data[:4097], offset))
     source = odd()
     export(source, tmp_path / "model.pt", "fp32")
     check_equal(torch.load(tmp_path / "model.pt"), source, torch.float32)

@@ -15,9 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from lt_zero.checkpoint.casting import Cast
-from lt_zero.checkpoint.errors import CheckpointError
 from lt_zero.checkpoint.export import export
-from lt_zero.checkpoint.formats import plan_shards
+from lt_zero.checkpoint.export_formats import plan_shards
+from lt_zero.common.errors import CheckpointError
 from tests.export_tools import Memory, check_equal, layers, listing
 
 

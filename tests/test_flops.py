@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lt_zero import ZeroStrategy, flops_formulas
-from lt_zero.flops import Counted, FlopCount, Flops
+from lt_zero import ZeroStrategy
+from lt_zero.lightning.monitor import flops_formulas
+from lt_zero.lightning.monitor.flops import Counted, FlopCount, Flops
 from tests.lightning_tools import GPT, QUIET, sharded_trainer
 from tests.pool import Pool
 

@@ -146,7 +146,7 @@ def _low_precision_resume(stage: int) -> None:
         engine = lt_zero.shard(Net().bfloat16(), config_of(stage))
         return engine, lt_zero.ShardedOptimizer(engine, torch.optim.AdamW(engine.root.parameters(), lr=1e-2))
 
-    from lt_zero.checkpoint.full import full_optimizer_state, load_full_optimizer_state
+    from lt_zero.checkpoint.native.full_states import full_optimizer_state, load_full_optimizer_state
 
     engine, sharded = build()
     next_token_loss(engine.root, 0, 0, dist.get_rank()).backward()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import ops
-from lt_zero.core.norm import clip_grad_norm, grad_norm
+from lt_zero.step.clip import clip_grad_norm, grad_norm
 from tests.models import Net, next_token_loss
 from tests.parity import STAGES, config_of, full_values
 from tests.pool import Pool

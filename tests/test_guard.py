@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 import lt_zero
-from lt_zero.checkpoint.plain import plain
-from lt_zero.core.identity import check_identity
-from lt_zero.core.lazy import AbsentTensor
+from lt_zero.checkpoint.native.plain import plain
+from lt_zero.engine.consistency_check import check_identity
+from lt_zero.engine.lazy_tensor import AbsentTensor
 from tests.models import Net, next_token_loss, tokens
 from tests.parity import STAGES, Case, check, config_of, full_values
 from tests.pool import Pool

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import lt_zero.checkpoint.handles as handles
-from lt_zero.checkpoint.deepspeed import DeepSpeedSource
-from lt_zero.checkpoint.errors import CheckpointError
-from lt_zero.checkpoint.fsdp import DcpSource
-from lt_zero.checkpoint.onefile import FileSource
+import lt_zero.checkpoint.formats.handles as handles
+from lt_zero.checkpoint.formats.dcp import DcpSource
+from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
+from lt_zero.checkpoint.formats.torch_file import FileSource
 from lt_zero.checkpoint.source import Source, Spec
+from lt_zero.common.errors import CheckpointError
 
 DATA = Path(__file__).parent / "data"
 DEEPSPEED = sorted(folder.parent.name for folder in DATA.glob("deepspeed/*/expected.pt"))

@@ -18,12 +18,12 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from lt_zero.checkpoint import output
-from lt_zero.checkpoint.archive import Archive
-from lt_zero.checkpoint.deepspeed import DeepSpeedSource
-from lt_zero.checkpoint.errors import CheckpointError
-from lt_zero.checkpoint.importing import import_checkpoint
+from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
+from lt_zero.checkpoint.import_ import import_checkpoint
+from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.verify import verify
 from lt_zero.cli import app
+from lt_zero.common.errors import CheckpointError
 from tests.import_tools import expected_of, imported, source_of
 
 
@@ -147,7 +147,7 @@ def test_no_other_file_system_is_overwritten() -> None:
 PEAK = """
 import re, sys, warnings
 from pathlib import Path
-import lt_zero.checkpoint.importing as importing
+import lt_zero.checkpoint.import_ as importing
 # Not ru_maxrss: a process has that of the one that started it.
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 Path("/proc/self/clear_refs").write_text("5")  # the peak is what is in use now

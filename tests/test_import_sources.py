@@ -14,15 +14,15 @@ from safetensors.torch import save_file, save_model
 from torch import nn
 
 import lt_zero
-from lt_zero.checkpoint.archive import Archive
-from lt_zero.checkpoint.deepspeed import DeepSpeedSource
-from lt_zero.checkpoint.errors import CheckpointError
 from lt_zero.checkpoint.export import export
-from lt_zero.checkpoint.fsdp import DcpSource
-from lt_zero.checkpoint.importing import import_checkpoint
-from lt_zero.checkpoint.onefile import FileSource
+from lt_zero.checkpoint.formats.dcp import DcpSource
+from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
+from lt_zero.checkpoint.formats.hf import ShardsSource
+from lt_zero.checkpoint.formats.torch_file import FileSource
+from lt_zero.checkpoint.import_ import import_checkpoint
+from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.open import open_source
-from lt_zero.checkpoint.shards import ShardsSource
+from lt_zero.common.errors import CheckpointError
 from tests.import_tools import DATA, expected_of, imported, module_for, source_of
 
 

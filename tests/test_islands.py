@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.checkpoint import checkpoint
 
-from lt_zero.core.islands import (
+from lt_zero.engine.fp32_modules import (
     BATCH_NORMS,
     DEFAULT_ISLANDS_MIXED,
     DEFAULT_ISLANDS_TRUE,

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import ops
-from lt_zero.core.norm import clip_grad_norm, clip_grad_value, grad_norm
-from lt_zero.ops import build, library
+from lt_zero.ops import compiler as build
+from lt_zero.ops import library
+from lt_zero.step.clip import clip_grad_norm, clip_grad_value, grad_norm
 from tests.models import Net, next_token_loss
 from tests.parity import STAGES, config_of, full_values
 from tests.pool import Pool

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.checkpoint.full import full_optimizer_state, load_full_optimizer_state
-from lt_zero.core import shelf
-from lt_zero.core.comm import Comm
-from lt_zero.core.norm import clip_grad_norm
+from lt_zero.checkpoint.native.full_states import full_optimizer_state, load_full_optimizer_state
+from lt_zero.comm.communicator import Comm
+from lt_zero.engine import bucket_store
 from lt_zero.optim import Lamb
+from lt_zero.step.clip import clip_grad_norm
 from tests.checkpoint_tools import everything, resume, same
 from tests.lamb_tools import RULE, Odd, Transcript, groups_of, lamb, loss
 from tests.lightning_tools import GPT
@@ -138,13 +138,13 @@ def _resting(path: str) -> None:
             assert any("state exp_avg_sq" in b.shelf.homes for b in engine.buckets) or dist.get_rank() > 0
             close(got, want, (stage, "nvme"))
             engine.shelves.close()
-            shelf._apart = True
+            bucket_store._apart = True
             try:
                 got, engine, _ = train(
                     stage, {"offload_optimizer": {"device": "cpu", "overlap_step": overlap}}, clip=0.5
                 )
             finally:
-                shelf._apart = False
+                bucket_store._apart = False
             close(got, want, (stage, "cpu"))
             engine.shelves.close()
 

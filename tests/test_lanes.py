@@ -1,4 +1,4 @@
-"""Copies between host memory and a device (offload/lanes.py), as tests have them on a CPU: put off until due."""
+"""Copies between host memory and a device (offload/copy_streams.py), as tests have them on a CPU: put off until due."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import torch
 from torch import Tensor
 
-from lt_zero.offload.lanes import DONE, Lane, Slots
+from lt_zero.offload.copy_streams import DONE, Lane, Slots
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lt_zero.core.layout import ALIGN, plan_bucket, split_by_size
-from lt_zero.core.units import UnitRules, find_units
+from lt_zero.engine.find_units import UnitRules, find_units
+from lt_zero.engine.layout import ALIGN, plan_bucket, split_by_size
 from tests.models import Block, Net
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), max_size=8)

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import ZeroConfig
-from lt_zero.config.precision import DtypePolicy
-from lt_zero.core.comm import Comm
-from lt_zero.core.gate import StepGate
-from lt_zero.core.norm import grad_norm
-from lt_zero.core.report import dtype_table, memory_report
-from lt_zero.precision import sharded_of
+from lt_zero.comm.communicator import Comm
+from lt_zero.config.blocks.precision import DtypePolicy
+from lt_zero.lightning.model_report import dtype_table, memory_report
+from lt_zero.lightning.precision import sharded_of
+from lt_zero.step.clip import grad_norm
+from lt_zero.step.loss_scale_controller import StepGate
 from tests.lightning_tools import GPT, sharded_trainer, weights
 from tests.models import Net, tokens
 from tests.parity import OPTIMIZERS, STAGES, config_of, full_grads, full_values

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import Sizes, ZeroConfig, estimate
-from lt_zero.checkpoint.full import full_optimizer_state
-from lt_zero.config.checkpoint import Checkpoint
-from lt_zero.config.precision import dtype_policy
-from lt_zero.core import shelf
-from lt_zero.core.bucket import Bucket, State
-from lt_zero.core.values import full_state_dict
-from lt_zero.offload.home import FileHome
-from lt_zero.offload.memory import rounded
-from lt_zero.planning.costs import COPY, FILE, GATHERED, GRADS, LOCAL, MASTER, MOMENTS, OFFLOAD, REDUCE, WEIGHTS
-from lt_zero.planning.estimate import states_of
-from lt_zero.planning.measure import RESTING, measured
-from lt_zero.planning.rows import DEVICE, HOST, NVME
+from lt_zero.checkpoint.native.full_states import full_optimizer_state
+from lt_zero.config.blocks.checkpoint import Checkpoint
+from lt_zero.config.blocks.precision import dtype_policy
+from lt_zero.engine import bucket_store
+from lt_zero.engine.bucket import Bucket, State
+from lt_zero.engine.full_params import full_state_dict
+from lt_zero.io.pinned import rounded
+from lt_zero.memory.costs import COPY, FILE, GATHERED, GRADS, LOCAL, MASTER, MOMENTS, OFFLOAD, REDUCE, WEIGHTS
+from lt_zero.memory.estimate import states_of
+from lt_zero.memory.measure import RESTING, measured
+from lt_zero.memory.rows import DEVICE, HOST, NVME
+from lt_zero.offload.nvme_store import FileHome
 from tests.models import VOCAB, Block, tokens
 from tests.pool import Pool
 
@@ -171,7 +171,7 @@ def test_overlapped_steps(pool: Pool, tmp_path: Path) -> None:
 def _host_apart() -> None:
     """Two memories on one CPU: what a forecast says of a GPU and its host together."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(shelf, "_apart", True)
+    patch.setattr(bucket_store, "_apart", True)
     try:
         for mode, optim, param in itertools.product(("32-true", "bf16-mixed"), ("none", "cpu"), ("none", "cpu")):
             zero = {"stage": 3, "offload_optimizer": {"device": optim}, "offload_param": {"device": param}}

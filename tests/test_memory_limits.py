@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 import lt_zero
 from lt_zero import NotEnoughMemory, Sizes, ZeroConfig, ZeroStrategy
 from lt_zero.cli import app
-from lt_zero.core.bucket import Bucket
-from lt_zero.planning import Machine, cheapest, check_host_memory, limits
-from lt_zero.planning.fit import settings
-from lt_zero.planning.limits import GB, Available, cgroup_limits, host_memory
+from lt_zero.engine.bucket import Bucket
+from lt_zero.memory import Machine, cheapest, check_host_memory, limits
+from lt_zero.memory.fit import settings
+from lt_zero.memory.limits import GB, Available, cgroup_limits, host_memory
 from tests.lightning_tools import GPT, QUIET
 from tests.models import Net
 from tests.pool import Pool

@@ -27,14 +27,15 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lt_zero import ZeroPrecision, ZeroStrategy, monitoring
-from lt_zero.batches import rows_of
-from lt_zero.config.errors import ConfigError
+from lt_zero import ZeroPrecision, ZeroStrategy
+from lt_zero.common.errors import ConfigError
+from lt_zero.config.blocks.monitor import Comet, CsvMonitor, TensorBoard, Wandb
 from lt_zero.config.fields import Block
-from lt_zero.config.monitor import Comet, CsvMonitor, TensorBoard, Wandb
-from lt_zero.loggers import attach_loggers
-from lt_zero.monitoring import StepPrinter, config_lines, dump_state, gc_disabled, logger_level
-from lt_zero.precision import sharded_of
+from lt_zero.lightning.batch_size import rows_of
+from lt_zero.lightning.monitor import console
+from lt_zero.lightning.monitor.console import StepPrinter, config_lines, dump_state, gc_disabled, logger_level
+from lt_zero.lightning.monitor.loggers import attach_loggers
+from lt_zero.lightning.precision import sharded_of
 from tests.lightning_tools import GPT, QUIET, sharded_trainer, torchrun_env
 from tests.pool import Pool
 
@@ -357,7 +358,7 @@ class Observed(pl.LightningModule):
 
 def _observe(every: int, options: dict[str, Any], bar: bool = False, module: dict[str, Any] | None = None) -> Any:
     clock, shown = Clock(), Bar()
-    real, monitoring.time = monitoring.time, clock  # type: ignore[attr-defined,assignment]
+    real, console.time = console.time, clock  # type: ignore[attr-defined,assignment]
     if bar:
         options = {**options, "callbacks": [shown], "enable_progress_bar": True}
     options = {**options, "plugins": [ZeroPrecision(mode) for mode in options.get("plugins", ())]}
@@ -367,7 +368,7 @@ def _observe(every: int, options: dict[str, Any], bar: bool = False, module: dic
             model = Observed(clock, **(module or {}))
             trainer.fit(model)
     finally:
-        monitoring.time = real  # type: ignore[attr-defined]
+        console.time = real  # type: ignore[attr-defined]
     lines = shown.printed if bar else [line for line in stdout.getvalue().splitlines() if line.startswith("step ")]
     return lines, model.losses, model.norms, trainer.strategy.reductions  # type: ignore[attr-defined]
 
@@ -480,10 +481,10 @@ def test_level_lasts_as_long_as_the_context(
     monkeypatch.setattr(root, "handlers", [])  # as in a script of a user; pytest has some
     for rank, shown in ((0, "lt_zero DEBUG: one\nlt_zero WARNING: two\n"), (1, "lt_zero WARNING: two\n")):
         with pytest.raises(KeyError), logger_level("debug", rank):  # noqa: PT012
-            logging.getLogger("lt_zero.core").debug("one")
+            logging.getLogger("lt_zero.engine").debug("one")
             logger.warning("two")
             raise KeyError
-        assert capsys.readouterr().err.replace("lt_zero.core", "lt_zero") == shown
+        assert capsys.readouterr().err.replace("lt_zero.engine", "lt_zero") == shown
         assert (logger.level, logger.handlers) == (logging.NOTSET, [])
     with logger_level("error"):
         logger.warning("three")

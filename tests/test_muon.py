@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn import Parameter
 
 from lt_zero import ZeroConfig, ZeroStrategy
-from lt_zero.config.errors import ConfigError
-from lt_zero.core.supported import check_supported, states_by_group
+from lt_zero.common.errors import ConfigError
+from lt_zero.memory.estimate import states_of
 from lt_zero.optim import Muon, build_optimizer, muon_groups
-from lt_zero.optim.division import divide
 from lt_zero.optim.muon import orthogonalize
-from lt_zero.planning.estimate import states_of
+from lt_zero.optim.muon_parameters import divide
+from lt_zero.step.supported_optimizers import check_supported, states_by_group
 from tests.lightning_tools import single_trainer
 
 SHAPES = [(7, 5), (5, 7), (6, 6), (1, 9)]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lt_zero
-from lt_zero.core.norm import clip_grad_norm
+from lt_zero.step.clip import clip_grad_norm
 from tests.models import Net, next_token_loss
 from tests.parity import STAGES, config_of, full_values
 from tests.pool import Pool
@@ -135,7 +135,7 @@ def test_options(pool: Pool, tmp_path: Path) -> None:
 
 def _host(optimizer: str, dtype: torch.dtype | None) -> None:
     """As with a GPU: host memory apart from the device's, although both are the same here."""
-    import lt_zero.core.shelf as shelf
+    import lt_zero.engine.bucket_store as shelf
 
     for stage in STAGES:
         want, plain, one = train(stage, None, optimizer, dtype=dtype)
@@ -173,7 +173,7 @@ def test_host_memory_with_sixteen_bits(pool: Pool) -> None:
 
 def _files_apart(path: str, optimizer: str, dtype: torch.dtype | None) -> None:
     """As with a GPU and NVMe: what comes from files has to go to the device."""
-    import lt_zero.core.shelf as shelf
+    import lt_zero.engine.bucket_store as shelf
 
     for stage in STAGES:
         want, _, _ = train(stage, None, optimizer, dtype=dtype)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.config.precision import dtype_policy
-from lt_zero.core.norm import clip_grad_norm
+from lt_zero.config.blocks.precision import dtype_policy
+from lt_zero.step.clip import clip_grad_norm
 from tests.parity import config_of, full_values
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -18,10 +18,10 @@ from torch import nn
 
 import lt_zero
 from lt_zero.config import ZeroConfig
-from lt_zero.core.norm import clip_grad_norm
-from lt_zero.core.supported import states_per_element
-from lt_zero.offload import blocks as io
-from lt_zero.offload.pool import SwapError
+from lt_zero.io import block_transfer as io
+from lt_zero.io.thread_pool import SwapError
+from lt_zero.step.clip import clip_grad_norm
+from lt_zero.step.supported_optimizers import states_per_element
 from tests.models import Net, next_token_loss
 from tests.offload_tools import change
 from tests.parity import config_of
@@ -193,7 +193,7 @@ def test_what_a_disk_made_up_is_an_error_of_all(pool: Pool, tmp_path: Path) -> N
 
 
 def _no_room(path: str) -> str:
-    import lt_zero.offload.folder as folder
+    import lt_zero.io.private_folder as folder
 
     before = folder.free_bytes
     folder.free_bytes = lambda _: 1000 if dist.get_rank() == 1 else before(Path(path))  # type: ignore[assignment]

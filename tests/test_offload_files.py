@@ -19,10 +19,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lt_zero.offload import blocks, files
-from lt_zero.offload.files import IoPool, SwapError, SwapFile
-from lt_zero.offload.folder import filesystem_of
-from lt_zero.offload.memory import BLOCK, aligned_buffer, checksum, checksum_weights, rounded
+from lt_zero.io import block_transfer, direct_file
+from lt_zero.io.direct_file import IoPool, SwapError, SwapFile
+from lt_zero.io.pinned import BLOCK, aligned_buffer, checksum, checksum_weights, rounded
+from lt_zero.io.private_folder import filesystem_of
 from tests.offload_tools import change, fail_with, in_child, noise, read, write
 
 SIZES = [1, 511, 4096, 4097, (3 << 20) + 3, 0, 65536, 12345]
@@ -117,7 +117,7 @@ def test_records_of_odd_sizes_come_back(
     tmp_path: Path, threads: int, block_size: int, direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not direct:
-        monkeypatch.setattr(files, "go_direct", lambda *args: False)
+        monkeypatch.setattr(direct_file, "go_direct", lambda *args: False)
     pool = IoPool(threads=threads, block_size=block_size, queue_depth=3)
     file = SwapFile(tmp_path / "records", SIZES, pool)
     assert [file.size_of(i) for i in range(len(SIZES))] == [rounded(size) for size in SIZES]
@@ -180,13 +180,13 @@ def test_many_threads_may_ask(tmp_path: Path, pool: IoPool) -> None:
 def test_a_read_waits_for_its_write_and_not_for_another(file: SwapFile, monkeypatch: pytest.MonkeyPatch) -> None:
     write(file, 0, seed=1)
     other = write(file, 1, seed=2)
-    gate, real = threading.Event(), blocks.write_some
+    gate, real = threading.Event(), block_transfer.write_some
 
     def slow(fd: int, view: memoryview, offset: int) -> int:
         gate.wait()
         return real(fd, view, offset)
 
-    monkeypatch.setattr(blocks, "write_some", slow)
+    monkeypatch.setattr(block_transfer, "write_some", slow)
     monkeypatch.setattr(file._pool, "queue_depth", 2)  # leaves two of the four threads free
     source, target = noise(4 * STEP, 3), aligned_buffer(4 * STEP)
     writing, reading = file.write(0, source), file.read(0, target)
@@ -202,14 +202,14 @@ def test_a_read_waits_for_its_write_and_not_for_another(file: SwapFile, monkeypa
 def test_a_small_transfer_passes_a_large_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = IoPool(threads=1, block_size=4096, queue_depth=2)
     file = SwapFile(tmp_path / "records", [64 * 4096, 4096], pool)
-    gate, order, real = threading.Event(), list[int](), blocks.write_some
+    gate, order, real = threading.Event(), list[int](), block_transfer.write_some
 
     def note(fd: int, view: memoryview, offset: int) -> int:
         gate.wait()
         order.append(offset)
         return real(fd, view, offset)
 
-    monkeypatch.setattr(blocks, "write_some", note)
+    monkeypatch.setattr(block_transfer, "write_some", note)
     transfers = [file.write(0, noise(64 * 4096)), file.write(1, noise(4096))]
     gate.set()
     for transfer in transfers:
@@ -235,7 +235,7 @@ def test_threads_keep_no_tensors_and_leave_torch_its_threads(file: SwapFile, mon
     source = noise(4 * STEP)
     kept = [file.write(0, source)]
     kept[0].wait()
-    monkeypatch.setattr(blocks, "write_some", fail_with(errno.EIO))
+    monkeypatch.setattr(block_transfer, "write_some", fail_with(errno.EIO))
     kept.append(file.write(1, source))
     with pytest.raises(SwapError):
         kept[1].wait()
@@ -302,8 +302,8 @@ def test_closed_files_and_pools_refuse(tmp_path: Path) -> None:
 
 
 def test_closing_waits_for_what_is_under_way(tmp_path: Path, pool: IoPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = blocks.write_some
-    monkeypatch.setattr(blocks, "write_some", lambda *args: (time.sleep(0.005), real(*args))[1])
+    real = block_transfer.write_some
+    monkeypatch.setattr(block_transfer, "write_some", lambda *args: (time.sleep(0.005), real(*args))[1])
     file = SwapFile(tmp_path / "records", [8 * STEP] * 4, pool)
     source = noise(8 * STEP)
     transfers = [file.write(i % 2, source) for i in range(8)]  # half of them wait for others
@@ -342,7 +342,7 @@ def test_a_file_cut_short_is_seen(file: SwapFile, size: int) -> None:
 def test_a_lost_write_is_seen_and_a_new_one_heals(file: SwapFile, monkeypatch: pytest.MonkeyPatch) -> None:
     write(file, 0, seed=1)
     with monkeypatch.context() as lies:
-        lies.setattr(blocks, "write_some", lambda fd, view, offset: len(view))
+        lies.setattr(block_transfer, "write_some", lambda fd, view, offset: len(view))
         write(file, 0, seed=2)
     with pytest.raises(SwapError, match="lost a write"):
         read(file, 0)
@@ -367,9 +367,9 @@ def test_short_and_interrupted_requests_are_continued(
     tmp_path: Path, pool: IoPool, direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not direct:
-        monkeypatch.setattr(files, "go_direct", lambda *args: False)
-    monkeypatch.setattr(blocks, "_PAUSE", 0.0)
-    rng, reals, seen = random.Random(0), (blocks.write_some, blocks.read_some), set()
+        monkeypatch.setattr(direct_file, "go_direct", lambda *args: False)
+    monkeypatch.setattr(block_transfer, "_PAUSE", 0.0)
+    rng, reals, seen = random.Random(0), (block_transfer.write_some, block_transfer.read_some), set()
 
     def shorten(real: Callable[[int, memoryview, int], int]) -> Callable[[int, memoryview, int], int]:
         def call(fd: int, view: memoryview, offset: int) -> int:
@@ -387,8 +387,8 @@ def test_short_and_interrupted_requests_are_continued(
         return call
 
     file = SwapFile(tmp_path / "records", [4 * STEP] * 8, IoPool(2, STEP, retries=50))
-    monkeypatch.setattr(blocks, "write_some", shorten(reals[0]))
-    monkeypatch.setattr(blocks, "read_some", shorten(reals[1]))
+    monkeypatch.setattr(block_transfer, "write_some", shorten(reals[0]))
+    monkeypatch.setattr(block_transfer, "read_some", shorten(reals[1]))
     for i in range(8):
         assert torch.equal(write(file, i, i), read(file, i))
     assert len(seen) == 5
@@ -403,7 +403,7 @@ def test_failed_writes_tell_what_where_and_why(
 ) -> None:
     write(file, 1)
     with monkeypatch.context() as fails:
-        fails.setattr(blocks, "write_some", fail_with(code))
+        fails.setattr(block_transfer, "write_some", fail_with(code))
         transfer = file.write(1, noise(4 * STEP))
         for _ in range(2):
             with pytest.raises(
@@ -423,14 +423,14 @@ def test_failed_writes_tell_what_where_and_why(
 def test_failed_reads_tell_and_can_be_repeated(file: SwapFile, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write(file, 0)
     with monkeypatch.context() as fails:
-        fails.setattr(blocks, "read_some", fail_with(errno.EIO))
+        fails.setattr(block_transfer, "read_some", fail_with(errno.EIO))
         with pytest.raises(SwapError, match=rf"Cannot read {STEP} bytes at offset [0-9]+ .*EIO"):
             read(file, 0)
     assert torch.equal(read(file, 0), source)
 
 
 def test_retries_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_PAUSE", 0.0)
+    monkeypatch.setattr(block_transfer, "_PAUSE", 0.0)
     pool, calls = IoPool(threads=1, retries=3), list[int]()
     file = SwapFile(tmp_path / "records", [1], pool)
     for result, words in [(0, "4 requests moved nothing"), (errno.EAGAIN, "EAGAIN")]:
@@ -439,7 +439,7 @@ def test_retries_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             calls.append(result)
             return 0 if result == 0 else fail_with(result)(fd, view, offset)
 
-        monkeypatch.setattr(blocks, "write_some", call)
+        monkeypatch.setattr(block_transfer, "write_some", call)
         with pytest.raises(SwapError, match=words):
             write(file, 0)
         assert len(calls) == 4
@@ -500,7 +500,7 @@ def test_the_way_through_the_page_cache_is_told_once(
 ) -> None:
     real = os.pwritev
     monkeypatch.setattr(os, "pwritev", fail_with(errno.EINVAL))
-    monkeypatch.setattr(files, "_told", set())
+    monkeypatch.setattr(direct_file, "_told", set())
     made = [SwapFile(tmp_path / name, [4 * STEP], pool) for name in "ab"]
     monkeypatch.setattr(os, "pwritev", real)
     assert [file.direct for file in made] == [False, False]
@@ -524,12 +524,12 @@ def test_direct_where_the_file_system_can(tmp_path: Path, file: SwapFile) -> Non
     if filesystem_of(tmp_path) not in ("ext4", "xfs", "btrfs"):
         pytest.skip("an unknown file system")
     assert file.direct
-    assert files.logical_block(tmp_path) in (512, 4096)
-    assert files.logical_block(tmp_path / "none") == BLOCK
+    assert direct_file.logical_block(tmp_path) in (512, 4096)
+    assert direct_file.logical_block(tmp_path / "none") == BLOCK
 
 
 def test_larger_blocks_of_the_disk_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "logical_block", lambda path: 16384)
+    monkeypatch.setattr(direct_file, "logical_block", lambda path: 16384)
     pool = IoPool(threads=1, block_size=4096)
     file = SwapFile(tmp_path / "records", [1, 20000], pool)
     assert [file.size_of(0), file.size_of(1)] == [16384, 32768]
@@ -566,7 +566,7 @@ def test_closing_at_exit_gives_up_what_waits(tmp_path: Path, monkeypatch: pytest
         gate.wait()
         return len(view)
 
-    monkeypatch.setattr(blocks, "write_some", slow)
+    monkeypatch.setattr(block_transfer, "write_some", slow)
     transfers = [file.write(0, noise(4 * STEP)) for _ in range(2)]
     started.wait()
     threading.Timer(0.05, gate.set).start()
@@ -583,7 +583,7 @@ def test_a_process_that_set_its_threads_first_keeps_them(tmp_path: Path) -> None
     """In a process of its own: torch takes a number of threads over when it is first used."""
     script = (
         "import torch; torch.set_num_threads(3)\n"
-        "from lt_zero.offload.pool import IoPool\n"
+        "from lt_zero.io.thread_pool import IoPool\n"
         "pool = IoPool(2)\n"
         "print(torch.get_num_threads())\n"
     )

@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 
 import lt_zero
-from lt_zero.offload import blocks, folder
-from lt_zero.offload.files import IoPool, SwapError
-from lt_zero.offload.folder import SwapFolder, filesystem_of
-from lt_zero.offload.probe import Speed, forecast, probe
+from lt_zero.io import block_transfer, private_folder
+from lt_zero.io.direct_file import IoPool, SwapError
+from lt_zero.io.private_folder import SwapFolder, filesystem_of
+from lt_zero.offload.disk_speed import Speed, forecast, probe
 
 
 def _start_child(work: Callable[[], None]) -> int:
@@ -112,7 +112,7 @@ def test_folders_of_other_names_go_from_local_disks_only(
     other = tmp_path / "lt_zero-another-host-2-0123abcd"
     other.mkdir()
     (other / "lock").touch()
-    monkeypatch.setattr(folder, "filesystem_of", lambda path: kind)
+    monkeypatch.setattr(private_folder, "filesystem_of", lambda path: kind)
     SwapFolder(tmp_path, 0).close()
     assert len(list(tmp_path.iterdir())) == left
 
@@ -131,7 +131,7 @@ def test_file_systems_without_locks_keep_everything(
     def no_locks(fd: int, flags: int) -> None:
         raise OSError(errno.ENOLCK, "no locks")
 
-    monkeypatch.setattr(folder.fcntl, "flock", no_locks)
+    monkeypatch.setattr(private_folder.fcntl, "flock", no_locks)
     first, second = SwapFolder(tmp_path, 0), SwapFolder(tmp_path, 1)
     assert first.path.is_dir()
     assert "takes no locks" in caplog.text
@@ -168,7 +168,7 @@ def test_memory_is_told_from_disks(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     place = Path("/dev/shm")
     if not place.is_dir() or filesystem_of(place) != "tmpfs" or not os.access(place, os.W_OK):
         pytest.skip("no tmpfs")
-    monkeypatch.setattr(folder, "_told", set())
+    monkeypatch.setattr(private_folder, "_told", set())
     for _ in range(2):
         SwapFolder(place, 0).close()
     assert caplog.text.count("is on tmpfs, which is memory and no disk") == 1
@@ -181,9 +181,9 @@ def test_exit_removes_everything_and_the_exit_of_a_child_nothing(tmp_path: Path)
         # All of lt_zero takes seconds to import.
         sys.modules["lt_zero"] = package = types.ModuleType("lt_zero")
         package.__path__ = [sys.argv[2]]
-        from lt_zero.offload.files import IoPool, SwapFile
-        from lt_zero.offload.folder import SwapFolder
-        from lt_zero.offload.memory import aligned_buffer
+        from lt_zero.io.direct_file import IoPool, SwapFile
+        from lt_zero.io.private_folder import SwapFolder
+        from lt_zero.io.pinned import aligned_buffer
 
         folder = SwapFolder(Path(sys.argv[1]), 0)
         pool = IoPool(threads=2, block_size=4096)
@@ -206,7 +206,7 @@ def test_exit_removes_everything_and_the_exit_of_a_child_nothing(tmp_path: Path)
 
 
 def test_the_probe_measures_and_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("lt_zero.offload.probe"), "_SECONDS", 0.05)
+    monkeypatch.setattr(importlib.import_module("lt_zero.offload.disk_speed"), "_SECONDS", 0.05)
     made, pool = SwapFolder(tmp_path, 0), IoPool(block_size=64 << 10)
     speed = probe(made, pool, nbytes=1 << 20)
     assert speed.read > 1e6
@@ -214,8 +214,8 @@ def test_the_probe_measures_and_cleans_up(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in made.path.iterdir()] == ["lock"]
     with pytest.raises(SwapError, match="too little space"):
         probe(made, pool, nbytes=1 << 60)
-    real = blocks.write_some
-    monkeypatch.setattr(blocks, "write_some", lambda *args: (time.sleep(0.004), real(*args))[1])
+    real = block_transfer.write_some
+    monkeypatch.setattr(block_transfer, "write_some", lambda *args: (time.sleep(0.004), real(*args))[1])
     start = time.monotonic()
     probe(made, pool)  # all of it would take 4 seconds
     assert time.monotonic() - start < 10

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.checkpoint.full import full_optimizer_state
-from lt_zero.core.values import full_state_dict
+from lt_zero.checkpoint.native.full_states import full_optimizer_state
+from lt_zero.engine.full_params import full_state_dict
 from tests.parity import config_of, full_values
 from tests.pool import Pool
 from tests.test_offload import blocks, same

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.checkpoint.full import full_optimizer_state, load_full_optimizer_state
-from lt_zero.core.norm import clip_grad_norm
-from lt_zero.core.values import full_state_dict, restore_whole
+from lt_zero.checkpoint.native.full_states import full_optimizer_state, load_full_optimizer_state
+from lt_zero.engine.full_params import full_state_dict, restore_whole
+from lt_zero.step.clip import clip_grad_norm
 from tests.lightning_tools import GPT, weights
 from tests.models import Net, next_token_loss
 from tests.parity import config_of, full_values

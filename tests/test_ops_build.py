@@ -19,9 +19,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lt_zero import cli, waiting
-from lt_zero.ops import build, library
-from lt_zero.ops.build import BuildError, Recipe, cached, find_compiler, recipe_of
+from lt_zero import cli
+from lt_zero.common import progress_bar
+from lt_zero.ops import compiler as build
+from lt_zero.ops import library
+from lt_zero.ops.compiler import BuildError, Recipe, cached, find_compiler, recipe_of
 from lt_zero.ops.library import Loader
 
 KERNELS = """
@@ -225,9 +227,9 @@ def test_a_killed_process_leaves_no_lock(
 
 
 def test_it_tells_what_takes_long(csrc: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[waiting.Work] = []
-    monkeypatch.setattr(waiting, "_watch", lambda work, *_: seen.append(work))
-    monkeypatch.setattr(waiting, "_local_rank", 0)
+    seen: list[progress_bar.Work] = []
+    monkeypatch.setattr(progress_bar, "_watch", lambda work, *_: seen.append(work))
+    monkeypatch.setattr(progress_bar, "_local_rank", 0)
     build.build(recipe_of("cpu", csrc), cache)
     build.build(recipe_of("cpu", csrc), cache)
     jobs = len(recipe_of("cpu", csrc).sources()) + 1

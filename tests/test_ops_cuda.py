@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lt_zero import ops
-from lt_zero.ops import build, library
+from lt_zero.ops import compiler, library
 from tests.test_ops import LOW, STEPS, options_of, rows
 
 SIZES = [0, 1, 7, 33, 4097, 70_001, 1_000_003]
@@ -22,11 +22,11 @@ SIZES = [0, 1, 7, 33, 4097, 70_001, 1_000_003]
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 def test_they_compile_without_a_warning_and_export_the_abi(tmp_path: Path) -> None:
-    made = build.build(build.recipe_of("cuda", arches=["sm_90"]), tmp_path)
+    made = compiler.build(compiler.recipe_of("cuda", arches=["sm_90"]), tmp_path)
     logs = "".join(file.read_text() for file in tmp_path.glob("*.log"))
     assert "warning" not in logs
     lib = ctypes.CDLL(str(made.path))
-    header = (build.CSRC / "lt_zero.h").read_text()
+    header = (compiler.CSRC / "lt_zero.h").read_text()
     for name in set(re.findall(r"\b(lt_cuda_\w+)\(", header)):
         assert hasattr(lib, name), name
     lib = library.declare(lib, "cuda")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lt_zero.ops import build
+from lt_zero.ops import compiler
 
 # Buffers end exactly where the data does, so that one element too many is found.
 DRIVER = """
@@ -84,10 +84,10 @@ main()
 @pytest.mark.slow
 def test_no_kernel_touches_what_is_not_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checks = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g")
-    monkeypatch.setattr(build, "CPU_FLAGS", (*build.CPU_FLAGS, *checks))
-    monkeypatch.setattr(build, "CPU_LINK", (*build.CPU_LINK, *checks))
-    monkeypatch.setattr(build, "load", lambda path, kind: None)  # only a process that starts with ASan can
-    made = build.build(build.recipe_of("cpu"), tmp_path)
+    monkeypatch.setattr(compiler, "CPU_FLAGS", (*compiler.CPU_FLAGS, *checks))
+    monkeypatch.setattr(compiler, "CPU_LINK", (*compiler.CPU_LINK, *checks))
+    monkeypatch.setattr(compiler, "load", lambda path, kind: None)  # only a process that starts with ASan can
+    made = compiler.build(compiler.recipe_of("cpu"), tmp_path)
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)
     asan = subprocess.check_output(["g++", "-print-file-name=libasan.so"], text=True).strip()

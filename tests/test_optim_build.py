@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from lt_zero.config.errors import ConfigError, Problem
+from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.optim import Lamb, Lion, WarmupLR, build_optimizer, build_scheduler, check_optimizer, check_scheduler
 from lt_zero.optim.adam import UncorrectedAdam
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from lt_zero.core.fused import FusedAdam
-from lt_zero.core.supported import check_supported, states_per_element
 from lt_zero.optim import Lion, build_optimizer
 from lt_zero.optim.adam import UncorrectedAdam
+from lt_zero.step.fused_step import FusedAdam
+from lt_zero.step.supported_optimizers import check_supported, states_per_element
 from tests.models import Net, next_token_loss
 from tests.parity import Case, check
 from tests.pool import Pool

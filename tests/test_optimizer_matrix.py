@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lt_zero
-from lt_zero.core.norm import clip_grad_norm
 from lt_zero.optim import OneCycle, build_optimizer
+from lt_zero.step.clip import clip_grad_norm
 from tests.parity import STAGES, config_of, full_values
 from tests.pool import Pool
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lt_zero
-from lt_zero.core.bucket import Bucket
-from lt_zero.core.engine import Engine
-from lt_zero.core.guard import is_guarded
-from lt_zero.core.layout import Piece
-from lt_zero.core.overflow import FiniteWatch, nonfinite_parameters, overflow_report
+from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.engine import Engine
+from lt_zero.engine.guard import is_guarded
+from lt_zero.engine.layout import Piece
+from lt_zero.step.overflow import FiniteWatch, nonfinite_parameters, overflow_report
 from tests.models import Block, Net, next_token_loss, tokens
 from tests.parity import RELEASE, STAGES, config_of
 from tests.pool import Pool

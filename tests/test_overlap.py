@@ -22,12 +22,12 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 import lt_zero
-import lt_zero.core.shelf as shelf
+import lt_zero.engine.bucket_store as shelf
 from lt_zero import ops
-from lt_zero.core.norm import clip_grad_norm
-from lt_zero.core.values import full_state_dict
-from lt_zero.offload import blocks as io
-from lt_zero.offload.pool import SwapError
+from lt_zero.engine.full_params import full_state_dict
+from lt_zero.io import block_transfer as io
+from lt_zero.io.thread_pool import SwapError
+from lt_zero.step.clip import clip_grad_norm
 from tests.lightning_tools import FULL, GPT, sharded_trainer, weights
 from tests.models import Net, next_token_loss
 from tests.offload_tools import fail_with

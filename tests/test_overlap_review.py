@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.core.background import Background, Job
-from lt_zero.core.fused import FusedAdam
-from lt_zero.core.norm import clip_grad_norm
-from lt_zero.core.values import full_state_dict
-from lt_zero.offload import lanes
-from lt_zero.offload.pool import SwapError
+from lt_zero.engine.full_params import full_state_dict
+from lt_zero.io.thread_pool import SwapError
+from lt_zero.offload import copy_streams
+from lt_zero.offload.background import Background, Job
+from lt_zero.step.clip import clip_grad_norm
+from lt_zero.step.fused_step import FusedAdam
 from tests.lightning_tools import GPT, sharded_trainer, weights
 from tests.models import Net, next_token_loss
 from tests.offload_tools import in_child
@@ -351,7 +351,7 @@ class Sometimes(Net):
 @contextmanager
 def slow_copies() -> Iterator[None]:
     """A gradient that is waited for in backward's thread arrives when the background has nothing more to do."""
-    jobs, wait, hand_over, launch = list[Job](), lanes._Late.wait, Background.hand_over, FusedAdam.launch
+    jobs, wait, hand_over, launch = list[Job](), copy_streams._Late.wait, Background.hand_over, FusedAdam.launch
 
     def hand_over_noted(self: Background, job: Job, limit: int | None = None) -> None:
         hand_over(self, job, limit)
@@ -371,10 +371,12 @@ def slow_copies() -> Iterator[None]:
 
     patch = pytest.MonkeyPatch()
     patch.setattr(Background, "hand_over", hand_over_noted)
-    patch.setattr(lanes._Late, "wait", wait_long)
-    patch.setattr(lanes._Late, "synchronize", wait_long)
+    patch.setattr(copy_streams._Late, "wait", wait_long)
+    patch.setattr(copy_streams._Late, "synchronize", wait_long)
     patch.setattr(FusedAdam, "launch", launch_late)
-    patch.setattr(lanes.Lane, "copy", lambda lane, to, source, after=None: lane._begin(to, source, after))  # no limit
+    patch.setattr(
+        copy_streams.Lane, "copy", lambda lane, to, source, after=None: lane._begin(to, source, after)
+    )  # no limit
     try:
         yield
     finally:

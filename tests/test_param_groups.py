@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from examples.gpt import GPT as Example
 from lt_zero import ZeroConfig
+from lt_zero.common.errors import ConfigError
 from lt_zero.config import groups as ready
-from lt_zero.config.errors import ConfigError
 from lt_zero.config.load import examine
 from lt_zero.config.show import clean, to_yaml, with_origins
 from lt_zero.optim import build_grouped, check_optimizer, param_groups

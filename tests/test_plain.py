@@ -22,7 +22,7 @@ from omegaconf import MISSING as NOT_GIVEN
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from lt_zero.checkpoint.plain import MISSING, plain, put_back
+from lt_zero.checkpoint.native.plain import MISSING, plain, put_back
 from tests.lightning_tools import GPT, sharded_trainer
 from tests.pool import Pool
 

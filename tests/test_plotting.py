@@ -14,10 +14,10 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 from typer.testing import CliRunner
 
-from lt_zero import plotting
 from lt_zero.cli import app
-from lt_zero.plotting import PlotError, draw, find_metrics, plot, read_run
-from lt_zero.readings import Reading
+from lt_zero.lightning.monitor import plot as plotting
+from lt_zero.lightning.monitor.plot import PlotError, draw, find_metrics, plot, read_run
+from lt_zero.lightning.monitor.step_metrics import Reading
 
 
 def written(folder: Path, rows: list[tuple[int, dict[str, Any]]], **kwargs: Any) -> Path:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lt_zero import ZeroPrecision, ZeroStrategy
-from lt_zero.config.precision import MODES
+from lt_zero.config.blocks.precision import MODES
 from tests.lightning_tools import GPT, QUIET, assert_same, torchrun_env, weights
 from tests.pool import Pool
 

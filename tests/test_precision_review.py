@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero import ZeroConfig, ZeroPrecision
 from lt_zero.build import shard
-from lt_zero.checkpoint.full import full_optimizer_state, load_full_optimizer_state
-from lt_zero.config.precision import dtype_policy
-from lt_zero.core.gate import StepGate
-from lt_zero.core.values import restore_whole
+from lt_zero.checkpoint.native.full_states import full_optimizer_state, load_full_optimizer_state
+from lt_zero.config.blocks.precision import dtype_policy
+from lt_zero.engine.full_params import restore_whole
+from lt_zero.step.loss_scale_controller import StepGate
 from tests.lightning_tools import GPT
 from tests.models import Net, next_token_loss, tokens
 from tests.parity import STAGES, config_of, full_values

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lt_zero.core import bucket
-from lt_zero.core.storage import FlatStorage
+from lt_zero.common.flat_storage import FlatStorage
+from lt_zero.engine import bucket
 from tests.lightning_tools import GPT, sharded_trainer, single_trainer, weights
 from tests.pool import Pool
 

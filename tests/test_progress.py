@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lt_zero.progress import Progress
+from lt_zero.lightning.data_position.position import Progress
 from tests.pool import Pool
 from tests.progress_tools import CASES, Model, Noisy, Saver, Stream, Validated, compare, fit, new_loader, new_trainer
 

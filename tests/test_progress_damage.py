@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.errors import CheckpointError
+from lt_zero.common.errors import CheckpointError
 from tests.progress_tools import CASES, WIDTH, Model, Saver, Stream, fit, new_loader, new_trainer
 
 

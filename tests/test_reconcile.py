@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 import lt_zero
 from lt_zero import ZeroConfig, ZeroStrategy
-from lt_zero.config.errors import ConfigError
-from lt_zero.core.hidden import hidden_size, with_sizes
+from lt_zero.common.errors import ConfigError
+from lt_zero.engine.hidden_size import hidden_size, with_sizes
 from tests.lightning_tools import QUIET
 from tests.pool import Pool
 

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 import lt_zero
-from lt_zero.core import rollcall
-from lt_zero.core.comm import Comm
-from lt_zero.core.engine import Engine
-from lt_zero.core.pending import Launch
-from lt_zero.core.rollcall import Patience
+from lt_zero.comm import hang_detection
+from lt_zero.comm.communicator import Comm
+from lt_zero.comm.hang_detection import Patience
+from lt_zero.comm.work import Launch
+from lt_zero.engine.engine import Engine
 from tests.lightning_tools import GPT, sharded_trainer
 from tests.models import Net, next_token_loss
 from tests.parity import config_of
@@ -38,11 +38,11 @@ SOCKETS = {"LT_ZERO_SHARED_MEMORY": "0"}
 
 @contextlib.contextmanager
 def quick(patience: Patience = QUICK) -> Iterator[None]:
-    before, rollcall.PATIENCE = rollcall.PATIENCE, patience
+    before, hang_detection.PATIENCE = hang_detection.PATIENCE, patience
     try:
         yield
     finally:
-        rollcall.PATIENCE = before
+        hang_detection.PATIENCE = before
 
 
 def sharded(stage: int = 3) -> Engine:
@@ -187,12 +187,12 @@ def _in_torchs_barrier() -> tuple[str, list[str]]:
     comm, logged = comm_here(), []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    rollcall.log.addHandler(handler)
+    hang_detection.log.addHandler(handler)
     try:
         with pytest.raises(RuntimeError) as caught:
             comm.roll_call("export") if dist.get_rank() == 0 else dist.barrier()
     finally:
-        rollcall.log.removeHandler(handler)
+        hang_detection.log.removeHandler(handler)
     comm.explain(caught.value)
     return str(caught.value), logged
 
@@ -319,6 +319,6 @@ def test_who_never_came_is_not_among_those_who_did() -> None:
     """Its next collective may be the one that it left out, under another number."""
     wanted, other = (Launch("collective", 3, "all-gather", name, 8) for name in ("blocks.0", "blocks.1"))
     late = wanted._replace(number=4)
-    verdict = rollcall.diverged([([wanted], "a.py:1"), ([other, late], "b.py:2"), ([wanted], "c.py:3")])
+    verdict = hang_detection.diverged([([wanted], "a.py:1"), ([other, late], "b.py:2"), ([wanted], "c.py:3")])
     assert "'blocks.0' was begun on ranks 0, 2 (a.py:1) and not on rank 1, which waits in" in verdict
     assert "ran the all-gather of 'blocks.1' (8 elements) in its place" in verdict

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lt_zero.core.scaler import LossScaler, ScalerRules
+from lt_zero.step.loss_scale import LossScaler, ScalerRules
 
 TRACES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "data/loss_scale_traces.json").read_text())["traces"]
 

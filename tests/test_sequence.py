@@ -5,8 +5,8 @@ from __future__ import annotations
 from unittest import mock
 
 import lt_zero
-from lt_zero.core.comm import Comm
-from lt_zero.core.pending import Launch
+from lt_zero.comm.communicator import Comm
+from lt_zero.comm.work import Launch
 from tests.models import Net, next_token_loss
 from tests.parity import Case, check, config_of
 from tests.pool import Pool

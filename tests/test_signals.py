@@ -22,10 +22,10 @@ from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import HashStore
 
-from lt_zero.checkpoint.archive import Archive
-from lt_zero.core import rollcall
-from lt_zero.core.agreement import Agreement
-from lt_zero.core.rollcall import Patience
+from lt_zero.checkpoint.native.archive import Archive
+from lt_zero.comm import hang_detection
+from lt_zero.comm.agreement import Agreement
+from lt_zero.comm.hang_detection import Patience
 from tests.lightning_tools import GPT, assert_same, sharded_trainer, weights
 from tests.pool import Pool
 
@@ -46,7 +46,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def quick(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(rollcall, "PATIENCE", Patience(poll=0.05, ask=0.1, stuck=0.3))
+    patch.setattr(hang_detection, "PATIENCE", Patience(poll=0.05, ask=0.1, stuck=0.3))
 
 
 class Kept(OnExceptionCheckpoint):
@@ -312,7 +312,7 @@ def test_who_waits_for_a_rank_that_is_gone_is_told(monkeypatch: pytest.MonkeyPat
         assert ranks == [1]
         raise RuntimeError("Rank 1 ended")
 
-    monkeypatch.setattr("lt_zero.core.agreement._LONG", 0.02)
+    monkeypatch.setattr("lt_zero.comm.agreement._LONG", 0.02)
     agreement = Agreement(HashStore(), 0, 2, check)
     agreement.begin()
     agreement.wish("stop")

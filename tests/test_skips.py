@@ -16,7 +16,7 @@ import torch
 from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as lrs
 
-from lt_zero.core.skips import SkipCounter, hold_schedule
+from lt_zero.step.skipped_steps import SkipCounter, hold_schedule
 
 
 def warm(step: int) -> float:

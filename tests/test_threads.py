@@ -12,11 +12,12 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 import lt_zero
-from lt_zero.core import background, comm
-from lt_zero.core.background import Background, Job
-from lt_zero.core.comm import Comm
-from lt_zero.offload import pool as io
-from lt_zero.offload.pool import IoPool, SwapError
+from lt_zero.comm import communicator
+from lt_zero.comm.communicator import Comm
+from lt_zero.io import thread_pool as io
+from lt_zero.io.thread_pool import IoPool, SwapError
+from lt_zero.offload import background
+from lt_zero.offload.background import Background, Job
 from tests.lightning_tools import GPT, sharded_trainer, weights
 from tests.models import Net
 from tests.parity import config_of
@@ -209,7 +210,7 @@ def test_a_device_has_its_number_everywhere(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert Comm.for_world(torch.device("cuda")).device == torch.device("cuda", 3)
     assert Comm.for_world(torch.device("cpu")).device == torch.device("cpu")
-    assert comm.with_index(torch.device("cuda", 1)) == torch.device("cuda", 1)
+    assert communicator.with_index(torch.device("cuda", 1)) == torch.device("cuda", 1)
     seen = list[Any]()
 
     def note(buckets: Any, config: Any, device: torch.device) -> Any:
@@ -218,5 +219,5 @@ def test_a_device_has_its_number_everywhere(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr("lt_zero.build.open_shelves", note)
     with pytest.raises(ZeroDivisionError):
-        lt_zero.shard(Net(), config_of(0), torch.device("cuda"), comm=Comm.for_world(torch.device("cpu")))
+        lt_zero.shard(Net(), config_of(0), torch.device("cuda"), communicator=Comm.for_world(torch.device("cpu")))
     assert seen == [torch.device("cuda", 3)]

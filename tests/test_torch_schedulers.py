@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import lr_scheduler as torchs
 
-from lt_zero.config.errors import ConfigError
+from lt_zero.common.errors import ConfigError
 from lt_zero.optim import build_scheduler, check_scheduler
 from tests.test_reconcile import Own, run
 

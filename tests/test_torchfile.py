@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lt_zero.checkpoint.torchfile import ALIGNMENT, Stored, TorchFile
+from lt_zero.checkpoint.native.torchfile import ALIGNMENT, Stored, TorchFile
 from tests.torchfile_tools import DTYPES, SHAPES, Sink, raw, same, some
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.torchfile import TorchFile
+from lt_zero.checkpoint.native.torchfile import TorchFile
 from tests.torchfile_tools import DTYPES, SHAPES, Sink, Slice, same, some
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import lt_zero
-from lt_zero.core.supported import divides
+from lt_zero.step.supported_optimizers import divides
 from tests.models import Net, next_token_loss
 from tests.parity import STAGES, Case, check, config_of, full_values
 from tests.pool import Pool

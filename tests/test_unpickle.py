@@ -19,12 +19,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lt_zero.checkpoint.deepspeed import DeepSpeedSource
-from lt_zero.checkpoint.errors import CheckpointError
-from lt_zero.checkpoint.fsdp import DcpSource
-from lt_zero.checkpoint.onefile import FileSource
-from lt_zero.checkpoint.torchread import TorchReader
-from lt_zero.checkpoint.unpickle import Machine, load_pickle
+from lt_zero.checkpoint.formats.dcp import DcpSource
+from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
+from lt_zero.checkpoint.formats.torch_file import FileSource
+from lt_zero.checkpoint.formats.torchread import TorchReader
+from lt_zero.checkpoint.formats.unpickle import Machine, load_pickle
+from lt_zero.common.errors import CheckpointError
 
 DATA = Path(__file__).parent / "data"
 WHERE = Path("some/file.pt")

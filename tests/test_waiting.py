@@ -19,12 +19,12 @@ from rich.progress import Progress
 from torch import nn
 
 import lt_zero
-from lt_zero import waiting as room
 from lt_zero.checkpoint import output, verify
-from lt_zero.checkpoint.archive import Archive
+from lt_zero.checkpoint.native.archive import Archive
+from lt_zero.common import progress_bar as room
+from lt_zero.common.progress_bar import Work, duration, follow_lines, waiting
 from lt_zero.config import ZeroConfig
-from lt_zero.monitoring import logger_level
-from lt_zero.waiting import Work, duration, follow_lines, waiting
+from lt_zero.lightning.monitor.console import logger_level
 from tests.lightning_tools import GPT, sharded_trainer
 from tests.pool import Pool
 
@@ -269,7 +269,7 @@ def test_files_of_states_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def single() -> Any:
-    from lt_zero.core.comm import Comm
+    from lt_zero.comm.communicator import Comm
 
     return Comm(None, None, torch.device("cpu"))
 

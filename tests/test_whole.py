@@ -18,15 +18,15 @@ from torch.optim import Optimizer
 
 import lt_zero
 from lt_zero import estimate
-from lt_zero.config.precision import dtype_policy
-from lt_zero.core import shelf
-from lt_zero.core.layout import ALIGN, aligned, plan_bucket, split_by_size
-from lt_zero.core.plan import plan_engine
-from lt_zero.core.whole import Owners, join, share_out, shares_of
+from lt_zero.config.blocks.precision import dtype_policy
+from lt_zero.engine import bucket_store
+from lt_zero.engine.layout import ALIGN, aligned, plan_bucket, split_by_size
+from lt_zero.engine.owner_assignment import Owners, join, share_out, shares_of
+from lt_zero.engine.partition import plan_engine
+from lt_zero.memory.costs import GRADS, MASTER, MOMENTS, REDUCE, WEIGHTS
+from lt_zero.memory.measure import measured
+from lt_zero.memory.rows import HOST
 from lt_zero.optim import Lamb, Muon, muon_groups
-from lt_zero.planning.costs import GRADS, MASTER, MOMENTS, REDUCE, WEIGHTS
-from lt_zero.planning.measure import measured
-from lt_zero.planning.rows import HOST
 from tests.models import Block, next_token_loss, tokens
 from tests.parity import Case, check, config_of, full_values
 from tests.pool import Pool
@@ -241,11 +241,11 @@ def _kinds(folder: str) -> None:
         for stage, device in ((2, "none"), (1, "cpu"), (3, "nvme"), (0, "nvme")):
             along = ALONG if stage else {}  # at stage 0 every rank has whole parameters
             zero: dict[str, Any] = {**along, "offload_optimizer": {"device": device, "nvme_path": folder}}
-            shelf._apart = device == "cpu"
+            bucket_store._apart = device == "cpu"
             try:
                 check(Case(Odd, next_token_loss, stage, make, zero=zero, rtol=1e-3, atol=1e-3)).shelves.close()
             finally:
-                shelf._apart = False
+                bucket_store._apart = False
 
 
 @pytest.mark.filterwarnings("ignore:zero_optimization.shard_along", "ignore:These keys do nothing")

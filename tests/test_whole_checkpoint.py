@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lt_zero.checkpoint.archive import Archive
+from lt_zero.checkpoint.native.archive import Archive
 from tests.checkpoint_tools import SHARDED, everything, resume, same
 from tests.lightning_tools import GPT
 from tests.pool import Pool

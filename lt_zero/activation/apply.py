@@ -34,9 +34,9 @@ from lt_zero.activation import selective
 from lt_zero.activation.find import Found, find_modules
 from lt_zero.activation.state import Caches, Objects, State
 from lt_zero.activation.stores import Store
-from lt_zero.compat import compiled_module
-from lt_zero.config.activation import ActivationCheckpointing
-from lt_zero.core.walk import map_tensors
+from lt_zero.common.compat import compiled_module
+from lt_zero.common.tensor_tree import map_tensors
+from lt_zero.config.blocks.activation import ActivationCheckpointing
 
 Around = Callable[[str], AbstractContextManager[Any]]
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lt_zero.compat import compiled_module
-from lt_zero.config.activation import ActivationCheckpointing
-from lt_zero.config.errors import ConfigError, Problem
-from lt_zero.core.plan import refuse_name
-from lt_zero.core.units import class_matches, clean_name, find_repeated
+from lt_zero.common.compat import compiled_module
+from lt_zero.common.errors import ConfigError, Problem
+from lt_zero.config.blocks.activation import ActivationCheckpointing
+from lt_zero.engine.find_units import class_matches, clean_name, find_repeated
+from lt_zero.engine.partition import refuse_name
 
 _BLOCK = "activation_checkpointing"
 

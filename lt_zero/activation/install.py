@@ -11,11 +11,11 @@ from lt_zero.activation.apply import Around, apply
 from lt_zero.activation.find import Found, find_modules
 from lt_zero.activation.profile import open_boundary
 from lt_zero.activation.stores import Store, open_store
-from lt_zero.config.activation import ActivationCheckpointing
-from lt_zero.core.engine import Engine
-from lt_zero.core.shelf import is_apart
-from lt_zero.core.shelves import together
-from lt_zero.offload.pool import SwapError
+from lt_zero.config.blocks.activation import ActivationCheckpointing
+from lt_zero.engine.bucket_store import is_apart
+from lt_zero.engine.engine import Engine
+from lt_zero.engine.offload_manager import together
+from lt_zero.io.thread_pool import SwapError
 
 
 class Installed:

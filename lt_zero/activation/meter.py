@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.compat import DispatchMode
-from lt_zero.core.walk import iter_tensors
+from lt_zero.common.compat import DispatchMode
+from lt_zero.common.tensor_tree import iter_tensors
 
 
 class Meter(DispatchMode):

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lt_zero.config.activation import ActivationCheckpointing
+from lt_zero.config.blocks.activation import ActivationCheckpointing
 
 _EVERY = 10  # optimizer steps
 

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
-from lt_zero.compat import DispatchMode, alias_with_version, version_of
-from lt_zero.core.walk import iter_tensors, map_tensors
+from lt_zero.common.compat import DispatchMode, alias_with_version, version_of
+from lt_zero.common.tensor_tree import iter_tensors, map_tensors
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 

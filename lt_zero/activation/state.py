@@ -32,9 +32,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lt_zero.compat import version_of
-from lt_zero.core.islands import BATCH_NORMS
-from lt_zero.core.walk import iter_containers, iter_tensors
+from lt_zero.common.compat import version_of
+from lt_zero.common.tensor_tree import iter_containers, iter_tensors
+from lt_zero.engine.fp32_modules import BATCH_NORMS
 
 _Place = tuple[nn.Module, str]
 

@@ -36,15 +36,15 @@ import torch
 from torch import Tensor, nn
 
 from lt_zero.activation.geometry import Geometry, geometry_of
-from lt_zero.compat import version_of, view_base
-from lt_zero.config.activation import ActivationCheckpointing
-from lt_zero.config.offload import Aio
-from lt_zero.core.shelf import is_apart
-from lt_zero.offload.memory import host_buffer
-from lt_zero.offload.pool import SwapError
+from lt_zero.common.compat import version_of, view_base
+from lt_zero.config.blocks.activation import ActivationCheckpointing
+from lt_zero.config.blocks.offload import Aio
+from lt_zero.engine.bucket_store import is_apart
+from lt_zero.io.pinned import host_buffer
+from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload.reuse import Arena, Memory, Stock
-from lt_zero.offload.saved import InHost, OnDevice, Place, Rest, changed
-from lt_zero.offload.savedfiles import InFiles
+from lt_zero.offload.saved_activations import InHost, OnDevice, Place, Rest, changed
+from lt_zero.offload.saved_activations_nvme import InFiles
 
 _LEAST = 4096  # bytes: below that a tensor costs less than what moves it
 _AHEAD = 2  # tensors that are brought before they are asked for

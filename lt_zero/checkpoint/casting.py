@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.errors import CheckpointError
 from lt_zero.checkpoint.source import Source, Spec
+from lt_zero.common.errors import CheckpointError
 
 _PIECE = 1 << 20  # elements that are cast at once
 _SHOWN = 8  # names in a warning

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.checkpoint.casting import Cast
-from lt_zero.checkpoint.errors import CheckpointError
-from lt_zero.checkpoint.formats import (
+from lt_zero.checkpoint.export_formats import (
     check_training_state,
     plan_shards,
     state_bytes,
@@ -29,9 +28,10 @@ from lt_zero.checkpoint.formats import (
     write_pt,
     write_safetensors,
 )
+from lt_zero.checkpoint.native.directory import find, is_url
 from lt_zero.checkpoint.output import bar, check_space, whole_file, whole_folder
-from lt_zero.checkpoint.place import find, is_url
 from lt_zero.checkpoint.source import SavedOptimizer, Source, Spec
+from lt_zero.common.errors import CheckpointError
 
 Format = Literal["auto", "pt", "ckpt", "safetensors"]
 

@@ -7,15 +7,15 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from lt_zero.checkpoint import manifest
-from lt_zero.checkpoint.archive import Archive
-from lt_zero.checkpoint.deepspeed import DeepSpeedSource
-from lt_zero.checkpoint.errors import CheckpointError
-from lt_zero.checkpoint.fsdp import DcpSource
-from lt_zero.checkpoint.onefile import FileSource
-from lt_zero.checkpoint.place import find, is_url
-from lt_zero.checkpoint.shards import ShardsSource
+from lt_zero.checkpoint.formats.dcp import DcpSource
+from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
+from lt_zero.checkpoint.formats.hf import ShardsSource
+from lt_zero.checkpoint.formats.torch_file import FileSource
+from lt_zero.checkpoint.native import manifest
+from lt_zero.checkpoint.native.archive import Archive
+from lt_zero.checkpoint.native.directory import find, is_url
 from lt_zero.checkpoint.source import Foreign, Source
+from lt_zero.common.errors import CheckpointError
 
 _KINDS = (DeepSpeedSource, DcpSource, ShardsSource, FileSource)
 _SHOWN = 10  # notes of a source

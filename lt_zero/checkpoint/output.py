@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lt_zero.checkpoint.errors import CheckpointError
-from lt_zero.checkpoint.place import sync_folder
-from lt_zero.checkpoint.sink import Blocks, FileSink
-from lt_zero.checkpoint.torchfile import Write
-from lt_zero.offload.blocks import free_bytes, in_words
-from lt_zero.waiting import waiting
+from lt_zero.checkpoint.native.directory import sync_folder
+from lt_zero.checkpoint.native.torchfile import Write
+from lt_zero.common.errors import CheckpointError
+from lt_zero.common.progress_bar import waiting
+from lt_zero.io.block_transfer import free_bytes, in_words
+from lt_zero.io.sequential_writer import Blocks, FileSink
 
 _THREADS = 3  # that write one file
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from lt_zero.checkpoint import manifest
-from lt_zero.checkpoint.archive import Archive
-from lt_zero.checkpoint.errors import CheckpointError
+from lt_zero.checkpoint.native import manifest
+from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.open import found_at
-from lt_zero.waiting import waiting
+from lt_zero.common.errors import CheckpointError
+from lt_zero.common.progress_bar import waiting
 
 _SHOWN = ("stage", "ranks", "precision", "created", "imported_from", "torch")  # of what the run has told
 

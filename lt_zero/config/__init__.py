@@ -1,6 +1,6 @@
 """What a user can set, validated once."""
 
-from lt_zero.config.errors import ConfigError
+from lt_zero.common.errors import ConfigError
 from lt_zero.config.schema import ZeroConfig, ZeroOptimization
 
 __all__ = ["ConfigError", "ZeroConfig", "ZeroOptimization"]

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from lt_zero.config.errors import ConfigError, Path, Problem, dotted, path_of
+from lt_zero.common.errors import ConfigError, Path, Problem, dotted, path_of
+from lt_zero.config.document import Tree
 from lt_zero.config.schema import ZeroConfig
-from lt_zero.config.tree import Tree
 
 # What each key becomes, for docs/config.md and errors. Keys whose own values include "auto" are not here.
 RULES: Mapping[str, str] = {
@@ -153,7 +153,7 @@ def _with(config: ZeroConfig, found: Sequence[Resolution]) -> ZeroConfig:
 
 def _problems_of(error: ValidationError, tree: Tree, found: Sequence[Resolution]) -> Iterator[Problem]:
     """What a value that was resolved breaks, with where it came from."""
-    from lt_zero.config.words import message_of
+    from lt_zero.config.error_messages import message_of
 
     for entry in error.errors(include_url=False):
         inner = entry.get("ctx", {}).get("error")

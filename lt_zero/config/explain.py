@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from lt_zero.config.catalog import Entry, entries
-from lt_zero.config.table import Verdict, lookup, nearest, rows
+from lt_zero.config.key_table import Verdict, lookup, nearest, rows
 
 _SAYS = {
     "no_effect": "has no effect here",

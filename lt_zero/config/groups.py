@@ -8,8 +8,8 @@ import re
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
-from lt_zero.config import yamltext
-from lt_zero.config.errors import ConfigError
+from lt_zero.common.errors import ConfigError
+from lt_zero.config.read import yaml_text
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -60,7 +60,7 @@ def load(group: str, option: str) -> dict[str, Any]:
     for part in (*group.split("/"), f"{option}.yaml"):
         found = found / part
     text = found.read_text(encoding="utf-8")
-    values = yamltext.parse(text, f"{group}/{option}.yaml").values
+    values = yaml_text.parse(text, f"{group}/{option}.yaml").values
     if "defaults" in values:
         raise ConfigError(f"{group}={option}: it has a defaults list, which only Hydra itself composes; use hydra.main")
     for part in reversed(_package(text, group)):

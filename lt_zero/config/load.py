@@ -15,19 +15,19 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lt_zero.config import files
+from lt_zero.common.errors import ConfigError, Mark, Path, Problem, dotted, path_of
 from lt_zero.config import overrides as changes
-from lt_zero.config.errors import ConfigError, Mark, Path, Problem, dotted, path_of
+from lt_zero.config.classify_keys import judge
+from lt_zero.config.document import MISSING, Notice, Tree
+from lt_zero.config.error_messages import message_of
 from lt_zero.config.fields import Block, thawed
-from lt_zero.config.inactive import inactive
-from lt_zero.config.interpolation import resolve
-from lt_zero.config.judge import judge
-from lt_zero.config.mask import Mask
-from lt_zero.config.rename import modernise
+from lt_zero.config.read import files
+from lt_zero.config.read.interpolation import resolve
+from lt_zero.config.redact import Mask
+from lt_zero.config.rename_old_keys import modernise
+from lt_zero.config.rules import inactive
 from lt_zero.config.schema import ZeroConfig
-from lt_zero.config.tree import MISSING, Notice, Tree
-from lt_zero.config.words import message_of
-from lt_zero.optim.build import check_optimizer, check_scheduler
+from lt_zero.optim.from_config import check_optimizer, check_scheduler
 
 Given = ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 _RANKS = (  # of processes and of nodes; some launchers set one of them only

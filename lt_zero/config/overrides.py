@@ -6,12 +6,12 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from lt_zero.common.errors import ConfigError, Mark, Path, Problem, dotted
 from lt_zero.config import groups
-from lt_zero.config.errors import ConfigError, Mark, Path, Problem, dotted
-from lt_zero.config.source import DEEPEST, Budget, Source, leaves, mapped, names_secret, secrets
+from lt_zero.config.read.source import DEEPEST, Budget, Source, leaves, mapped, names_secret, secrets
 
 if TYPE_CHECKING:
-    from lt_zero.compat import HydraOverride
+    from lt_zero.common.compat import HydraOverride
 
 _WORD = re.compile(r"[\w.-]+")
 
@@ -74,7 +74,7 @@ def _shown(text: object) -> str:
 
 
 def _parsed(text: object) -> HydraOverride:
-    from lt_zero.compat import HydraSyntaxError, parse_override
+    from lt_zero.common.compat import HydraSyntaxError, parse_override
 
     if not isinstance(text, str):
         raise _Refused(f"an override is text, not {type(text).__name__}; write it as 'key=value'")

@@ -8,15 +8,14 @@ from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from lt_zero.config.activation import ActivationCheckpointing, check_activations
-from lt_zero.config.checkpoint import Checkpoint
-from lt_zero.config.errors import ConfigError, Path, Problem
-from lt_zero.config.fields import Block, Dtype, Elements, Names, PositiveElements, Real
-from lt_zero.config.monitor import Comet, CsvMonitor, TensorBoard, Wandb
-from lt_zero.config.offload import Aio, OffloadOptimizer, OffloadParam, check_offload
-from lt_zero.config.precision import Bf16, DataTypes, Fp16, TorchAutocast, check_precision
-from lt_zero.config.profiling import CommsLogger, FlopsProfiler, check_profiling
-from lt_zero.config.training import (
+from lt_zero.common.errors import ConfigError, Path, Problem
+from lt_zero.config.blocks.activation import ActivationCheckpointing, check_activations
+from lt_zero.config.blocks.checkpoint import Checkpoint
+from lt_zero.config.blocks.monitor import Comet, CsvMonitor, TensorBoard, Wandb
+from lt_zero.config.blocks.offload import Aio, OffloadOptimizer, OffloadParam, check_offload
+from lt_zero.config.blocks.precision import Bf16, DataTypes, Fp16, TorchAutocast, check_precision
+from lt_zero.config.blocks.profiling import CommsLogger, FlopsProfiler, check_profiling
+from lt_zero.config.blocks.training import (
     LeafModule,
     OptimizerBlock,
     SchedulerBlock,
@@ -24,6 +23,7 @@ from lt_zero.config.training import (
     check_training,
     check_whole,
 )
+from lt_zero.config.fields import Block, Dtype, Elements, Names, PositiveElements, Real
 
 
 class ZeroOptimization(Block):

@@ -12,14 +12,14 @@ import torch
 import yaml
 from pydantic.json_schema import PydanticJsonSchemaWarning
 
+from lt_zero.common.errors import Mark, Path
 from lt_zero.config.auto import RULES
-from lt_zero.config.errors import Mark, Path
+from lt_zero.config.document import Tree
 from lt_zero.config.fields import Block
 from lt_zero.config.load import Loaded, plain
-from lt_zero.config.mask import HIDDEN
+from lt_zero.config.read.source import leaves
+from lt_zero.config.redact import HIDDEN
 from lt_zero.config.schema import ZeroConfig
-from lt_zero.config.source import leaves
-from lt_zero.config.tree import Tree
 
 _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 

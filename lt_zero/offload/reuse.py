@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from lt_zero.offload.lanes import DONE, Ticket
-from lt_zero.offload.memory import rounded
+from lt_zero.io.pinned import rounded
+from lt_zero.offload.copy_streams import DONE, Ticket
 
 log = logging.getLogger("lt_zero")
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from lt_zero.ops.build import CSRC, BuildError, Built, Recipe, build, cached, load, recipe_of
+from lt_zero.ops.compiler import CSRC, BuildError, Built, Recipe, build, cached, load, recipe_of
 
 log = logging.getLogger("lt_zero")
 

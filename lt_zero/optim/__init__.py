@@ -1,11 +1,11 @@
 """Optimizers and learning-rate schedulers, as DeepSpeed's configuration blocks describe them."""
 
-from lt_zero.optim.build import build_grouped, build_optimizer, build_scheduler, check_optimizer, check_scheduler
-from lt_zero.optim.division import muon_groups
-from lt_zero.optim.groups import param_groups
+from lt_zero.optim.from_config import build_grouped, build_optimizer, build_scheduler, check_optimizer, check_scheduler
+from lt_zero.optim.grouping import param_groups
 from lt_zero.optim.lamb import Lamb
 from lt_zero.optim.lion import Lion
 from lt_zero.optim.muon import Muon
+from lt_zero.optim.muon_parameters import muon_groups
 from lt_zero.optim.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = [

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from torch.optim import Optimizer
 
-from lt_zero.optim.scheduling import PerGroup, Schedule, per_group, positive
+from lt_zero.optim.schedule_base import PerGroup, Schedule, per_group, positive
 
 
 class LRRangeTest(Schedule):
@@ -20,7 +20,7 @@ class LRRangeTest(Schedule):
         lr_range_test_step_size: optimizer steps per interval.
         lr_range_test_step_rate: growth per interval, in multiples of the first rate.
         lr_range_test_staircase: grow at the ends of intervals only.
-        last_batch_iteration: see ``scheduling.py``.
+        last_batch_iteration: see ``schedule_base.py``.
 
     Raises:
         ValueError: a value is out of range, or a list has not one value per group.
@@ -65,7 +65,7 @@ class OneCycle(Schedule):
         cycle_min_mom, cycle_max_mom: momentum in the middle and at the ends of the cycle.
         decay_mom_rate: after the cycle momentum is multiplied by 1 + this per interval; so it passes 1 if it is
             positive, and Adam diverges. The formula is DeepSpeed's.
-        last_batch_iteration: see ``scheduling.py``.
+        last_batch_iteration: see ``schedule_base.py``.
 
     Raises:
         ValueError: a value is out of range, or a list has not one value per group.
@@ -178,7 +178,7 @@ class WarmupLR(_Warmup):
         warmup_max_lr: the rate after the warm-up; None: the optimizer's.
         warmup_num_steps: optimizer steps; 1 counts as 2, as in DeepSpeed.
         warmup_type: ``log`` (most of the way in the first steps) or ``linear``.
-        last_batch_iteration: see ``scheduling.py``.
+        last_batch_iteration: see ``schedule_base.py``.
 
     Raises:
         ValueError: a value is out of range, or a list has not one value per group.
@@ -256,7 +256,7 @@ class WarmupCosineLR(_Warmup):
         warmup_num_steps: optimizer steps; 1 counts as 2, as in DeepSpeed.
         cos_min_ratio: share of the optimizer's rate at the end.
         warmup_type: ``log`` or ``linear``.
-        last_batch_iteration: see ``scheduling.py``.
+        last_batch_iteration: see ``schedule_base.py``.
 
     Raises:
         ValueError: a value is out of range.

@@ -1,0 +1,90 @@
+"""The commands ``lt-zero export``, ``import`` and ``verify``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lt_zero.checkpoint.export import Format, export
+from lt_zero.checkpoint.import_ import import_checkpoint
+from lt_zero.checkpoint.verify import verify
+from lt_zero.common.errors import CheckpointError
+from lt_zero.io.block_transfer import in_words
+
+Option = typer.Option
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Errors and warnings as lines on stderr.
+
+    Raises:
+        typer.Exit: there was an error.
+    """
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            yield
+        except (CheckpointError, ValueError, OSError) as error:
+            errors.print(" ".join(str(error).split()), markup=False)
+            raise typer.Exit(1) from None
+    for message in dict.fromkeys(str(warning.message) for warning in caught):
+        errors.print(f"Warning: {message}", markup=False)
+
+
+def export_command(
+    ckpt: Annotated[str, typer.Argument(metavar="CKPT", help="The checkpoint: a file or a folder.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The file to write, or the folder for several.")],
+    dtype: Annotated[str, Option(help="Of floating-point tensors: fp16, bf16, fp32 or fp64.")] = "fp16",
+    format: Annotated[Format, Option(help="auto goes by the suffix of OUT; a folder gets safetensors.")] = "auto",
+    shard_size: Annotated[
+        str | None, Option(help="Bytes of a file at most, such as 5GB: Hugging Face's layout, OUT is a folder.")
+    ] = None,
+    training_state: Annotated[
+        bool, Option("--training-state", help="Also what a plain Trainer resumes from; .ckpt in fp32 only.")
+    ] = False,
+    keep_fp32: Annotated[
+        list[str] | None, Option(help="Pattern of names that leave in fp32, such as 'head.*'; repeatable.")
+    ] = None,
+    strip_prefix: Annotated[
+        str | None, Option(help="What names lose at their beginning, such as net. (the attribute of your module).")
+    ] = None,
+) -> None:
+    """Write a checkpoint's weights as files that need no lt_zero. One tensor is in memory at a time."""
+    with _told():
+        files = export(ckpt, out, dtype, format, shard_size, training_state, keep_fp32 or (), True, strip_prefix)
+    console = Console(soft_wrap=True, highlight=False)
+    for file in files:
+        console.print(f"{file} ({file.stat().st_size / 1e6:.1f} MB)", markup=False)
+
+
+def import_command(
+    src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint, whoever wrote it: a folder or a file.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The checkpoint directory to make.")],
+    tag: Annotated[
+        str | None, Option(help="Which one of a DeepSpeed directory; default: what its file `latest` names.")
+    ] = None,
+) -> None:
+    """Make a checkpoint directory of what others wrote. One tensor is in memory at a time; SRC stays as it is."""
+    with _told():
+        made = import_checkpoint(src, out, tag, progress=True)
+        facts = verify(made)
+    Console(soft_wrap=True, highlight=False).print(f"{made} ({in_words(facts['bytes'])})", markup=False)
+
+
+def verify_command(
+    ckpt: Annotated[str, typer.Argument(metavar="CKPT", help="The checkpoint directory.")],
+) -> None:
+    """Read every byte of a checkpoint directory of lt_zero, and tell what it holds. Exit code 1: it is damaged."""
+    with _told():
+        facts = verify(ckpt)
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"{ckpt}: complete, and every byte is what was written", markup=False)
+    for name, value in facts.items():
+        console.print(f"{name}: {in_words(value) if name == 'bytes' else value}", markup=False)

@@ -1,0 +1,198 @@
+"""Single files: Lightning's ``.ckpt``, flat state dicts that ``torch.save`` wrote, and safetensors.
+
+Note [Optimizer states with numbers]
+    torch numbers the parameters of an optimizer in the order of its groups. A state dict does not tell that order, nor
+    which of its entries are parameters, so the numbers are translated only if the file itself has the names: groups
+    with ``param_names`` (torch writes them if the optimizer was made of ``named_parameters()``), or with names in
+    ``params``. Otherwise there are no optimizers, and a note.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lt_zero.checkpoint.formats.foreign import Plain, damage, mapping, prefix_of, spec_of, ties
+from lt_zero.checkpoint.formats.handles import Handle
+from lt_zero.checkpoint.formats.torchread import TorchReader
+from lt_zero.checkpoint.source import SavedOptimizer, Spec
+from lt_zero.common.errors import CheckpointError
+
+_SAFETENSORS = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "C64": "complex64",
+}
+
+
+class FileSource:
+    """A single file as a ``Source``.
+
+    Args:
+        path: a ``.ckpt``, ``.pt``, ``.pth``, ``.bin`` or ``.safetensors`` file.
+        inert: names of classes whose objects in the checkpoint are skipped instead of refused.
+        prefix: what wrappers put before all names; default: it is found out.
+
+    Attributes:
+        notes: what could not be taken over, one sentence each.
+
+    Raises:
+        CheckpointError: it is damaged, or holds what is not read; names it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], inert: Collection[str] = (), prefix: str | None = None) -> None:
+        self.path = Path(path)
+        self.notes: list[str] = []
+        self.meta: Mapping[str, Any] = {}
+        self.optimizers: tuple[SavedOptimizer, ...] = ()
+        self._handles: dict[str, Handle] = {}
+        self._states: list[dict[str, dict[str, Any]]] = []
+        self._ties: dict[str, str] = {}
+        self._given, self._inert = prefix, inert
+        self._safe = self.path.suffix == ".safetensors"
+        with damage(self.path):
+            specs = self._open_safetensors() if self._safe else self._open_torch(inert)
+        self._prefix = self._prefix_of(specs)
+        self._ties |= ties(self._handles)
+        specs |= {tied: specs[first] for tied, first in self._ties.items()}
+        self.weights: Mapping[str, Spec] = {name.removeprefix(self._prefix): spec for name, spec in specs.items()}
+        self.aliases: Mapping[str, str] = {
+            tied.removeprefix(self._prefix): first.removeprefix(self._prefix) for tied, first in self._ties.items()
+        }
+
+    @classmethod
+    def looks_like(cls, path: str | os.PathLike[str]) -> bool:
+        """Whether ``path`` is a file with such a name or beginning."""
+        file = Path(path)
+        if not file.is_file():
+            return False
+        if file.suffix == ".safetensors":
+            return True
+        with file.open("rb") as stream:
+            return stream.read(4) in (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
+
+    def read(self, name: str) -> Tensor:
+        """See ``Source``."""
+        if name not in self.weights:
+            raise CheckpointError(f"{self.path} has no parameter or buffer {name!r}.")
+        raw = self._prefix + self.aliases.get(name, name)
+        if not self._safe:
+            return self._handles[raw].read()
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(raw)
+                return tensor
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.path} is damaged at {name!r}: {error}. Take another checkpoint.") from error
+
+    def read_state(self, optimizer: int, name: str, key: str) -> Tensor:
+        """See ``Source``."""
+        known = 0 <= optimizer < len(self._states)
+        value = self._states[optimizer].get(name, {}).get(key) if known else None
+        if not isinstance(value, Handle):
+            raise CheckpointError(f"{self.path} has no state {key!r} of {name!r} in optimizer {optimizer}.")
+        return value.read()
+
+    def verify(self) -> list[str]:
+        """See ``Foreign``."""
+        checked = not self._safe and TorchReader(self.path, inert=self._inert).verify()
+        return [] if checked else [str(self.path)]
+
+    def _prefix_of(self, names: Iterable[str]) -> str:
+        return self._given if self._given is not None else prefix_of(names, self.meta)
+
+    def _open_safetensors(self) -> dict[str, Spec]:
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                # safetensors' save_model writes one of the tied names, and the others here.
+                told = (file.metadata() or {}).items()
+                self._ties = {tied: first for tied, first in told if first in slices and tied not in slices}
+                return {
+                    name: Spec(tuple(part.get_shape()), getattr(torch, _SAFETENSORS[part.get_dtype()]))
+                    for name, part in slices.items()
+                }
+        except KeyError as error:
+            raise CheckpointError(f"{self.path} has tensors of the dtype {error}, which is not supported.") from error
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.path} is damaged: {error}. Take another checkpoint.") from error
+
+    def _open_torch(self, inert: Collection[str]) -> dict[str, Spec]:
+        content = mapping(TorchReader(self.path, inert=inert).value, "state dict", self.path)
+        if isinstance(content.get("state_dict"), dict):
+            rest = {k: v for k, v in content.items() if k not in ("state_dict", "optimizer_states")}
+            self.meta = Plain(self.path, self.notes).of(rest)
+            weights = content["state_dict"]
+        else:
+            weights, content = content, {}
+        self._handles = {str(name): value for name, value in weights.items() if isinstance(value, Handle)}
+        left = [str(name) for name in weights if not isinstance(weights[name], Handle)]
+        if not self._handles:
+            raise CheckpointError(f"{self.path} has no tensors at its top or under `state_dict`: it is no state dict.")
+        if left:
+            self.notes.append(f"Entries of {self.path} that are no tensors were left out: {', '.join(left[:10])}.")
+        self._prefix = self._prefix_of(self._handles)
+        states = content.get("optimizer_states") or []
+        if isinstance(states, list) and states:
+            found = [self._optimizer(state) for state in states]
+            if all(found):
+                self.optimizers = tuple(saved for saved in found if saved is not None)
+            else:
+                self._states = []
+                self.notes.append(
+                    f"The optimizer states of {self.path} are keyed by number, and nothing in it tells which parameter "
+                    "a number stands for: they were left out. Save from an optimizer of named_parameters() for that."
+                )
+        return {name: spec_of(handle) for name, handle in self._handles.items()}
+
+    def _optimizer(self, state: Any) -> SavedOptimizer | None:
+        """See Note [Optimizer states with numbers]."""
+        if not isinstance(state, dict) or not isinstance(state.get("param_groups"), list):
+            return None
+        names: dict[Any, str] = {}
+        groups = []
+        for group in state["param_groups"]:
+            numbers = group.get("params", ()) if isinstance(group, dict) else ()
+            own = group.get("param_names", numbers) if isinstance(group, dict) else ()
+            if not isinstance(own, list) or len(own) != len(numbers) or not all(isinstance(n, str) for n in own):
+                return None
+            own = [name.removeprefix(self._prefix) for name in own]
+            names |= dict(zip(numbers, own, strict=True))
+            rest = {key: value for key, value in group.items() if key != "param_names"}
+            groups.append({**Plain(self.path, self.notes).of(rest), "params": own})
+        plain = Plain(self.path, self.notes)
+        entries: dict[str, dict[str, Any]] = {}
+        handles: dict[str, dict[str, Any]] = {}
+        for number, found in mapping(state.get("state"), "optimizer state", self.path).items():
+            name = names.get(number)
+            weight = self._handles.get(self._prefix + name) if name is not None else None
+            if name is None or weight is None:
+                return None
+            handles[name] = mapping(found, "optimizer state", self.path)
+            entries[name] = {
+                key: spec_of(value)
+                if isinstance(value, Handle) and value.shape == weight.shape and key != "step"
+                else plain.of(value)
+                for key, value in found.items()
+            }
+        self._states.append(handles)
+        return SavedOptimizer(groups, entries)

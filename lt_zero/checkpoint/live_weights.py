@@ -1,0 +1,127 @@
+"""The weights of a running engine as something to export: gathered bucket by bucket, on demand.
+
+Note [One rank asks]
+    Rank 0 writes and decides which bucket it needs next; the others take part in gathering it until they are told that
+    there is no next one. Whatever happens on rank 0 (a full disk, Ctrl-C), they are told.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lt_zero.checkpoint.export import Format, export
+from lt_zero.checkpoint.source import SavedOptimizer, Spec
+from lt_zero.common.errors import CheckpointError
+from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.engine import Engine
+from lt_zero.engine.full_params import full_flat
+
+_END = -1
+
+
+class EngineSource:
+    """A ``Source`` of the weights that are being trained, in the dtype of the master weights. For rank 0.
+
+    Args:
+        engine: all its ranks are in ``serve`` meanwhile.
+    """
+
+    aliases: Mapping[str, str]
+    weights: Mapping[str, Spec]
+    optimizers: Sequence[SavedOptimizer] = ()
+    meta: Mapping[str, Any] = {}
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        state = engine.root.state_dict(keep_vars=True)
+        self._tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        first: dict[int, str] = {}
+        self.aliases = {}
+        for name, value in self._tensors.items():
+            known = first.setdefault(id(value), name)
+            if known != name:
+                self.aliases[name] = known
+        self.weights = {name: self._spec(value) for name, value in self._tensors.items()}
+        self._bucket: Bucket | None = None
+        self._flat: Tensor | None = None  # of the bucket that was asked for last
+
+    def _spec(self, value: Tensor) -> Spec:
+        place = self._engine.owner.get(id(value))
+        return Spec(tuple(value.shape), place[0].weights.precision if place is not None else value.dtype)
+
+    def read(self, name: str) -> Tensor:
+        value = self._tensors[name]
+        place = self._engine.owner.get(id(value))
+        if place is None:
+            return value.detach().cpu().contiguous()
+        bucket, index = place
+        if bucket is not self._bucket:
+            self._flat = None  # before the next one is there
+            self._bucket, self._flat = bucket, _gather(self._engine, self._engine.buckets.index(bucket))
+        span = bucket.layout.spans[index]
+        assert self._flat is not None
+        return self._flat[span.lo : span.hi].view(span.shape).detach().cpu()
+
+    def read_state(self, optimizer: int, name: str, key: str) -> Tensor:
+        raise CheckpointError("Optimizer states of a running engine are in its checkpoints: `trainer.save_checkpoint`.")
+
+
+def _gather(engine: Engine, number: int) -> Tensor:
+    """All elements of a bucket. Collective, with the other ranks in ``_serve``."""
+    engine.comm.host_broadcast(number, "export")
+    return _flat(engine, number)
+
+
+def _flat(engine: Engine, number: int) -> Tensor:
+    flat = full_flat(engine.buckets[number])
+    engine.buckets[number].shelf.tidy()
+    engine.shelves.check(engine.comm, "weights in files")
+    return flat
+
+
+def _serve(engine: Engine) -> None:
+    while (number := engine.comm.host_broadcast(None, "export")) != _END:
+        _flat(engine, number)
+
+
+def export_engine(
+    engine: Engine,
+    path: str | os.PathLike[str],
+    dtype: torch.dtype | str = torch.float16,
+    format: Format = "auto",
+    shard_size: int | str | None = None,
+    strip_prefix: str | None = "",
+) -> None:
+    """Write all weights, bucket by bucket, on rank 0. Collective.
+
+    Args:
+        engine: what is being trained.
+        path, dtype, format, shard_size, strip_prefix: as for ``export``. Parameters that ``fp16_override_modules``
+            keeps in fp32 leave in fp32.
+
+    Raises:
+        CheckpointError, ValueError: on all ranks; what was at ``path`` is there.
+    """
+    engine.finish_steps()
+    engine.shelves.refuse_torn(engine.comm)
+    problem: Exception | None = None
+    if engine.comm.rank == 0:
+        kept = {id(p) for p in engine.kept}
+        source = EngineSource(engine)
+        names = [name for name, p in engine.root.named_parameters() if id(p) in kept]
+        try:
+            export(source, path, dtype, format, shard_size, False, names, True, strip_prefix)
+        except Exception as error:  # told to all ranks below
+            problem = error
+        finally:
+            engine.comm.host_broadcast(_END, "export")
+    else:
+        engine.root.state_dict(keep_vars=True)  # metrics may synchronise in it
+        _serve(engine)
+    if found := engine.comm.problems(str(problem) if problem is not None else None, "export"):
+        raise problem or CheckpointError(" ".join(found))

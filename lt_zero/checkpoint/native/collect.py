@@ -1,0 +1,201 @@
+"""What of a model and its optimizers this rank saves: fragments of full tensors, under the names of parameters.
+
+Nothing is gathered and nothing is copied here; fragments are asked for their values when they are written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lt_zero.checkpoint.native.fragment import Fragment
+from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.engine import Engine
+from lt_zero.engine.layout import Piece
+from lt_zero.step.sharded_optimizer import ShardedOptimizer
+
+
+def weight_fragments(engine: Engine) -> dict[str, Any]:
+    """The module's state dict with a ``Fragment`` for each parameter of the engine. Collective.
+
+    Names, order and aliases of tied weights are those of the module that was never sharded; aliases are one object.
+    Other entries (buffers, parameters of somebody else) are themselves.
+    """
+    engine.finish_steps()
+    engine.shelves.refuse_torn(engine.comm)
+    made: dict[int, Fragment] = {}
+    for bucket in engine.buckets:
+        bucket.settle()
+        bucket.edits.check(values=True)
+        for index, parameter in enumerate(bucket.params):
+            made[id(parameter)] = _weight(bucket, index)
+    # keep_vars: nothing is read from sharded parameters. On all ranks, because metrics may synchronise in it.
+    state: dict[str, Any] = engine.root.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            state[name] = made[id(value)] if id(value) in made else value.detach()
+    return state
+
+
+def _weight(bucket: Bucket, index: int) -> Fragment:
+    weights, piece = bucket.weights, _piece(bucket, index)
+    resting = bool(bucket.shelf.homes)
+
+    def local() -> Tensor:
+        assert piece is not None
+        return weights.precise()[piece.offset : piece.offset + piece.numel]
+
+    return _fragment(bucket, index, piece, local, weights.precision, resting)
+
+
+def _piece(bucket: Bucket, index: int) -> Piece | None:
+    pieces = bucket.pieces_of(index)
+    return pieces[0] if pieces else None
+
+
+def _fragment(
+    bucket: Bucket, index: int, piece: Piece | None, local: Callable[[], Tensor], dtype: torch.dtype, resting: bool
+) -> Fragment:
+    lo, hi = (piece.lo, piece.hi) if piece is not None else (0, 0)
+    shape = tuple(bucket.shapes[index])
+    if 0 in shape:
+        local = partial(torch.empty, 0, dtype=dtype)
+    return Fragment(local, shape, lo, hi, dtype, bucket.shelf.tidy if resting else None)
+
+
+def optimizer_fragments(sharded: ShardedOptimizer) -> dict[str, Any]:
+    """The optimizer's ``state_dict`` with a ``Fragment`` for each element-wise state. Collective.
+
+    What is not element-wise (step counters) is complete on every rank, but for tensors of a parameter that only one
+    rank has (Adafactor's factors, Shampoo's matrices): there they are a ``Fragment``, too, in their own shape.
+    """
+    optimizer, engine = sharded.optimizer, sharded.engine
+    packed, numbers = packed_states(sharded)
+    state: dict[int, dict[str, Any]] = {}
+    for bucket in engine.buckets:
+        for index, parameter in enumerate(bucket.params):
+            if id(parameter) in numbers and parameter in optimizer.state:
+                held = _states(bucket, index, optimizer.state[parameter])
+                state[numbers[id(parameter)]] = held
+    own = {n: {k: v for k, v in held.items() if not isinstance(v, Fragment)} for n, held in state.items()}
+    for packed_scalars in engine.comm.host_gather(_pack(own), "optimizer states that are no tensors"):
+        for number, held in _unpack(*packed_scalars).items():
+            mine = state.setdefault(number, {})
+            state[number] = {**held, **mine}
+    foreign = {numbers[id(p)]: optimizer.state[p] for p in sharded.parameters() if is_foreign(engine, p, optimizer)}
+    return {**packed, "state": {**foreign, **dict(sorted(state.items()))}}
+
+
+_Scalars = dict[torch.dtype, tuple[list[tuple[int, str]], Tensor]]
+
+
+def _pack(own: Mapping[int, Mapping[str, Any]]) -> tuple[dict[int, dict[str, Any]], _Scalars]:
+    """Step counters of thousands of parameters as one tensor each dtype: pickling a tensor takes long."""
+    rest: dict[int, dict[str, Any]] = {}
+    scalars: dict[torch.dtype, list[tuple[int, str, Tensor]]] = {}
+    for number, held in own.items():
+        rest[number] = {}
+        for key, value in held.items():
+            if isinstance(value, Tensor) and value.dim() == 0:
+                scalars.setdefault(value.dtype, []).append((number, key, value.detach()))
+            else:
+                rest[number][key] = value
+    return rest, {
+        dtype: ([(number, key) for number, key, _ in found], torch.stack([value.cpu() for *_, value in found]))
+        for dtype, found in scalars.items()
+    }
+
+
+def _unpack(rest: dict[int, dict[str, Any]], scalars: _Scalars) -> dict[int, dict[str, Any]]:
+    """The reverse of ``_pack``."""
+    for places, values in scalars.values():
+        for (number, key), value in zip(places, values.unbind(), strict=True):
+            rest[number][key] = value
+    return rest
+
+
+def _states(bucket: Bucket, index: int, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a parameter on this rank, which holds a piece of it."""
+    piece = _piece(bucket, index)
+    alone = piece is not None and bucket.own != (0, bucket.layout.numel) and _is_whole(bucket, piece)
+    made: dict[str, Any] = {}
+    for key, value in state.items():
+        if piece is not None and is_elementwise(bucket, index, value):
+            made[key] = _state(bucket, index, piece, key, value)
+        elif alone and isinstance(value, Tensor) and value.dim() > 0:
+            row = value.detach().contiguous().view(-1)
+            made[key] = Fragment(partial(_itself, row), tuple(value.shape), 0, value.numel(), value.dtype)
+        else:
+            made[key] = value
+    return made
+
+
+def _itself(row: Tensor) -> Tensor:
+    return row
+
+
+def _is_whole(bucket: Bucket, piece: Piece) -> bool:
+    """Whether a piece is all of its parameter."""
+    return piece.numel == math.prod(bucket.shapes[piece.index])
+
+
+def _state(bucket: Bucket, index: int, piece: Piece, key: str, value: Tensor) -> Fragment:
+    home = bucket.shelf.homes.get(f"state {key}")
+
+    def local() -> Tensor:
+        if home is not None:
+            home.bring(write=False)
+        return value.detach().reshape(-1)
+
+    return _fragment(bucket, index, piece, local, value.dtype, home is not None)
+
+
+def packed_states(sharded: ShardedOptimizer) -> tuple[dict[str, Any], dict[int, int]]:
+    """The optimizer's own ``state_dict``, whose states in files are not read, and the number of each parameter's id."""
+    sharded.by_bucket = True
+    try:
+        packed = sharded.optimizer.state_dict()
+    finally:
+        sharded.by_bucket = False
+    return packed, {id(p): n for n, p in zip(parameter_numbers(packed), sharded.parameters(), strict=True)}
+
+
+def parameter_numbers(packed: Mapping[str, Any]) -> list[int]:
+    """The numbers of the parameters in a packed state dict, in the order of the groups."""
+    return [number for group in packed["param_groups"] for number in group["params"]]
+
+
+def parameter_names(optimizer: Optimizer, engine: Engine) -> list[list[str]]:
+    """The names of the optimizer's parameters, by group; ``#<number>`` for those of nobody."""
+    known = {id(p): name for name, p in engine.root.named_parameters()}
+    owner = engine.owner
+    names: list[list[str]] = []
+    for group in optimizer.param_groups:
+        places = [(p, owner.get(id(p))) for p in group["params"]]
+        first = sum(map(len, names))
+        names.append(
+            [
+                place[0].layout.spans[place[1]].name if place is not None else known.get(id(p), f"#{first + i}")
+                for i, (p, place) in enumerate(places)
+            ]
+        )
+    return names
+
+
+def is_foreign(engine: Engine, parameter: Any, optimizer: Optimizer) -> bool:
+    """Whether the engine does not own a parameter that has a state."""
+    return id(parameter) not in engine.owner and parameter in optimizer.state
+
+
+def is_elementwise(bucket: Bucket, index: int, value: Any) -> bool:
+    """Whether a state entry has one element for each of the parameter's (0D parameters count as scalars)."""
+    piece = _piece(bucket, index)
+    if piece is None or not isinstance(value, Tensor) or value.dim() == 0 or value.numel() != piece.numel:
+        return False
+    return tuple(value.shape) == tuple(bucket.shapes[index]) or not _is_whole(bucket, piece)

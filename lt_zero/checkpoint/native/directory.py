@@ -1,0 +1,296 @@
+"""Where a checkpoint directory is made, and how it takes its name.
+
+Note [Taking the name]
+    A checkpoint is written into ``.<name>.tmp-<host>-<pid>-<random>`` beside its place. When everything in it is on the
+    disk, the manifest is written, last, and the directory gets its name by one rename; what had the name before goes
+    away after that. Who looks at ``<name>`` at any moment finds the old checkpoint or the new one, complete. Where
+    something has the name already, both are exchanged in one step (renameat2, Linux); file systems that cannot do
+    this need two renames, and a kill between them leaves the new one under its temporary name, where ``find`` sees it.
+    Temporary directories of processes that are gone are removed by the next save beside them: the process that made
+    one holds a lock on it (flock), which the kernel releases with the process.
+
+Note [Removing]
+    A checkpoint is renamed before its files go, for the same reason.
+
+Note [Other file systems]
+    Object stores know neither directories nor renames. There files are written under the checkpoint's own name, with
+    the manifest last: until then it is no checkpoint. What was there before is removed first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from lt_zero.checkpoint.native import manifest
+from lt_zero.checkpoint.native.manifest import Manifest
+from lt_zero.common.errors import CheckpointError
+from lt_zero.io.block_transfer import free_bytes
+from lt_zero.io.sequential_writer import Blocks, FileSink, Sink, StreamSink, trouble
+
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?:tmp|old)-(?P<host>[^-]+(?:-[^-]+)*)-(?P<pid>\d+)-[0-9a-f]{8}")
+_OURS = re.compile(r"(weights|moments)-\d+\.pt|(meta|extras)\.pt|objects\.pkl|\.metadata|manifest\.json|probe")
+_OLD_AGE = 86400.0  # seconds after which another host's temporary directory is left over
+_EXCHANGE = 2  # RENAME_EXCHANGE
+_AT_FDCWD = -100
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is of a file system that is not this machine's (``s3://...``, ``memory://...``)."""
+    return "://" in str(path) and not str(path).startswith("file://")
+
+
+class Place:
+    """The directory of one checkpoint while it is written. Rank 0 makes it; the others ``join`` it.
+
+    Args:
+        name: the path that the checkpoint will have, or a URL.
+        folder: where it is written.
+    """
+
+    def __init__(self, name: str, folder: str) -> None:
+        self.name, self.folder = name, folder
+        self._fs: Any = fsspec.core.url_to_fs(name)[0] if is_url(name) else None
+        self._blocks: Blocks | None = None
+        self._lock = -1  # the open directory; see Note [Taking the name]
+
+    @classmethod
+    def make(cls, name: str) -> Place:
+        """Make the directory.
+
+        Raises:
+            CheckpointError: that is impossible, or the path is a directory with something else in it.
+        """
+        if is_url(name):
+            place = cls(name, name)
+            if place._fs.exists(name):
+                if place._fs.isdir(name):
+                    _refuse_others(name, [os.path.basename(p.rstrip("/")) for p in place._fs.ls(name, detail=False)])
+                place._fs.rm(name, recursive=True)
+            place._fs.makedirs(name, exist_ok=True)
+        else:
+            path = Path(name).absolute()
+            place = cls(str(path), str(_temporary(path)))
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if path.is_dir() and not path.is_symlink():
+                    ours = manifest.is_ours(path / manifest.NAME)
+                    _refuse_others(name, [] if ours else os.listdir(path))
+                remove_leftovers(path.parent)
+                os.mkdir(place.folder)
+                place._lock = os.open(place.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                with contextlib.suppress(OSError):  # no locks there: nobody removes it for a day
+                    fcntl.flock(place._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                probe = Path(place.folder, "probe")
+                probe.write_text(secrets.token_hex(8), encoding="utf-8")
+            except OSError as error:
+                raise trouble("Cannot make", place.folder, error) from None
+        return place
+
+    def token(self) -> str:
+        """What a rank that sees the directory reads in it.
+
+        Raises:
+            CheckpointError: this rank does not see it.
+        """
+        if self._fs is not None:
+            return ""
+        try:
+            return Path(self.folder, "probe").read_text(encoding="utf-8")
+        except OSError:
+            raise CheckpointError(
+                f"{self.folder}, which rank 0 made, is not there: {Path(self.folder).parent} is a disk of one node. "
+                'Save to a file system that all nodes share, or set checkpoint.format="full".'
+            ) from None
+
+    def free_bytes(self) -> int | None:
+        """How much may be written; None if nobody knows."""
+        return free_bytes(Path(self.folder)) if self._fs is None else None
+
+    def sink(self, name: str, expected: int = 0) -> Sink:
+        """A new file in the directory, of about that many bytes."""
+        if self._fs is not None:
+            path = f"{self.folder}/{name}"
+            return StreamSink(path, self._fs.open(path, "wb"))
+        if self._blocks is None:
+            self._blocks = Blocks()
+        return FileSink(Path(self.folder, name), self._blocks, expected)
+
+    def close(self) -> None:
+        """End the threads; ``sink`` starts them again."""
+        if self._blocks is not None:
+            self._blocks.close()
+        self._blocks = None
+
+    def seal(self, content: Manifest) -> None:
+        """Write the manifest, when all files are durable."""
+        data = content.dump().encode()
+        if self._fs is None:
+            Path(self.folder, "probe").unlink(missing_ok=True)
+        sink = self.sink(manifest.NAME)
+        sink.write(data)
+        sink.close()
+        if self._fs is None:
+            sync_folder(Path(self.folder))
+
+    def commit(self) -> None:
+        """Give the directory its name, and remove what had it. See Note [Taking the name]."""
+        if self._fs is not None:
+            return
+        path = Path(self.name)
+        try:
+            if os.path.lexists(path):
+                _replace(Path(self.folder), path)
+            else:
+                os.rename(self.folder, path)
+            sync_folder(path.parent)
+        except OSError as error:
+            raise trouble("Cannot name", path, error) from None
+        finally:
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
+
+    def discard(self) -> None:
+        """Remove what was written, after an error."""
+        if self._fs is not None:
+            with contextlib.suppress(Exception):  # the error before is what is reported
+                self._fs.rm(self.folder, recursive=True)
+        else:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self._unlock()
+
+
+def _refuse_others(path: str, names: list[str]) -> None:
+    """What has a checkpoint's name goes away: only if it has files of a checkpoint and no others, or is empty."""
+    others = sorted(name for name in names if not _OURS.fullmatch(name))
+    if others:
+        raise CheckpointError(
+            f"{path} is a directory with {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}, which saving a "
+            f"checkpoint there would remove. Save to {path.rstrip('/')}/<name>, or to another place."
+        )
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """Remove a checkpoint directory or file. See Note [Removing]."""
+    target = Path(path)
+    if target.is_dir() and not target.is_symlink():
+        gone = _temporary(target, "old")
+        os.rename(target, gone)
+        shutil.rmtree(gone, ignore_errors=True)
+    else:
+        target.unlink(missing_ok=True)
+
+
+def find(path: str | os.PathLike[str]) -> str:
+    """The checkpoint that ``path`` means: itself, or, if it lies inside of a checkpoint directory, that directory."""
+    if is_url(path):
+        return str(path).rstrip("/")
+    target = Path(path).absolute()
+    if (target / manifest.NAME).is_file():
+        return str(target)
+    for folder in target.parents[:2]:
+        if manifest.is_ours(folder / manifest.NAME):  # others have files of that name, too
+            return str(folder)
+    if not target.exists():
+        # See Note [Taking the name]: a kill between two renames.
+        beside = target.parent.glob(f".{_escaped(target.name)}.tmp-*/{manifest.NAME}") if target.parent.is_dir() else ()
+        newest = max(beside, key=lambda found: found.stat().st_mtime, default=None)
+        if newest is not None:
+            return str(newest.parent)
+    return str(path)
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"([\[\]*?])", r"[\1]", name)
+
+
+def _temporary(path: Path, kind: str = "tmp") -> Path:
+    return path.with_name(f".{path.name}.{kind}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove temporary directories of processes that are gone, but for complete checkpoints without their name."""
+    for path in folder.glob(".*-*-*"):
+        match = _TEMPORARY.fullmatch(path.name)
+        if match is None or not path.is_dir():
+            continue
+        ours = match["host"] == socket.gethostname()
+        if not (ours and _is_free(path)) and time.time() - path.stat().st_mtime < _OLD_AGE:
+            continue
+        named = folder / match["name"]
+        if (path / manifest.NAME).is_file() and ".tmp-" in path.name and not named.exists():
+            os.rename(path, named)  # complete: a kill came before it had its name
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_free(folder: Path) -> bool:
+    """Whether no process of this host holds a directory's lock."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _replace(new: Path, path: Path) -> None:
+    if path.is_symlink() or not path.is_dir():
+        os.rename(path, old := _temporary(path, "old"))
+        os.rename(new, path)
+        old.unlink()
+        return
+    if not _exchange(new, path):
+        os.rename(path, old := _temporary(path, "old"))
+        os.rename(new, path)
+        shutil.rmtree(old, ignore_errors=True)
+        return
+    os.rename(new, old := _temporary(path, "old"))  # after a kill nobody takes what is left of it for the new one
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step, if system and file system can. Tests replace this."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), str(other))
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names in a folder durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:  # some network file systems have nothing to do here
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP):
+            raise
+    finally:
+        os.close(fd)

@@ -1,0 +1,175 @@
+"""Optimizer states as one full, ordinary torch state dict.
+
+The full form is what a single process would have saved: moments in their parameter's shape, keyed by the parameter's
+number, so a plain DDP run resumes from it, and any world size and stage reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lt_zero.checkpoint.native.collect import is_elementwise, is_foreign, packed_states, parameter_numbers
+from lt_zero.common.progress_bar import waiting
+from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.full_params import gather_own
+from lt_zero.engine.layout import Piece
+from lt_zero.engine.lazy_tensor import LazyTensor, elements_of, whole
+from lt_zero.step.sharded_optimizer import ShardedOptimizer
+
+
+def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
+    """The optimizer's ``state_dict`` with full tensors on the CPU of rank 0, {} elsewhere. Collective."""
+    optimizer, engine = sharded.optimizer, sharded.engine
+    packed, numbers = packed_states(sharded)
+    keep = engine.comm.rank == 0
+    state: dict[int, dict[str, Any]] = {}
+    with waiting("Gathering optimizer states", len(engine.buckets), rank=engine.comm.rank) as work:
+        for bucket in engine.buckets:
+            mine = {i: p for i, p in enumerate(bucket.params) if id(p) in numbers}
+            local = {i: optimizer.state[p] for i, p in mine.items() if p in optimizer.state}
+            for home in bucket.shelf.step_homes() if local else ():
+                home.bring(write=False)
+            for key, dtype in sorted(_keys(bucket, local).items()):
+                for index, value in _collect(bucket, local, key, dtype).items():
+                    if keep and index in mine:
+                        state.setdefault(numbers[id(mine[index])], {})[key] = value
+            bucket.shelf.tidy()
+            work.advance()
+    engine.shelves.check(engine.comm, "optimizer states in files")
+    if not keep:
+        return {}
+    foreign = {numbers[id(p)]: optimizer.state[p] for p in sharded.parameters() if is_foreign(engine, p, optimizer)}
+    return {**packed, "state": {**foreign, **dict(sorted(state.items()))}}
+
+
+def _keys(bucket: Bucket, local: dict[int, dict[str, Any]]) -> dict[str, str]:
+    """What the states of any rank hold: key -> dtype of its element-wise tensors, '' if it has scalars only."""
+    found: dict[str, str] = {}
+    for index, state in local.items():
+        for key, value in state.items():
+            if is_elementwise(bucket, index, value):
+                found[key] = str(value.dtype).removeprefix("torch.")
+            found.setdefault(key, "")
+    merged: dict[str, str] = {}
+    for keys in bucket.comm.host_gather(found, f"optimizer state of {bucket.name}"):
+        merged |= {key: dtype for key, dtype in keys.items() if dtype or key not in merged}
+    return merged
+
+
+def _collect(bucket: Bucket, local: dict[int, dict[str, Any]], key: str, dtype: str) -> dict[int, Any]:
+    """One entry of the state of all parameters of the bucket. Collective."""
+    mine = {index: state[key] for index, state in local.items() if key in state}
+    rows = {index: value for index, value in mine.items() if is_elementwise(bucket, index, value)}
+    scalars = {index: value for index, value in mine.items() if index not in rows}
+    every: dict[int, Any] = {}
+    holders: set[int] = set()
+    for other_scalars, other_rows in bucket.comm.host_gather((scalars, list(rows)), f"{key} of {bucket.name}"):
+        every |= other_scalars
+        holders |= set(other_rows)
+    if not dtype:
+        return every
+    own = torch.zeros(bucket.own[1] - bucket.own[0], dtype=getattr(torch, dtype), device=bucket.flat.device)
+    for index, value in rows.items():
+        (piece,) = bucket.pieces_of(index)
+        own[piece.offset : piece.offset + piece.numel] = value.reshape(-1)
+    flat, spans = gather_own(bucket, own), bucket.layout.spans
+    rest = {i: flat[spans[i].lo : spans[i].hi].view(spans[i].shape).to("cpu", copy=True) for i in sorted(holders)}
+    return {**every, **rest}
+
+
+def load_full_optimizer_state(
+    sharded: ShardedOptimizer, full: Mapping[str, Any], tick: Callable[[], object] = lambda: None
+) -> None:
+    """Take this rank's pieces of a full state dict (every rank passes the same one). Not collective.
+
+    Args:
+        sharded: the optimizer's side of the engine.
+        full: as ``Optimizer.state_dict`` returns it; tensors may be lazy, then only the pieces are read.
+        tick: is called for each parameter whose state was read.
+
+    Raises:
+        ValueError: the optimizer has other parameters than the saved one.
+    """
+    engine, parameters = sharded.engine, sharded.parameters()
+    numbers = parameter_numbers(full)
+    if len(numbers) != len(parameters):
+        raise ValueError(
+            f"The checkpoint's optimizer has {len(numbers)} parameters, this one has {len(parameters)}. Make "
+            "`configure_optimizers` return the same parameters in the same order as when the checkpoint was saved."
+        )
+    cut: dict[int, Any] = {}
+    resting: dict[Bucket, list[_Resting]] = {}
+    for number, parameter in zip(numbers, parameters, strict=True):
+        state = full["state"].get(number)
+        place = engine.owner.get(id(parameter))
+        if state is None or place is None:
+            if state is not None:
+                cut[number] = {key: whole(value) for key, value in state.items()}
+            continue
+        bucket, index = place
+        for piece in bucket.pieces_of(index):
+            cut[number] = {}
+            for key, value in state.items():
+                if not _spans(value, bucket.shapes[index]):
+                    cut[number][key] = whole(value)
+                elif bucket.shelf.optim is not None:
+                    resting.setdefault(bucket, []).append(_Resting(parameter, piece, key, value))
+                else:
+                    cut[number][key] = _piece_of(bucket, piece, value)
+        if bucket not in resting:
+            tick()
+    sharded.optimizer.load_state_dict({**full, "state": cut})
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, value in cut.get(number, {}).items():
+            # torch casts state to the parameter's dtype; ours belongs to the master weights.
+            loaded = sharded.optimizer.state[parameter]
+            place = engine.owner.get(id(parameter))
+            moves = place is not None and place[0].shelf.moves_optim
+            if isinstance(value, Tensor) and (loaded[key].dtype != value.dtype or moves):
+                loaded[key] = value.to("cpu" if moves else loaded[key].device, copy=True)
+    _load_resting(sharded, resting, tick)
+    sharded.stepper.shelve_states()
+
+
+class _Resting(NamedTuple):
+    """An element-wise state that goes to a file."""
+
+    parameter: Parameter
+    piece: Piece
+    key: str
+    value: Tensor
+
+
+def _spans(value: Any, shape: tuple[int, ...]) -> bool:
+    return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and value.dim() > 0
+
+
+def _piece_of(bucket: Bucket, piece: Piece, value: Tensor) -> Tensor:
+    """This rank's elements in the dtype that the optimizer uses here: the run that saved them may have had another."""
+    row = elements_of(value, piece.lo, piece.hi)
+    row = row.to(bucket.step_dtype) if row.is_floating_point() else row
+    shape = bucket.shapes[piece.index]
+    row = row if isinstance(value, LazyTensor) or row.dtype != value.dtype else row.clone()
+    return row.view(shape) if piece.numel == torch.Size(shape).numel() else row
+
+
+def _load_resting(
+    sharded: ShardedOptimizer, resting: Mapping[Bucket, Sequence[_Resting]], tick: Callable[[], object]
+) -> None:
+    """Bring states to their files, one bucket in memory at a time."""
+    for bucket, states in resting.items():
+        for state in states:
+            row = _piece_of(bucket, state.piece, state.value)
+            home = bucket.shelf.state_home(state.key, row.dtype)
+            assert home is not None
+            home.bring()
+            kept = home.lend(state.piece.offset, row.shape).copy_(row)
+            sharded.optimizer.state[state.parameter][state.key] = kept
+        bucket.shelf.tidy()
+        for _ in {id(state.parameter) for state in states}:
+            tick()

@@ -1,0 +1,166 @@
+"""``manifest.json``: what a checkpoint directory holds, and how to tell that it is all there.
+
+It is written last. A directory without it is not a checkpoint, and every other file has its length and checksums in it;
+its own checksum is that of the text without that line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lt_zero.common.errors import CheckpointError
+from lt_zero.io.sequential_writer import STEP, FileRecord
+
+NAME = "manifest.json"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A rectangle of a tensor: its elements, row-major and contiguous, begin at byte ``start`` of ``file``."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of ``shape`` that is saved in chunks."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a checkpoint directory but the values.
+
+    ``tensors``: by full name, ``model.<name>`` and ``optimizer_<i>.state.<name>.<key>``. ``order``: the module's state
+    dict, all names. ``aliases``: tied name -> the name that is in ``tensors``. ``left_out``: frozen parameters that
+    were not saved on purpose. ``run``: stage, ranks and precision, for people.
+    """
+
+    tensors: Mapping[str, Entry]
+    files: Mapping[str, FileRecord]
+    order: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    run: Mapping[str, Any] = field(default_factory=dict)
+
+    def dump(self) -> str:
+        names = sorted(self.files)
+        number = {name: i for i, name in enumerate(names)}
+        tensors = {
+            name: {
+                "dtype": str(entry.dtype).removeprefix("torch."),
+                "shape": list(entry.shape),
+                "chunks": [[list(c.offsets), list(c.sizes), number[c.file], c.start] for c in entry.chunks],
+            }
+            for name, entry in self.tensors.items()
+        }
+        files = [{"name": n, "bytes": self.files[n].nbytes, "sums": list(self.files[n].sums)} for n in names]
+        body = {
+            "format": "lt_zero",
+            "version": VERSION,
+            "block": STEP,
+            "run": dict(self.run),
+            "order": list(self.order),
+            "aliases": dict(self.aliases),
+            "left_out": list(self.left_out),
+            "files": files,
+            "tensors": tensors,
+        }
+        # One line per top-level key: a person can read the beginning, and a program need not care.
+        lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items())
+        return f'{{"sha256": "{_digest(lines)}",\n{lines}}}\n'
+
+    @classmethod
+    def parse(cls, text: str, path: str) -> Manifest:
+        """Read a manifest.
+
+        Raises:
+            CheckpointError: the text is damaged, or from a newer version; names ``path``.
+        """
+        match = re.fullmatch(r'\{"sha256": "([0-9a-f]{64})",\n(.*)\}\n', text, re.DOTALL)
+        if match is None or _digest(match[2]) != match[1]:
+            raise CheckpointError(
+                f"{path} is damaged: its content does not match its checksum. Restore it from a copy, or resume from "
+                "another checkpoint."
+            )
+        try:
+            body = json.loads(text)
+            if body["version"] > VERSION:
+                raise CheckpointError(
+                    f"{path} has version {body['version']}, and this lt_zero reads up to {VERSION}: update lt_zero."
+                )
+            return cls._of(body)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path} makes no sense ({type(error).__name__}: {error}), although its checksum is right: whoever "
+                "wrote it did not know the format. Resume from another checkpoint."
+            ) from None
+
+    @classmethod
+    def _of(cls, body: Mapping[str, Any]) -> Manifest:
+        if body["block"] != STEP:
+            raise ValueError(f"blocks of {body['block']} bytes")
+        files = {file["name"]: FileRecord(file["bytes"], tuple(file["sums"])) for file in body["files"]}
+        for name, record in files.items():
+            if name != os.path.basename(name) or name in ("", ".", "..", NAME):
+                raise ValueError(f"a file named {name!r}")
+            if len(record.sums) != -(-record.nbytes // STEP):
+                raise ValueError(f"{len(record.sums)} checksums for {record.nbytes} bytes of {name}")
+        names = [file["name"] for file in body["files"]]
+        tensors = {}
+        for name, entry in body["tensors"].items():
+            chunks = tuple(Chunk(tuple(o), tuple(s), names[file], start) for o, s, file, start in entry["chunks"])
+            tensors[name] = Entry(tuple(entry["shape"]), _dtype(entry["dtype"]), chunks)
+            for chunk in chunks:
+                _check(name, tensors[name], chunk, files[chunk.file].nbytes)
+        order, left_out = tuple(body["order"]), tuple(body["left_out"])
+        return cls(tensors, files, order, body["aliases"], left_out, body["run"])
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"a dtype {name!r}")
+    return dtype
+
+
+def _check(name: str, entry: Entry, chunk: Chunk, nbytes: int) -> None:
+    """That a chunk lies within its tensor and its file of ``nbytes``: nothing else says so when it is read."""
+    axes = zip(entry.shape, chunk.offsets, chunk.sizes, strict=True)
+    inside = all(offset >= 0 and size >= 0 and offset + size <= whole for whole, offset, size in axes)
+    end = chunk.start + math.prod(chunk.sizes) * entry.dtype.itemsize
+    if not inside or not 0 <= chunk.start <= end <= nbytes:
+        raise ValueError(f"{name} of {entry.shape} has a chunk {chunk}")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def is_ours(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is a manifest of ours, as far as its beginning tells."""
+    try:
+        with open(path, "rb") as file:
+            return b'"format": "lt_zero"' in file.read(200)
+    except OSError:
+        return False

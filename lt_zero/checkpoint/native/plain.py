@@ -1,0 +1,161 @@
+"""Plain containers for what is saved beside weights: any process can load it, and nothing in it can run.
+
+Note [Plain]
+    ``torch.load(weights_only=True)`` reads tensors, numbers, strings, lists, tuples, dicts and a few classes of torch.
+    Everything else would make a checkpoint unreadable without the code that wrote it. So OmegaConf containers become
+    dicts and lists, paths strings, numpy's numbers and arrays Python's numbers and tensors, enums their values. What
+    has no plain form is taken out, is named in a warning, and goes to a file of its own that is only unpickled on
+    request (``weights_only=False``).
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import Container, OmegaConf
+from torch import Tensor
+
+from lt_zero.checkpoint.native.fragment import Fragment
+from lt_zero.engine.lazy_tensor import AbsentTensor, LazyTensor
+
+Path = tuple[Any, ...]  # keys from the outermost container to a value
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes)
+_TORCH = (torch.dtype, torch.Size, torch.device)
+MISSING = "<left out: not a plain value>"
+
+
+def plain(value: Any, swap: Callable[[Path, Tensor], Any] | None = None) -> tuple[Any, dict[Path, Any]]:
+    """``value`` in plain containers, and what has no plain form, by where it was.
+
+    Args:
+        value: any nesting of containers.
+        swap: replaces tensors, given where they are; default: they are kept.
+
+    >>> plain({"a": (1, {"b": object})})[0]
+    {'a': (1, {'b': '<left out: not a plain value>'})}
+    """
+    rest: dict[Path, Any] = {}
+    return _Sorter(swap or (lambda path, tensor: tensor), rest).sort(value, ()), rest
+
+
+class _Sorter:
+    """Walks a value; what has no plain form goes to ``rest``."""
+
+    def __init__(self, swap: Callable[[Path, Tensor], Any], rest: dict[Path, Any]) -> None:
+        self._swap, self._rest = swap, rest
+        self._open: set[int] = set()  # ids of the containers around the value
+
+    def sort(self, value: Any, path: Path) -> Any:
+        if isinstance(value, Tensor):
+            return self._swap(path, value) if _is_dense(value) else self._aside(value, path)
+        if isinstance(value, enum.Enum):
+            return self.sort(value.value, path)
+        if isinstance(value, _ATOMS):
+            return value if type(value) in _ATOMS else _base_of(value)
+        if isinstance(value, _TORCH):
+            return value
+        if isinstance(value, Container):  # its values may be enums, paths and objects
+            return self.sort(OmegaConf.to_container(value, resolve=not _has_missing(value)), path)
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        if isinstance(value, timedelta):
+            return value.total_seconds()
+        if isinstance(value, np.generic | np.ndarray):
+            return self._of_numpy(value, path)
+        if not isinstance(value, Mapping | tuple | list | set | frozenset) or id(value) in self._open:
+            return self._aside(value, path)
+        self._open.add(id(value))
+        try:
+            return self._container(value, path)
+        finally:
+            self._open.discard(id(value))
+
+    def _aside(self, value: Any, path: Path) -> str:
+        self._rest[path] = value
+        return MISSING
+
+    def _container(self, value: Any, path: Path) -> Any:
+        if isinstance(value, Mapping):
+            keys = [_key(key) for key in value]
+            if len(set(keys)) < len(keys):  # 1.5 and numpy's 1.5, a path and its text
+                return self._aside(value, path)
+            inner = {key: self.sort(v, (*path, key)) for key, v in zip(keys, value.values(), strict=True)}
+            return collections.OrderedDict(inner) if type(value) is collections.OrderedDict else inner
+        if isinstance(value, tuple | list):
+            items = [self.sort(v, (*path, i)) for i, v in enumerate(value)]
+            return items if isinstance(value, list) else tuple(items)
+        parts = [plain(v) for v in sorted(value, key=repr)]
+        if any(rest for _, rest in parts):
+            return self._aside(value, path)  # nothing can be put back into a set
+        members = [member for member, _ in parts]
+        return set(members) if all(map(_is_hashable, members)) else members
+
+    def _of_numpy(self, value: Any, path: Path) -> Any:
+        if isinstance(value, np.generic):
+            item = value.item()
+            return self._aside(value, path) if isinstance(item, np.generic) else self.sort(item, path)
+        try:
+            return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C", copy=True))
+        except TypeError:  # texts, objects, numbers that torch does not have
+            return self._aside(value, path)
+
+
+def _is_dense(value: Tensor) -> bool:
+    """Whether any process can load it: not a class or a layout of somebody's own."""
+    if isinstance(value, AbsentTensor):
+        value.whole()  # raises, here and not while it is written
+    if isinstance(value, Fragment | LazyTensor):
+        return True
+    known = type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    return known and value.layout == torch.strided and not value.is_quantized and not value.is_meta
+
+
+def _base_of(value: Any) -> Any:
+    """A number or string of a subclass as what it is."""
+    kinds: tuple[Any, ...] = (int, float, complex, str, bytes)
+    return next(kind(value) for kind in kinds if isinstance(value, kind))
+
+
+def _key(key: Any) -> Any:
+    made, rest = plain(key)
+    return made if not rest and not isinstance(made, Tensor) and _is_hashable(made) else str(key)
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _has_missing(value: Container) -> bool:
+    try:
+        OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+    except Exception:  # an interpolation without its root, a value that was never given: kept as text
+        return True
+    return False
+
+
+def where(path: Path) -> str:
+    """A readable place of a value."""
+    return ".".join(str(part) for part in path)
+
+
+def put_back(value: Any, rest: Mapping[Path, Any]) -> None:
+    """Put what was taken out back into the containers (not into tuples, which become lists)."""
+    for path, item in rest.items():
+        inner = value
+        for part, _ in zip(path[:-1], path[1:], strict=True):
+            if isinstance(inner[part], tuple):
+                inner[part] = list(inner[part])
+            inner = inner[part]
+        inner[path[-1]] = item

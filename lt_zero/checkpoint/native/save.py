@@ -1,0 +1,329 @@
+"""Saving a sharded checkpoint: what a Lightning checkpoint holds goes to tensors, plain containers, and the rest.
+
+Note [One list of names]
+    Hooks may have changed the state dict, and often on rank 0 only. Its names are the ones that are saved, tied as they
+    are there; a rank that has a part of a tensor that rank 0 no longer has drops it. Plain tensors are rank 0's, as
+    under DDP, also where other ranks still have a part.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from lt_zero.checkpoint.native.collect import parameter_numbers
+from lt_zero.checkpoint.native.directory import Place
+from lt_zero.checkpoint.native.fragment import Fragment
+from lt_zero.checkpoint.native.plain import Path, plain, where
+from lt_zero.checkpoint.native.writer import DirectoryWriter, Extras
+from lt_zero.comm.communicator import Comm
+from lt_zero.common.errors import CheckpointError
+from lt_zero.engine.lazy_tensor import LazyTensor
+
+KEY = "lt_zero"  # of what this package adds to a Lightning checkpoint
+REFERENCE = "lt_zero.tensor"  # stands for a tensor that is among the sharded ones
+
+
+@dataclass
+class Bundle:
+    """A checkpoint, ready to be written.
+
+    ``tensors``: what this rank holds, by full name. The rest is rank 0's: ``meta`` in plain containers, ``objects``
+    that have no plain form, ``others`` for other readers, ``manifest`` for ours.
+    """
+
+    tensors: dict[str, Any]
+    meta: dict[str, Any] = field(default_factory=dict)
+    manifest: dict[str, Any] = field(default_factory=dict)
+    others: dict[tuple[str, ...], Any] = field(default_factory=dict)
+    objects: bytes | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of what this rank holds."""
+        return sum(map(_local_bytes, self.tensors.values()))
+
+    def extras(self) -> Extras:
+        return Extras(self.meta, self.manifest, self.objects, self.others)
+
+
+def bundle(
+    checkpoint: Mapping[str, Any],
+    names: Sequence[Sequence[Sequence[str]]],
+    comm: Comm,
+    run: Mapping[str, Any],
+    config: Mapping[str, Any],
+    left_out: Iterable[str] = (),
+) -> Bundle:
+    """Sort a checkpoint's content. Collective.
+
+    Args:
+        checkpoint: as Lightning dumps it, with ``Fragment`` for what is sharded.
+        names: of each optimizer's parameters, by group.
+        comm: the collectives.
+        run: facts about the run, for the manifest.
+        config: of the run, saved with it.
+        left_out: names of frozen parameters that are not in the state dict on purpose.
+
+    Raises:
+        CheckpointError: a rank lacks an entry of the state dict that rank 0 has.
+    """
+    rest = dict(checkpoint)
+    weights: dict[str, Any] = dict(rest.pop("state_dict", {}))
+    optimizers: list[Any] = list(rest.pop("optimizer_states", []))
+    made = Bundle({})
+    order, aliases = _agreed(weights, comm)
+    problem: Exception | None = None
+    try:
+        _fill(made, rest, weights, optimizers, (order, aliases), names, comm.rank)
+        if comm.rank == 0:
+            made.manifest |= {"left_out": tuple(left_out), "run": dict(run)}
+            made.meta[KEY] |= {"frozen_left_out": list(left_out), "config": plain(config)[0]}
+            if "optimizer_states" in checkpoint:
+                made.meta[KEY]["has_optimizers"] = True
+    except Exception as error:  # of a hook's odd value: told to all ranks, which would wait for this one
+        problem = error
+    if found := comm.problems(repr(problem) if problem is not None else None, "the checkpoint's content"):
+        raise CheckpointError(f"The checkpoint's content cannot be saved: {' '.join(found)}") from problem
+    return made
+
+
+def _fill(
+    made: Bundle,
+    rest: Mapping[str, Any],
+    weights: Mapping[str, Any],
+    optimizers: Sequence[Any],
+    agreed: tuple[dict[str, bool], dict[str, str]],
+    names: Sequence[Sequence[Sequence[str]]],
+    rank: int,
+) -> None:
+    """Sort everything into ``made``."""
+    flat = [[name for group in groups for name in group] for groups in names]
+    order, aliases = agreed
+    extra_state = _take_weights(made, weights, order, aliases, rank)
+    packed = [_take_optimizer(made, i, state, flat[i], rank) for i, state in enumerate(optimizers)]
+    made.meta, left = plain(rest, lambda path, value: _swap(made, path, value))
+    if rank:
+        return
+    others, left_state = plain(extra_state)
+    left |= {(KEY, "extra_state", *path): value for path, value in left_state.items()}
+    made.meta[KEY] = {
+        **made.meta.get(KEY, {}),
+        "optimizers": packed,
+        "extra_state": others,
+        "left_out": [list(path) for path in left],
+    }
+    made.objects = _pickled(left) if left else None
+    made.others = {("model", name): value for name, value in others.items()} | _others(packed)
+    made.manifest = {"order": tuple(order), "aliases": aliases}
+
+
+def write(
+    made: Bundle,
+    place: Place,
+    comm: Comm,
+    group: Any,
+    then: Callable[[], object] = lambda: None,
+    tick: Callable[[int], object] = lambda _: None,
+) -> None:
+    """Write a bundle and give it its name, and call ``then`` on rank 0. Collective over ``group`` (None: one process).
+
+    ``tick`` is told the bytes of each tensor that this rank has written.
+
+    Raises:
+        CheckpointError: on all ranks; says what failed where.
+    """
+    writer = DirectoryWriter(place, made.tensors, comm.rank, made.extras, then, tick)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no process group is known
+            state_dict_saver.save(
+                made.tensors,
+                storage_writer=writer,
+                planner=planner,
+                process_group=group,
+                no_dist=group is None,
+            )
+    except CheckpointException as error:
+        raise CheckpointError(" ".join(_reasons(error, comm))) from None
+
+
+def _reasons(error: CheckpointException, comm: Comm) -> list[str]:
+    reasons = []
+    for rank, (cause, trace) in sorted(error.failures.items()):
+        text = str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause} ({trace})"
+        reasons.append(f"rank {rank}: {text}" if comm.world > 1 else text)
+    return reasons
+
+
+def _agreed(weights: Mapping[str, Any], comm: Comm) -> tuple[dict[str, bool], dict[str, str]]:
+    """Rank 0's names, each with whether it is sharded, and its tied names. See Note [One list of names]."""
+    mine = ({name: isinstance(value, Fragment) for name, value in weights.items()}, _tied(weights))
+    order, aliases = comm.host_broadcast(mine, "names of the state dict")
+    problem = None
+    for name, is_sharded in order.items():
+        if name not in weights:
+            problem = f"the state dict has no {name!r}, which rank 0 has. Change it in the same way on all ranks."
+        elif is_sharded and not isinstance(weights[name], Fragment):
+            problem = f"{name!r} was replaced in the state dict, and not on rank 0. Replace it on all ranks."
+    if found := comm.problems(problem, "the state dict"):
+        raise CheckpointError(" ".join(found))
+    return order, aliases
+
+
+def _tied(weights: Mapping[str, Any]) -> dict[str, str]:
+    aliases: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, value in weights.items():
+        if isinstance(value, Tensor) and (known := first.setdefault(_identity(value), name)) != name:
+            aliases[name] = known
+    return aliases
+
+
+def _take_weights(
+    made: Bundle, weights: Mapping[str, Any], order: Mapping[str, bool], aliases: Mapping[str, str], rank: int
+) -> dict[str, Any]:
+    """Take the tensors; returns what is none."""
+    extra: dict[str, Any] = {}
+    for name, is_sharded in order.items():
+        value = weights[name]
+        if not isinstance(value, Tensor):
+            extra[name] = value
+        elif name not in aliases and (is_sharded or rank == 0):
+            made.tensors[f"model.{name}"] = value
+    return extra
+
+
+def _identity(value: Tensor) -> Any:
+    """Equal for two names of one tensor."""
+    if isinstance(value, Fragment) or value.numel() == 0:
+        return id(value)
+    return value.device, value.data_ptr(), tuple(value.shape), value.stride(), value.dtype
+
+
+def _take_optimizer(made: Bundle, number: int, state: Any, names: Sequence[str], rank: int) -> dict[str, Any]:
+    """Move the fragments of an optimizer's state dict to the tensors; returns the rest, keyed by name."""
+    state = {"state": {}, "param_groups": [], **state}  # Lightning's stand-in for no optimizer has an empty one
+    by_number = dict(zip(parameter_numbers(state), names, strict=True))
+    kept: dict[str, dict[str, Any]] = {}
+    for parameter, entries in state["state"].items():
+        name = by_number[parameter]
+        for key, value in entries.items():
+            if isinstance(value, Fragment):
+                made.tensors[f"optimizer_{number}.state.{name}.{key}"] = value
+            elif rank == 0:
+                # Counters may lie in one storage, which torch.save would write with each of them.
+                copied = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+                kept.setdefault(name, {})[key] = copied
+    groups = [{**group, "params": [by_number[n] for n in group["params"]]} for group in state["param_groups"]]
+    return plain({"param_groups": groups, "state": kept})[0] if rank == 0 else {}
+
+
+def _swap(made: Bundle, path: Path, value: Tensor) -> Any:
+    """Somebody's own entry of the checkpoint."""
+    if not isinstance(value, Fragment):
+        return value.detach()
+    name = f"extra.{where(path)}"
+    made.tensors[name] = value
+    return {REFERENCE: name}
+
+
+def _pickled(left: Mapping[Path, Any]) -> bytes | None:
+    places = ", ".join(repr(where(path)) for path in list(left)[:5])
+    kept = {}
+    lost = []
+    for path, value in left.items():
+        try:
+            pickle.dumps(value)
+            kept[path] = value
+        except Exception as error:  # any class may fail in any way here
+            lost.append(f"{where(path)!r} ({error})")
+    text = f"The checkpoint has entries without a plain form: {places}. They are in objects.pkl, which is only read "
+    warnings.warn(text + "with weights_only=False.", stacklevel=2)
+    if lost:
+        warnings.warn(f"What cannot be pickled is not saved: {', '.join(lost)}.", stacklevel=2)
+    return pickle.dumps(kept) if kept else None
+
+
+def _others(packed: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Any]:
+    """Groups and counters of optimizers for those who read ``.metadata`` only (torch, Lightning)."""
+    found: dict[tuple[str, ...], Any] = {}
+    for number, optimizer in enumerate(packed):
+        head = f"optimizer_{number}"
+        found[head, "param_groups"] = optimizer["param_groups"]
+        for name, entries in optimizer["state"].items():
+            for key, value in entries.items():
+                found[head, "state", name, key] = value
+    return found
+
+
+def stage(made: Bundle, buffer: Tensor | None) -> Tensor:
+    """Copy all tensors of a bundle to host memory, so that training can go on. Not collective.
+
+    Args:
+        made: its tensors are replaced by copies; so are those among the rest (step counters change in place).
+        buffer: what an earlier call returned, to be used again.
+
+    Returns:
+        the buffer (1D uint8).
+    """
+    raw: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name, value in made.tensors.items():
+        nbytes = _local_bytes(value)
+        raw[name] = (end, nbytes)
+        end += -(-nbytes // 64) * 64
+    if buffer is None or buffer.numel() < end:
+        buffer = torch.empty(end, dtype=torch.uint8)
+    holder: Callable[[], object] | None = None
+    for name, (start, nbytes) in raw.items():
+        value = made.tensors[name]
+        needs = value.done if isinstance(value, Fragment) else None
+        if holder is not None and needs != holder:
+            holder()
+        holder = needs
+        room = buffer[start : start + nbytes].view(value.dtype)
+        if not isinstance(value, Fragment):
+            made.tensors[name] = room.view(value.shape).copy_(value)
+            continue
+        if nbytes:
+            room.copy_(value.local())
+        made.tensors[name] = Fragment(partial(_same, room), tuple(value.shape), value.lo, value.hi, value.dtype)
+    if holder is not None:
+        holder()
+    made.meta, made.others = _copied(made.meta), _copied(made.others)
+    return buffer
+
+
+def _copied(value: Any) -> Any:
+    """Plain containers with copies of their tensors."""
+    if isinstance(value, LazyTensor):
+        return value
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return type(value)((key, _copied(inner)) for key, inner in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_copied(inner) for inner in value)
+    return value
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _local_bytes(value: Any) -> int:
+    if isinstance(value, Fragment):
+        return (value.hi - value.lo) * value.dtype.itemsize
+    return int(value.nbytes)

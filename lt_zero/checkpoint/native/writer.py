@@ -1,0 +1,332 @@
+"""The storage of sharded checkpoints for torch.distributed.checkpoint, which plans what each rank writes.
+
+Each rank writes two files, ``weights-<rank>.pt`` and ``moments-<rank>.pt``. Each is an ordinary file of ``torch.save``,
+and each tensor in it is one, too, so that torch's own reader of such directories finds what it expects (torchfile.py).
+Rank 0 adds what is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from lt_zero.checkpoint.native.directory import Place
+from lt_zero.checkpoint.native.fragment import Fragment
+from lt_zero.checkpoint.native.manifest import Chunk, Entry, Manifest
+from lt_zero.checkpoint.native.torchfile import Stored, TorchFile
+from lt_zero.common.compat import storage_info
+from lt_zero.common.errors import CheckpointError
+from lt_zero.io.block_transfer import in_words
+from lt_zero.io.sequential_writer import FileRecord, Sink
+
+_OVERHEAD = 4096  # bytes around a tensor in a file at most, and in ``.metadata`` and the manifest
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What rank 0 adds to the tensors.
+
+    ``meta``: plain containers, for ``meta.pt``. ``objects``: what has no plain form, or None. ``others``: values by
+    full name and path that only other readers of the directory look for: numbers and groups of optimizers.
+    ``manifest``: keyword arguments of the ``Manifest``.
+    """
+
+    meta: Mapping[str, Any]
+    manifest: Mapping[str, Any]
+    objects: bytes | None = None
+    others: Mapping[tuple[str, ...], Any] | None = None
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Where a chunk is: the file, its values' first byte, and the small file of torch.save around them."""
+
+    file: str
+    start: int
+    blob: tuple[int, int]
+
+
+class _Output:
+    """One file that is being written."""
+
+    def __init__(self, name: str, sink: Sink, blobs: bool = True) -> None:
+        self.name, self.sink = name, sink
+        self.file = TorchFile(sink.write, blobs=blobs)
+        self.content: dict[str, Stored] = {}
+
+    def add(self, key: str, tensor: Tensor) -> Stored:
+        return self.file.add(tensor if tensor.is_contiguous() else tensor.contiguous())
+
+    def close(self, value: Any = None) -> FileRecord:
+        self.file.finish(self.content if value is None else value)
+        return self.sink.close()
+
+
+class DirectoryWriter(StorageWriter):
+    """Writes the tensors of one rank, and on rank 0 the rest and the manifest.
+
+    Args:
+        place: the (temporary) directory.
+        state: what this rank holds, by full name.
+        rank: of this process.
+        extras: called on rank 0 when all tensors are written.
+        then: called on rank 0 when the checkpoint is there.
+        tick: told the bytes of each tensor that was written.
+
+    Raises:
+        CheckpointError: the directory has too little space; a file cannot be written.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        state: Mapping[str, Any],
+        rank: int,
+        extras: Callable[[], Extras],
+        then: Callable[[], object] = lambda: None,
+        tick: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        self._tick = tick
+        self._place, self._state, self._rank, self._extras, self._then = place, state, rank, extras, then
+        self._outputs: dict[str, _Output] = {}
+
+    # ---- planning ------------------------------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        self._outputs = {}
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the directory was made before."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False  # torch does not find this class by itself
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        need = sum(_nbytes(item) + _OVERHEAD for plan in plans for item in plan.items)
+        free = self._place.free_bytes()
+        if free is not None and free < need:
+            raise CheckpointError(
+                f"{self._place.name} needs {in_words(need)}, and {in_words(free)} are free there. Nothing was written. "
+                "Free space, lower ModelCheckpoint's save_top_k, or save to another disk."
+            )
+        return plans
+
+    # ---- this rank's tensors ---------------------------------------------------------------------------------------
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        sizes: dict[str, int] = {}
+        for item in plan.items:
+            kind = _kind(item.index.fqn)
+            sizes[kind] = sizes.get(kind, 0) + _nbytes(item) + _OVERHEAD // 2
+        results: list[WriteResult] = []
+        try:
+            for kind, expected in sorted(sizes.items()):
+                name = f"{kind}-{self._rank:05d}.pt"
+                self._outputs[kind] = _Output(name, self._place.sink(name, expected))
+            self._write_items(plan, planner, results)
+            for output in self._outputs.values():
+                record = output.close()
+                results.append(WriteResult(MetadataIndex(f"file:{output.name}"), record.nbytes, record))
+        except BaseException:
+            for output in self._outputs.values():
+                output.sink.abandon()
+            raise
+        finally:
+            self._place.close()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _write_items(self, plan: SavePlan, planner: SavePlanner, results: list[WriteResult]) -> None:
+        holder: Callable[[], object] | None = None
+        for item in plan.items:
+            value = self._state[item.index.fqn]
+            needs = value.done if isinstance(value, Fragment) else None
+            if holder is not None and needs != holder:
+                self._leave(holder)
+            holder = needs
+            tensor = planner.resolve_data(item)
+            assert isinstance(tensor, Tensor)
+            output = self._outputs[_kind(item.index.fqn)]
+            key = _key_of(item)
+            stored = output.content[key] = output.add(key, tensor.detach().cpu())
+            placed = _Placed(output.name, stored.start, stored.blob)
+            results.append(WriteResult(item.index, tensor.nbytes, placed))
+            self._tick(tensor.nbytes)
+        if holder is not None:
+            self._leave(holder)
+
+    def _leave(self, holder: Callable[[], object]) -> None:
+        """What rests in files is about to make room for the next."""
+        for output in self._outputs.values():
+            output.sink.settle()
+        holder()
+
+    # ---- rank 0 ----------------------------------------------------------------------------------------------------
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Add what is the same on all ranks, the manifest last, and give the directory its name."""
+        files: dict[str, FileRecord] = {}
+        placed: dict[MetadataIndex, _Placed] = {}
+        for result in (result for rank in results for result in rank):
+            if isinstance(result.storage_data, FileRecord):
+                files[result.index.fqn.removeprefix("file:")] = result.storage_data
+            else:
+                placed[result.index] = result.storage_data
+        extras = self._extras()
+        try:
+            tensors = _entries(metadata, placed)
+            describe(metadata, placed, extras.manifest.get("aliases", {}))
+            self._add_others(metadata, extras.others or {}, files)
+            files["meta.pt"] = self._add_meta(extras.meta)
+            if extras.objects is not None:
+                files["objects.pkl"] = self._add_bytes("objects.pkl", extras.objects)
+            files[".metadata"] = self._add_bytes(".metadata", pickle.dumps(metadata))
+            self._place.seal(Manifest(tensors, files, **extras.manifest))
+            self._place.commit()
+            self._then()
+        finally:
+            self._place.close()
+
+    def _add_meta(self, meta: Mapping[str, Any]) -> FileRecord:
+        output = _Output("meta.pt", self._place.sink("meta.pt"), blobs=False)
+        try:
+            return output.close(meta)
+        except BaseException:
+            output.sink.abandon()
+            raise
+
+    def _add_bytes(self, name: str, data: bytes) -> FileRecord:
+        sink = self._place.sink(name)
+        try:
+            sink.write(data)
+            return sink.close()
+        except BaseException:
+            sink.abandon()
+            raise
+
+    def _add_others(self, metadata: Metadata, others: Mapping[tuple[str, ...], Any], files: dict[str, Any]) -> None:
+        """Values for readers that know ``.metadata`` only, each as a file of torch.save within ``extras.pt``."""
+        if not others:
+            return
+        output = _Output("extras.pt", self._place.sink("extras.pt"))
+        known: dict[Any, tuple[Stored, int]] = {}  # thousands of parameters have the same number of steps
+        try:
+            for path, value in others.items():
+                name, key = ".".join(path), _equal_by(value)
+                if key is None or key not in known:
+                    data = io.BytesIO()
+                    torch.save(value, data)
+                    blob = torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
+                    stored = output.content[name] = output.add(name, blob)
+                    known[key or name] = stored, blob.numel()
+                stored, size = known[key or name]
+                metadata.planner_data[name] = path
+                _describe_other(metadata, name, value, stored.start, size)
+            files["extras.pt"] = output.close()
+        except BaseException:
+            output.sink.abandon()
+            raise
+
+
+def _equal_by(value: Any) -> Any:
+    """Equal for values that are saved as the same bytes; None if that is not known."""
+    if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in (torch.float32, torch.float64, torch.int64):
+        return value.dtype, repr(value.item())
+    return (type(value), repr(value)) if isinstance(value, bool | int | float | str | None) else None
+
+
+def _nbytes(item: WriteItem) -> int:
+    return item.tensor_storage_size() or 0
+
+
+def _kind(name: str) -> str:
+    return "moments" if name.startswith("optimizer_") else "weights"
+
+
+def _key_of(item: WriteItem) -> str:
+    """The name of a chunk in its file: ``name``, or ``name[2:3, 0:8]`` if it is a part."""
+    assert item.tensor_data is not None
+    chunk, size = item.tensor_data.chunk, item.tensor_data.size
+    if chunk.sizes == size:
+        return item.index.fqn
+    ranges = ", ".join(f"{o}:{o + s}" for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+    return f"{item.index.fqn}[{ranges}]"
+
+
+def _entries(metadata: Metadata, placed: Mapping[MetadataIndex, _Placed]) -> dict[str, Entry]:
+    found = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata), name
+        chunks = []
+        for chunk in entry.chunks:
+            place = placed[MetadataIndex(name, chunk.offsets)]
+            chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), place.file, place.start))
+        found[name] = Entry(tuple(entry.size), entry.properties.dtype, tuple(chunks))
+    return found
+
+
+def describe(metadata: Metadata, placed: Mapping[MetadataIndex, _Placed], aliases: Mapping[str, str]) -> None:
+    """Fill in what torch's FileSystemReader needs: where chunks are, how names nest, and tied names."""
+    found = metadata.state_dict_metadata
+    metadata.storage_data = {i: storage_info(p.file, *p.blob) for i, p in placed.items()}
+    metadata.planner_data = {name: path_of(name) for name in found}
+    for alias, name in aliases.items():
+        entry = found.get(f"model.{name}")
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        found[f"model.{alias}"] = entry
+        metadata.planner_data[f"model.{alias}"] = ("model", alias)
+        for chunk in entry.chunks:
+            place = placed[MetadataIndex(f"model.{name}", chunk.offsets)]
+            metadata.storage_data[MetadataIndex(f"model.{alias}", chunk.offsets)] = storage_info(
+                place.file, *place.blob
+            )
+
+
+def _describe_other(metadata: Metadata, name: str, value: Any, start: int, nbytes: int) -> None:
+    if isinstance(value, Tensor):
+        whole = ChunkStorageMetadata(torch.Size([0] * value.dim()), value.size())
+        metadata.state_dict_metadata[name] = TensorStorageMetadata(
+            TensorProperties(dtype=value.dtype), value.size(), [whole]
+        )
+        index = MetadataIndex(name, whole.offsets)
+    else:
+        metadata.state_dict_metadata[name] = BytesStorageMetadata()
+        index = MetadataIndex(name)
+    metadata.storage_data[index] = storage_info("extras.pt", start, nbytes)
+
+
+def path_of(name: str) -> tuple[str, ...]:
+    """How a full name nests: the names of parameters have dots of their own.
+
+    >>> path_of("model.a.weight"), path_of("optimizer_0.state.a.weight.exp_avg")
+    (('model', 'a.weight'), ('optimizer_0', 'state', 'a.weight', 'exp_avg'))
+    """
+    head, rest = name.split(".", 1)
+    if not head.startswith("optimizer_"):
+        return head, rest
+    kind, rest = rest.split(".", 1)
+    parameter, key = rest.rsplit(".", 1)
+    return head, kind, parameter, key

@@ -1,0 +1,325 @@
+"""``comms_logger``: how often, how large and how long the collectives of the engine are.
+
+Note [What is measured]
+    bytes   of the buffer that the operation is about: what all shards come to together for all_gather and
+            reduce_scatter, the tensor for all_reduce and broadcast. It is the "size" of nccl-tests. Of Python objects
+            it is what they are on this rank when they are pickled, without a bandwidth; a barrier has none.
+    time    from the launch to the end of ``wait``, with what is done to the result (sums on gloo) and with the wait for
+            late ranks. Computation in between hides communication and is in it: the bandwidths are lower bounds.
+    waited  the part of it in which nothing else was done: in a call that waits by itself, all of it.
+    algbw   bytes / time. busbw: algbw times a factor per operation, so that it can be compared with the links:
+            https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
+    On a GPU both times are between events on the stream that launches, which are read later, when they are over.
+
+    A collective here may be several of torch.distributed's, or a copy through shared memory (communicator.py). The
+    checks of the sequence and the roll calls, which exist beside them, are not in it, nor are those of Lightning.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from lt_zero.comm.communicator import Comm
+from lt_zero.comm.work import Done, Pending
+from lt_zero.config.blocks.profiling import CommsLogger
+
+
+class CommRecord(NamedTuple):
+    """All collectives of one kind and size on this rank. See Note [What is measured].
+
+    Attributes:
+        operation: its name in torch.distributed.
+        name: of the unit or bucket, or what it is for; "" without ``comms_logger.debug``.
+        nbytes: bytes of one message.
+        calls: how many.
+        seconds, shortest, longest: of all together, of one.
+        waited: seconds of all together in which the caller did nothing else.
+        algbw, busbw: bytes per second.
+    """
+
+    operation: str
+    name: str
+    nbytes: int
+    calls: int
+    seconds: float
+    shortest: float
+    longest: float
+    waited: float
+    algbw: float
+    busbw: float
+
+
+def bus_factor(operation: str, world: int) -> float:
+    """By what nccl-tests multiply bytes per second to compare them with what a link can do.
+
+    >>> bus_factor("all_reduce", 4), bus_factor("reduce_scatter", 4), bus_factor("broadcast", 4)
+    (1.5, 0.75, 1.0)
+    """
+    part = (world - 1) / world
+    return {"all_reduce": 2 * part, "all_gather": part, "reduce_scatter": part}.get(operation, 1.0)
+
+
+@dataclass
+class _Sum:
+    calls: int = 0
+    seconds: float = 0.0
+    shortest: float = float("inf")
+    longest: float = 0.0
+    waited: float = 0.0
+
+
+class _Open(NamedTuple):
+    """A collective that was launched. Times are seconds of a clock, or events of a GPU."""
+
+    operation: str
+    name: str
+    nbytes: int
+    launched: Any
+
+
+class CommLog:
+    """Adds up collectives. Two threads may use it (offload/background.py).
+
+    Args:
+        device: whose stream launches.
+        world: ranks.
+        show: prints a line, on the rank that shows something.
+    """
+
+    def __init__(self, device: torch.device, world: int, show: Callable[[str], None] | None = None) -> None:
+        self._device, self._world = device, world
+        self._show = show
+        self._block = CommsLogger(enabled=True, debug=True)  # until it is known, everything is kept
+        self._sums: dict[tuple[str, str, int], _Sum] = {}
+        self._adding = threading.Lock()
+        self._unread: deque[tuple[_Open, Any, Any]] = deque()  # with events of a GPU: waiting began, ended
+
+    def configure(self, block: CommsLogger) -> None:
+        """What is recorded, in what detail; also of what was before."""
+        before, self._block, self._sums = self.sums(), block, {}
+        for (operation, name, nbytes), found in before.items():
+            if operation in block.operations:
+                total = self._sums.setdefault((operation, name if block.debug else "", nbytes), _Sum())
+                _merge(total, found)
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._sums.clear()
+        self._unread.clear()
+
+    def open(self, operation: str, name: str, nbytes: int, host: bool = False) -> _Open | None:
+        """Right before a launch; None if it is not recorded. ``host``: of host memory, whatever the device is."""
+        if operation not in self._block.operations:
+            return None
+        return _Open(operation, name, nbytes, self._now(host))
+
+    def now(self, opened: _Open) -> Any:
+        """The time, as it is taken for this collective."""
+        return self._now(isinstance(opened.launched, float))
+
+    def close(self, opened: _Open, waiting: Any) -> None:
+        """It was waited for, from ``waiting`` on."""
+        ended = self.now(opened)
+        if isinstance(opened.launched, float):
+            self._add(opened, ended - opened.launched, ended - waiting)
+            return
+        self._unread.append((opened, waiting, ended))
+        if self._block.verbose:
+            ended.synchronize()
+        self._read(wait=False)
+
+    def _now(self, host: bool) -> Any:
+        if host or self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _read(self, wait: bool) -> None:
+        while self._unread and (wait or self._unread[0][2].query()):
+            opened, waiting, ended = self._unread.popleft()
+            ended.synchronize()
+            self._add(opened, opened.launched.elapsed_time(ended) / 1e3, waiting.elapsed_time(ended) / 1e3)
+
+    def _add(self, opened: _Open, seconds: float, waited: float) -> None:
+        key = opened.operation, opened.name if self._block.debug else "", opened.nbytes
+        with self._adding:
+            _merge(self._sums.setdefault(key, _Sum()), _Sum(1, seconds, seconds, seconds, waited))
+        if self._block.verbose and self._show is not None:
+            caller = f" ({opened.name})" if self._block.debug and opened.name else ""
+            self._show(f"comm: {opened.operation}{caller}, {opened.nbytes} bytes, {seconds * 1e3:.4g} ms")
+
+    def sums(self, wait: bool = True) -> dict[tuple[str, str, int], _Sum]:
+        """By operation, name and bytes. Waits for the GPU, or has what it is done with."""
+        self._read(wait)
+        return dict(self._sums)
+
+    def records(self, wait: bool = True) -> list[CommRecord]:
+        """By operation, larger messages first.
+
+        Args:
+            wait: for the GPU. After an error it may wait for another rank that is gone; then what it is done with has
+                to do.
+        """
+        found = []
+        for (operation, name, nbytes), total in self.sums(wait).items():
+            algbw = nbytes * total.calls / total.seconds if total.seconds else 0.0
+            values = total.calls, total.seconds, total.shortest, total.longest, total.waited
+            found.append(
+                CommRecord(operation, name, nbytes, *values, algbw, algbw * bus_factor(operation, self._world))
+            )
+        return sorted(found, key=lambda record: (record.operation, -record.nbytes, record.name))
+
+
+def _merge(total: _Sum, other: _Sum) -> None:
+    total.calls += other.calls
+    total.seconds += other.seconds
+    total.shortest, total.longest = min(total.shortest, other.shortest), max(total.longest, other.longest)
+    total.waited += other.waited
+
+
+def comm_table(records: Iterable[CommRecord], rank: int = 0) -> Table:
+    """For rich; bandwidths in GB/s (1e9 bytes), times in ms."""
+    records = list(records)
+    table = Table(title=f"Collectives of rank {rank}", title_justify="left")
+    named = any(record.name for record in records)
+    table.add_column("operation", no_wrap=True)
+    if named:
+        table.add_column("for", overflow="fold")
+    for column in (
+        "bytes",
+        "calls",
+        "total ms",
+        "mean ms",
+        "min ms",
+        "max ms",
+        "waited ms",
+        "algbw GB/s",
+        "busbw GB/s",
+    ):
+        table.add_column(column, justify="right")
+    for r in records:
+        times = [r.seconds, r.seconds / r.calls, r.shortest, r.longest, r.waited]
+        rates = [f"{rate / 1e9:.3g}" if rate else "" for rate in (r.algbw, r.busbw)]
+        texts = [f"{r.nbytes:,}", str(r.calls), *(f"{seconds * 1e3:.4g}" for seconds in times), *rates]
+        table.add_row(r.operation, *([r.name] if named else []), *texts)
+    return table
+
+
+class _Logged:
+    """A pending collective that is recorded when it was waited for."""
+
+    def __init__(self, log: CommLog, opened: _Open, pending: Pending) -> None:
+        self._log, self._opened, self._pending = log, opened, pending
+        self._over = False
+
+    def wait(self) -> Any:
+        waiting = self._log.now(self._opened)
+        result = self._pending.wait()
+        if not self._over:
+            self._over = True
+            self._log.close(self._opened, waiting)
+        return result
+
+
+class LoggedComm(Comm):
+    """``Comm`` that records what it does; the same collectives in the same order."""
+
+    def __init__(self, group: Any, reductions: Any, device: torch.device, *args: Any, **kwargs: Any) -> None:
+        super().__init__(group, reductions, device, *args, **kwargs)
+        show = (lambda text: print(text, flush=True)) if self.rank == 0 else None
+        self.log = CommLog(device, self.world, show)
+
+    def _later(self, operation: str, name: str, nbytes: int, launch: Callable[[], Pending], host: bool = False) -> Any:
+        opened = self.log.open(operation, name, nbytes, host) if self.world > 1 else None
+        if opened is None:
+            return launch()
+        pending = launch()
+        if isinstance(pending, Done):  # all was done at once
+            self.log.close(opened, opened.launched)
+            return pending
+        return _Logged(self.log, opened, pending)
+
+    @contextmanager
+    def _now(self, operation: str, name: str, nbytes: int, host: bool = False) -> Iterator[None]:
+        opened = self.log.open(operation, name, nbytes, host) if self.world > 1 else None
+        yield
+        if opened is not None:
+            self.log.close(opened, opened.launched)
+
+    def all_gather(self, flat: Tensor, name: str, own: Tensor | None = None) -> Pending:
+        launch = super().all_gather
+        pending: Pending = self._later("all_gather", name, flat.nbytes, lambda: launch(flat, name, own))
+        return pending
+
+    def reduce_scatter(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Pending:
+        launch = super().reduce_scatter
+        pending: Pending = self._later(
+            "reduce_scatter", name, flat.nbytes, lambda: launch(out, flat, scratch, add, name)
+        )
+        return pending
+
+    def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Pending:
+        launch = super().all_reduce
+        pending: Pending = self._later("all_reduce", name, flat.nbytes, lambda: launch(out, flat, scratch, add, name))
+        return pending
+
+    def publish(self, flat: Tensor | None) -> Pending:
+        launch = super().publish
+        if flat is None:
+            if not self.shares_memory:
+                return launch(flat)
+            pending: Pending = self._later("barrier", "background", 0, lambda: launch(flat))
+        else:
+            pending = self._later("all_gather", "background", flat.nbytes, lambda: launch(flat))
+        return pending
+
+    def host_max(self, flags: Tensor, name: str) -> Pending:
+        launch = super().host_max
+        pending: Pending = self._later("all_reduce", name, flags.nbytes, lambda: launch(flags, name), host=True)
+        return pending
+
+    def broadcast(self, tensor: Tensor, name: str, src: int = 0) -> None:
+        with self._now("broadcast", name, tensor.nbytes):
+            super().broadcast(tensor, name, src)
+
+    def _reduce_small(self, value: Tensor, op: Any, name: str) -> Tensor:
+        with self._now("all_reduce", name, value.nbytes):
+            return super()._reduce_small(value, op, name)
+
+    def host_broadcast(self, value: Any, name: str) -> Any:
+        with self._now("broadcast_object_list", name, self._size(value), host=True):
+            return super().host_broadcast(value, name)
+
+    def host_gather(self, value: Any, name: str) -> list[Any]:
+        with self._now("all_gather_object", name, self._size(value), host=True):
+            return super().host_gather(value, name)
+
+    def fence(self) -> None:
+        with self._now("barrier", "shared memory", 0, host=True) if self.shares_memory else nullcontext():
+            super().fence()
+
+    def allow_background(self) -> None:
+        with self._now("barrier", "background", 0) if self._background is None else nullcontext():
+            super().allow_background()
+
+    def saving_group(self, background: bool) -> Any:
+        with self._now("barrier", "saving", 0) if background and self._saving is None else nullcontext():
+            return super().saving_group(background)
+
+    def _size(self, value: Any) -> int:
+        return len(pickle.dumps(value)) if self.world > 1 else 0
+
+
+__all__ = ["CommLog", "CommRecord", "LoggedComm", "bus_factor", "comm_table"]

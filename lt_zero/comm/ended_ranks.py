@@ -1,0 +1,126 @@
+"""Which rank has ended, told to those that fail because of it.
+
+Note [First cause]
+    When a rank ends, the others fail one after the other, each with gloo's words about a neighbour. So each that ends
+    with an error leaves word in the store: its own error, or whose end it follows from. Who finds a closed connection
+    reads that, and ends with the first cause for its last line. A rank that was killed leaves no word, and a store ends
+    with the process that serves it; then all that is known is whose connections are closed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]
+
+from lt_zero.comm import work
+
+_PROBE_TAG = 0x5AB0  # of a message that nobody receives
+_PATIENCE = 1.0  # seconds for connections of several groups to be found closed, one after the other
+_MANY = 64  # closed connections of which words are read
+_OWN, _FOLLOWS = "own", "follows"
+
+
+class _Word(NamedTuple):
+    kind: str
+    text: str
+
+
+class Ended:
+    """What is known of ranks that have ended.
+
+    Args:
+        ranks: global ones of the group.
+        rank: this one's number among them.
+        host: a gloo group over them.
+        store: of words.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, host: dist.ProcessGroup, store: Store) -> None:
+        self._ranks, self._rank, self._host, self._store = ranks, rank, host, store
+        self._told = False
+        self._found: str | None = None
+
+    def gone(self, rank: int) -> bool:
+        """Whether the connection to a rank is closed."""
+        try:
+            dist.isend(torch.zeros(1), self._ranks[rank], self._host, tag=_PROBE_TAG)
+        except RuntimeError:
+            return True
+        return False
+
+    def tell(self, error: BaseException, place: str) -> None:
+        """This rank is about to end with an error that came from ``place``."""
+        text = str(error).strip().split("\n", 1)[0][:300]
+        self._leave(_Word(_OWN, f"{type(error).__name__}{f': {text}' if text else ''} ({place})"))
+
+    def forget(self) -> None:
+        """A new run begins: the error of the last one has not ended this rank."""
+        if self._told:
+            self._store.delete_key(str(self._rank))
+        self._told, self._found = False, None
+
+    def explain(self) -> str | None:
+        """Which rank has ended, and where to look; None if none has."""
+        if self._found is None:
+            until = time.monotonic() + _PATIENCE
+            others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
+            while not (gone := [rank for rank in others if self.gone(rank)]) and time.monotonic() < until:
+                time.sleep(0.05)
+            if gone:
+                cause = self._cause(gone)
+                self._leave(_Word(_FOLLOWS, cause))
+                self._found = f"{cause} The error of rank {self._rank}, above, follows from that."
+        return self._found
+
+    def _cause(self, gone: list[int]) -> str:
+        words = {rank: self._word(rank) for rank in gone[:_MANY]}
+        for rank, word in words.items():
+            if word is not None and word.kind == _OWN:
+                return f"Rank {rank} ended with {word.text}: see what it printed{_WHERE}."
+        silent = [rank for rank, word in words.items() if word is None]
+        follows = next((word.text for word in words.values() if word is not None), "")
+        if follows:
+            return follows
+        one = f"Rank {silent[0]}" if len(silent) == 1 else f"Ranks {', '.join(map(str, silent))}"
+        return (
+            f"{one} ended without a word: killed (for want of memory, by the scheduler), or by an error outside of the"
+            f" Trainer. See the last that {'it' if len(silent) == 1 else 'they'} printed{_WHERE}, and dmesg."
+        )
+
+    def _word(self, rank: int) -> _Word | None:
+        try:
+            if self._store.check([str(rank)]):
+                return _Word(*json.loads(self._store.get(str(rank))))
+        except RuntimeError:  # it is served by a process that has ended
+            pass
+        return None
+
+    def _leave(self, word: _Word) -> None:
+        try:
+            self._store.set(str(self._rank), json.dumps(word))
+            self._told = True
+        except RuntimeError:  # nobody can read it
+            pass
+
+
+_WHERE = ", here or in a log of its own (torchrun: --log-dir, SLURM: --output)"
+
+
+def in_collective(error: BaseException) -> bool:
+    """Whether an error came out of torch.distributed, or of a wait for it."""
+    frame = innermost(error.__traceback__)
+    return frame is not None and frame.f_code.co_filename in (distributed_c10d.__file__, work.__file__)
+
+
+def innermost(trace: TracebackType | None) -> FrameType | None:
+    """Where an exception was raised."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame if trace is not None else None

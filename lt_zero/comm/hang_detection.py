@@ -1,0 +1,461 @@
+"""Waits that can never end become errors on all ranks that say who waits where.
+
+The usual bugs: ``if trainer.is_global_zero: trainer.save_checkpoint(path)``, or a branch that one rank takes alone.
+Ranks then wait for each other in different collectives until a timeout of half an hour.
+
+Note [Who can still come]
+    Ranks may come minutes apart: one evaluates, another writes a file. Lateness proves nothing, so a rank is given up
+    only for what makes its coming impossible: it has launched another collective in place of this one, it waits in a
+    collective that this rank is part of and has not launched, or it is gone. Each rank has a thread that tells what its
+    main thread is doing, once somebody asks; which collectives have been launched is known by number (work.py). In a
+    collective that is not ours nothing is numbered, so such a rank has to stay in the same call for
+    ``Patience.stuck``. A rank that does not answer need not be gone, its main thread may hold the interpreter: gloo
+    knows, its connection is closed.
+
+Note [Telling everybody]
+    One rank writes the verdict into the store and waits until the other ranks' threads have read it, before it raises:
+    it hangs up then, and they would know no better than "closed by peer". Waits on gloo look at the verdict
+    (work.py) and raise it. Where the main thread waits elsewhere, its thread logs the verdict, and hangs up; the
+    error that follows is explained by the verdict (``Comm.explain``).
+
+Note [Hanging up]
+    A process group whose collective does not end cannot be destroyed either: the process would wait at its exit. gloo
+    closes all connections of a group when a receive runs out of time, which ends everything that anybody waits for in
+    that group, on all ranks. Other backends have ``abort``.
+
+Note [Life of the thread]
+    It answers from ``listen`` on and ends with ``rest``; a wait that lasts starts it where it is needed. The thread
+    knows the watch and a store client of its own, not the ``RollCall``: when nobody has that any more, or at exit, the
+    thread is ended and joined, because a daemon thread inside of torch's C++ code must not meet the end of the
+    interpreter. A forked child has no such thread and must not use the store's connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
+
+from lt_zero.comm import work as work_module
+from lt_zero.comm.agreement import Agreement
+from lt_zero.comm.ended_ranks import Ended, innermost
+from lt_zero.comm.work import CALL, FENCE, Launch, Watch
+
+log = logging.getLogger(__name__)
+
+_PACKAGES = {"lt_zero", "lightning", "pytorch_lightning", "lightning_fabric", "torch", "torchmetrics", "contextlib"}
+_POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}  # do not need this rank
+_SILENT_TAG = 0x5AB1  # of a message that nobody sends
+_STORE_TIMEOUT = timedelta(seconds=20)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """In seconds. ``poll``: between looks at the store. ``ask``: in a wait before asking for those who have not come.
+    ``stuck``: in the same collective. ``limit``: for a rank that could still come to a call of the user.
+    """
+
+    poll: float = 2.0
+    ask: float = 5.0
+    stuck: float = 8.0
+    limit: float = 1800.0
+
+
+PATIENCE = Patience()  # tests replace this
+
+
+class RollCall:
+    """Finds out who does not come to the collectives of one process group.
+
+    Args:
+        groups: of which the ranks have to come; all over the same ones, and more may be added.
+        host: a gloo group over the same ranks.
+        watch: what the collectives of this rank have come to.
+        store: a client of its own for this object.
+    """
+
+    def __init__(self, groups: list[dist.ProcessGroup], host: dist.ProcessGroup, watch: Watch, store: Store) -> None:
+        group = groups[0]
+        self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
+        self._ranks = dist.get_process_group_ranks(group)  # global ones
+        self._host, self._watch, self._store = host, watch, store
+        self._patience, self._pid = PATIENCE, os.getpid()
+        self._subject: Launch | None = None  # what is examined
+        self._first, self._asked = 0, 0.0  # number of the first question about it, and when the last one was asked
+        self._heard_of: dict[int, tuple[int, float]] = {}  # rank -> (question that it answered last, when)
+        self.ended = Ended(self._ranks, self._rank, host, PrefixStore("ended", store))
+        check = functools.partial(_check_ended, watch, self.ended)
+        self.agreement = Agreement(PrefixStore("agreement", store), self._rank, self._world, check)
+        watch.slice = min(watch.slice, timedelta(seconds=self._patience.poll))
+        watch.examiner = weakref.ref(self)
+        self._reporter = _Reporter(watch, store, groups, self._patience.poll)
+        self._finalizer: weakref.finalize | None = None  # type: ignore[type-arg]
+        self.listen()
+
+    @classmethod
+    def over(cls, groups: list[dist.ProcessGroup], host: dist.ProcessGroup, watch: Watch) -> RollCall | None:
+        """That of ``groups``, or None where nobody is to be asked (a simulated group)."""
+        if dist.get_backend(host) != "gloo":
+            return None
+        store: Any = groups[0].get_group_store()  # has the group's prefix
+        store = store.clone()
+        store.set_timeout(_STORE_TIMEOUT)
+        return cls(groups, host, watch, PrefixStore("roll_call", store))
+
+    def listen(self) -> None:
+        """Answer other ranks from now on. A no-op again, and after a verdict."""
+        if self._watch.verdict is not None:
+            return
+        if (self._finalizer is None or not self._finalizer.alive) and os.getpid() == self._pid:
+            stop = threading.Event()
+            arguments = (self._reporter, self.agreement, stop)
+            thread = threading.Thread(target=_serve, args=arguments, name="lt_zero-roll-call", daemon=True)
+            thread.start()
+            self._finalizer = weakref.finalize(self, _end, stop, thread, self._pid)
+
+    def rest(self) -> None:
+        """End the thread. Again a no-op."""
+        if self._finalizer is not None:
+            self._finalizer()
+
+    def refuse_fork(self, what: str) -> None:
+        """Raise in a forked child."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(f"`{what}` was called in a forked process, which is no rank. Call it in rank processes.")
+
+    # ---- one rank waits --------------------------------------------------------------------------------------------
+
+    def examine(self, launch: Launch, waited: float) -> None:
+        """Fail if this rank, which has waited in ``launch`` for so many seconds, waits for ever.
+
+        See Note [Who can still come].
+
+        Raises:
+            RuntimeError: on all ranks that can be told.
+        """
+        now = time.monotonic()
+        if waited < self._patience.ask or now - self._asked < self._patience.poll:
+            return
+        self.listen()
+        with contextlib.suppress(dist.DistError):  # who serves the store has ended: gloo will notice
+            if self._subject != launch:
+                self._subject, self._first = launch, 0
+                self._heard_of.clear()
+            else:
+                self._judge(launch, waited, now)
+            self._asked = now
+            self._store.set(f"question/{self._rank}", json.dumps([launch.channel, launch.number]))
+            asks = self._store.add("asks", 1)
+            self._first = self._first or asks
+
+    def _judge(self, launch: Launch, waited: float, now: float) -> None:
+        parties = {rank: self._party(rank, launch, now) for rank in range(self._world) if rank != self._rank}
+        parties[self._rank] = _Party.waiting(launch, user_line(sys._getframe()))
+        lost = next((rank for rank, party in parties.items() if party.never), None)
+        if lost is None and launch.operation == CALL and waited > self._patience.limit:
+            lost = next((rank for rank, party in parties.items() if not party.came), None)
+        if lost is not None:
+            hearing = sum(party.text != _GONE for party in parties.values())
+            self._fail(_sentence(parties, self._rank, lost), hearing)
+
+    def look(self) -> None:
+        """Bring the verdict up to date."""
+        with contextlib.suppress(dist.DistError):
+            self._reporter.hear()
+
+    def compare(self, launch: Launch) -> None:
+        """All ranks meet here, in different collectives.
+
+        Raises:
+            RuntimeError: always.
+        """
+        mine = self._watch.history(launch.channel), user_line(sys._getframe())
+        with contextlib.suppress(dist.DistError):
+            self._store.set(f"ran/{self._rank}", json.dumps(mine))
+            told = [json.loads(self._store.get(f"ran/{rank}")) for rank in range(self._world)]
+            self._fail(diverged([([Launch(*entry) for entry in ran], place) for ran, place in told]), self._world)
+        raise RuntimeError(f"The ranks diverged at {launch}. {_RAN}")
+
+    def _party(self, rank: int, launch: Launch, now: float) -> _Party:
+        """What another rank is doing, and whether it never will launch ``launch``."""
+        key = f"doing/{rank}"
+        answer: dict[str, Any] = json.loads(self._store.get(key)) if self._store.check([key]) else {"asks": 0}
+        last, since = self._heard_of.get(rank, (0, now))
+        since = now if answer["asks"] != last else since
+        self._heard_of[rank] = answer["asks"], since
+        if now - since > 2.5 * self._patience.poll and self.ended.gone(rank):
+            return _Party(None, "", _GONE, never=True)
+        if answer["asks"] < self._first:
+            return _Party(None, "", "does not answer")
+        theirs = Launch(*answer["launch"]) if answer["launch"] is not None else None
+        party = _Party(theirs, answer["place"], answer["text"])
+        stuck = answer["seconds"] >= self._patience.stuck
+        ran, watch = answer["ran"].get(str(self._rank)), self._watch
+        if ran is not None:
+            party.came = launch.like(Launch(*ran))
+            party.never = not party.came
+            party.tell(Launch(*ran))
+        elif theirs is not None and watch.launched.get(theirs.channel, 0) >= theirs.number:
+            mine = watch.ran(theirs.channel, theirs.number)
+            party.never = mine is not None and not mine.like(theirs)  # otherwise it is on its way
+        elif theirs is not None:
+            party.never = stuck
+        else:
+            party.never = stuck and answer["ranks"] is not None and self._ranks[self._rank] in answer["ranks"]
+        return party
+
+    def tell(self, error: BaseException) -> None:
+        """Leave word for other ranks: this one ends with an error."""
+        self.ended.tell(error, user_line(innermost(error.__traceback__)))
+
+    def gone(self) -> list[int]:
+        """The ranks whose connections are closed."""
+        return [rank for rank in range(self._world) if rank != self._rank and self.ended.gone(rank)]
+
+    # ---- the verdict ---------------------------------------------------------------------------------------------
+
+    def _fail(self, verdict: str, hearing: int) -> None:
+        """Tell every rank, of which ``hearing`` may listen, and raise. See Note [Telling everybody]."""
+        if self._store.add("verdicts", 1) == 1:
+            self._store.set("verdict", verdict)
+            self._store.add("asks", 1)
+        self._watch.verdict = self._store.get("verdict").decode()
+        self._reporter.leave(hearing)
+        self._watch.refuse()
+
+
+_GONE = "has ended or left the process group"
+_CALLED = (
+    "Every rank has a part of the state: call it on every rank, without `if trainer.is_global_zero:` or"
+    " `rank_zero_only` around it."
+)
+_RAN = (
+    "Every rank has to run the same modules, and the same calls that need all ranks, in the same order: look for a"
+    " branch or a loop that depends on the rank or its data. Texts of different lengths: generate with"
+    " `synced_gpus=True`, or inside of `lt_zero.gathered(module)` on every rank."
+)
+
+
+@dataclass
+class _Party:
+    """A rank: the collective in which it waits, its line of the user's code, and both in words.
+
+    ``came``: it is, or was, in the collective that is examined. ``never``: it never will be.
+    """
+
+    launch: Launch | None
+    place: str
+    text: str
+    came: bool = False
+    never: bool = False
+
+    @classmethod
+    def waiting(cls, launch: Launch, place: str) -> _Party:
+        return cls(launch, place, f"waits in {launch} ({place})", came=True)
+
+    def tell(self, ran: Launch) -> None:
+        """``ran`` is what it launched as number so-and-so."""
+        if self.never and not ran.like(self.launch):
+            self.text += f", and ran {ran} ({ran.numel:,} elements) in its place"
+
+
+def diverged(told: list[tuple[list[Launch], str]]) -> str:
+    """The verdict on ranks that meet in different collectives: of each what it has run, and its line.
+
+    Every rank comes to the same words.
+    """
+    least = min(ran[-1].number for ran, _ in told)
+    ran_at = [{launch.number: launch for launch in ran} for ran, _ in told]
+    common = sorted(set.intersection(*(set(ran) for ran in ran_at)))
+    number = next((n for n in common if not all(ran[n].like(ran_at[0][n]) for ran in ran_at)), least)
+    head = next(rank for rank, (ran, _) in enumerate(told) if ran[-1].number == least)
+    parties = {rank: _Party.waiting(ran[-1], place) for rank, (ran, place) in enumerate(told)}
+    for party, ran in zip(parties.values(), ran_at, strict=True):
+        party.came = number in ran and ran_at[head][number].like(ran[number])
+        party.never = not party.came
+        if number in ran:
+            party.tell(ran[number])
+    lost = next((rank for rank, party in parties.items() if party.never), int(head == 0))
+    return _sentence(parties, head, lost)
+
+
+def _sentence(parties: dict[int, _Party], head: int, lost: int) -> str:
+    """Rank ``head`` waits for rank ``lost``, which never comes."""
+    first, other = parties[head], parties[lost]
+    assert first.launch is not None
+    called = first.launch.operation == CALL
+    calls = other.launch is not None and other.launch.operation == CALL
+    ours = first.launch.operation == FENCE and other.launch is not None and other.launch.operation != FENCE
+    if other.launch is not None and other.launch[:2] <= first.launch[:2] and (ours or (calls and not called)):
+        # The user knows calls better than modules, and modules better than what we do.
+        parties = {rank: replace(party, came=False) for rank, party in parties.items()}
+        return _sentence(parties, lost, head)
+    came = sorted(rank for rank, party in parties.items() if party.launch == first.launch)
+    if called and calls:
+        return (
+            f"{first.launch} was called on {_names(came)} ({first.place}) while {other.launch} was called on rank"
+            f" {lost} ({other.place}). Both need all ranks: call the same operations in the same order on every rank."
+        )
+    others = sorted(r for r, party in parties.items() if r not in (*came, lost) and not party.came)
+    also = f" (nor on {_names(others)})" if others else ""
+    begun = f"{first.launch} was called" if called else f"T{str(first.launch)[1:]} was begun"
+    return (
+        f"{begun} on {_names(came)} ({first.place}) and not on rank {lost}, which {other.text}{also}."
+        f" {_CALLED if called else _RAN}"
+    )
+
+
+def _names(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}" if len(ranks) <= 8 else f"{len(ranks)} ranks ({shown}, ...)"
+
+
+# ---- the thread --------------------------------------------------------------------------------------------------
+
+
+class _Reporter:
+    """Looks at the store, and answers what the thread that made it is doing."""
+
+    def __init__(self, watch: Watch, store: Store, groups: list[dist.ProcessGroup], poll: float) -> None:
+        self.poll = poll
+        self._watch, self._store, self._groups = watch, store, groups
+        self._rank, self._world = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
+        self._thread = threading.get_ident()
+        self._in: Any = None  # a Launch, or the frame of a collective that is not ours
+        self._since = 0.0
+        self._answered = self._quiet = 0  # questions so far; looks since the last one
+
+    def hear(self) -> bool:
+        """Bring the verdict up to date; returns whether there is one."""
+        if self._watch.verdict is None and self._store.check(["verdict"]):
+            self._watch.verdict = self._store.get("verdict").decode()
+        return self._watch.verdict is not None
+
+    def look(self) -> bool:
+        """Answer if somebody asks. Returns whether there is a verdict: all is over, and everybody is told."""
+        asks = self._store.add("asks", 0)
+        self._quiet = 0 if asks != self._answered else self._quiet + 1
+        if self._quiet > 3:
+            self._in = None
+        if self._quiet:
+            return self._watch.verdict is not None
+        self._answered, known = asks, self._watch.verdict is not None
+        if not self.hear():
+            self._answer(asks)
+            return False
+        if not known and self._watch.waiting is None:  # the main thread may not find out by itself
+            log.error("%s", self._watch.verdict)
+        self._store.add("heard", 1)
+        self.leave(self._world)
+        return True
+
+    def leave(self, hearing: int) -> None:
+        """Wait a while until so many ranks know the verdict, and hang up. See Note [Hanging up]."""
+        patience = time.monotonic() + 2.5 * self.poll
+        while time.monotonic() < patience and self._store.add("heard", 0) < hearing:
+            time.sleep(self.poll / 20)
+        frame = sys._current_frames().get(self._thread)
+        elsewhere = self._watch.waiting is None and frame is not None and _collective_of(frame) is not None
+        for group in [*self._groups, *([dist.group.WORLD] if elsewhere and dist.group.WORLD is not None else [])]:
+            _hang_up(group)
+
+    def _answer(self, asks: int) -> None:
+        frame = sys._current_frames().get(self._thread)
+        launch, ranks, place = self._watch.waiting, None, user_line(frame)
+        now: Any = launch
+        text = f"is at {place}"
+        if launch is not None:
+            text = _Party.waiting(launch, place).text
+        elif frame is not None and (ranks := _collective_of(frame)) is not None:
+            now, text = frame, f"waits in {frame.f_code.co_name} of torch.distributed ({place})"
+        if now is None or now is not self._in:
+            self._in, self._since = now, time.monotonic()
+        answer = {"asks": asks, "seconds": time.monotonic() - self._since, "ran": self._ran()}
+        answer |= {"launch": launch, "place": place, "text": text, "ranks": ranks}
+        self._store.set(f"doing/{self._rank}", json.dumps(answer))
+
+    def _ran(self) -> dict[int, Launch]:
+        """What was launched here in the places of the collectives that others have asked about."""
+        asked = {rank: f"question/{rank}" for rank in range(self._world) if rank != self._rank}
+        places = {rank: json.loads(self._store.get(key)) for rank, key in asked.items() if self._store.check([key])}
+        found = {rank: self._watch.ran(channel, number) for rank, (channel, number) in places.items()}
+        return {rank: launch for rank, launch in found.items() if launch is not None}
+
+
+def _check_ended(watch: Watch, ended: Ended, ranks: list[int]) -> None:
+    """Raise if one of these ranks has ended."""
+    watch.refuse()
+    if any(ended.gone(rank) for rank in ranks) and (text := ended.explain()) is not None:
+        raise RuntimeError(text)
+
+
+def _serve(reporter: _Reporter, agreement: Agreement, stop: threading.Event) -> None:
+    try:
+        while not stop.wait(reporter.poll):
+            agreement.look()
+            if reporter.look():
+                return
+    except RuntimeError as error:  # who serves the store has ended: nobody asks any more
+        log.debug("No more roll calls: %s", error)
+
+
+def _hang_up(group: dist.ProcessGroup) -> None:
+    """See Note [Hanging up]."""
+    with contextlib.suppress(RuntimeError, ValueError, AttributeError):  # it may be gone, or unable to abort
+        if dist.get_backend(group) != "gloo":
+            group.abort()
+            return
+        peer = next(rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank())
+        work = dist.irecv(torch.empty(1), peer, group, tag=_SILENT_TAG)
+        assert work is not None
+        work.wait(timedelta(milliseconds=1))
+
+
+def _end(stop: threading.Event, thread: threading.Thread, pid: int) -> None:
+    stop.set()
+    if os.getpid() == pid and thread is not threading.current_thread():
+        thread.join(_STORE_TIMEOUT.total_seconds())
+
+
+# ---- frames ------------------------------------------------------------------------------------------------------
+
+
+def user_line(frame: FrameType | None) -> str:
+    """``file:line`` of the innermost frame that is neither ours, nor Lightning's, nor torch's."""
+    innermost = frame
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _PACKAGES:
+        frame = frame.f_back
+    shown = frame or innermost
+    return f"{_short(shown.f_code.co_filename)}:{shown.f_lineno}" if shown is not None else "an unknown place"
+
+
+def _short(path: str) -> str:
+    folder = os.path.join(os.getcwd(), "")
+    return path.removeprefix(folder)
+
+
+def _collective_of(frame: FrameType) -> list[int] | None:
+    """The global ranks that the collective in which this frame waits needs; None if it waits in none."""
+    code = frame.f_code
+    if code.co_filename == work_module.__file__:  # of another engine
+        return list(range(dist.get_world_size()))
+    if code.co_filename != distributed_c10d.__file__ or code.co_name in _POINT_TO_POINT:
+        return None
+    group = frame.f_locals.get("group")
+    return dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else None)

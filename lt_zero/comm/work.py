@@ -1,0 +1,162 @@
+"""Work that was launched and is waited for later.
+
+Note [Waits that can end]
+    A collective that a peer never enters would block in C++ until its timeout, and no other thread can end it: gloo's
+    ``abort`` does nothing. So on gloo, where waiting costs the host's time anyway, this file waits in slices, and
+    in between this rank or another finds out whether the collective can ever complete (hang_detection.py). The
+    operation itself stays behind in gloo's thread until its sockets close, which they do when a peer ends or hangs up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+CALL = "roll call"  # the operation of a launch that stands for a call of the user
+FENCE = "fence"
+_SLICE = 0.5  # seconds
+_REMEMBERED = 4096  # launches of a channel, for messages
+
+
+class Pending(Protocol):
+    """A launched collective or copy; ``wait`` returns once its result may be used on the current stream."""
+
+    def wait(self) -> Any: ...
+
+
+class Launch(NamedTuple):
+    """A collective: which one of its channel it is (from 1), and what for."""
+
+    channel: str
+    number: int
+    operation: str
+    name: str
+    numel: int = 0
+
+    def __str__(self) -> str:
+        return f"`{self.name}`" if self.operation == CALL else f"the {self.operation} of {self.name!r}"
+
+    def like(self, other: Launch | None) -> bool:
+        """Whether that is the same collective, if it has the same number."""
+        return other is not None and self[2:] == other[2:]
+
+
+class Examiner(Protocol):
+    """Finds out whether a wait can end (hang_detection.py)."""
+
+    def examine(self, launch: Launch, waited: float) -> None:
+        """Raise if this rank waits for ever; it has for so many seconds."""
+
+    def look(self) -> None:
+        """Bring the verdict up to date."""
+
+
+class Watch:
+    """What the collectives of one group have come to on this rank; another thread may look.
+
+    ``launched``: per channel, how many; equal numbers are the same collective on all ranks. ``waiting``: the one that
+    is being waited for. ``verdict``: why no collective can complete any more. ``cause``: tells why one has failed.
+    ``examiner``: a weak reference to who finds out whether a wait can end; asked every ``slice`` of it.
+    """
+
+    def __init__(self) -> None:
+        self.launched: dict[str, int] = {}
+        self.waiting: Launch | None = None
+        self.verdict: str | None = None
+        self.cause: Callable[[], str | None] = lambda: None
+        self.slice = timedelta(seconds=_SLICE)
+        self.examiner: Callable[[], Examiner | None] = lambda: None
+        self._recent: dict[tuple[str, int], Launch] = {}
+
+    def launch(self, channel: str, operation: str, name: str, numel: int = 0) -> Launch:
+        """Number a collective that is about to be launched.
+
+        Raises:
+            RuntimeError: there is a verdict.
+        """
+        self.refuse()
+        number = self.launched.get(channel, 0) + 1
+        launch = self._recent[channel, number % _REMEMBERED] = Launch(channel, number, operation, name, numel)
+        self.launched[channel] = number  # in this order: another thread may look
+        return launch
+
+    def ran(self, channel: str, number: int) -> Launch | None:
+        """The launch of that number, if there was one and it is remembered."""
+        found = self._recent.get((channel, number % _REMEMBERED))
+        return found if found is not None and found.number == number else None
+
+    def history(self, channel: str) -> list[Launch]:
+        """The launches that are remembered."""
+        return sorted(launch for launch in self._recent.values() if launch.channel == channel)
+
+    def wait(self, work: Any, launch: Launch | None) -> None:
+        """Wait for a gloo work. See Note [Waits that can end].
+
+        Raises:
+            RuntimeError: there is a verdict, or the collective failed.
+        """
+        started = time.monotonic()
+        try:
+            if launch is not None:
+                self.waiting = launch
+            while not work.is_completed():
+                with suppress(RuntimeError):  # a slice is over, or the work has failed and is completed
+                    work.wait(self.slice)
+                if not work.is_completed():
+                    self.refuse()
+                    if launch is not None and (examiner := self.examiner()) is not None:
+                        examiner.examine(launch, time.monotonic() - started)
+            work.wait()
+        except RuntimeError as error:
+            if (examiner := self.examiner()) is not None:
+                examiner.look()
+            if self.verdict is not None and self.verdict not in str(error):
+                raise RuntimeError(self.verdict) from error  # peers left because of it
+            if self.verdict is None and (cause := self.cause()) is not None:
+                raise RuntimeError(cause) from error
+            raise
+        finally:
+            if launch is not None:
+                self.waiting = None
+
+    def refuse(self) -> None:
+        """Raise the verdict, if there is one."""
+        if self.verdict is not None:
+            raise RuntimeError(self.verdict)
+
+
+class Done:
+    """Nothing was to be done."""
+
+    def wait(self) -> None:
+        return None
+
+
+class All:
+    """Several launched works that are waited for together, in order, and what is done with their results afterwards.
+
+    With ``watch`` the works are gloo's, of ``launch``.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[Pending],
+        finish: Callable[[], object] | None = None,
+        watch: Watch | None = None,
+        launch: Launch | None = None,
+    ) -> None:
+        self._works, self._finish, self._watch, self._launch = works, finish, watch, launch
+
+    def wait(self) -> None:
+        for work in self._works:
+            if self._watch is not None:
+                self._watch.wait(work, self._launch)
+            else:
+                work.wait()
+        self._works = []
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()

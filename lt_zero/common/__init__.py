@@ -1,0 +1,1 @@
+"""What every floor uses: compatibility, timing, progress on the terminal, trees of tensors, errors."""

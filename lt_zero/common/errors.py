@@ -1,0 +1,75 @@
+"""What is wrong with a configuration: all of it at once, each with its place in the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Path = tuple[str | int, ...]  # of a value: keys of mappings, positions in lists
+
+
+class Mark(NamedTuple):
+    """Where a value was written.
+
+    Attributes:
+        source: name of the file, or of what else it came from ("overrides[2]", "argument stage").
+        line, column: counted from 1; None without a file.
+    """
+
+    source: str
+    line: int | None = None
+    column: int | None = None
+
+    def __str__(self) -> str:
+        return self.source if self.line is None else f"{self.source}, line {self.line}, column {self.column}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        key: dotted, "" if it is about the whole configuration.
+        message: what is wrong and what to do; names the key and its value.
+        mark: where it was written, if that is known.
+    """
+
+    key: str
+    message: str
+    mark: Mark | None = None
+
+    def __str__(self) -> str:
+        return self.message if self.mark is None else f"{self.mark}: {self.message}"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used.
+
+    Attributes:
+        problems: all that is wrong with it.
+    """
+
+    def __init__(self, problems: Iterable[Problem] | str) -> None:
+        found: Sequence[Problem] = (Problem("", problems),) if isinstance(problems, str) else tuple(problems)
+        self.problems = tuple(found)
+        lines = [str(problem) for problem in self.problems]
+        super().__init__(lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} problems:", *lines]))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
+        return type(self), (self.problems,)
+
+
+def path_of(place: str) -> Path:
+    """``a[0].b`` or ``a.0.b`` -> ``("a", 0, "b")``."""
+    parts = place.replace("[", ".").replace("]", "").split(".")
+    return tuple(int(part) if part.isdecimal() else part for part in parts)
+
+
+def dotted(path: Path) -> str:
+    """``("a", 0, "b")`` -> ``a.0.b``, as overrides and OmegaConf write it."""
+    return ".".join(str(part) for part in path)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, found, read or trusted; names the file and the remedy."""

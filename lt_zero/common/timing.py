@@ -1,0 +1,255 @@
+"""Where the time of an optimizer step goes, and the ranges that torch's profilers show.
+
+Note [Stages and parts]
+    A step is cut into stages, one after the other: ``forward``, ``backward``, ``step`` (the optimizer, with unscaling
+    and clipping) and ``rest`` (data, callbacks, our own bookkeeping); ``pause`` (validation) is not counted. Each
+    moment belongs to one stage, so that they add up to the time of the step. Parts say what a piece of a stage was
+    spent on: waits for weights (``gather``), for gradients (``reduce``), for copies, files and steps beside training
+    (``offload``), and in a step ``clip`` and ``publish``. The time of a part counts in its stage as well; of nested
+    parts the innermost gets it. Where ranks read each other's memory, and in a single process, nothing goes on beside
+    the compute, and the wait is the operation itself.
+
+Note [Moments]
+    On a CPU a moment is what the host's clock says. On a GPU it is an event on the stream that computes, which is read
+    once the device has passed it: the host never waits. What the GPU waits for is then a wait, what the host does
+    while the GPU is busy is not.
+
+Note [One clock for the process]
+    Waits happen where no engine is known, in a file's home or a lane of copies, so the running clock is looked up
+    here. It counts the thread that trains, and those that autograd runs a backward in; what others do beside it is no
+    time of the step. Without a clock and without a profiler ``phase`` costs two look-ups.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.autograd.profiler import record_function
+from typing_extensions import ParamSpec
+
+from lt_zero.common.compat import in_running_backward, profiling
+
+P = ParamSpec("P")
+T = TypeVar("T")
+STAGES = ("forward", "backward", "step", "rest")
+PARTS = ("gather", "reduce", "offload", "clip", "publish")
+_PAUSE = "pause"
+
+_running: Clock | None = None  # see Note [One clock for the process]
+
+
+def phase(kind: str, name: str | None = None) -> Span:
+    """A context whose time is that of ``kind``, a stage or a part, and which a running profiler shows.
+
+    ``name``: of what it is about; '' is the root.
+    """
+    clock = _running
+    if clock is None and not profiling():
+        return NOTHING
+    return _Running(clock, kind, name)
+
+
+def unit_range(kind: str, name: str) -> Span:
+    """A range in a running profiler, whose time is not counted apart. Opened now; ``close`` may be called twice."""
+    return _Running(None, kind, name).open() if profiling() else NOTHING
+
+
+def phased(kind: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Each call of the function is a ``phase``."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def timed(*args: P.args, **kwargs: P.kwargs) -> T:
+            with phase(kind):
+                return function(*args, **kwargs)
+
+        return timed
+
+    return decorate
+
+
+class Span:
+    """Nothing: what runs while nobody looks."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def open(self) -> Span:
+        """Enter it; for spans that do not end where they begin."""
+        self.__enter__()
+        return self
+
+    def close(self) -> None:
+        self.__exit__()
+
+
+NOTHING = Span()
+
+
+class _Running(Span):
+    __slots__ = ("_clock", "_depth", "_kind", "_name", "_range")
+
+    def __init__(self, clock: Clock | None, kind: str, name: str | None) -> None:
+        self._clock, self._kind, self._name = clock, kind, name
+        self._depth = -1
+        self._range: Any = None
+
+    def __enter__(self) -> None:
+        if self._kind != _PAUSE and profiling():
+            text = "" if self._name is None else f": {self._name or '(root)'}"
+            self._range = record_function(f"lt_zero.{self._kind}{text}")
+            self._range.__enter__()
+        if self._clock is not None:
+            self._depth = self._clock.enter(self._kind)
+
+    def __exit__(self, *_: object) -> None:
+        if self._clock is not None:
+            self._clock.leave(self._depth)
+            self._clock = None
+        if self._range is not None:
+            ended, self._range = self._range, None
+            ended.__exit__(None, None, None)
+
+
+class UnitRanges:
+    """Ranges of the units that a backward goes through: from when it enters one until it leaves it, or enters the next.
+
+    So ranges of units in each other do not overlap: the outer one's ends where the inner one's begins.
+    """
+
+    def __init__(self) -> None:
+        self._name: str | None = None
+        self._open: Span = NOTHING
+
+    def enter(self, name: str) -> None:
+        if name != self._name:
+            self._open.close()
+            self._name, self._open = name, unit_range("backward", name)
+
+    def leave(self, name: str | None = None) -> None:
+        """``None``: whichever it is."""
+        if self._name is not None and name in (None, self._name):
+            self._open.close()
+            self._name, self._open = None, NOTHING
+
+
+# ---- the clock -----------------------------------------------------------------------------------------------------
+
+
+class _State(NamedTuple):
+    stage: str
+    part: str | None
+
+
+class Times(NamedTuple):
+    """Seconds by stage and part, over a number of optimizer steps."""
+
+    steps: int
+    seconds: dict[str, float]
+
+
+class Clock:
+    """Counts what ``phase`` is told of, from ``start`` to ``stop``. See the notes above.
+
+    A step begins with the first stage, or where the last step ended, and ends with ``lap``.
+
+    Args:
+        device: that computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._thread = threading.get_ident()
+        self._lock = threading.Lock()  # autograd may run hooks of several devices at once
+        self._stack: list[_State] = []  # innermost last; [] before the first step
+        self._marks: list[tuple[_State, Any]] = []  # of the running step: what began when
+        self._unread: deque[tuple[list[tuple[_State, Any]], Any]] = deque()  # steps that a GPU may not have reached
+        self._spare: list[Any] = []  # events
+        self._before: Clock | None = None
+        self._steps, self._seconds = 0, Counter[str]()
+
+    def start(self) -> None:
+        global _running
+        self._before, _running = _running, self
+
+    def stop(self) -> None:
+        global _running
+        if _running is self:
+            _running = self._before
+        self._before = None
+
+    def enter(self, kind: str) -> int:
+        """``kind`` begins; returns what ``leave`` wants."""
+        if threading.get_ident() != self._thread and not in_running_backward():
+            return -1
+        with self._lock:
+            staged = kind in STAGES
+            if not self._stack:
+                if not staged:
+                    return -1
+                self._stack.append(_State("rest", None))
+            state = _State(kind, None) if staged or kind == _PAUSE else _State(self._stack[-1].stage, kind)
+            self._stack.append(state)
+            self._marks.append((state, self._now()))
+            return len(self._stack) - 1
+
+    def leave(self, depth: int) -> None:
+        """What began ends, and all that began in it."""
+        with self._lock:
+            if 0 < depth < len(self._stack):
+                del self._stack[depth:]
+                self._marks.append((self._stack[-1], self._now()))
+
+    def paused(self) -> Span:
+        """What happens inside is not counted."""
+        return _Running(self, _PAUSE, None)
+
+    def lap(self) -> None:
+        """An optimizer step has ended."""
+        with self._lock:
+            if not self._stack:
+                return
+            now = self._now()
+            self._unread.append((self._marks, now))
+            self._marks = [(self._stack[-1], now)]
+            while self._unread and (self._stream is None or self._unread[0][1].query()):
+                self._read(*self._unread.popleft())
+
+    @property
+    def times(self) -> Times:
+        """The steps since ``forget``; on a GPU those that it has ended."""
+        return Times(self._steps, dict(self._seconds))
+
+    def forget(self) -> None:
+        self._steps, self._seconds = 0, Counter()
+
+    def _read(self, marks: list[tuple[_State, Any]], end: Any) -> None:
+        ends = [moment for _, moment in marks[1:]] + [end]
+        for ((stage, part), begin), until in zip(marks, ends, strict=True):
+            if stage == _PAUSE:
+                continue
+            seconds = until - begin if self._stream is None else begin.elapsed_time(until) / 1e3
+            self._seconds[stage] += seconds
+            if part is not None:
+                self._seconds[part] += seconds
+        if self._stream is not None:
+            self._spare += [moment for _, moment in marks]  # ``end`` is where the next step begins
+        self._steps += 1
+
+    def _now(self) -> Any:
+        if self._stream is None:
+            return time.perf_counter()
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event

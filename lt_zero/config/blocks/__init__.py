@@ -1,0 +1,1 @@
+"""The blocks of the configuration, one file each."""

@@ -1,0 +1,1 @@
+"""From text, files and mappings to plain values with their places."""

@@ -1,1 +1,0 @@
-"""The ZeRO engine: layout, collectives, buckets, hooks, optimizer fragments. Imports no Lightning."""

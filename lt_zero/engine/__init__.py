@@ -1,0 +1,1 @@
+"""The ZeRO engine: partition, buckets, gathering, gradient reduction, hooks, guards. Imports no Lightning."""

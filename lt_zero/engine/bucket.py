@@ -1,0 +1,376 @@
+"""One bucket: a flat tensor with its parameters as views, which is gathered and released as a whole.
+
+Note [Storages of a bucket]
+    ``flat``     the compute copy, all elements. Parameters are views of it. With sharded parameters its memory is
+                 given back unless the bucket is gathered (flat_storage.py); views survive that, so autograd's saved
+                 views are valid again after every gather.
+    ``weights``  this rank's master weights, or what else is kept apart from the compute copy (master_weights.py).
+    ``grads``    the gradient accumulator (grad_accumulator.py).
+
+Note [Data, not nn.Parameter views]
+    ``p.data = view`` keeps a parameter's identity and gives it a version counter of its own. A view that shared the
+    flat tensor's counter would make autograd report "modified by an inplace operation" after each refill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lt_zero.comm.communicator import Comm
+from lt_zero.comm.work import All, Pending
+from lt_zero.common.flat_storage import FlatStorage, flat_empty
+from lt_zero.common.timing import phase
+from lt_zero.config.blocks.precision import DtypePolicy
+from lt_zero.engine.bucket_store import Shelf
+from lt_zero.engine.grad_accumulator import Accumulator
+from lt_zero.engine.guard import Owner, guard, own, sentinel, unguard
+from lt_zero.engine.inplace_edits import EditWatch
+from lt_zero.engine.layout import BucketLayout, Piece, gaps_between, plan_bucket
+from lt_zero.engine.lazy_tensor import elements_of, whole
+from lt_zero.engine.master_weights import Weights
+from lt_zero.offload.nvme_store import FileHome, tidy
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A ZeRO stage (arXiv:1910.02054, section 5) as data: what each rank holds only a shard of."""
+
+    optim: bool
+    grads: bool
+    params: bool
+
+    @classmethod
+    def of_stage(cls, stage: int) -> Sharding:
+        return cls(optim=stage >= 1, grads=stage >= 2, params=stage >= 3)
+
+
+class State(Enum):
+    RELEASED = auto()
+    GATHERING = auto()
+    RESIDENT = auto()
+
+
+class Bucket:
+    """Parameters of one dtype that are gathered, reduced and released together.
+
+    Args:
+        name: of the unit, for messages.
+        parameters: with their names.
+        dtype: of the gathered weights.
+        sharding: what a rank holds only a shard of.
+        comm: the collectives.
+        owner: who answers for released parameters.
+        policy: dtypes of master weights, accumulators and gradients on the wire.
+        owners: the rank of each parameter; None: shards cut through parameters.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: list[tuple[str, Parameter]],
+        dtype: torch.dtype,
+        sharding: Sharding,
+        comm: Comm,
+        owner: Callable[[], Owner | None],
+        policy: DtypePolicy | None = None,
+        owners: Sequence[int] | None = None,
+    ) -> None:
+        self.name, self.sharding, self.comm = name, sharding, comm
+        self.params = [p for _, p in parameters]
+        self.layout: BucketLayout = plan_bucket([(n, p.shape) for n, p in parameters], comm.world, owners)
+        self.shapes = [span.shape for span in self.layout.spans]
+        self.dtype, policy = dtype, policy or DtypePolicy()
+        # What the parameters are again when the engine lets go of them. An fp64 run keeps its digits.
+        self.original = [dtype if dtype == torch.float64 else p.dtype for p in self.params]
+        self.step_dtype = policy.step_of(dtype)
+        self.own = self.layout.shard(comm.rank) if sharding.optim or sharding.params else (0, self.layout.numel)
+        self._pieces = self.layout.pieces(*self.own)
+        self._piece_of = {piece.index: piece for piece in self._pieces}  # a bucket may have thousands
+        self._storage: FlatStorage | None = None
+        if sharding.params:
+            self._storage = FlatStorage(self.layout.numel, dtype, comm.device)
+        self.flat = self._storage.tensor if self._storage else comm.allocate(self.layout.numel, dtype)  # 1D
+        self.views = [self.flat[s.lo : s.hi].view(s.shape) for s in self.layout.spans]
+        if self._storage is not None:
+            self._storage.free()  # until ``adopt``: buckets are made before the first is filled
+        self.part = self.flat[self.own[0] : self.own[1]]  # 1D, elements [own) of the compute copy
+        gaps = gaps_between(self._pieces, self.own[1] - self.own[0])
+        self.weights = Weights(self.part, policy.master_of(dtype), sharding.params, comm, gaps)
+        accumulate, wire = policy.accumulate_of(dtype), policy.wire_of(dtype)
+        self.grads = Accumulator(name, self.params, self.layout, self.own, comm, accumulate, wire, sharding.optim)
+        self.use(Shelf())
+        self.state = State.RESIDENT
+        self._owner = owner
+        self.edits = EditWatch(self)
+        self.stepped_early = False  # in the running backward; see overlap.py, Note [Beside backward]
+        self._unpublished = False  # the background brings the compute copy up to date
+        self._pending: Pending | None = None
+
+    # ---- construction ------------------------------------------------------------------------------------------
+
+    def use(self, shelf: Shelf) -> None:
+        """Let weights and gradients rest on ``shelf``, from before ``adopt`` on."""
+        self.shelf = shelf
+        self.weights.use(shelf)
+        self.grads.use(shelf)
+
+    @torch.no_grad()
+    def adopt(self, fetch: Callable[[Parameter], Tensor], training: bool = True) -> None:
+        """Move the parameters' values into the bucket, agree with rank 0, and keep what this rank owns.
+
+        ``fetch`` returns a parameter's full value. Without ``training`` there are no master weights yet.
+        """
+        train = training and self.wants_grad
+        # Digits that the compute copy has no room for are kept: in the master weights, or beside frozen weights.
+        if self._storage is not None:
+            self._storage.allocate()
+            for lo, hi in self.layout.gaps:
+                self.flat[lo:hi].zero_()
+        full, wider = self.flat, any(d.itemsize > self.dtype.itemsize for d in self.original)
+        if not self.weights.aliased and (train or (wider and self.weights.master_dtype != self.dtype)):
+            full = flat_empty(self.layout.numel, self.weights.master_dtype, self.flat.device)
+        for parameter, view, span in zip(self.params, self.views, self.layout.spans, strict=True):
+            full[span.lo : span.hi].view(span.shape).copy_(fetch(parameter))
+            unguard(parameter)
+            parameter.data = view
+            own(parameter, self._owner)
+        self.comm.broadcast(full, self.name)
+        if full is not self.flat:
+            self.flat.copy_(full)
+            self.weights.keep(full[self.own[0] : self.own[1]], train)
+        elif train:
+            self.weights.enable_training()
+        elif self.sharding.params:
+            self.weights.keep(self.part, train)
+        self.edits.note()
+        self.release()
+        self.shelf.tidy()
+
+    # ---- residency ---------------------------------------------------------------------------------------------
+
+    def launch_gather(self) -> None:
+        """RELEASED -> GATHERING: allocate the flat storage and start filling it."""
+        assert self.state is State.RELEASED, (self.name, self.state)
+        if self.stepped_early:
+            raise RuntimeError(
+                f"The weights of {self.name!r} are needed again after its gradients were complete, when they were "
+                "updated already. Set zero_optimization.offload_optimizer.overlap_step=false."
+            )
+        with torch.inference_mode(False), torch.no_grad(), phase("gather", self.name):
+            assert self._storage is not None
+            self._storage.allocate()
+            source = self.weights.source
+            if isinstance(source, FileHome):
+                source.prefetch()
+            elif self.shelf.host_params:
+                ticket = self.weights.send(self.part, source)
+                with self.shelf.traffic.to_device.in_line():
+                    self._pending = All([ticket, self.comm.all_gather(self.flat, self.name, source)])
+            else:
+                self.part.copy_(source)
+                self._pending = self.comm.all_gather(self.flat, self.name, source)
+        self.state = State.GATHERING
+
+    def gather(self) -> None:
+        """To RESIDENT from any state: parameters are readable afterwards."""
+        if self.state is State.RELEASED:
+            self.launch_gather()
+        if self.state is State.GATHERING:
+            with torch.inference_mode(False), torch.no_grad(), phase("gather", self.name):
+                self._land()
+                for parameter, view in zip(self.params, self.views, strict=True):
+                    unguard(parameter)
+                    parameter.data = view
+            self.state = State.RESIDENT
+            self.edits.note()
+
+    def _land(self) -> None:
+        """Wait for a gather that was launched."""
+        source = self.weights.source
+        if self._pending is None:
+            assert isinstance(source, FileHome)
+            self.part.copy_(source.bring(write=False))
+            tidy([source])
+            self._pending = self.comm.all_gather(self.flat, self.name)
+        self._pending.wait()
+        self._pending = None
+
+    def release(self) -> None:
+        """To RELEASED, if the parameters are sharded: give the memory back, leave sentinels."""
+        if not self.sharding.params or self.state is State.RELEASED:
+            return
+        if self.state is State.GATHERING:
+            with phase("gather", self.name):
+                self._land()  # freeing memory that is being written into corrupts whoever gets it next
+            self.state = State.RELEASED
+        else:
+            self.edits.check()
+            self.state = State.RELEASED
+            with torch.inference_mode(False):
+                for parameter, shape in zip(self.params, self.shapes, strict=True):
+                    unguard(parameter)
+                    parameter.data = sentinel(parameter, shape)
+                    guard(parameter, self._owner)
+        assert self._storage is not None
+        self._storage.free()
+
+    @property
+    def resident(self) -> bool:
+        return self.state is State.RESIDENT
+
+    def guard(self) -> None:
+        """Keep the values but watch for uses outside of the owning unit's forward. See guard.py."""
+        if self.sharding.params and self.state is State.RESIDENT:
+            for parameter in self.params:
+                guard(parameter, self._owner)
+
+    def unguard(self) -> None:
+        assert self.state is State.RESIDENT
+        if self.sharding.params:
+            for parameter in self.params:
+                unguard(parameter)
+
+    # ---- parameters --------------------------------------------------------------------------------------------
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """What this rank's master and accumulator hold of each parameter."""
+        return self._pieces
+
+    def pieces_of(self, index: int) -> list[Piece]:
+        """What this rank holds of parameter ``index``: nothing or one piece."""
+        piece = self._piece_of.get(index)
+        return [piece] if piece is not None else []
+
+    @property
+    def wants_grad(self) -> bool:
+        return any(p.requires_grad for p in self.params)
+
+    def has_grads(self) -> bool:
+        """Whether a parameter has a gradient that was not taken yet."""
+        return any(p.grad is not None for p in self.params)
+
+    def grads_complete(self) -> bool:
+        """Whether each trainable parameter has received its gradient in the running backward."""
+        return all(p.grad is not None for p in self.params if p.requires_grad)
+
+    @property
+    def staged(self) -> bool:
+        """Whether the optimizer steps copies in another dtype. See per_bucket.py, Note [Staged buckets]."""
+        return not self.step_dtype == self.weights.master_dtype == self.grads.dtype
+
+    # ---- steps in the background: overlap.py -------------------------------------------------------------------
+
+    @property
+    def can_step_early(self) -> bool:
+        """Whether a step changes nothing that the running backward may still read."""
+        if self.shelf.optim is not None:  # master weights come once: then the compute copy is written, too
+            return self.sharding.params
+        return self.shelf.host_optim
+
+    def await_publication(self) -> None:
+        """The background will bring the compute copy up to date; until ``settle`` it must not be read."""
+        if not self.sharding.params:
+            self._unpublished = True
+            for parameter in self.params:
+                guard(parameter, self._owner)
+
+    def publication(self) -> Callable[[], object] | None:
+        """What the background does when this rank's part is up to date. Collective."""
+        return self._publish if self.sharding.optim or self.sharding.params else None
+
+    def _publish(self) -> None:
+        flat = None if self.sharding.params else self.flat
+        if not self.shelf.host_optim:
+            self.comm.publish(flat).wait()
+            return
+        lane = self.shelf.traffic.to_device
+        with lane.in_line():
+            self.comm.publish(flat).wait()
+        if flat is not None:
+            self.weights.arrives(lane.mark())
+
+    def settle(self) -> bool:
+        """Wait for what the background does with the bucket; returns whether there was something."""
+        waited = self.shelf.settle()
+        if self._unpublished:
+            self._unpublished = False
+            self.weights.arrive()
+            for parameter in self.params:
+                unguard(parameter)
+            self.edits.note()
+        return waited
+
+    # ---- values ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Put the updated master weights into the compute copy; a gathered copy of sharded parameters is dropped."""
+        if self.sharding.params:
+            self.release()
+        self.refresh_after_step()
+
+    @torch.no_grad()
+    def refresh_after_step(self) -> None:
+        """Bring what gathers read, or this rank's part of the compute copy, up to date."""
+        copied = self.shelf.host_optim or not self.sharding.params
+        # What rests in files was refreshed bucket by bucket.
+        if self.weights.trains and not self.weights.aliased and copied and self.shelf.optim is None:
+            self.weights.refresh()
+            self.shelf.tidy()
+        self.weights.written = False
+
+    @torch.no_grad()
+    def launch_publish(self) -> Pending | None:
+        """Start bringing the other ranks' updates into the compute copy; ``write_back`` of all buckets came before."""
+        if not self.weights.trains or self.sharding.params or not self.sharding.optim:
+            return None
+        return self.comm.all_gather(self.flat, self.name, self.flat)
+
+    @torch.no_grad()
+    def write(self, index: int, value: Tensor) -> None:
+        """Set parameter ``index`` to ``value`` (full shape, the same on every rank) in every copy this rank holds."""
+        self.comm.before_write()
+        if self.state is State.RESIDENT:
+            value = whole(value)
+            self.views[index].copy_(value)
+        for piece in self.pieces_of(index):
+            row = elements_of(value, piece.lo, piece.hi)
+            self.weights.home_or_part()[piece.offset : piece.offset + piece.numel].copy_(row)
+            if self.shelf.homes or self.shelf.host_optim:
+                self.weights.follow_edit()
+        self.comm.after_write()
+
+    @torch.no_grad()
+    def adopt_edits(self) -> None:
+        """Take rank 0's values of the (resident) compute copy into the master weights of all ranks."""
+        self.comm.before_write()
+        self.comm.broadcast(self.flat, self.name)
+        self.comm.after_write()
+        self.keep_edits()
+        self.edits.note()
+
+    @torch.no_grad()
+    def keep_edits(self) -> None:
+        """Take over what was changed in this rank's part of the (resident) compute copy."""
+        if not self.weights.separate:
+            return
+        # Only what was edited: the master is more precise than the copy that was shown.
+        if not self.shelf.homes and not self.shelf.host_optim:
+            home = self.weights.home
+            home.copy_(torch.where(home.to(self.dtype) != self.part, self.part.to(home.dtype), home))  # does not wait
+            return
+        kept = self.weights.values()
+        shown = self.part.to(kept.device)
+        edited = kept.to(self.dtype) != shown
+        if bool(edited.any()):
+            home = self.weights.home
+            home[edited] = shown[edited].to(home.dtype)
+            self.weights.follow_edit()
+        else:
+            self.shelf.tidy()

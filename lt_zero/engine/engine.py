@@ -1,0 +1,391 @@
+"""The engine: when buckets are gathered, leased and released, and when their gradients are reduced.
+
+Note [Life of a unit in a step]
+    pre-forward   gather; inputs that need a gradient are replaced by aliases whose hook marks the end of the unit's
+                  backward (hooks.py, Note [Aliases])
+    post-forward  release, or keep and guard (schedule.Residency); hook the autograd nodes of the outputs
+    backward      output node: take a lease, gather. Inputs' hook: all gradients are in, hand the bucket to the
+                  reducer, drop the lease; released at zero leases
+    end           reduce what is left in fixed order, release everything (Note [End of backward])
+
+Note [Leases]
+    A unit's weights are needed from the first of its output nodes to the last of its input gradients, once per call
+    of the module. Releasing when the last weight gradient arrives would be wrong for frozen first layers; releasing
+    without counting, for modules that are called twice. A unit whose inputs need no gradient keeps its lease until
+    the end of backward.
+
+Note [End of backward]
+    Hooks queue a callback that runs when the running backward is over. A caller that knows the bounds of a backward
+    (the strategy) uses ``backward_pass`` instead, which also covers models without a single unit.
+
+Note [Recomputation]
+    Activation checkpointing runs a unit's forward inside backward, and stops it in the middle by an exception. So
+    inside backward the pre-forward hook gathers and nothing else, the post-forward hook does nothing, and the lease
+    of the original call releases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lt_zero.comm.communicator import Comm
+from lt_zero.common.compat import in_running_backward, queue_backward_callback
+from lt_zero.common.module_hooks import Here
+from lt_zero.common.tensor_tree import iter_tensors
+from lt_zero.common.timing import NOTHING, Span, UnitRanges, phase, phased, unit_range
+from lt_zero.config import ZeroConfig
+from lt_zero.config.blocks.precision import DtypePolicy
+from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.gather import Gatherer
+from lt_zero.engine.gather_order import Residency
+from lt_zero.engine.grad_reducer import Reducer
+from lt_zero.engine.guarded_use import use_outside
+from lt_zero.engine.hooks import (
+    Call,
+    Unit,
+    hook_bare_parameters,
+    hook_inputs,
+    hook_nodes,
+    install_root_hooks,
+    install_unit_hooks,
+    refuse_reentrant_checkpoint,
+    refuse_ungathered,
+    shares_storage,
+    side_outputs,
+)
+from lt_zero.engine.offload_manager import Shelves
+from lt_zero.engine.used_parameters import GradLedger
+
+
+class Engine(Here):
+    """Runs one model with sharded optimizer states, gradients and parameters. Built by ``lt_zero.build``.
+
+    Args:
+        root: the model.
+        units: all units but the root, in registration order.
+        root_unit: what belongs to no unit, is shared by several, or is too small to shard.
+        comm: the collectives.
+        reducer: gradient reductions; knows all buckets.
+        residency: limits on what stays gathered.
+        config: what the engine was built from.
+        policy: which dtype is used for what.
+        training: whether there will be gradients, or only later (``begin_training``).
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: list[Unit],
+        root_unit: Unit,
+        comm: Comm,
+        reducer: Reducer,
+        residency: Residency,
+        config: ZeroConfig,
+        policy: DtypePolicy,
+        training: bool = True,
+    ) -> None:
+        self.residency, self.training = residency, training
+        self.config, self.policy = config, policy
+        self.kept: frozenset[Parameter] = frozenset()  # what the user wants in fp32, exports included
+        self.root, self.units, self.root_unit = root, units, root_unit
+        self.comm, self.reducer = comm, reducer
+        self.buckets = [b for u in [*units, root_unit] for b in u.buckets]
+        self.owner = {id(p): (b, i) for b in self.buckets for i, p in enumerate(b.params)}
+        self.gatherer = Gatherer(units, root_unit, comm, residency if training else residency.without_training())
+        self.in_backward = False
+        self.backwards = 0  # that have ended
+        self._explicit = False  # a backward_pass context is open
+        self._create_graph = False  # the running backward builds a graph that will be walked again
+        self._depth = 0  # nested forward scopes
+        self._span: Span = NOTHING  # of a backward without a backward_pass context
+        self._ranges = UnitRanges()  # of the running backward
+        self.ledger = GradLedger(comm, reducer, self.buckets)
+        self.shelves = Shelves()  # what rests in files
+        self.after_backward: list[Callable[[], None]] = []  # called when one is over, or was given up
+        self.after_step: list[Callable[[], None]] = []  # called when weights are up to date
+        self.handles = [h for u in units for h in install_unit_hooks(self, u)] + install_root_hooks(self)
+        self.handles += hook_bare_parameters(root, self.owner, self._arm)
+
+    # ---- hooks -------------------------------------------------------------------------------------------------
+
+    def detach(self) -> None:
+        """Remove all hooks; parameters stay as they are."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+
+    @property
+    def attached(self) -> bool:
+        return bool(self.handles)
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward or a backward is going on."""
+        return self._depth > 0 or self.in_backward or in_running_backward()
+
+    # ---- forward -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward_scope(self) -> Iterator[None]:
+        """Around code that runs the model (a training step): root parameters are readable inside."""
+        self.enter_forward()
+        try:
+            yield
+        finally:
+            self.leave_forward(None)
+
+    def enter_forward(self) -> None:
+        if self.in_backward and not in_running_backward() and not self._explicit:
+            self.abort_backward()  # an exception ended it, and the caller went on
+        self._depth += 1
+        if self._depth == 1 and not self.in_backward:
+            self.ledger.drop_cleared()
+            self.gatherer.begin_forward()
+
+    def leave_forward(self, output: Any) -> None:
+        if self._depth == 0:
+            return  # an always-called hook after an error in front of enter_forward
+        self._depth -= 1
+        if self.in_backward:
+            return
+        if torch.is_grad_enabled():
+            hook_nodes(output, self._arm)
+        if self._depth > 0:
+            return
+        for unit in reversed(self.units):
+            for call in unit.calls:
+                call.range.close()  # an exception ended it
+            unit.calls.clear()
+        if torch.is_grad_enabled():
+            for unit in self.units:  # prefetched but not used in this pass
+                if unit.leases == 0 and not unit.keep:
+                    self.gatherer.release(unit)
+        else:
+            self.gatherer.end_pass(keep=True)
+
+    def pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recomputes = self.in_backward or in_running_backward()
+        call = Call(NOTHING if recomputes else unit_range("forward", unit.name))
+        self.gatherer.gather(unit)
+        if recomputes:
+            refuse_reentrant_checkpoint(unit.name)
+            return None
+        self.gatherer.visit(unit)
+        unit.calls.append(call)
+        if not torch.is_grad_enabled():
+            return None
+        unit.awaited += 1
+        call.inputs = hook_inputs(args, kwargs, lambda: self.unit_done(unit, call))
+        return call.inputs.value
+
+    def post_forward(self, unit: Unit, output: Any) -> None:
+        if self.in_backward or in_running_backward():
+            return
+        call = unit.calls.pop() if unit.calls else Call()
+        call.range.close()
+        given, call.inputs = call.inputs, None
+        put = given.write_back() if given is not None else []
+        if torch.is_grad_enabled():
+            seen = (output, put, side_outputs(unit.module)) if unit.sharded else (output, put)
+            hook_nodes(seen, lambda: self._pre_backward(unit, call), given)
+        if not unit.sharded:
+            return
+        for bucket in unit.sharded:
+            if any(shares_storage(t, bucket.flat) for t in iter_tensors((output, put))):
+                self.gatherer.pin_in_backward(bucket)  # a weight, or a view of one, left the unit
+                self.gatherer.pin(bucket)
+        if unit.calls:
+            return  # an outer call of the same module is still running
+        if unit.keep and (unit.backward_needs_weights if torch.is_grad_enabled() else self.gatherer.fits_whole):
+            self.gatherer.guard(unit)
+        elif unit.leases == 0:
+            self.gatherer.release(unit)
+
+    # ---- backward ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """Around one call of backward, on every rank alike. See Note [End of backward]."""
+        self._explicit = True
+        self._arm()
+        try:
+            yield
+        except BaseException:
+            self.abort_backward()
+            raise
+        self.end_backward()
+
+    def abort_backward(self) -> None:
+        """Forget a backward that ended with an exception, so that the next step starts clean."""
+        self.in_backward = self._explicit = self._create_graph = False
+        self._ranges.leave()
+        self._span.close()
+        self.reducer.abort()
+        self.finish_steps()
+        self.ledger.abort()
+        for unit in [*self.units, self.root_unit]:
+            unit.leases, unit.awaited, unit.visited = 0, 0, False
+        self.gatherer.end_pass()
+        self._tell(self.after_backward)
+
+    def _arm(self) -> None:
+        if not self.in_backward:
+            self.ledger.hide(fresh=in_running_backward())  # autograd must not add to what is only shown
+            self.in_backward = True
+            if not self._explicit:
+                self._span = phase("backward").open()
+            self.gatherer.begin_backward()
+            if not self._explicit:
+                queue_backward_callback(self.end_backward)
+
+    def _pre_backward(self, unit: Unit, call: Call) -> None:
+        self._arm()
+        self._ranges.enter(unit.name)
+        if not unit.visited and unit.backward_needs_weights:
+            self._refuse_ungathered([unit])
+        self._create_graph |= torch.is_grad_enabled()
+        unit.visited = True
+        if not call.held:
+            call.held = True
+            unit.leases += 1
+        if unit.sharded and unit.backward_needs_weights:
+            self.gatherer.gather(unit)
+            if torch.is_grad_enabled():
+                self._keep_for_new_graph(unit)
+            self.gatherer.visit(unit, backward=True)
+
+    def unit_done(self, unit: Unit, call: Call) -> None:
+        """The gradients of a call's inputs are there. See grad_reducer.py, Note [When a bucket is ready]."""
+        if not self.in_backward:
+            return
+        self._ranges.leave(unit.name)
+        unit.awaited -= 0 if call.done else 1
+        call.done = True
+        if call.held:
+            call.held = False
+            unit.leases -= 1
+        for bucket in unit.buckets:
+            finished = unit.leases == 0 and unit.awaited <= 0 if bucket.sharding.params else bucket.grads_complete()
+            if bucket.wants_grad and finished:
+                self.reducer.mark_ready(bucket)
+        if unit.leases == 0 and not self._keeps_for_next_use(unit):
+            self.gatherer.release(unit)
+
+    def _keep_for_new_graph(self, unit: Unit) -> None:
+        """With create_graph the nodes of this backward save weights, and no hook sits in front of those nodes."""
+        for bucket in unit.sharded:
+            self.gatherer.pin_in_backward(bucket)
+            self.gatherer.pin(bucket)
+
+    def _keeps_for_next_use(self, unit: Unit) -> bool:
+        """Inside an accumulation window weights do not change; with create_graph the graph will be walked again."""
+        return torch.is_grad_enabled() or (not self.reducer.sync and unit.keep and self.gatherer.fits_whole)
+
+    def end_backward(self) -> None:
+        """Reduce what is left, wait for it, and give back what backward held."""
+        if not self.in_backward:
+            return
+        self._ranges.leave()
+        arrived = self.reducer.active or any(b.has_grads() for b in self.buckets)
+        explicit, self.in_backward, self._explicit = self._explicit, False, False
+        again, self._create_graph = self._create_graph, False
+        self.backwards += 1
+        if arrived:
+            self._refuse_ungathered(self.units)
+        # torch.autograd.grad leaves no gradients behind: nothing to reduce, on any rank.
+        if arrived or explicit:
+            self.reducer.finish()
+            self.ledger.record()
+        else:
+            self.ledger.show_held()
+        for unit in [*self.units, self.root_unit]:
+            unit.leases, unit.visited = 0, False
+        if not again:
+            self.gatherer.end_pass(keep=not self.reducer.sync)
+        self._tell(self.after_backward)
+        self._span.close()
+
+    @staticmethod
+    def _tell(listeners: list[Callable[[], None]]) -> None:
+        for listener in listeners:
+            listener()
+
+    def _refuse_ungathered(self, units: list[Unit]) -> None:
+        for unit in units:
+            if not unit.visited and unit.backward_needs_weights:
+                refuse_ungathered(unit, self.ledger.late)
+
+    # ---- between backward and step -----------------------------------------------------------------------------
+
+    def use_files(self, shelves: Shelves) -> None:
+        """States rest there. Collective.
+
+        Raises:
+            SwapError: a file could not be made or written.
+        """
+        self.shelves = shelves
+        self.gatherer.use(shelves)
+        shelves.check(self.comm, "the files of states")
+        self.ledger.problem = shelves.find_problem
+
+    def begin_training(self) -> None:
+        """There will be gradients: have master weights, and keep gathered what the limits allow. Again a no-op."""
+        if not self.training:
+            self.training = True
+            self.gatherer.limit(self.residency)
+            for bucket in self.buckets:
+                if bucket.wants_grad:
+                    bucket.weights.enable_training()
+
+    @property
+    def sharded_optim(self) -> bool:
+        return any(b.own != (0, b.layout.numel) for b in self.buckets)
+
+    def finish_steps(self) -> bool:
+        """Wait for all steps that run in the background; returns whether there were some."""
+        return self.shelves.overlaps and any([bucket.settle() for bucket in self.buckets])
+
+    def settle_grads(self) -> Callable[[Bucket, int], bool]:
+        """Finish all reductions; returns whether parameter ``index`` of a bucket has a gradient. Collective."""
+        return self.ledger.settle()
+
+    @phased("publish")
+    def publish(self, buckets: set[Bucket]) -> None:
+        """After a step of these buckets' master weights: bring the compute copies up to date."""
+        self.gatherer.after_step()
+        for unit in self.units:
+            unit.awaited = 0
+        stepped = [bucket for bucket in self.buckets if bucket in buckets]
+        for bucket in stepped:
+            bucket.write_back()
+        for bucket in stepped:
+            bucket.weights.arrive()  # before another rank may read it
+        self.comm.after_write()
+        for pending in [bucket.launch_publish() for bucket in stepped]:
+            if pending is not None:
+                pending.wait()
+        self.comm.before_write()  # user code may write to the parameters now
+        for bucket in stepped:
+            bucket.edits.note()
+        self._tell(self.after_step)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients that are not sharded (stages 0 and 1) are only accumulated locally inside."""
+        before, self.reducer.sync = self.reducer.sync, False
+        try:
+            yield
+        finally:
+            self.reducer.sync = before
+
+    # ---- uses outside of a unit's forward ----------------------------------------------------------------------
+
+    def on_guarded_use(self, parameters: list[Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A function that needs values was called on guarded parameters. See guard.py and guarded_use.py."""
+        return use_outside(self, parameters, func, args, kwargs)

@@ -1,0 +1,170 @@
+"""Which modules are gathered and reduced as one: found from the module tree, no user input needed.
+
+A unit is a transformer block or whatever the model repeats: members of a ModuleList, Sequential or ModuleDict that
+share a class, at least two of them of equal size (so the stages of a pyramid are entered, its blocks are not, and the
+experts of a mixture stay inside their block, where routing cannot change which collectives run). Large leaf modules
+outside of blocks (embeddings, heads) are units of their own. The rest, and everything that several units share,
+belongs to the root and stays gathered for a whole forward and backward.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import nn
+from torch.nn import Parameter
+
+from lt_zero.common.compat import clean_name as clean_name
+from lt_zero.engine.guard import is_guarded
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """A module and the parameters that it owns alone; the root's plan has the name ''."""
+
+    name: str
+    module: nn.Module
+    parameters: tuple[tuple[str, Parameter], ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel() for _, p in self.parameters)
+
+
+@dataclass(frozen=True)
+class UnitRules:
+    """Bounds of the search, in elements.
+
+    Attributes:
+        min_numel: a leaf module below this size is left to the root.
+        max_numel: a repeated module above this size is entered if there is something repeated inside.
+        leaf_classes: class names (bare or dotted) whose instances are always units.
+        leaf_names: full names of modules that are always units.
+        leaf_suffixes: ends of such names.
+        alike: blocks repeat each other, too, if only some of what they hold differs (a relative bias in the first).
+    """
+
+    min_numel: int = 100_000
+    max_numel: int = 500_000_000
+    leaf_classes: tuple[str, ...] = ()
+    leaf_names: tuple[str, ...] = ()
+    leaf_suffixes: tuple[str, ...] = ()
+    alike: bool = False
+
+    def forces(self, name: str, module: nn.Module) -> bool:
+        """Whether the user wants this module to be a unit."""
+        plain = clean_name(f"{name}.").removesuffix(".")
+        by_name = plain in self.leaf_names or (plain != "" and plain.endswith(self.leaf_suffixes or ("\0",)))
+        return by_name or class_matches(module, self.leaf_classes)
+
+
+def class_matches(module: nn.Module, names: Iterable[str]) -> bool:
+    """Whether the module's class, or a base of it, has one of the names (``Block`` or ``pkg.module.Block``)."""
+    wanted = set(names)
+    return any(c.__name__ in wanted or f"{c.__module__}.{c.__qualname__}" in wanted for c in type(module).__mro__)
+
+
+def find_units(root: nn.Module, rules: UnitRules) -> list[UnitPlan]:
+    """The units of ``root`` in registration order; the last one is the root with what is left (maybe nothing).
+
+    A parameter that appears in several units belongs to the root.
+
+    Raises:
+        TypeError: a lazy parameter has no shape yet.
+    """
+    for name, parameter in root.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise TypeError(
+                f"Parameter {name!r} of a lazy module has no shape yet. Run one forward on a small batch (for example "
+                "in `configure_model`) before training."
+            )
+    _refuse_shared_storage(root)
+    names: dict[Parameter, list[str]] = {}  # tied weights have several
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    places: dict[nn.Module, list[str]] = {}  # a module that is registered twice too
+    for name, module in root.named_modules(remove_duplicate=False):
+        places.setdefault(module, []).append(f"{name}.")
+    units, owned = [], set[Parameter]()
+    for name, module in _search(root, "", rules, repeated=False):
+        if module is root:
+            continue
+        mine = dict.fromkeys(module.parameters())
+        inside = tuple(places[module])
+        own = [p for p in mine if p not in owned and all(n.startswith(inside) for n in names[p])]
+        owned.update(own)
+        if own:
+            units.append(UnitPlan(clean_name(name), module, tuple((clean_name(names[p][0]), p) for p in own)))
+    rest = tuple((clean_name(n), p) for n, p in root.named_parameters() if p not in owned)
+    return [*units, UnitPlan("", root, rest)]
+
+
+def find_repeated(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The repeated blocks of ``root``, whatever their size, in registration order; none inside another."""
+    rules = UnitRules(min_numel=sys.maxsize, max_numel=sys.maxsize, alike=True)
+    found = {module: clean_name(f"{name}.")[:-1] for name, module in _search(root, "", rules, repeated=False)}
+    return [(name, module) for module, name in found.items()]
+
+
+def _refuse_shared_storage(root: nn.Module) -> None:
+    places: dict[tuple[int, int], str] = {}
+    for name, parameter in root.named_parameters():
+        if parameter.is_meta or parameter.numel() == 0 or is_guarded(parameter):
+            continue
+        place = (parameter.untyped_storage().data_ptr(), int(parameter.storage_offset()))
+        if place in places:
+            raise ValueError(
+                f"Parameters {places[place]!r} and {name!r} share memory but are two objects, so they would be trained "
+                "apart. Tie them by assigning the parameter itself (`b.weight = a.weight`, not `b.weight.data = ...`)."
+            )
+        places[place] = name
+
+
+def _search(module: nn.Module, name: str, rules: UnitRules, repeated: bool) -> Iterator[tuple[str, nn.Module]]:
+    numel = sum(p.numel() for p in module.parameters())
+    if numel == 0:
+        return
+    children = [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
+    if rules.forces(name, module) or (repeated and (numel <= rules.max_numel or not _has_repeats(module, rules.alike))):
+        yield name, module
+        return
+    if not children:
+        if numel >= rules.min_numel and type(module).forward is not nn.Module.forward:
+            yield name, module
+        return
+    repeats = _repeated_children(module, rules.alike)
+    for child_name, child in children:
+        path = f"{name}.{child_name}" if name else child_name
+        yield from _search(child, path, rules, child_name in repeats)
+
+
+def _repeated_children(module: nn.Module, alike: bool) -> set[str]:
+    """The children of a list-like container that make it a row of blocks."""
+    if not isinstance(module, _LISTS):
+        return set()
+    composite = {n: c for n, c in module.named_children() if any(True for _ in c.children())}
+    sizes = Counter((type(c), sum(p.numel() for p in c.parameters())) for c in composite.values())
+    repeated = any(count >= 2 and numel > 0 for (_, numel), count in sizes.items())
+    if alike and not repeated:
+        rows = [[c for c in composite.values() if type(c) is cls] for cls in {cls for cls, _ in sizes}]
+        repeated = any(_are_alike(one, other) for row in rows for one, other in pairwise(row))
+    # A list that has some blocks is a row of blocks: its odd members (the first of a ResNet stage) are blocks too.
+    return set(composite) if repeated else set()
+
+
+def _are_alike(one: nn.Module, other: nn.Module) -> bool:
+    """Whether a quarter of the smaller one is in the other, too. Stages, which consist of blocks, are not compared."""
+    held, theirs = ({(n, p.shape): p.numel() for n, p in m.named_parameters()} for m in (one, other))
+    common = sum(numel for place, numel in held.items() if place in theirs)
+    similar = common > 0 and 4 * common >= min(sum(held.values()), sum(theirs.values()))
+    return similar and not (_has_repeats(one, alike=True) and _has_repeats(other, alike=True))
+
+
+def _has_repeats(module: nn.Module, alike: bool) -> bool:
+    return any(_repeated_children(m, alike) for m in module.modules())

@@ -1,0 +1,220 @@
+"""Modules and parameters that stay in fp32 while the rest of the model runs in 16 bits (``fp16_override_modules``).
+
+An island casts what comes in and, where the model's activations are 16-bit, what goes out; autocast is off inside.
+Parameters that belong to a larger module stay fp32 without a boundary: what is computed with them is up to the module.
+"""
+
+from __future__ import annotations
+
+import difflib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.hooks import RemovableHandle
+
+from lt_zero.common.module_hooks import Hook
+from lt_zero.common.tensor_tree import map_tensors
+from lt_zero.engine.find_units import class_matches, clean_name
+
+_LOW = (torch.float16, torch.bfloat16)
+
+# Standard modules that raise if only their weights are 16-bit (checked on torch 2.13, CPU). In the true modes: those
+# that compute with weights and buffers together, and buffers are fp32. Under autocast: those that neither cast their
+# weights nor accept fp32 activations with them; fp32 weights are enough there, so they can also be passed as `keep`.
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+DEFAULT_ISLANDS_TRUE: tuple[type, ...] = (*BATCH_NORMS, ParametrizationList)
+DEFAULT_ISLANDS_MIXED: tuple[type, ...] = (
+    *BATCH_NORMS,
+    *INSTANCE_NORMS,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.Bilinear,
+    ParametrizationList,
+)
+
+
+@dataclass(frozen=True)
+class Islands:
+    """What stays in fp32.
+
+    Attributes:
+        modules: names and modules that run in fp32, in registration order; those inside others are left out.
+        parameters: all that stay fp32, those of ``modules`` among them.
+    """
+
+    modules: tuple[tuple[str, nn.Module], ...]
+    parameters: frozenset[Parameter]
+
+
+def find_islands(
+    root: nn.Module, patterns: Sequence[str], classes: tuple[type, ...] = (), keep: tuple[type, ...] = ()
+) -> Islands:
+    """The fp32 islands of ``root``, which is never one itself.
+
+    Args:
+        root: the model.
+        patterns: each a class name (bare or dotted), or a pattern of module paths or parameter names (``blocks.0.*``).
+            A matched parameter makes an island of the module that owns it, unless that has children with parameters.
+        classes: instances are islands; none need exist.
+        keep: parameters of instances stay fp32, nothing is cast at their boundary; none need exist, ties do not count.
+
+    Raises:
+        ValueError: a pattern matches nothing, or the root.
+    """
+    search = _Search(root)
+    for module in root.modules():
+        if isinstance(module, classes) and not search.is_root(module):
+            search.add(module)
+    for pattern in patterns:
+        modules = [m for m in root.modules() if search.matches(m, pattern)]
+        parameters = [p for p, names in search.names.items() if any(fnmatchcase(n, pattern) for n in names)]
+        if not modules and not parameters:
+            raise ValueError(
+                f"fp16_override_modules: {pattern!r} matches no class, module or parameter.{search.near(pattern)}"
+            )
+        for module in modules:
+            search.add(module, pattern)
+        search.grow(parameters, pattern)
+    kept = {p for module in root.modules() if isinstance(module, keep) for p in module.parameters()}
+    return Islands(search.outermost(), frozenset(search.kept | kept))
+
+
+class _Search:
+    """Grows islands until each kept parameter's owners are islands, where they can be."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.islands, self.kept = set[nn.Module](), set[Parameter]()
+        self.places: dict[nn.Module, list[str]] = {}  # a module that is registered twice has several
+        for name, module in root.named_modules(remove_duplicate=False):
+            self.places.setdefault(module, []).append(name)
+        self.names: dict[Parameter, list[str]] = {}  # tied weights have several
+        for name, parameter in root.named_parameters(remove_duplicate=False):
+            self.names.setdefault(parameter, []).append(clean_name(name))
+        self.owners: dict[Parameter, list[nn.Module]] = {}
+        self.readers: dict[nn.Module, nn.Module] = {}
+        for module in root.modules():
+            for parameter in module.parameters(recurse=False):
+                self.owners.setdefault(parameter, []).append(module)
+            if isinstance(module, nn.MultiheadAttention):
+                self.readers[module.out_proj] = module  # it is never called: its weights are read
+
+    def paths(self, module: nn.Module) -> list[str]:
+        return [clean_name(f"{place}.")[:-1] for place in self.places[module]]
+
+    def is_root(self, module: nn.Module) -> bool:
+        return "" in self.paths(module)  # a wrapper's root too
+
+    def matches(self, module: nn.Module, pattern: str) -> bool:
+        return class_matches(module, [pattern]) or any(fnmatchcase(path, pattern) for path in self.paths(module))
+
+    def add(self, module: nn.Module, pattern: str = "") -> None:
+        """Make an island of a module, or of what is inside if it is a container, which is never called."""
+        module = self.readers.get(module, module)
+        if self.is_root(module):
+            raise ValueError(
+                f"fp16_override_modules: {pattern!r} matches the whole model. Use Trainer(precision='32-true')."
+            )
+        if module in self.islands:
+            return
+        if type(module).forward is nn.Module.forward:
+            for child in module.children():
+                self.add(child, pattern)
+        else:
+            self.islands.add(module)
+        self.grow(list(module.parameters()), pattern)
+
+    def grow(self, parameters: list[Parameter], pattern: str) -> None:
+        for parameter in parameters:
+            if parameter not in self.kept:
+                self.kept.add(parameter)
+                for owner in self.owners[parameter]:
+                    if not any(any(True for _ in child.parameters()) for child in self.called(owner)):
+                        self.add(owner, pattern)
+
+    def called(self, module: nn.Module) -> list[nn.Module]:
+        """The children whose weights the module does not read itself."""
+        return [c for n, c in module.named_children() if n != "parametrizations" and self.readers.get(c) is not module]
+
+    def outermost(self) -> tuple[tuple[str, nn.Module], ...]:
+        inside = tuple(f"{place}." for module in self.islands for place in self.places[module])
+        found = [m for m in self.places if m in self.islands]
+        return tuple((self.paths(m)[0], m) for m in found if not all(p.startswith(inside) for p in self.places[m]))
+
+    def near(self, pattern: str) -> str:
+        names = {type(m).__name__ for m in self.places} | {path for m in self.places for path in self.paths(m)}
+        names.update(name for aliases in self.names.values() for name in aliases)
+        close = difflib.get_close_matches(pattern, sorted(names), n=4, cutoff=0.5)
+        return f" Close names: {', '.join(close)}." if close else ""
+
+
+def install_islands(islands: Islands, dtype: torch.dtype, device_type: str, cast_back: bool) -> list[RemovableHandle]:
+    """Hook the islands' forwards; a deep copy of a module shares the hooks, and is left alone.
+
+    Tensors in nested tuples, lists and dicts are cast; those in other objects are not.
+
+    Args:
+        islands: what ``find_islands`` found.
+        dtype: of activations outside.
+        device_type: whose autocast is switched off.
+        cast_back: whether fp32 outputs are cast to ``dtype``.
+    """
+    calls = _Calls()
+    return [h for _, m in islands.modules for h in _install(m, calls, device_type, dtype if cast_back else None)]
+
+
+class _Calls(threading.local):
+    """Forwards of islands that are running, innermost last: the module, its context, the default dtype before it."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[nn.Module, torch.autocast, torch.dtype]] = []
+
+
+def _install(island: nn.Module, calls: _Calls, device_type: str, back: torch.dtype | None) -> list[RemovableHandle]:
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if module is not island:
+            return None
+        if torch.get_default_dtype() in _LOW:
+            calls.open.clear()  # not inside of an island: a KeyboardInterrupt left them, no hook sees it
+        context = torch.autocast(device_type, enabled=False)
+        calls.open.append((module, context, torch.get_default_dtype()))
+        context.__enter__()
+        torch.set_default_dtype(torch.float32)
+        widen = _caster(_LOW, torch.float32)
+        return map_tensors(args, widen), map_tensors(kwargs, widen)
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        if module is not island or not calls.open or calls.open[-1][0] is not module:
+            return None
+        _, context, default = calls.open.pop()
+        torch.set_default_dtype(default)
+        context.__exit__(None, None, None)
+        if back is None or calls.open:
+            return None
+        return map_tensors(output, _caster((torch.float32,), back))
+
+    # torch.compile breaks the graph at these. The boundary lies around the module's other hooks.
+    return [
+        island.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True),
+        island.register_forward_hook(Hook(after), always_call=True),
+    ]
+
+
+def _caster(sources: tuple[torch.dtype, ...], target: torch.dtype) -> Callable[[Tensor], Tensor]:
+    done: dict[int, Tensor] = {}  # attention asks whether query, key and value are one object
+
+    def cast(tensor: Tensor) -> Tensor:
+        if tensor.dtype not in sources:
+            return tensor
+        if id(tensor) not in done:
+            done[id(tensor)] = tensor.to(target)
+        return done[id(tensor)]
+
+    return cast

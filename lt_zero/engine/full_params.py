@@ -1,0 +1,175 @@
+"""Reading and writing the values of sharded parameters: ``gathered``, loading, and streaming the full model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lt_zero.common.module_hooks import Hook
+from lt_zero.common.progress_bar import waiting
+from lt_zero.engine.bucket import Bucket, State
+from lt_zero.engine.guard import is_guarded, owner_of
+
+if TYPE_CHECKING:
+    from lt_zero.engine.engine import Engine
+
+
+class FullParameter(NamedTuple):
+    """One parameter with its full value; ``value`` is only valid until the next one is asked for."""
+
+    name: str
+    parameter: Parameter
+    value: Tensor
+
+
+@contextmanager
+def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = False) -> Iterator[None]:
+    """Make the full values of parameters readable inside the context, at every stage. Collective: enter on all ranks.
+
+    Args:
+        target: a parameter, several, or a module (all of its parameters).
+        write: keep changes made inside. The values of rank 0 win; master weights and compute copies of all ranks
+            follow. Without it, changes of sharded parameters are an error.
+
+    Parameters that no engine owns are left as they are, so the code also runs without ZeRO.
+
+    Raises:
+        RuntimeError: on all ranks, if some do not enter and something is to be gathered or written.
+    """
+    if isinstance(target, nn.Module):
+        parameters = list(target.parameters())
+    else:
+        parameters = [target] if isinstance(target, Parameter) else list(target)
+    found: dict[Bucket, Engine] = {}
+    held: dict[Bucket, bool] = {}  # whether it was there; what is in use outside of this context needs no holding
+    for parameter in parameters:
+        engine: Any = owner_of(parameter)
+        if engine is None or id(parameter) not in getattr(engine, "owner", {}):
+            continue
+        bucket = engine.owner[id(parameter)][0]
+        bucket.settle()
+        if bucket not in found:
+            found[bucket] = engine
+            if not bucket.resident or is_guarded(parameter):
+                held[bucket] = bucket.resident
+    for engine in dict.fromkeys(e for b, e in found.items() if write or b.state is State.RELEASED):
+        engine.comm.roll_call("lt_zero.gathered")
+    for bucket in held:
+        found[bucket].gatherer.hold(bucket)
+    try:
+        yield
+        if write:
+            for bucket in found:
+                bucket.adopt_edits()
+    except BaseException:
+        for bucket in found:
+            bucket.edits.note()  # the error that is on its way matters more than a lost edit
+        raise
+    finally:
+        for bucket, keep in held.items():
+            found[bucket].gatherer.let_go(bucket, keep)
+
+
+def full_parameters(engine: Engine) -> Iterator[FullParameter]:
+    """Every parameter with its full value in the master's dtype, bucket by bucket. Collective on all ranks.
+
+    At most one bucket is held beyond what is resident anyway.
+    """
+    engine.shelves.refuse_torn(engine.comm)
+    for bucket in engine.buckets:
+        flat = full_flat(bucket)
+        for parameter, span in zip(bucket.params, bucket.layout.spans, strict=True):
+            yield FullParameter(span.name, parameter, flat[span.lo : span.hi].view(span.shape))
+        bucket.shelf.tidy()
+        engine.shelves.check(engine.comm, "weights in files")
+
+
+@torch.no_grad()
+def full_flat(bucket: Bucket) -> Tensor:
+    """All elements (1D) of the bucket's master weights. Collective."""
+    bucket.settle()
+    bucket.edits.check(values=True)
+    if bucket.state is State.RESIDENT and not bucket.weights.separate:
+        return bucket.flat
+    return gather_own(bucket, bucket.weights.values())
+
+
+@torch.no_grad()
+def gather_own(bucket: Bucket, own: Tensor) -> Tensor:
+    """All ranks' parts of something that lies like the master weights (a moment, the accumulator), 1D. Collective."""
+    if bucket.own == (0, bucket.layout.numel):
+        return own
+    flat = torch.empty(bucket.layout.numel, dtype=own.dtype, device=bucket.comm.device)
+    flat[bucket.own[0] : bucket.own[1]] = own
+    bucket.comm.all_gather(flat, bucket.name).wait()
+    return flat
+
+
+def full_state_dict(engine: Engine) -> dict[str, Any]:
+    """``root.state_dict()`` with full parameters on the CPU of rank 0, {} elsewhere. Collective.
+
+    Names, order and aliases of tied weights are those of the module that was never sharded.
+    """
+    keep = engine.comm.rank == 0
+    values: dict[int, Tensor] = {}
+    with waiting("Gathering weights", sum(len(b.params) for b in engine.buckets), rank=engine.comm.rank) as work:
+        for _, parameter, value in full_parameters(engine):
+            work.advance()
+            if keep:
+                values[id(parameter)] = value.detach().to("cpu", copy=True)
+    # keep_vars: nothing is read from sharded parameters. On all ranks, because metrics may synchronise in it.
+    state = engine.root.state_dict(keep_vars=True)
+    if not keep:
+        return {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            state[name] = values[id(value)] if id(value) in values else value.detach().to("cpu", copy=True)
+    return state
+
+
+def install_load_hooks(engine: Engine) -> None:
+    """Let ``load_state_dict`` reach master weights that are not a slice of the compute copy.
+
+    Sharded parameters need none of this: their guard turns the ``copy_`` into a scatter. Where a 16-bit copy stays in
+    memory, the checkpoint's own precision has to get past it.
+    """
+    separate = {b for b in engine.buckets if not b.weights.aliased and not b.sharding.params}
+    for module in engine.root.modules():
+        places = {n: engine.owner[id(p)] for n, p in module.named_parameters(recurse=False) if id(p) in engine.owner}
+        places = {n: place for n, place in places.items() if place[0] in separate}
+        if places:
+            _install(module, places)
+
+
+def _install(module: nn.Module, places: dict[str, tuple[Bucket, int]]) -> None:
+    def write(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name, (bucket, index) in places.items():
+            value = state.get(prefix + name)
+            if isinstance(value, Tensor) and tuple(value.shape) == bucket.shapes[index]:
+                bucket.write(index, value)
+
+    def settle(module: nn.Module, incompatible: Any) -> None:
+        for bucket, _ in places.values():
+            bucket.edits.note()
+
+    module.register_load_state_dict_pre_hook(Hook(write))
+    module.register_load_state_dict_post_hook(Hook(settle))
+
+
+def restore_whole(engine: Engine) -> None:
+    """Give every rank the whole model, in the dtypes that it came in, and stop the engine. Collective."""
+    for bucket in engine.buckets:
+        flat = full_flat(bucket)
+        bucket.gather()
+        bucket.unguard()
+        with torch.no_grad():
+            rows = zip(bucket.params, bucket.layout.spans, bucket.original, strict=True)
+            for parameter, span, dtype in rows:
+                parameter.data = flat[span.lo : span.hi].view(span.shape).to(dtype, copy=True)
+    engine.detach()
+    engine.shelves.rest()  # its run may be over long ago, and reading files has started threads again

@@ -1,0 +1,173 @@
+"""Which units are gathered: what is used now or soon, what may stay, and what is pinned.
+
+Note [Pins]
+    Autograd may have saved views of weights that were used outside of their unit, so their bucket is pinned: it stays
+    gathered until backward is over, or a forward without gradients. Several backwards may come back to one forward;
+    what it used outside is therefore gathered and pinned at the start of each, until the next step.
+    A bucket that user code holds (``gathered``) stays through any number of passes, without a guard.
+"""
+
+from __future__ import annotations
+
+from lt_zero.comm.communicator import Comm
+from lt_zero.engine.bucket import Bucket, State
+from lt_zero.engine.gather_order import Order, Residency
+from lt_zero.engine.hooks import Unit
+from lt_zero.engine.offload_manager import Shelves
+
+
+class Gatherer:
+    """Gathers and releases the units of one engine.
+
+    Args:
+        units: all but the root, in registration order.
+        root_unit: stays gathered during a pass.
+        comm: the collectives.
+        residency: limits on what stays gathered.
+    """
+
+    def __init__(self, units: list[Unit], root_unit: Unit, comm: Comm, residency: Residency) -> None:
+        self._units, self._root_unit = units, root_unit
+        self._comm = comm
+        self.limit(residency)
+        root_unit.keep = True
+        self._shelves = Shelves()
+        self._forward: Order[Unit] = Order()
+        self._backward: Order[Unit] = Order()
+        self._pinned: dict[Bucket, None] = {}  # see Note [Pins]
+        self._held: set[Bucket] = set()  # by user code
+        self._outside: dict[Bucket, None] = {}  # by a forward since the last step: each backward needs them
+
+    def limit(self, residency: Residency) -> None:
+        """From now on these limits count."""
+        self._residency = residency
+        for unit, keep in zip(self._units, residency.keep_after_forward([u.numel for u in self._units]), strict=True):
+            unit.keep = keep
+
+    def use(self, shelves: Shelves) -> None:
+        """States rest there."""
+        self._shelves = shelves
+
+    # ---- passes ------------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        self._forward.start()
+        self.gather(self._root_unit)
+
+    def begin_backward(self) -> None:
+        self._backward.start()
+        self.gather(self._root_unit)
+        for bucket in self._outside:
+            self.pin_gathered(bucket)
+
+    def visit(self, unit: Unit, backward: bool = False) -> None:
+        """``unit`` is used now: gather what came after it in the last pass."""
+        order = self._backward if backward else self._forward
+        order.visit(unit)
+        self._prefetch(order)
+
+    def end_pass(self, keep: bool = False) -> None:
+        """Nothing is used any more: drop all pins, and release as ``release_all`` does."""
+        self._pinned.clear()
+        self.release_all(keep)
+
+    @property
+    def fits_whole(self) -> bool:
+        """Whether everything may stay gathered from one evaluation batch to the next."""
+        total = sum(u.numel for u in self._units) + self._root_unit.numel
+        return total <= self._residency.max_live and total < self._residency.max_reuse_distance
+
+    # ---- units -------------------------------------------------------------------------------------------------
+
+    def gather(self, unit: Unit) -> None:
+        """Make the parameters of ``unit`` readable, without a guard."""
+        if self._shelves.overlaps:
+            for bucket in unit.buckets:
+                bucket.settle()
+        for bucket in unit.sharded:
+            if bucket.state is State.RELEASED:
+                bucket.launch_gather()
+        for bucket in unit.sharded:
+            bucket.gather()
+            bucket.unguard()
+
+    def _prefetch(self, order: Order[Unit]) -> None:
+        if not self._comm.gathers_in_background and self._shelves.params is None:
+            return
+        ahead = [u for u in self._units if any(b.state is State.GATHERING for b in u.sharded)]
+        flying, live = sum(u.numel for u in ahead), sum(u.numel for u in self._units if u.resident)
+        limit, count, units = self._residency.prefetch, sum(len(u.sharded) for u in ahead), len(ahead)
+        if self._shelves.params is not None:
+            limit = min(limit, self._shelves.param_blocks.buffer_size)
+        for unit in order.upcoming():
+            if unit.resident:
+                continue
+            if units >= self._residency.ahead:
+                return
+            units += 1
+            flying, live, count = flying + unit.numel, live + unit.numel, count + len(unit.sharded)
+            if flying > limit or live > self._residency.max_live:
+                return
+            if self._shelves.params is not None and count > self._shelves.param_blocks.buffer_count:
+                return
+            for bucket in unit.sharded:
+                if bucket.state is State.RELEASED:
+                    bucket.launch_gather()
+
+    def guard(self, unit: Unit) -> None:
+        """Keep ``unit`` gathered, but watch for uses outside of its forward."""
+        for bucket in unit.sharded:
+            if bucket not in self._held:
+                bucket.guard()
+
+    def release(self, unit: Unit) -> None:
+        """Give back the memory of what is not pinned."""
+        for bucket in unit.sharded:
+            if bucket not in self._pinned and bucket not in self._held:
+                bucket.release()
+
+    def release_all(self, keep: bool = False) -> None:
+        """Release every sharded bucket; with ``keep``, not those that the residency rules let stay."""
+        for unit in [*self._units, self._root_unit]:
+            if keep and unit.keep and self.fits_whole:
+                self.guard(unit)
+            else:
+                self.release(unit)
+
+    # ---- pins: see Note [Pins] ---------------------------------------------------------------------------------
+
+    def pin(self, bucket: Bucket) -> None:
+        """Keep ``bucket`` gathered until the end of the next backward, or of a forward without gradients."""
+        self._pinned[bucket] = None
+
+    def pin_gathered(self, bucket: Bucket) -> None:
+        """Gather ``bucket`` and keep it."""
+        bucket.gather()
+        bucket.unguard()
+        self.pin(bucket)
+
+    def pin_in_backward(self, bucket: Bucket) -> None:
+        """Have ``bucket`` gathered and kept in each backward until the next step."""
+        self._outside[bucket] = None
+
+    def is_pinned(self, bucket: Bucket) -> bool:
+        """Whether the running forward and backward use ``bucket`` outside of its unit."""
+        return bucket in self._pinned or bucket in self._outside
+
+    def hold(self, bucket: Bucket) -> None:
+        """Gather ``bucket`` and keep it until ``let_go``."""
+        bucket.gather()
+        bucket.unguard()
+        self._held.add(bucket)
+
+    def let_go(self, bucket: Bucket, keep: bool) -> None:
+        """User code is done with ``bucket``; ``keep``: it was there before."""
+        self._held.discard(bucket)
+        if keep:
+            bucket.guard()
+        elif bucket not in self._pinned:
+            bucket.release()
+
+    def after_step(self) -> None:
+        """No backward to come needs what forwards have used so far."""
+        self._outside.clear()

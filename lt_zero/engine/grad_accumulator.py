@@ -1,0 +1,286 @@
+"""The gradients of one bucket: taken from the parameters, reduced over the ranks, accumulated until the step.
+
+Note [Accumulator]
+    ``grad``    accumulator (fp32 by default) over the same elements as the master weights (master_weights.py); holds
+                something for the parameters in ``valid``, zeros in the gaps, and is still to be multiplied by
+                ``factor`` if there is one. It rests where the optimizer's states do.
+    ``local``   gradients of an accumulation window that were not reduced yet, all elements.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lt_zero import ops
+from lt_zero.comm.communicator import Comm
+from lt_zero.comm.work import All, Pending
+from lt_zero.common.flat_storage import flat_empty
+from lt_zero.engine.bucket_store import Shelf
+from lt_zero.engine.layout import BucketLayout, Piece
+from lt_zero.offload.copy_streams import Ticket
+from lt_zero.offload.nvme_store import tidy
+
+
+class Accumulator:
+    """The gradients of one bucket on this rank. In memory, unless ``use`` gives it a shelf.
+
+    Args:
+        name: of the bucket's unit, for messages.
+        params: of the bucket, in order.
+        layout: where they lie.
+        own: the elements [lo, hi) that are accumulated here.
+        comm: the collectives.
+        dtype: of the accumulator.
+        wire: of gradients in collectives; None: chosen.
+        sharded: whether the optimizer is, so that each rank needs the sum of its shard only.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: list[Parameter],
+        layout: BucketLayout,
+        own: tuple[int, int],
+        comm: Comm,
+        dtype: torch.dtype,
+        wire: torch.dtype | None,
+        sharded: bool,
+    ) -> None:
+        self.dtype = dtype
+        self._name, self._params, self._layout, self._comm = name, params, layout, comm
+        self._numel, self._pieces = own[1] - own[0], layout.pieces(*own)
+        self._whole = own == (0, layout.numel)
+        self._wire, self._sharded = wire, sharded
+        self._shelf = Shelf()
+        self._grad: Tensor | None = None  # 1D, elements [own); None if there is none, or it rests in a file
+        self.changes = 0  # of the gradients, so far
+        self._dropping = False  # ``_drop`` is due
+        self.accumulated = False  # whether there is an accumulator
+        self.factor: Tensor | None = None  # 0D fp32; see fused_step.py, Note [Deferred factor]
+        self.valid: set[int] = set()  # parameters that were reduced since their gradient was cleared
+        self.used: set[int] = set()  # those of them that had a gradient on this rank
+        self._coming: tuple[Ticket, Tensor, Tensor | None] | None = None  # to host memory; what is to be added then
+        self.local: Tensor | None = None  # 1D, all elements: gradients not reduced yet (stages 0 and 1)
+
+    def use(self, shelf: Shelf) -> None:
+        """Rest on ``shelf``."""
+        self._shelf = shelf
+
+    # ---- from the parameters to the accumulator ----------------------------------------------------------------
+
+    def send_dtype(self, have: torch.dtype) -> torch.dtype:
+        """In which dtype gradients of dtype ``have`` are sent: if not configured, in it where that loses nothing."""
+        if self._wire is not None:
+            return self._wire
+        return have if self._sharded and self._comm.sums_wide else self.dtype
+
+    def used_flags(self) -> list[bool]:
+        """Of each parameter whether it has a gradient on this rank, taken or not."""
+        used = self.used
+        return [index in used or p.grad is not None for index, p in enumerate(self._params)]
+
+    @torch.no_grad()
+    def take(self, out: Tensor, add: bool, factor: float = 1.0) -> None:
+        """Move the parameters' gradients times ``factor`` into ``out`` (1D, all elements), or add them there.
+
+        Absent ones count as zeros.
+        """
+        targets, grads = [], []  # what takes two passes in torch
+        for index, (parameter, span) in enumerate(zip(self._params, self._layout.spans, strict=True)):
+            grad, target = parameter.grad, out[span.lo : span.hi].view(span.shape)
+            if grad is None:
+                if not add:
+                    target.zero_()
+                continue
+            grad = grad.to_dense() if grad.layout is not torch.strided else grad
+            if (grad.dtype != out.dtype or factor != 1.0) and ops.fits(out, grad, add):
+                targets.append(target)
+                grads.append(grad)
+            elif add:
+                target.add_(grad)
+            elif factor == 1.0 or target.dtype.itemsize > grad.dtype.itemsize:
+                target.copy_(grad)
+                target.mul_(factor) if factor != 1.0 else None
+            else:
+                torch.mul(grad, factor, out=target)  # multiplied before it is rounded
+            self.used.add(index)
+            parameter.grad = None
+        if targets and add:
+            ops.accumulate(targets, grads)
+        elif targets:
+            ops.cast_scale(targets, grads, factor=factor)
+        if not add:
+            for lo, hi in self._layout.gaps:
+                out[lo:hi].zero_()
+
+    @torch.no_grad()
+    def accumulate_local(self) -> None:
+        """Add the parameters' gradients into the unreduced local accumulator."""
+        add = self.local is not None
+        if self.local is None:
+            self.local = torch.empty(self._layout.numel, dtype=self.dtype, device=self._comm.device)
+        self.take(self.local, add)
+
+    def launch_reduce(self, send: Tensor, scratch: Tensor) -> Pending:
+        """Start averaging ``send`` (1D, all elements) over the ranks into the accumulator."""
+        shelf = self._shelf
+        self._own()
+        if not self.accumulated and shelf.optim is None:
+            make = shelf.host_empty if shelf.host_optim else partial(flat_empty, device=send.device)
+            self.grad = make(self._numel, self.dtype)
+        elif not self.accumulated:
+            shelf.home("grad", self.dtype).hold()
+            self.accumulated = True
+        self.settle_factor()
+        add, out = bool(self.valid), self.grad
+        assert out is not None
+        self.valid.update(i for i, p in enumerate(self._params) if p.requires_grad)
+        collective = self._comm.all_reduce if self._whole else self._comm.reduce_scatter
+        if not shelf.host_optim:
+            return collective(out, send, scratch, add, self._name)
+        landing = flat_empty(self._numel, out.dtype, send.device)
+        pending = collective(landing, send, scratch, False, self._name)
+        return All([pending], lambda: self._send(out, landing, add))
+
+    def _send(self, out: Tensor, landing: Tensor, add: bool) -> None:
+        """Start moving what was reduced on the device to host memory."""
+        target = torch.empty_like(out, pin_memory=out.is_pinned()) if add else out
+        self._coming = (self._shelf.traffic.to_host.copy(target, landing), out, target if add else None)
+
+    def arrive(self) -> None:
+        """Wait for what is on its way to host memory, unless the background has it, which waits for itself."""
+        if not self._shelf.handed_over:
+            self._arrive()
+
+    @torch.no_grad()
+    def _arrive(self) -> None:
+        # One thread at a time: who does not have the bucket would take the copy from under the one that steps it.
+        if self._coming is not None:
+            (ticket, out, addend), self._coming = self._coming, None
+            ticket.synchronize()
+            if addend is not None:
+                out.add_(addend)
+
+    def _own(self) -> None:
+        """Nobody else works on the accumulator now, and all of it is there."""
+        self._shelf.settle()
+        self._arrive()
+
+    # ---- the accumulator ---------------------------------------------------------------------------------------
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The accumulator (1D, elements [own)), which may be changed. Read from its file if it rests there."""
+        self._own()
+        self.changes += 1
+        if not self.accumulated or self._grad is not None:
+            return self._grad
+        return self._shelf.homes["grad"].bring()
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if self.rests:
+            self._shelf.homes["grad"].discard()
+        self._grad, self.accumulated = value, value is not None
+
+    def read(self) -> Tensor:
+        """``grad``, which is there, for reading only."""
+        self._own()
+        return self._grad if self._grad is not None else self._shelf.homes["grad"].bring(write=False)
+
+    def of(self, piece: Piece, write: bool = True) -> Tensor:
+        """The accumulated gradient (1D) of one of this rank's pieces; without ``write`` for reading only."""
+        self.settle_factor()
+        grad = self.grad if write else self.read()
+        assert grad is not None
+        return grad[piece.offset : piece.offset + piece.numel]
+
+    @property
+    def held(self) -> set[int]:
+        """Parameters of which gradients are here, reduced or not."""
+        return self.valid | self.used
+
+    @torch.no_grad()
+    def clear(self, indices: set[int]) -> None:
+        """Forget the accumulated gradients of the given parameters."""
+        self.changes += 1
+        self.valid -= indices
+        self.used -= indices
+        if not self.valid and not self.used:
+            if not self._dropping:
+                self._dropping = True
+                self._shelf.when_settled(self._drop)  # the next reduction starts from zero
+            return
+        self._shelf.settle()
+        for index in indices:
+            span = self._layout.spans[index]
+            if self.local is not None:
+                self.local[span.lo : span.hi].zero_()
+        for piece in self._pieces:
+            if self.accumulated and piece.index in indices:
+                self.of(piece).zero_()
+        self.stow()
+
+    def _drop(self) -> None:
+        self._dropping = False
+        if not self.valid and not self.used:
+            self._coming = None
+            self.local, self.grad, self.factor = None, None, None
+
+    # ---- where it rests ----------------------------------------------------------------------------------------
+
+    @property
+    def rests(self) -> bool:
+        """Whether there is an accumulator that rests in a file."""
+        return self.accumulated and self._grad is None
+
+    def put_away(self) -> None:
+        """Start writing an accumulator that rests in a file; ``stow`` ends it."""
+        self._own()
+        if self.rests:
+            self._shelf.homes["grad"].put_away()
+
+    def stow(self) -> None:
+        """Have no memory for an accumulator that rests in a file."""
+        self._own()
+        if self.rests:
+            tidy([self._shelf.homes["grad"]])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory of the accumulator."""
+        home = self._shelf.homes.get("grad")
+        if self._grad is None and home is not None:
+            return home.nbytes if home.takes_memory else 0
+        return self._grad.nbytes if self._grad is not None else 0
+
+    # ---- what it is still to be multiplied by ------------------------------------------------------------------
+
+    def defer(self, factor: Tensor) -> None:
+        """Multiply the accumulated gradients by ``factor`` (0D fp32) when somebody needs them."""
+        self.changes += 1
+        if self._shelf.moves_optim:
+            factor = factor.cpu()  # now: in the background it would wait for what the device has to do by then
+        self.factor = factor if self.factor is None else self.factor * factor
+
+    @torch.no_grad()
+    def settle_factor(self) -> None:
+        """Multiply by what was deferred."""
+        self._shelf.settle()
+        factor, self.factor = self.factor, None
+        if factor is not None and self.accumulated:
+            self.widen_fp16()
+            grad = self.grad
+            assert grad is not None
+            grad.mul_(factor.to(grad.device))
+
+    def widen_fp16(self) -> None:
+        """Before unscaling: an fp16 accumulator goes on in fp32, as without the scale small gradients would vanish."""
+        if self.accumulated and self.dtype == torch.float16:
+            grad = self.grad
+            assert grad is not None
+            self.grad = grad.float()

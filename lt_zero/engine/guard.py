@@ -1,0 +1,192 @@
+"""What stands in for a parameter while its values are not in memory, and who is asked when somebody reads it.
+
+Note [Guarded parameters]
+    A sharded parameter keeps its identity, shape and dtype for ever; only ``p.data`` changes. While its bucket is
+    released, ``p.data`` is one NaN expanded to the full shape, and the object's class is a subclass of its own class
+    that sees every torch function called on it. Questions about metadata (shape, dtype, grad, ...) pass. Anything
+    that needs values asks the owning bucket, which gathers inside a forward, scatters a full-size ``copy_`` (this is
+    how ``load_state_dict`` works without any context), and otherwise raises an error that names the parameter.
+    A parameter that is in use has its own class back, so the hot path pays nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lt_zero.common.compat import without_torch_function
+
+
+class Owner(Protocol):
+    """Answers for guarded parameters (an engine)."""
+
+    def on_guarded_use(self, parameters: list[Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
+
+
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_guard_classes: dict[type, type] = {}  # a parameter's own class -> the class it has while guarded
+_guards: set[type] = set()
+
+_METADATA_GETTERS = (
+    "dtype",
+    "shape",
+    "device",
+    "requires_grad",
+    "grad",
+    "ndim",
+    "layout",
+    "is_leaf",
+    "grad_fn",
+    "is_cuda",
+    "is_cpu",
+    "is_meta",
+    "is_sparse",
+    "is_quantized",
+    "is_mps",
+    "is_xpu",
+    "is_nested",
+    "is_mkldnn",
+    "names",
+    "itemsize",
+    "nbytes",
+    "_version",
+    "_base",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+    "grad_dtype",
+    "retains_grad",
+    "output_nr",
+    "volatile",
+)
+_METADATA_METHODS = (
+    "size",
+    "numel",
+    "nelement",
+    "dim",
+    "ndimension",
+    "stride",
+    "element_size",
+    "is_floating_point",
+    "is_complex",
+    "is_contiguous",
+    "is_pinned",
+    "is_inference",
+    "is_shared",
+    "get_device",
+    "storage_offset",
+    "requires_grad_",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "__len__",
+    "__hash__",
+    "is_same_size",
+)
+
+
+def _passing_functions() -> set[Any]:
+    passing: set[Any] = {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like}
+    passing |= {torch.randn_like, torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}
+    for name in _METADATA_GETTERS:
+        descriptor = getattr(Tensor, name, None)
+        if descriptor is not None and hasattr(descriptor, "__get__"):
+            passing.add(descriptor.__get__)
+    passing |= {getattr(Tensor, name) for name in _METADATA_METHODS if hasattr(Tensor, name)}
+    # Assigning .grad and .requires_grad (zero_grad, toggle_optimizer, freezing) needs no values.
+    passing |= {getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")}
+    return passing
+
+
+_PASSING = _passing_functions()
+# Results of these can be written without the parameter's version counter noticing.
+HANDS_OUT = {Tensor.detach, getattr(Tensor, "data").__get__}  # noqa: B009
+
+
+def passes(func: Any) -> bool:
+    """Whether a torch function asks for metadata only."""
+    return func in _PASSING
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _guarded_function(
+    cls: type, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    kwargs = kwargs or {}
+    if func in _PASSING:
+        with without_torch_function():
+            return func(*args, **kwargs)
+    parameters = [t for t in _tensors((args, kwargs)) if is_guarded(t)]
+    for copied in [p for p in parameters if p not in _owners]:  # a deep copy: an ordinary parameter of its own
+        copied.__class__ = type(copied).__mro__[1]
+        parameters = [p for p in parameters if p is not copied]
+    if not parameters:
+        return func(*args, **kwargs)
+    owner = owner_of(parameters[0])
+    if owner is None:
+        raise RuntimeError(
+            "A parameter of a model whose ZeRO engine is gone was read. Export or consolidate the weights before the "
+            "strategy is dropped (`trainer.strategy.export(path)`), or load them from a checkpoint."
+        )
+    return owner.on_guarded_use(parameters, func, args, kwargs)
+
+
+def _guard_class(cls: type) -> type:
+    if cls not in _guard_classes:
+        body: dict[str, Any] = {"__torch_function__": classmethod(_guarded_function)}
+        _guard_classes[cls] = type(f"Released{cls.__name__}", (cls,), body)
+        _guards.add(_guard_classes[cls])
+    return _guard_classes[cls]
+
+
+def is_guarded(tensor: Tensor) -> bool:
+    return type(tensor) in _guards
+
+
+def own(parameter: Parameter, owner: Callable[[], Owner | None]) -> None:
+    """``owner()`` (a weak reference) answers for ``parameter`` from now on."""
+    _owners[parameter] = owner
+
+
+def owner_of(parameter: Tensor) -> Owner | None:
+    """Who answers for ``parameter``: an engine, or None for an ordinary parameter."""
+    owner = _owners.get(parameter)
+    return owner() if owner is not None else None
+
+
+def guard(parameter: Parameter, owner: Callable[[], Owner | None]) -> None:
+    """From now on ``owner()`` is asked about every use of ``parameter`` that needs values."""
+    if not is_guarded(parameter):
+        own(parameter, owner)
+        parameter.__class__ = _guard_class(type(parameter))
+
+
+def unguard(parameter: Parameter) -> None:
+    """Give ``parameter`` its own class back; its data must be valid."""
+    if is_guarded(parameter):
+        parameter.__class__ = type(parameter).__mro__[1]
+
+
+def sentinel(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A value of the parameter's shape, dtype and device that takes the memory of one element and reads as NaN."""
+    fill = float("nan") if parameter.dtype.is_floating_point or parameter.dtype.is_complex else 0
+    return torch.full((), fill, dtype=parameter.dtype, device=parameter.device).expand(shape)
+
+
+def weak_owner(owner: Owner) -> Callable[[], Owner | None]:
+    """A reference that lets the engine be collected while parameters still point to it."""
+    return weakref.ref(owner)

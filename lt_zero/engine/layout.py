@@ -1,0 +1,129 @@
+"""Where each parameter lies: parameters -> bucket -> shards -> pieces. Pure integers, no tensors, no process group.
+
+A bucket is one flat row of numbers. Each parameter gets a span of it, starting at a multiple of ``ALIGN`` elements so
+that vector loads stay aligned. The row is padded until every rank's shard has the same length. A piece is what one
+shard holds of one parameter.
+
+Note [Order of spans]
+    Span number i is parameter number i. Spans lie in this order as long as shards cut through parameters. Where each
+    parameter has an owner (owner_assignment.py) they lie in this order within a shard only: use ``pieces``, which are
+    in the order of elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+ALIGN = 8  # elements: 16 bytes in a 16-bit dtype, 32 bytes in fp32
+
+
+@dataclass(frozen=True)
+class Span:
+    """One parameter's place in the bucket: flat elements ``[lo, hi)`` of the bucket hold ``shape`` row-major."""
+
+    name: str
+    shape: tuple[int, ...]
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``[lo, hi)`` of parameter number ``index``, stored from ``offset`` on in its owner's shard."""
+
+    index: int
+    lo: int
+    hi: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.hi - self.lo
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """The spans of one bucket and how the bucket is cut into ``world`` equal shards."""
+
+    spans: tuple[Span, ...]
+    shard_numel: int
+    world: int
+
+    @property
+    def numel(self) -> int:
+        return self.shard_numel * self.world
+
+    def shard(self, rank: int) -> tuple[int, int]:
+        """The bucket elements ``[lo, hi)`` that ``rank`` owns."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def pieces(self, lo: int, hi: int) -> tuple[Piece, ...]:
+        """The non-empty pieces of parameters inside bucket elements ``[lo, hi)``, in the order of elements."""
+        found = []
+        for index, span in enumerate(self.spans):
+            a, z = max(span.lo, lo), min(span.hi, hi)
+            if a < z:
+                found.append(Piece(index, a - span.lo, z - span.lo, a - lo))
+        return tuple(sorted(found, key=lambda piece: piece.offset))
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The bucket elements that belong to no parameter (alignment and tail padding)."""
+        spans = sorted((span.lo, span.hi) for span in self.spans)
+        edges = [0, *(edge for span in spans for edge in span), self.numel]
+        return tuple((a, z) for a, z in zip(edges[::2], edges[1::2], strict=True) if a < z)
+
+
+def plan_bucket(
+    parameters: Iterable[tuple[str, Sequence[int]]], world: int, owners: Sequence[int] | None = None
+) -> BucketLayout:
+    """Lay ``(name, shape)`` parameters out in one bucket for ``world`` ranks.
+
+    ``owners``: the rank of each parameter, whose shard then has all of it; None: shards cut through parameters.
+    """
+    shapes = [(name, tuple(shape)) for name, shape in parameters]
+    sizes = [aligned(math.prod(shape)) for _, shape in shapes]
+    if owners is None:
+        starts, shard = [0, *accumulate(sizes)], aligned(-(-sum(sizes) // world))
+    else:
+        ends = [0] * world
+        offsets = []
+        for size, owner in zip(sizes, owners, strict=True):
+            offsets.append(ends[owner])
+            ends[owner] += size
+        shard = max(ends)
+        starts = [owner * shard + offset for owner, offset in zip(owners, offsets, strict=True)]
+    spans = (Span(n, s, lo, lo + math.prod(s)) for (n, s), lo in zip(shapes, starts, strict=False))
+    return BucketLayout(tuple(spans), shard, world)
+
+
+def aligned(numel: int) -> int:
+    """``numel``, rounded up to a multiple of ``ALIGN``."""
+    return -(-numel // ALIGN) * ALIGN
+
+
+def split_by_size(numels: Sequence[int], limit: int) -> list[list[int]]:
+    """Group consecutive indices so that no group exceeds ``limit`` elements, except a single larger item.
+
+    >>> split_by_size([3, 3, 9, 1], 6)
+    [[0, 1], [2], [3]]
+    """
+    groups: list[list[int]] = []
+    size = 0
+    for index, numel in enumerate(numels):
+        if not groups or size + numel > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(index)
+        size += numel
+    return groups
+
+
+def gaps_between(pieces: Sequence[Piece], numel: int) -> list[tuple[int, int]]:
+    """Elements [lo, hi) of a shard of ``numel`` elements that belong to no piece; the pieces are in order."""
+    edges = [0, *(edge for piece in pieces for edge in (piece.offset, piece.offset + piece.numel)), numel]
+    return [(lo, hi) for lo, hi in zip(edges[::2], edges[1::2], strict=True) if lo < hi]

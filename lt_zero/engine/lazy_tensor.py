@@ -1,0 +1,200 @@
+"""Tensors that are somewhere else, in a checkpoint, and are read when their values are needed.
+
+Note [Lazy state dicts]
+    A checkpoint is handed to Lightning, to the module's hooks and to ``load_state_dict`` before any weight is read. Its
+    values know shape and dtype; hooks may drop, rename, replace and edit them. An operation on one reads it, whole. The
+    engine asks for the elements that this rank keeps, and only these are read: a rank never holds more of the model
+    than its shard and one parameter.
+
+Note [Edits]
+    What an operation has read is dropped after it, unless it writes to the tensor or hands out a part of it that
+    could be written to (a view, numpy's array): then the values stay here, and are what everybody sees from then on.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lt_zero.common.compat import aliased_arguments, no_torch_function, wrapper_tensor
+
+
+class Reader(Protocol):
+    """Reads elements [lo, hi) in row-major order (1D)."""
+
+    def __call__(self, lo: int, hi: int) -> Tensor: ...
+
+
+class _Values:
+    """Where the values of a tensor, and of those that share them, are: in ``kept``, or to be read. See Note [Edits]."""
+
+    def __init__(self, read: Reader, kept: Tensor | None = None) -> None:
+        self.read, self.kept = read, kept
+
+
+_CPU = torch.device("cpu")
+
+
+class LazyTensor(Tensor):
+    """A tensor that is somewhere else. See Note [Lazy state dicts].
+
+    Args:
+        shape, dtype, device: its.
+        read: reads it.
+    """
+
+    _held: _Values
+    __torch_function__ = no_torch_function
+
+    @staticmethod
+    def __new__(
+        cls, shape: tuple[int, ...], dtype: torch.dtype, read: Reader, device: torch.device = _CPU
+    ) -> LazyTensor:
+        made: LazyTensor = wrapper_tensor(cls, shape, dtype, device)
+        made._held = _Values(read)
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
+
+    def _with(self, values: _Values) -> LazyTensor:
+        made = type(self)(tuple(self.shape), self.dtype, values.read, self.device)
+        made._held = values
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
+        kept = self._held.kept
+        made = memo[id(self)] = self._with(_Values(self._held.read, kept.clone() if kept is not None else None))
+        return made
+
+    def elements(self, lo: int, hi: int) -> Tensor:
+        """Elements [lo, hi) in row-major order (1D), read now; the caller's."""
+        if self._held.kept is not None:
+            return self._held.kept.reshape(-1)[lo:hi].clone()
+        with torch.inference_mode(False):
+            return self._held.read(lo, hi)
+
+    def whole(self) -> Tensor:
+        """All of it, read now."""
+        kept = self._held.kept
+        return kept if kept is not None else self.elements(0, self.numel()).view(self.shape)
+
+    def keep(self) -> Tensor:
+        """All of it, which stays. See Note [Edits]."""
+        kept = self._held.kept = self.whole()
+        return kept
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return args[0]._with(args[0]._held)
+        positions, names = aliased_arguments(func)
+        kept: dict[int, LazyTensor] = {}
+        args = [_read_all(value, kept if i in positions else None) for i, value in enumerate(args)]
+        kwargs = {k: _read_all(value, kept if k in names else None) for k, value in (kwargs or {}).items()}
+        out = func(*args, **kwargs)
+        for lazy in kept.values():
+            lazy.refuse_reshaped(func)
+        return kept.get(id(out), out) if isinstance(out, Tensor) else out
+
+    def refuse_reshaped(self, func: Any) -> None:
+        """Raise if an operation gave the values another shape, which this tensor cannot take on."""
+        if self.keep().shape != self.shape:
+            self._held.kept = None
+            raise RuntimeError(f"{func} changes the shape of a tensor of a checkpoint in place: `clone()` it before.")
+
+    # ---- what torch does not dispatch --------------------------------------------------------------------------------
+
+    @property
+    def data(self) -> Tensor:
+        return self._with(self._held)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise RuntimeError(
+                f"`.data` of {self!r} of a checkpoint cannot become {tuple(value.shape)}, {value.dtype}: put the new "
+                "tensor into the state dict."
+            )
+        self._held.kept = whole(value).detach().clone()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.keep().numpy(force=force)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.keep().__array__(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        return self.whole().tolist()
+
+    def data_ptr(self) -> int:
+        return self.keep().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.keep().untyped_storage()
+
+    def share_memory_(self) -> LazyTensor:
+        self.keep().share_memory_()
+        return self
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.keep().__dlpack__(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole().__reduce_ex__(protocol)
+
+
+class AbsentTensor(LazyTensor):
+    """A tensor whose values are not to be had here, as in the state dict of a sharded model: ``read`` raises.
+
+    What needs names, shapes and dtypes only works.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.whole()
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Any:
+        return self.whole()
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        return self.whole()
+
+
+def read_now(module: nn.Module) -> None:
+    """Parameters and buffers that a hook has made of a checkpoint's tensors become ordinary ones: the checkpoint may be
+    gone when they are used.
+    """
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if isinstance(parameter, LazyTensor):
+                setattr(part, name, nn.Parameter(parameter.whole(), parameter.requires_grad))
+        for name, buffer in list(part.named_buffers(recurse=False)):
+            if isinstance(buffer, LazyTensor):
+                setattr(part, name, buffer.whole())
+
+
+def elements_of(value: Tensor, lo: int, hi: int) -> Tensor:
+    """Elements [lo, hi) in row-major order (1D) of any tensor."""
+    return value.elements(lo, hi) if isinstance(value, LazyTensor) else value.detach().reshape(-1)[lo:hi]
+
+
+def _read_all(value: Any, kept: dict[int, LazyTensor] | None) -> Any:
+    """Nested arguments of an operation with lazy tensors read; with ``kept``, by id of the values, they stay."""
+    if isinstance(value, LazyTensor):
+        if kept is None:
+            return value.whole()
+        values = value.keep()
+        kept[id(values)] = value
+        return values
+    if isinstance(value, list | tuple):
+        return type(value)([_read_all(item, kept) for item in value])
+    if isinstance(value, dict):
+        return {key: _read_all(item, kept) for key, item in value.items()}
+    return value
+
+
+def whole(value: Tensor) -> Tensor:
+    """A tensor with values: a lazy one is read."""
+    return value.whole() if isinstance(value, LazyTensor) else value

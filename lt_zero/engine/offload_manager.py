@@ -1,0 +1,280 @@
+"""The files of one engine, and which buckets rest in them: master weights, states, the weights that gathers read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from lt_zero.comm.communicator import Comm
+from lt_zero.common.progress_bar import waiting
+from lt_zero.config import ZeroConfig
+from lt_zero.config.blocks.offload import OffloadOptimizer, OffloadParam
+from lt_zero.config.schema import ZeroOptimization
+from lt_zero.engine.bucket_store import Shelf, Traffic, is_apart
+from lt_zero.io.pinned import return_large_blocks
+from lt_zero.io.thread_pool import SwapError
+from lt_zero.offload.background import Background
+from lt_zero.offload.disk_speed import Speed, forecast, probe
+from lt_zero.offload.nvme_files import Tier
+from lt_zero.offload.nvme_store import FileHome
+
+if TYPE_CHECKING:
+    from lt_zero.engine.bucket import Bucket
+
+log = logging.getLogger("lt_zero")
+
+_PROBE = 256 << 20  # bytes that a look at the disk moves at most
+
+
+@dataclass
+class Shelves:
+    """The files of one engine."""
+
+    optim: Tier | None = None
+    params: Tier | None = None
+    how: OffloadOptimizer = OffloadOptimizer()
+    param_blocks: OffloadParam = OffloadParam()
+    background: Background | None = None
+    overlaps: bool = False  # there is, or was, a background
+    torn: str = ""  # buckets whose weights are a step ahead; see overlap.py, Note [Beside backward]
+    traffic: Traffic | None = None
+    failure: SwapError | None = None  # of the background
+    others: list[Callable[[], SwapError | None]] = field(default_factory=list)  # tell what is wrong with theirs
+
+    def walk(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
+        """Visit buckets with what a step needs; the next is read and the last written meanwhile."""
+        assert self.optim is not None
+        groups = [homes_of(bucket) for bucket in buckets]
+        for number in self.optim.walk(groups, self.how.pipeline_read, self.how.pipeline_write):
+            yield buckets[number]
+
+    def note(self, error: Exception) -> None:
+        """An error in the background. See background.py, Note [Errors in the thread]."""
+        if not isinstance(error, SwapError):
+            log.error("A step in the background failed", exc_info=error)
+            error = SwapError(f"a step in the background failed ({error!r}); restart from a checkpoint")
+        self.failure = self.failure or error
+
+    def walking(self) -> AbstractContextManager[object]:
+        """Around visits to one bucket after the other. See offload/nvme_files.py, ``Tier.walking``."""
+        return self.optim.walking() if self.optim is not None else nullcontext()
+
+    def find_problem(self) -> SwapError | None:
+        """What went wrong on this rank. See offload/nvme_files.py, Note [A failing disk]."""
+        problems = [tier.problem for tier in (self.optim, self.params) if tier is not None]
+        problems += [find() for find in self.others]
+        return self.failure or next((problem for problem in problems if problem is not None), None)
+
+    def check(self, comm: Comm, name: str) -> None:
+        """Agree whether files are what they should be. Collective, if there are any.
+
+        Raises:
+            SwapError: on all ranks, naming ranks, files and remedies.
+        """
+        if self.optim is not None or self.params is not None or self.background is not None:
+            with together(comm, name):
+                if (problem := self.find_problem()) is not None:
+                    raise problem
+
+    def refuse_torn(self, comm: Comm) -> None:
+        """Raise on all ranks if one of them updated weights beside a backward that no step followed. Collective.
+
+        Raises:
+            SwapError: naming the ranks.
+        """
+        if not self.overlaps:
+            return
+        with together(comm, "steps beside backward"):
+            if self.torn:
+                raise SwapError(
+                    f"A backward that no step followed had {self.torn} stepped beside it: weights belong to no step. "
+                    "Load a checkpoint; zero_optimization.offload_optimizer.overlap_step=false steps after backward."
+                )
+
+    def require(self, comm: Comm, states: int) -> None:
+        """Check that there is room for that many fp32 states of each element. Collective, if there are files.
+
+        Raises:
+            SwapError: there is none.
+        """
+        if self.optim is not None:
+            with together(comm, "room for optimizer states"):
+                self.optim.require(states * 4)
+
+    def announce(self, buckets: Sequence[Bucket], states: int) -> str:
+        """What the disks can do and how long they are busy in a step, measured now on all ranks at once. Collective.
+
+        Args:
+            buckets: all of the engine.
+            states: element-wise fp32 states of the optimizer.
+
+        Returns:
+            A line for the user; '' if nothing rests in files.
+        """
+        tier = self.optim or self.params
+        if tier is None:
+            return ""
+        comm, read, written = buckets[0].comm, *_traffic(buckets, states)
+        mine = Speed(1.0, 1.0)
+        with together(comm, "the speed of the disk"), waiting(f"Measuring the speed of {tier.folder.path.parent}"):
+            mine = probe(tier.folder, tier.pool, min(_PROBE, max(1 << 20, read)))
+        slowest = Speed(
+            *(min(side) for side in zip(*comm.host_gather(tuple(mine), "the speed of the disk"), strict=True))
+        )
+        seconds = forecast(read, written, slowest)
+        return (
+            f"{tier.folder.path.parent}: {slowest.read / 1e9:.2f} GB/s read, {slowest.write / 1e9:.2f} GB/s written by "
+            f"each of {comm.world} rank(s) at once. A step reads {read / 1e9:.2f} GB and writes {written / 1e9:.2f} GB "
+            f"per rank: about {seconds:.1f} s, part of it while others compute."
+        )
+
+    def _tiers(self) -> list[Tier]:
+        return list({id(t): t for t in (self.optim, self.params) if t is not None}.values())
+
+    def rest(self) -> None:
+        """End all threads until there is something to do again."""
+        if self.background is not None:
+            self.background.close()
+        for tier in self._tiers():
+            tier.rest()
+
+    def close(self) -> None:
+        """End the background, remove the files."""
+        if self.background is not None:
+            self.background.close()
+        self.background = None
+        for tier in self._tiers():
+            tier.close()
+        self.optim = self.params = None
+
+
+def _traffic(buckets: Sequence[Bucket], states: int) -> tuple[int, int]:
+    """Bytes that this rank reads and writes for one optimizer step with one backward, clipping included."""
+    read = written = 0
+    for bucket in buckets:
+        numel = bucket.own[1] - bucket.own[0]
+        kept = numel * (bucket.weights.master_dtype.itemsize + 4 * states)
+        grad = numel * bucket.grads.dtype.itemsize
+        if "master" in bucket.shelf.homes:
+            read, written = read + kept + 2 * grad, written + kept + grad
+        source = bucket.weights.source if bucket.sharding.params else None
+        if isinstance(source, FileHome):
+            read += 2 * numel * source.dtype.itemsize  # in forward and in backward
+            written += numel * bucket.dtype.itemsize if {"weights", "master"} <= set(bucket.shelf.homes) else 0
+    return read, written
+
+
+@contextmanager
+def together(comm: Comm, name: str) -> Iterator[None]:
+    """Around file accesses that all ranks do: an error of one is an error of all. Collective.
+
+    Raises:
+        SwapError: on all ranks, naming the ranks, files and remedies.
+    """
+    problem = None
+    try:
+        yield
+    except SwapError as error:
+        problem = error
+    if found := comm.problems(str(problem) if problem is not None else None, name):
+        raise SwapError(" ".join(found)) from problem
+
+
+def homes_of(bucket: Bucket) -> Callable[[], list[FileHome]]:
+    """What has to be here for a step of a bucket, and leaves after it."""
+    shelf = bucket.shelf
+
+    def homes() -> list[FileHome]:
+        copy = shelf.homes.get("weights")
+        grad = [shelf.homes["grad"]] if bucket.grads.rests else []
+        return [*shelf.step_homes(), *grad, *([copy] if copy is not None and copy.here else [])]
+
+    return homes
+
+
+def open_shelves(buckets: Sequence[Bucket], config: ZeroConfig, device: torch.device) -> Shelves:
+    """Give each bucket that is to rest in files a shelf; the others keep their states in memory.
+
+    Raises:
+        SwapError: a path cannot be used.
+    """
+    zero, shelves = config.zero_optimization, Shelves()
+    optim, params = zero.offload_optimizer, zero.param_offload
+    apart = is_apart(device)
+    for name, block in (("offload_optimizer", optim), ("offload_param", params)):
+        if block.device == "cpu" and not apart:
+            log.info("zero_optimization.%s.device=cpu: the model is on the CPU, states are there anyway", name)
+    if not buckets or (optim.device, params.device) == ("none", "none"):
+        return shelves
+    shelves.how = optim
+    if "nvme" in (optim.device, params.device):
+        return_large_blocks()
+        numels, rank = [b.own[1] - b.own[0] for b in buckets], buckets[0].comm.rank
+        with together(buckets[0].comm, "the folder for states"), waiting("Preparing the files of states in nvme_path"):
+            _open_tiers(shelves, config, numels, rank)
+    pin = device.type == "cuda" and optim.pin_memory and params.pin_memory
+    places = resting([b.layout.numel for b in buckets], [b.sharding.params for b in buckets], zero)
+    if apart:
+        shelves.traffic = Traffic(device, pin, _largest_cast(buckets, [moves for moves, _ in places]))
+    for record, (bucket, (moves, away)) in enumerate(zip(buckets, places, strict=True)):
+        shelf = Shelf(
+            shelves.optim if moves else None,
+            shelves.params if away else None,
+            record,
+            host_optim=apart and moves,
+            host_params=apart and bucket.sharding.params and params.device != "none",
+            pin=pin,
+            traffic=shelves.traffic,
+        )
+        bucket.use(shelf)
+    if optim.overlap_step is not False and any(bucket.shelf.moves_optim for bucket in buckets):
+        walking = shelves.optim.walking if shelves.optim is not None else nullcontext
+        ways = (optim.buffer_count, optim.pipeline_read, optim.pipeline_write)
+        shelves.background, shelves.overlaps = Background(*ways, walking, device), True
+        if optim.overlap_step is True:
+            buckets[0].comm.allow_background()
+    return shelves
+
+
+def _largest_cast(buckets: Sequence[Bucket], moves: Sequence[bool]) -> int:
+    """Bytes of the largest compute copy that master weights in host memory are cast to."""
+    cast = [b for b, moved in zip(buckets, moves, strict=True) if moved and b.dtype != b.weights.master_dtype]
+    return max([(b.own[1] - b.own[0]) * b.dtype.itemsize for b in cast], default=0)
+
+
+def _open_tiers(shelves: Shelves, config: ZeroConfig, numels: list[int], rank: int) -> None:
+    zero = config.zero_optimization
+    optim, params = zero.offload_optimizer, zero.param_offload
+    if optim.device == "nvme":
+        assert optim.nvme_path is not None
+        shelves.optim = Tier(optim.nvme_path, rank, config.aio, numels, room=optim.buffer_count)
+    if params.device == "nvme":
+        assert params.nvme_path is not None
+        same = shelves.optim is not None and optim.nvme_path == params.nvme_path
+        shelves.params = shelves.optim if same else Tier(params.nvme_path, rank, config.aio, numels)
+        shelves.param_blocks = params
+
+
+def resting(numels: Sequence[int], sharded: Sequence[bool], zero: ZeroOptimization) -> list[tuple[bool, bool]]:
+    """Which buckets are offloaded: (master weights and states, the weights that gathers read) of each.
+
+    Args:
+        numels: elements of the buckets, in order.
+        sharded: whether their parameters are.
+        zero: ``offload_optimizer.ratio`` and ``offload_param.max_in_cpu`` (which nvme only has) are limits.
+    """
+    optim, params = zero.offload_optimizer, zero.param_offload
+    room = optim.ratio * sum(numels) if optim.device != "none" else -1.0
+    stays = params.max_in_cpu if params.device == "nvme" else 0
+    found, moved, kept = [], 0, 0
+    for numel, shards in zip(numels, sharded, strict=True):
+        moves = moved + numel <= room
+        moved += numel if moves else 0
+        kept += numel
+        found.append((moves, params.device != "none" and shards and kept > stays))
+    return found

@@ -1,0 +1,289 @@
+"""What an engine is made of, before anything is allocated: units, and the buckets that each is cut into.
+
+``build.py`` makes buckets of it, memory planning adds up their bytes, so a forecast cannot differ from the engine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NoReturn
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+from torch.nn.utils.parametrize import ParametrizationList
+
+from lt_zero.common.errors import ConfigError, Problem
+from lt_zero.config import ZeroConfig
+from lt_zero.config.blocks.precision import DtypePolicy
+from lt_zero.config.schema import ZeroOptimization
+from lt_zero.engine.bucket import Sharding
+from lt_zero.engine.find_units import UnitPlan, UnitRules, class_matches, clean_name, find_units
+from lt_zero.engine.fp32_modules import BATCH_NORMS, DEFAULT_ISLANDS_MIXED, Islands, find_islands
+from lt_zero.engine.layout import BucketLayout, plan_bucket, split_by_size
+from lt_zero.engine.owner_assignment import Owners, join
+
+_WEIGHTLESS_BACKWARD = (nn.Embedding, nn.EmbeddingBag)  # their backward needs indices only
+
+_MUCH = 0.25  # padding, per element of the parameters, that is told
+
+Named = tuple[str, Parameter]
+
+
+@dataclass(frozen=True, eq=False)
+class BucketPlan:
+    """Parameters of one dtype and one kind (trainable or frozen) that are gathered and reduced together.
+
+    Attributes:
+        name: of the unit, for messages.
+        parameters: with their names; they may be on the meta device.
+        dtype: of the gathered weights.
+        sharding: what a rank holds only a shard of.
+        owners: the rank of each parameter; None: shards cut through parameters.
+    """
+
+    name: str
+    parameters: tuple[Named, ...]
+    dtype: torch.dtype
+    sharding: Sharding
+    owners: tuple[int, ...] | None = None
+
+    @property
+    def trains(self) -> bool:
+        return any(p.requires_grad for _, p in self.parameters)
+
+    def layout(self, world: int) -> BucketLayout:
+        return plan_bucket([(n, p.shape) for n, p in self.parameters], world, self.owners)
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """A unit of the model and its buckets; the root's has the name ''.
+
+    A bucket may hold parameters of later units, too, if it is not gathered for a unit (owner_assignment.py, Note
+    [Padding]).
+    """
+
+    plan: UnitPlan
+    buckets: tuple[BucketPlan, ...]
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether its backward reads the weights."""
+        return not self.plan.name or not isinstance(self.plan.module, _WEIGHTLESS_BACKWARD)
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """All buckets of a model, in the order in which they are made: those of ``units``, then ``rest``.
+
+    Attributes:
+        root: the model.
+        units: in registration order, the root last.
+        rest: small parameters of all units, which stay whole; they belong to the root.
+        islands: what stays in fp32.
+    """
+
+    root: nn.Module
+    units: tuple[PlannedUnit, ...]
+    rest: tuple[BucketPlan, ...]
+    islands: Islands
+
+    @property
+    def buckets(self) -> list[BucketPlan]:
+        return [*(bucket for unit in self.units for bucket in unit.buckets), *self.rest]
+
+    @property
+    def joins(self) -> bool:
+        """Whether a unit has a bucket with parameters of others."""
+        mine = [{p for _, p in unit.plan.parameters} for unit in self.units]
+        held = [{p for bucket in unit.buckets for _, p in bucket.parameters} for unit in self.units]
+        return any(some - own for some, own in zip(held, mine, strict=True))
+
+    def padding(self, world: int) -> float:
+        """The elements that buckets have beyond those of the parameters, per element of theirs."""
+        elements = sum(p.numel() for bucket in self.buckets for _, p in bucket.parameters)
+        return sum(bucket.layout(world).numel for bucket in self.buckets) / elements - 1 if elements else 0.0
+
+
+def plan_engine(root: nn.Module, config: ZeroConfig, policy: DtypePolicy, world: int) -> EnginePlan:
+    """Find the units of ``root`` and cut their parameters into buckets. Nothing is allocated or changed.
+
+    Raises:
+        ValueError: a pattern of ``fp16_override_modules``, or a class or module that the configuration names, matches
+            nothing.
+        TypeError: a lazy parameter has no shape yet.
+    """
+    zero = config.zero_optimization
+    islands = _islands(root, policy)
+    leaf = zero.leaf_module
+    rules = UnitRules(
+        zero.stage3_param_persistence_threshold, zero.reduce_bucket_size, leaf.classes, leaf.names, leaf.name_suffixes
+    )
+    _check_names(root, config)
+    cutter = _Cutter(config, policy, islands.parameters, stay_whole(root, zero), world)
+    small: list[Named] = []
+    units: list[tuple[UnitPlan, list[Named]]] = []
+    for plan in find_units(root, rules):
+        tiny, large = cutter.divide(plan)
+        small += tiny
+        units.append((plan, large))
+    cut = cutter.joined(units) if cutter.joins else [cutter.buckets(_name(plan), large) for plan, large in units]
+    planned = tuple(PlannedUnit(plan, buckets) for (plan, _), buckets in zip(units, cut, strict=True))
+    return EnginePlan(root, planned, cutter.buckets("small parameters", small, stay=True), islands)
+
+
+def warn_of_padding(plan: EnginePlan, zero: ZeroOptimization, world: int) -> None:
+    """Say it if whole parameters leave much of the buckets empty. See owner_assignment.py, Note [Padding]."""
+    share = plan.padding(world) if zero.shard_along == "parameter" else 0.0
+    if share <= _MUCH:
+        return
+    remedy = "Use stage 2, where a bucket may hold parameters of several units,"
+    if zero.stage < 3:
+        sizes = f"reduce_bucket_size={zero.reduce_bucket_size} and allgather_bucket_size={zero.allgather_bucket_size}"
+        remedy = f"Raise zero_optimization.{sizes}, so that a bucket holds more parameters,"
+    warnings.warn(
+        f"zero_optimization.shard_along='parameter': buckets are {share:.0%} larger than the parameters in them, as "
+        f"some have too few, or too unequal, parameters to divide among {world} ranks. {remedy} or train with fewer "
+        "ranks; element-wise optimizers (AdamW) need no whole parameters: shard_along='element'.",
+        stacklevel=3,
+    )
+
+
+def _name(plan: UnitPlan) -> str:
+    return plan.name or "the root module"
+
+
+def stay_whole(root: nn.Module, zero: ZeroOptimization) -> frozenset[Parameter]:
+    """The parameters of which every rank has all elements also at stage 3."""
+    whole: set[Parameter] = set()
+    total, limit = 0, zero.stage3_model_persistence_threshold if zero.stage == 3 else None
+    for parameter in sorted(root.parameters(), key=lambda p: p.numel()):
+        total += parameter.numel()
+        if parameter.numel() < zero.stage3_param_persistence_threshold and (limit is None or total <= limit):
+            whole.add(parameter)
+    if zero.stage < 3:
+        return frozenset(whole)  # all are whole; the small ones are together in buckets of their own
+    if zero.zero_force_param_types:
+        whole |= _inside(root, zero.zero_force_param_types)
+    if zero.zero_allowed_param_types:
+        whole |= set(root.parameters()) - _inside(root, zero.zero_allowed_param_types)
+    return frozenset(whole)
+
+
+def _inside(root: nn.Module, classes: tuple[str, ...]) -> set[Parameter]:
+    return {p for module in root.modules() if class_matches(module, classes) for p in module.parameters()}
+
+
+def _check_names(root: nn.Module, config: ZeroConfig) -> None:
+    """A name that matches nothing is a typing error, and would change nothing in silence."""
+    zero, leaf = config.zero_optimization, config.zero_optimization.leaf_module
+    modules = {clean_name(f"{name}.").removesuffix("."): module for name, module in root.named_modules()}
+    known = sorted({type(module).__name__ for module in modules.values()})
+    for key in ("zero_allowed_param_types", "zero_force_param_types"):
+        for name in getattr(zero, key):
+            if not any(class_matches(module, (name,)) for module in modules.values()):
+                refuse_name(f"zero_optimization.{key}", name, "no module of the model is of this class", known)
+    for name in leaf.names:
+        if name not in modules:
+            refuse_name(
+                "zero_optimization.leaf_module.names", name, "the model has no module of this name", list(modules)
+            )
+    for name in leaf.name_suffixes:
+        if not name or not any(n.endswith(name) for n in modules):
+            refuse_name("zero_optimization.leaf_module.name_suffixes", name, "no module's name ends so", list(modules))
+
+
+def refuse_name(key: str, name: str, why: str, known: list[str]) -> NoReturn:
+    """Raise for a name that matches nothing, with one that is near or some that there are."""
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(filter(None, known[:8]))}, ..."
+    raise ConfigError([Problem(key, f"{key}: {name!r}: {why}.{hint}")])
+
+
+def _islands(root: nn.Module, policy: DtypePolicy) -> Islands:
+    """What the user wants in fp32, and what cannot run with 16-bit weights."""
+    if not policy.low:
+        return Islands((), frozenset())
+    if policy.autocast:
+        found = find_islands(root, policy.keep_fp32, keep=DEFAULT_ISLANDS_MIXED)
+        # Norms that users write: their functions take fp32 activations with fp32 weights only.
+        own = [m for m in root.modules() if not type(m).__module__.startswith("torch.nn.")]
+        vectors = {p for m in own for p in m.parameters(recurse=False) if p.dim() <= 1}
+        return Islands(found.modules, found.parameters | vectors)
+    return find_islands(root, policy.keep_fp32, classes=(ParametrizationList,), keep=BATCH_NORMS)
+
+
+class _Cutter:
+    """Cuts the parameters of a unit into buckets of one dtype and one kind (trainable or frozen) each."""
+
+    def __init__(
+        self,
+        config: ZeroConfig,
+        policy: DtypePolicy,
+        kept: frozenset[Parameter],
+        whole: frozenset[Parameter],
+        world: int,
+    ) -> None:
+        zero = config.zero_optimization
+        self.sharding = Sharding.of_stage(zero.stage)
+        # A bucket is reduced as one, and below stage 3 gathered as one after the step.
+        whole_after_step = self.sharding.optim and not self.sharding.params
+        gather_limit = zero.allgather_bucket_size if whole_after_step else zero.reduce_bucket_size
+        step_limit = zero.sub_group_size if zero.offload_optimizer.device != "none" else gather_limit
+        self._limit = max(1, min(zero.reduce_bucket_size, gather_limit, step_limit))
+        self._policy, self._kept, self._whole, self._world = policy, kept, whole, world
+        owned = zero.shard_along == "parameter" and self.sharding.optim
+        self._owners = Owners(world) if owned else None
+
+    @property
+    def joins(self) -> bool:
+        """Whether a bucket may hold parameters of several units. See owner_assignment.py, Note [Padding]."""
+        return self._owners is not None and not self.sharding.params
+
+    def divide(self, plan: UnitPlan) -> tuple[list[Named], list[Named]]:
+        """Parameters that stay whole, most of them small, and the others."""
+        whole = [(n, p) for n, p in plan.parameters if p in self._whole]
+        return whole, [(n, p) for n, p in plan.parameters if p not in self._whole]
+
+    def buckets(self, name: str, parameters: Iterable[Named], stay: bool = False) -> tuple[BucketPlan, ...]:
+        """Of one unit; with ``stay`` the parameters stay whole on every rank."""
+        sharding = Sharding(self.sharding.optim, self.sharding.grads, params=False) if stay else self.sharding
+        found = []
+        for (dtype, _), members in self._kinds(parameters).items():
+            for group in split_by_size([p.numel() for _, p in members], self._limit):
+                found.append(self._bucket(name, [members[i] for i in group], dtype, sharding))
+        return tuple(found)
+
+    def joined(self, units: Sequence[tuple[UnitPlan, list[Named]]]) -> list[tuple[BucketPlan, ...]]:
+        """Of all units; a bucket is with the first one that has a parameter in it."""
+        number_of = {p: number for number, (_, members) in enumerate(units) for _, p in members}
+        found: list[list[BucketPlan]] = [[] for _ in units]
+        for (dtype, _), members in self._kinds(named for _, mine in units for named in mine).items():
+            numels = [p.numel() for _, p in members]
+            parts: list[list[int]] = []
+            for _, unit in groupby(range(len(members)), key=lambda i: number_of[members[i][1]]):
+                mine = list(unit)
+                cuts = split_by_size([numels[i] for i in mine], self._limit)
+                parts += [[mine[i] for i in cut] for cut in cuts]
+            for group in join(numels, parts, self._limit, self._world):
+                first, last = (number_of[members[i][1]] for i in (group[0], group[-1]))
+                name = _name(units[first][0]) + (f" to {_name(units[last][0])}" if first != last else "")
+                found[first].append(self._bucket(name, [members[i] for i in group], dtype, self.sharding))
+        return [tuple(buckets) for buckets in found]
+
+    def _kinds(self, parameters: Iterable[Named]) -> dict[tuple[torch.dtype, bool], list[Named]]:
+        kinds: dict[tuple[torch.dtype, bool], list[Named]] = {}
+        for n, p in parameters:
+            kinds.setdefault((self._policy.dtype_of(p, p in self._kept), p.requires_grad), []).append((n, p))
+        return kinds
+
+    def _bucket(self, name: str, members: Sequence[Named], dtype: torch.dtype, sharding: Sharding) -> BucketPlan:
+        owners = None
+        if self._owners is not None:
+            owners = self._owners.of([p.numel() for _, p in members], members[0][1].requires_grad)
+        return BucketPlan(name, tuple(members), dtype, sharding, owners)

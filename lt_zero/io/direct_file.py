@@ -1,0 +1,305 @@
+"""Files that hold tensors' bytes while nobody needs them: records of fixed sizes, written and read in the background.
+
+Note [Order per record]
+    What is asked for one record happens in that order: a read sees the write before it, a write waits for the reads
+    before it. Records know nothing of each other, so a write and a read of different records overlap.
+
+Note [Borrowed tensors]
+    A request's tensor belongs to the threads until ``Transfer.wait`` has returned: bytes that the caller changes
+    meanwhile make a checksum fail later, at the read.
+
+Note [Without O_DIRECT]
+    Through the page cache a file would push out everything else. After each transfer the file is therefore written
+    back (which also brings errors to light) and its pages are dropped from the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from lt_zero.io.block_transfer import Blocks, free_bytes, in_words, trouble
+from lt_zero.io.pinned import (
+    BLOCK,
+    aligned_buffer,
+    check_buffer,
+    checksum,
+    checksum_weights,
+    rounded,
+    view_of,
+)
+from lt_zero.io.thread_pool import IoPool, SwapError, Transfer, log
+
+__all__ = ["IoPool", "Nowhere", "SwapError", "SwapFile", "Transfer"]
+
+_EXIT_PATIENCE = 30.0  # seconds at exit for requests that are with the kernel
+_told: set[str] = set()
+
+
+class _Record:
+    """A part of the file, and what is known of its content."""
+
+    def __init__(self, index: int, offset: int, nbytes: int, blocks: int) -> None:
+        self.index = index
+        self.offset = offset
+        self.nbytes = nbytes
+        self.sums = [0] * blocks  # of what was written last
+        self.last: Transfer | None = None  # the latest request; see Note [Order per record]
+        self.written = False  # or will be, by a request that is under way
+        self.problem = ""  # why the last write failed
+
+
+class _Handle:
+    """The open file, and what closing it has to wait for. Outlives the SwapFile at exit."""
+
+    def __init__(self, fd: int, path: Path) -> None:
+        self.fd = fd
+        self.path = path
+        self.pid = os.getpid()
+        self.idle = threading.Condition()
+        self.running = 0  # requests that have not ended
+        self.closed = False  # no new requests
+        self.given_up = False  # nor those that wait in line
+
+
+class SwapFile:
+    """One preallocated file with ``len(sizes)`` records; it exists as long as this object and the process.
+
+    Args:
+        path: the file to make; it must not exist.
+        sizes: bytes of each record. They are rounded up to full blocks, see ``size_of``.
+        pool: the threads that read and write.
+
+    Raises:
+        SwapError: no such file can be made, for want of space or rights.
+    """
+
+    def __init__(self, path: Path, sizes: Sequence[int], pool: IoPool) -> None:
+        pool.check_process("make a file")
+        if any(size < 0 for size in sizes):
+            raise ValueError(f"{path}: sizes of records must not be negative, not {min(sizes)}.")
+        self.path = path
+        self._pool = pool
+        self._unit = max(BLOCK, logical_block(path.parent))
+        self._step = rounded(pool.block_size, self._unit)
+        self._weights = checksum_weights(self._step)  # 1D
+        lengths = [rounded(size, self._unit) for size in sizes]
+        self.nbytes = sum(lengths)
+        fd = _allocate(path, self.nbytes)
+        offsets = itertools.accumulate(lengths, initial=0)
+        self._records = [
+            _Record(index, offset, nbytes, -(-nbytes // self._step))
+            for index, (offset, nbytes) in enumerate(zip(offsets, lengths, strict=False))
+        ]
+        self._lock = threading.Lock()  # of `_Record.last`
+        self.direct = go_direct(fd, self._unit, self.nbytes)
+        if not self.direct and "direct" not in _told:
+            _told.add("direct")
+            log.warning("%s cannot be read past the page cache (O_DIRECT): NVMe offload is slower there.", path.parent)
+        self._blocks = Blocks(fd, path, self._unit if self.direct else 1, pool.retries)
+        self._handle = _Handle(fd, path)
+        self._finalizer = weakref.finalize(self, _release, self._handle)
+
+    def size_of(self, record: int) -> int:
+        """The bytes of a record, full blocks: how large a tensor has to be."""
+        return self._record(record).nbytes
+
+    def write(self, record: int, source: Tensor) -> Transfer:
+        """Write a record. ``source`` (1D) must not change until the transfer is waited for.
+
+        Raises:
+            ValueError: ``source`` is not an aligned buffer of the record's size.
+            SwapError: the file or the pool is closed.
+        """
+        return self._submit(self._record(record), source, writes=True)
+
+    def read(self, record: int, target: Tensor) -> Transfer:
+        """Read a record, after a write of it that is under way. ``target`` (1D) is undefined until waited for.
+
+        Raises:
+            ValueError: ``target`` is not an aligned buffer of the record's size.
+            SwapError: the record was never written; the file or the pool is closed.
+        """
+        return self._submit(self._record(record), target, writes=False)
+
+    def close(self) -> None:
+        """Wait for what is under way, and remove the file. Again a no-op."""
+        handle = self._handle
+        if os.getpid() == handle.pid:
+            with handle.idle:
+                handle.closed = True
+                handle.idle.wait_for(lambda: handle.running == 0)
+        self._finalizer()
+
+    def _record(self, index: int) -> _Record:
+        if not 0 <= index < len(self._records):
+            raise IndexError(f"{self.path} has records 0 to {len(self._records) - 1}, not {index}.")
+        return self._records[index]
+
+    def _submit(self, record: _Record, tensor: Tensor, writes: bool) -> Transfer:
+        verb = "write" if writes else "read"
+        check_buffer(tensor, record.nbytes, f"Cannot {verb} record {record.index} of {self.path}")
+        if not writes and not record.written:
+            raise SwapError(
+                f"Record {record.index} of {self.path} (offset {record.offset}, {record.nbytes} bytes) was never"
+                " written, so there is nothing to read: write it first."
+            )
+        handle = self._handle
+        self._pool.check_process("read or write")
+        with handle.idle:
+            if handle.closed:
+                raise SwapError(f"Cannot {verb} record {record.index} of {self.path}: the file is closed.")
+            handle.running += 1
+        move = functools.partial(self._write_block if writes else self._read_block, record, tensor)
+        end = functools.partial(self._end, record, writes)
+        try:
+            with self._lock:
+                record.last = self._pool.submit(len(record.sums), move, end, after=record.last)
+                record.written = record.written or writes
+                return record.last
+        except SwapError:
+            self._ended()
+            raise
+
+    def _block(self, record: _Record, tensor: Tensor, index: int) -> tuple[Tensor, int]:
+        """A block's part of the tensor, and its offset in the file."""
+        if self._handle.given_up:
+            raise SwapError(f"{self.path} was closed at exit before record {record.index} was moved.")
+        first = index * self._step
+        return tensor[first : first + self._step], record.offset + first
+
+    def _write_block(self, record: _Record, tensor: Tensor, index: int) -> None:
+        block, offset = self._block(record, tensor, index)
+        if self._pool.checksum:
+            record.sums[index] = checksum(block, self._weights)
+        self._blocks.write(view_of(block), offset)
+
+    def _read_block(self, record: _Record, tensor: Tensor, index: int) -> None:
+        if record.problem:
+            raise SwapError(f"Record {record.index} of {self.path} holds nothing to read: {record.problem}")
+        block, offset = self._block(record, tensor, index)
+        self._blocks.read(view_of(block), offset)
+        if self._pool.checksum and (found := checksum(block, self._weights)) != record.sums[index]:
+            raise SwapError(
+                f"{block.numel()} bytes at offset {offset} of {self.path} (record {record.index}) are not those that"
+                f" were written: their checksum is {found:#x}, not {record.sums[index]:#x}. The disk, its driver or"
+                " another program changed them or lost a write (or the source was changed before wait()). See dmesg"
+                " and smartctl, set nvme_path to another disk, and restart from a checkpoint."
+            )
+
+    def _end(self, record: _Record, writes: bool, error: SwapError | None) -> None:
+        """What follows the last block, in the thread that moved it."""
+        try:
+            if error is None and not self.direct and record.nbytes:
+                self._drop_cache(record, writes)
+        except OSError as problem:
+            error = trouble(f"Cannot write back record {record.index} of {self.path}", self.path.parent, problem)
+            raise error from None
+        finally:
+            if writes:
+                record.problem = str(error) if error is not None else ""
+            self._ended()
+
+    def _drop_cache(self, record: _Record, writes: bool) -> None:
+        if writes:
+            os.fdatasync(self._handle.fd)
+        os.posix_fadvise(self._handle.fd, record.offset, record.nbytes, os.POSIX_FADV_DONTNEED)
+
+    def _ended(self) -> None:
+        with self._handle.idle:
+            self._handle.running -= 1
+            self._handle.idle.notify_all()
+
+
+class Nowhere:
+    """Takes the place of a file that could not be made."""
+
+    def __init__(self, sizes: list[int], error: SwapError) -> None:
+        self._sizes, self._error = sizes, error
+
+    def size_of(self, record: int) -> int:
+        return rounded(self._sizes[record])
+
+    def read(self, record: int, target: Tensor) -> Transfer:
+        raise self._error
+
+    write = read
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+def logical_block(folder: Path) -> int:
+    """The smallest request of the disk under ``folder`` in bytes; ``BLOCK`` if the system does not tell."""
+    for queue in ("queue", "../queue"):  # a disk's, a partition's
+        with contextlib.suppress(OSError, ValueError):
+            device = os.stat(folder).st_dev
+            node = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
+            return int(Path(node, queue, "logical_block_size").read_text())
+    return BLOCK
+
+
+def _allocate(path: Path, nbytes: int) -> int:
+    """Make a file with all its space, so that no write can run out of it later."""
+    what = f"Cannot make {path} with {in_words(nbytes)}"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise trouble(what, path.parent, error) from error
+    try:
+        if nbytes > free_bytes(path.parent):  # not by filling the disk up to find out
+            raise OSError(errno.ENOSPC, "no space")
+        if nbytes:
+            reserve(fd, nbytes)
+    except OSError as error:
+        os.close(fd)
+        path.unlink(missing_ok=True)
+        raise trouble(what, path.parent, error) from error
+    return fd
+
+
+def reserve(fd: int, nbytes: int) -> None:
+    """Give the file its space, where the file system can. Tests replace this."""
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise
+        os.ftruncate(fd, nbytes)
+
+
+def go_direct(fd: int, unit: int, nbytes: int) -> bool:
+    """Turn O_DIRECT on if the file system takes it and a request of ``unit`` works. Tests replace this."""
+    before = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, before | os.O_DIRECT)
+        if nbytes:  # some file systems take the flag and refuse the request
+            zeros = aligned_buffer(unit)
+            os.pwritev(fd, [view_of(zeros)], 0)
+    except OSError:
+        fcntl.fcntl(fd, fcntl.F_SETFL, before)
+        return False
+    return True
+
+
+def _release(handle: _Handle) -> None:
+    """Close and remove the file; at exit, without what still waits in line."""
+    if os.getpid() != handle.pid:  # the parent's file stays; see Note [Fork and exit] in thread_pool.py
+        os.close(handle.fd)
+        return
+    with handle.idle:
+        handle.closed = handle.given_up = True
+        quiet = handle.idle.wait_for(lambda: handle.running == 0, _EXIT_PATIENCE)
+    if quiet:  # or a thread would write to whatever gets the number next
+        os.close(handle.fd)
+    handle.path.unlink(missing_ok=True)

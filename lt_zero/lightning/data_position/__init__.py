@@ -1,0 +1,1 @@
+"""Random states and the position in the data, saved and restored."""

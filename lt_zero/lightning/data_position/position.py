@@ -1,0 +1,293 @@
+"""Random states and the position in the data: a resumed run goes on with what would have come next.
+
+Note [When states are set]
+    A checkpoint holds the random states of the moment it is made. A resumed run sets them when training starts (after
+    the hooks ``on_train_start`` of callbacks and module, which the run that goes on does not call there), and finds the
+    place in the data when the first batch is wanted, without moving them. What had been read but not trained on is
+    read again from the states before it: the batch that Lightning reads ahead where the number of batches is unknown,
+    the batch during which an exception came, and the micro-batches of an unfinished window of gradient accumulation,
+    whose gradients are in no checkpoint.
+
+Note [Validation aside]
+    Validation inside of fit gives the random states back as it found them. Lightning leaves out a validation that was
+    due when the checkpoint was made; with this, training does not depend on it.
+
+Note [Lightning's counters]
+    The loops count batches, and are right where this file and they agree on what was trained on. They are corrected
+    before the loops look at them: after ``max_steps`` has broken off an epoch, Lightning would go on in the middle of
+    the next one; at an epoch's last batch with a count that is already full; inside of a window of accumulation; with
+    another number of batches per epoch for another world size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lt_zero.common.errors import CheckpointError
+from lt_zero.lightning.data_position.loaders import Feed, Later, Make, unwatched, watched
+from lt_zero.lightning.data_position.random_state import RandomStates, own_or_derived
+
+KEY = "lt_zero_progress"
+_VERSION = 1
+
+
+class Progress:
+    """Random states and the position in the data, of one rank."""
+
+    def __init__(self) -> None:
+        self._over = True
+        self._reset(None)
+
+    def _reset(self, trainer: pl.Trainer | None) -> None:
+        self._trainer = trainer
+        self._feed = Feed(self._before_batch, self._after_batch)
+        self._started = False  # on_train_start has come
+        self._aside: RandomStates | None = None  # of training, during validation
+        self._loaded: dict[str, Any] | None = None  # until training starts
+        self._pending: dict[str, Any] | None = None  # the place that was not gone to yet
+        self._upcoming: deque[RandomStates] = deque()  # see Note [When states are set]
+        self._ahead: RandomStates | None = None  # after what was read before training started
+
+    # ---- a run ---------------------------------------------------------------------------------------------------
+
+    def watch(self, trainer: pl.Trainer) -> None:
+        """A fit begins. Loaders may have been given before, if the user has asked for the number of steps."""
+        if self._over:
+            self._feed.live, self._over = False, False
+            self._reset(trainer)
+        if trainer.accumulate_grad_batches + 2 > (self._feed.recent.maxlen or 0):
+            self._feed.recent = deque(self._feed.recent, maxlen=trainer.accumulate_grad_batches + 2)
+
+    def process(self, loader: object, trainer: pl.Trainer) -> object:
+        """Lightning's loader, with its reading observed. See Note [Read when needed] in loaders.py."""
+        if trainer.state.fn != "fit":
+            return unwatched(loader)
+        self.watch(trainer)
+        if trainer.training:
+            return self._feed.add(loader, trainer.world_size)
+        feed, plain = self._feed, unwatched(loader)
+
+        def opened(make: Make) -> Iterator[Any]:
+            return Later(make, self.before_validation) if feed.live else make()
+
+        found = watched(plain, opened)
+        return plain if found is None else found  # bool() asks a loader for its length, which some have not
+
+    def start(self) -> None:
+        """Training begins now."""
+        self._started = True
+        if self._loaded is not None:
+            state, self._loaded = self._loaded, None
+            if state["consumed"] and not state["ended"]:
+                self._tell_unknown(len(state["loaders"]))
+                self._scale_counters(state)
+        if self._upcoming:
+            self._upcoming.popleft().apply()
+        elif self._ahead is not None:
+            self._ahead.apply()
+        self._upcoming.clear()
+        self._ahead = None
+
+    def before_validation(self) -> None:
+        if self._aside is None:
+            self._aside = RandomStates.now()
+
+    def after_validation(self) -> None:
+        if self._aside is not None:
+            aside, self._aside = self._aside, None
+            aside.apply()
+
+    def finish(self) -> None:
+        """The run is over; what it has come to can still be saved."""
+        self._feed.live, self._over = False, True
+        for watch in self._feed.watches:
+            watch.make = None
+
+    def _before_batch(self) -> None:
+        self.after_validation()  # one that Lightning only fast-forwards does not end
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._restore(pending)
+        if not self._started and self._upcoming:
+            self._upcoming.popleft().apply()
+        self._feed.recent.append(RandomStates.now())
+
+    def _after_batch(self) -> None:
+        if not self._started:
+            self._ahead = RandomStates.now()
+
+    # ---- saving --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's states: plain containers and tensors. Draws no random number."""
+        now, feed = self._aside or RandomStates.now(), self._feed
+        consumed, redone, ended, counted = self._consumed()
+        open_window = self._open_window(consumed, ended)
+        back = 0
+        if self._trainer is not None and not ended and not _reads_itself(self._trainer):
+            back = min(max(0, feed.served - consumed + open_window), len(feed.recent))
+        states = [*list(feed.recent)[len(feed.recent) - back :], *([] if redone or open_window else [now])]
+        return {
+            "version": _VERSION,
+            "states": [state.state_dict() for state in states[:2]],  # one at set-up and one when training starts
+            "now": now.state_dict(),
+            "back": back,
+            "consumed": consumed - open_window,
+            "ended": ended,
+            "counted": counted,
+            "full": self._trainer is not None and consumed >= self._trainer.num_training_batches,
+            "loaders": [watch.state_dict() for watch in feed.watches],
+        }
+
+    def _consumed(self) -> tuple[int, bool, bool, bool]:
+        """Batches trained on in this epoch; whether one is under way, the epoch has ended, and is counted as such."""
+        if self._trainer is None:
+            return 0, False, False, False
+        loop = self._trainer.fit_loop
+        batches, epochs = loop.epoch_loop.batch_progress, cast(Any, loop.epoch_progress.current)
+        now: Any = batches.current
+        whole = now.ready == now.started == now.processed
+        consumed = now.processed if whole else now.completed
+        ended = whole and (batches.is_last_batch or consumed >= self._trainer.num_training_batches)
+        return consumed, now.ready > consumed, bool(ended and consumed), epochs.processed == epochs.ready > 0
+
+    def _open_window(self, consumed: int, ended: bool) -> int:
+        """Micro-batches whose gradients no step has taken."""
+        if self._trainer is None or ended or _reads_itself(self._trainer):
+            return 0
+        return consumed % self._trainer.accumulate_grad_batches
+
+    # ---- restoring -----------------------------------------------------------------------------------------------
+
+    def load(self, states: Sequence[dict[str, Any]], rank: int, world: int) -> None:
+        """What all ranks of the saved run had, for the fit that begins.
+
+        Args:
+            states: by rank, from ``state_dict``.
+            rank: this rank, which may not have existed.
+            world: the number of ranks now.
+
+        Raises:
+            CheckpointError: the states cannot be read.
+        """
+        if self._trainer is None:
+            raise RuntimeError("`Progress.load` belongs to a fit: call `watch(trainer)` first.")
+        if not isinstance(states, Sequence) or not states:
+            raise CheckpointError(f"{KEY}: the states of the saved ranks were expected, not {type(states).__name__}.")
+        for number, state in enumerate(states):
+            _check(state, f"{KEY}[{number}]")
+        own = states[rank] if rank < len(states) else states[0]
+        where = f"{KEY}[{rank if rank < len(states) else 0}]"
+        upcoming = [
+            own_or_derived([RandomStates.of(s["states"][i], where) for s in states if i < len(s["states"])], rank)
+            for i in range(len(own["states"]))
+        ]
+        places = [{**p, "start": p["start"] and RandomStates.of(p["start"], where)} for p in own["loaders"]]
+        self._pending = {**own, "loaders": places, "now": RandomStates.of(own["now"], where)}
+        self._upcoming, self._loaded = deque(upcoming), own
+        self._correct_counters(own)
+
+    def _correct_counters(self, state: dict[str, Any]) -> None:
+        """See Note [Lightning's counters]."""
+        assert self._trainer is not None
+        loop = self._trainer.fit_loop
+        batches: Any = loop.epoch_loop.batch_progress
+        epochs: Any = loop.epoch_progress
+        if state["counted"] and not state["ended"] and state["consumed"] and loop.restarting:
+            for tracker in (epochs.total, epochs.current):
+                tracker.processed = tracker.completed = tracker.ready - 1
+        if state["ended"] and not state["counted"] and not state["full"]:  # its length is unknown to Lightning
+            for tracker in (epochs.total, epochs.current):
+                tracker.processed = tracker.completed = tracker.ready
+            batches.total.completed = batches.total.processed
+            batches.reset_on_run()
+            loop.restarting = loop.restarting
+        elif state["counted"] and state["ended"]:
+            batches.reset_on_run()
+        elif not state["ended"] and (surplus := batches.current.processed - state["consumed"]) > 0:
+            for tracker in (batches.total, batches.current):
+                tracker.ready = tracker.started = tracker.processed = tracker.completed = tracker.processed - surplus
+
+    def _scale_counters(self, state: dict[str, Any]) -> None:
+        """See Note [Other batches] in loaders.py."""
+        assert self._trainer is not None
+        if not (state["loaders"] and self._feed.watches):
+            return
+        place, watch = state["loaders"][0], self._feed.watches[0]
+        if place["unit"] == watch.unit:
+            return
+        shift = -(-state["consumed"] * place["unit"] // watch.unit) - state["consumed"]
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        for tracker in (progress.total, progress.current):
+            for name in ("ready", "started", "processed", "completed"):
+                setattr(tracker, name, max(0, getattr(tracker, name) + shift))
+
+    def _tell_unknown(self, saved: int) -> None:
+        unknown = [f"{name} cannot be observed" for name in self._feed.unknown]
+        if not unknown and len(self._feed.watches) != saved:
+            unknown = [f"there are {len(self._feed.watches)} loaders, and {saved} when the checkpoint was saved"]
+        if unknown:
+            warnings.warn(
+                f"The position in the training loaders cannot be restored: {'; '.join(unknown)}. Samples of this epoch "
+                "may be seen twice. Use a DataLoader, or an object with `state_dict` and `load_state_dict`.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Go to the saved place. The random states stay as they are."""
+        assert self._trainer is not None
+        watches, places, back = self._feed.watches, state["loaders"], state["back"]
+        ready = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        early = not self._started or _reads_itself(self._trainer)  # Lightning's count is not yet, or no more, of use
+        fresh = state["ended"] if early else ready == 0 and back == 0
+        entry = RandomStates.now()
+        for watch, place in zip(watches, places, strict=False):
+            watch.resume(place, None if fresh else back, state["now"])
+        entry.apply()
+
+
+def _reads_itself(trainer: pl.Trainer) -> bool:
+    """Whether the module's training step takes the iterator; what it reads ahead is its own affair."""
+    return "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters
+
+
+def _check(state: Any, where: str) -> None:
+    """Raises: CheckpointError."""
+    kinds = {
+        "states": list,
+        "loaders": list,
+        "back": int,
+        "consumed": int,
+        "ended": bool,
+        "counted": bool,
+        "full": bool,
+    }
+    if not isinstance(state, dict) or state.get("version") != _VERSION:
+        found = state.get("version") if isinstance(state, dict) else type(state).__name__
+        raise CheckpointError(
+            f"{where}: version {_VERSION} of the position in the data was expected, not {found!r}. Remove the key "
+            f"{KEY!r} from the checkpoint to resume without it."
+        )
+    wrong = [name for name, kind in kinds.items() if not isinstance(state.get(name), kind)]
+    lists = {"generators", "generators_now"}
+    numbers = ("fetched", "served", "openings", "unit")
+    for place in state.get("loaders") or []:
+        fields = place if isinstance(place, dict) else {}
+        counts = all(isinstance(fields.get(name), int) and fields[name] >= 0 for name in numbers)
+        if not counts or fields["unit"] < 1 or not {"start", "epoch", "cycled", "exhausted", *lists} <= fields.keys():
+            wrong.append("loaders")
+        elif not all(isinstance(g, Tensor) for name in lists for g in fields[name]):
+            wrong.append("generators")
+    if wrong or state["back"] < 0 or state["consumed"] < 0:
+        raise CheckpointError(
+            f"{where}: {', '.join(dict.fromkeys(wrong)) or 'the count of batches'} cannot be read. The checkpoint is "
+            f"damaged; remove the key {KEY!r} from it to resume without the position in the data."
+        )

@@ -1,0 +1,147 @@
+"""The states of all random number generators that training draws from: take, set, save, derive for a new rank."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lt_zero.common.errors import CheckpointError
+
+_WORDS = 624  # of a Mersenne twister
+
+
+def _cuda_in_use() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+@dataclass(frozen=True)
+class RandomStates:
+    """The generators at one moment. Taking them draws no number and does not wait for the device."""
+
+    torch: Tensor
+    cuda: Tensor | None  # of the current device
+    python: tuple[Any, ...]
+    numpy: dict[str, Any]
+
+    @classmethod
+    def now(cls) -> RandomStates:
+        cuda = torch.cuda.get_rng_state() if _cuda_in_use() else None
+        return cls(torch.get_rng_state(), cuda, random.getstate(), dict(np.random.get_state(legacy=False)))
+
+    def apply(self) -> None:
+        torch.set_rng_state(self.torch)
+        if self.cuda is not None and _cuda_in_use():
+            torch.cuda.set_rng_state(self.cuda)
+        random.setstate(self.python)
+        if self.numpy["bit_generator"] == np.random.get_state(legacy=False)["bit_generator"]:
+            np.random.set_state(self.numpy)
+
+    def differing(self, other: RandomStates) -> set[str]:
+        """Names of the host's generators whose states are not the same."""
+        same = {
+            "torch": torch.equal(self.torch, other.torch),
+            "random": self.python == other.python,
+            "numpy": str(_numpy_words(self.numpy)) == str(_numpy_words(other.numpy)),
+        }
+        return {name for name, equal in same.items() if not equal}
+
+    # ---- plain containers and tensors ----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        version, words, gauss = self.python
+        packed: dict[str, Any] = {
+            "torch": self.torch.clone(),
+            "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        }
+        if self.cuda is not None:
+            packed["cuda"] = self.cuda.clone()
+        if self.numpy["bit_generator"] == "MT19937":  # others only if the program has put one in its place
+            words, position, has_gauss, gauss = _numpy_words(self.numpy)
+            packed["numpy"] = {
+                "words": torch.tensor(words, dtype=torch.int64),
+                "position": position,
+                "has_gauss": has_gauss,
+                "gauss": gauss,
+            }
+        return packed
+
+    @classmethod
+    def of(cls, packed: Any, where: str) -> RandomStates:
+        """What ``state_dict`` has made of it.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        try:
+            host = _checked(packed["torch"], torch.get_rng_state())
+            cuda = packed.get("cuda")
+            if cuda is not None and _cuda_in_use():
+                cuda = _checked(cuda, torch.cuda.get_rng_state())
+            python = packed["python"]
+            state = (int(python["version"]), tuple(_words(python["words"], _WORDS + 1)), python["gauss"])
+            random.Random().setstate(state)
+            numpy = dict(np.random.get_state(legacy=False))
+            if (mine := packed.get("numpy")) is not None:
+                key = np.array(_words(mine["words"], _WORDS), dtype=np.uint32)
+                numpy = {
+                    "bit_generator": "MT19937",
+                    "state": {"key": key, "pos": int(mine["position"])},
+                    "has_gauss": int(mine["has_gauss"]),
+                    "gauss": float(mine["gauss"]),
+                }
+                np.random.RandomState().set_state(numpy)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+            raise CheckpointError(
+                f"{where}: the states of the random number generators cannot be read ({error!r}). The checkpoint is "
+                "damaged, or was written by another version; remove this key to resume without them."
+            ) from error
+        return cls(host, cuda, state, numpy)
+
+    # ---- new ranks -----------------------------------------------------------------------------------------------
+
+    def derived(self, rank: int) -> RandomStates:
+        """States of its own for ``rank``, always the same for the same states."""
+        seed = int.from_bytes(hashlib.sha256(bytes(self.torch.tolist()) + rank.to_bytes(8, "big")).digest()[:4], "big")
+        cuda = torch.Generator("cuda").manual_seed(seed).get_state() if _cuda_in_use() else None
+        numpy = np.random.RandomState(seed).get_state(legacy=False)
+        host = torch.Generator().manual_seed(seed).get_state()
+        return RandomStates(host, cuda, random.Random(seed).getstate(), dict(numpy))
+
+
+def own_or_derived(states: Sequence[RandomStates], rank: int) -> RandomStates:
+    """This rank's states among those of all saved ranks.
+
+    A rank that did not exist gets states of its own, unless all saved ranks had the same: then the program may count
+    on that (a sampler that draws the same order everywhere), and the new rank has them too.
+    """
+    if rank < len(states):
+        return states[rank]
+    if len(states) > 1 and not any(states[0].differing(other) for other in states[1:]):
+        return states[0]
+    return states[0].derived(rank)
+
+
+def _numpy_words(state: Mapping[str, Any]) -> tuple[list[int], int, int, float]:
+    inner = state["state"]
+    if "key" not in inner:
+        return [], 0, 0, 0.0
+    return inner["key"].tolist(), int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"])
+
+
+def _words(values: Tensor, count: int) -> list[int]:
+    if values.shape != (count,) or values.is_floating_point():
+        raise ValueError(f"{count} integers were expected, not {tuple(values.shape)} of {values.dtype}")
+    return [int(value) for value in values.tolist()]
+
+
+def _checked(state: Tensor, like: Tensor) -> Tensor:
+    if not isinstance(state, Tensor) or state.dtype != like.dtype or state.shape != like.shape:
+        raise ValueError(f"a generator's state of {like.numel()} bytes was expected")
+    return state.cpu()

@@ -1,0 +1,71 @@
+"""A LightningModule from a checkpoint, whoever wrote it: for inference, or to go on with other code."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from omegaconf import OmegaConf
+
+from lt_zero.checkpoint.native.load import as_lightning
+from lt_zero.checkpoint.native.save import KEY
+from lt_zero.checkpoint.open import open_source
+from lt_zero.common.compat import module_from_checkpoint
+from lt_zero.engine.lazy_tensor import read_now
+
+Module = TypeVar("Module", bound=pl.LightningModule)
+
+
+def load_from_checkpoint(
+    cls: type[Module],
+    path: str | os.PathLike[str],
+    map_location: str | torch.device | None = None,
+    strict: bool | None = None,
+    weights_only: bool | None = None,
+    **kwargs: Any,
+) -> Module:
+    """``cls.load_from_checkpoint`` that also takes checkpoint directories. Needs no process group.
+
+    Args:
+        cls: the class of the module.
+        path: a checkpoint directory of ours, a path inside of one, or anything else that ``lt-zero export`` reads.
+        map_location: the device of the module; default: the CPU.
+        strict: whether all names must agree; default: the module's ``strict_loading``.
+        weights_only: False also unpickles what has no plain form: only for a checkpoint that is trusted.
+        kwargs: for ``cls``, instead of saved hyper-parameters.
+
+    Weights are read one by one into the module, which is the only copy in memory.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+        RuntimeError: names or shapes do not agree.
+    """
+    source = open_source(path)
+    checkpoint = as_lightning(source, weights_only)
+    own = checkpoint.get(KEY, {})
+    hparams = checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {})
+    if own.get("hparams") == "omegaconf":
+        checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = hparams = OmegaConf.create(dict(hparams))
+        checkpoint[cls.CHECKPOINT_HYPER_PARAMS_TYPE] = type(hparams)
+    hparams.update(kwargs)
+    if missing := own.get("frozen_left_out"):
+        raise_or_allow(list(missing), strict, str(path))
+        strict = False
+    module: Module = module_from_checkpoint(cls, checkpoint, strict, kwargs)
+    read_now(module)
+    return module.to(map_location) if map_location is not None else module
+
+
+def raise_or_allow(missing: list[str], strict: bool | None, path: str) -> None:
+    """Parameters that were left out on purpose keep their new values only if the caller says so.
+
+    Raises:
+        RuntimeError: ``strict`` is not False.
+    """
+    if strict is not False:
+        raise RuntimeError(
+            f"{path} was saved with save_frozen=false: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''} "
+            "are not in it. Pass strict=False, and load them from where they came from."
+        )

@@ -1,0 +1,137 @@
+"""What the engine made of a model, and what it costs: a table of units, and bytes of model states."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from lt_zero.engine.bucket import Bucket, State
+from lt_zero.engine.engine import Engine
+from lt_zero.engine.hooks import Unit
+from lt_zero.step.sharded_optimizer import ShardedOptimizer
+
+
+def unit_table(engine: Engine, console: Console | None = None) -> None:
+    """Print which units were found and how many elements each rank holds of them.
+
+    Names come last, in lines as long as they have to be: only the end of a name tells it from the others.
+    """
+    rows = [("parameters", "elements", "sharded", "kept after forward", "class", "unit")]
+    for cells, group in itertools.groupby([*engine.units, engine.root_unit], key=_cells):
+        rows.append((*cells, _range([_name(unit) for unit in group]) or "(root and small parameters)"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"ZeRO units, {engine.comm.world} rank(s)"]
+    for *numbers, kind, name in rows:
+        right = "  ".join(cell.rjust(width) for cell, width in zip(numbers, widths, strict=False))
+        lines.append(f"  {right}  {kind.ljust(widths[-2])}  {name}")
+    (console or Console()).print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def _range(names: list[str]) -> str:
+    """Units that are alike: model.layers.0 ... 23 (24)."""
+    if len(names) == 1:
+        return names[0]
+    block = names[0].rpartition(".")[0] + "."
+    last = names[-1].removeprefix(block) if not any(" to " in name for name in names) else names[-1]
+    return f"{names[0]} ... {last} ({len(names)})"
+
+
+def _name(unit: Unit) -> str:
+    """Of a unit whose buckets hold parameters of others, too, the names of both ends."""
+    return next((bucket.name for bucket in unit.buckets if " to " in bucket.name), unit.name)
+
+
+def _cells(unit: Unit) -> tuple[str, str, str, str, str]:
+    return (
+        str(sum(len(b.params) for b in unit.buckets)),
+        f"{sum(b.layout.numel for b in unit.buckets):,}",
+        f"{unit.numel:,}",
+        "yes" if unit.keep and unit.sharded else "no" if unit.sharded else "-",
+        type(unit.module).__name__,
+    )
+
+
+def dtype_table(engine: Engine, console: Console | None = None) -> Table:
+    """Print, and return, in which dtypes each kind of parameters is computed, reduced, kept and updated."""
+    table = Table(title=f"Precision {engine.policy.mode}")
+    for column in ("kind", "elements", "forward", "gradient", "wire", "accum.", "master", "moments"):
+        table.add_column(column, justify="right" if column == "elements" else "left")
+    kinds: dict[tuple[str, ...], int] = {}
+    for bucket in engine.buckets:
+        kinds[_dtypes(bucket, engine)] = kinds.get(_dtypes(bucket, engine), 0) + sum(p.numel() for p in bucket.params)
+    for (kind, *dtypes), numel in kinds.items():
+        table.add_row(kind, f"{numel:,}", *dtypes)
+    (console or Console()).print(table)
+    return table
+
+
+def _dtypes(bucket: Bucket, engine: Engine) -> tuple[str, ...]:
+    compute = engine.policy.compute
+    kind = "trained" if bucket.wants_grad else "frozen"
+    kind += ", kept" if compute is not None and bucket.dtype != compute else ""
+    if not bucket.wants_grad:
+        return (kind, _short(bucket.dtype), *["-"] * 5)
+    wire, master = bucket.grads.send_dtype(bucket.dtype), bucket.weights.master_dtype
+    dtypes = (bucket.dtype, bucket.dtype, wire, bucket.grads.dtype, master, bucket.step_dtype)
+    return (kind, *map(_short, dtypes))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+
+
+def _held(bucket: Bucket) -> int:
+    """Bytes of weights: the compute copy if it is in memory, and the master where it is a tensor of its own."""
+    flat = 0 if bucket.state is State.RELEASED else bucket.flat.nbytes
+    homes = {kind: home for kind, home in bucket.shelf.homes.items() if kind in ("master", "weights")}
+    resting = sum(home.nbytes for home in homes.values() if home.takes_memory)
+    if "master" in homes:
+        return flat + resting + bucket.weights.source_nbytes
+    separate = bucket.weights.home.nbytes if bucket.weights.separate and not homes else 0
+    return flat + separate + resting
+
+
+def memory_report(engine: Engine, optimizers: list[ShardedOptimizer]) -> dict[str, tuple[int, int]]:
+    """Bytes per kind: (on this rank now, what a replicated run holds).
+
+    Weights include fp32 master weights; gradients are the accumulators, without the two transient reduce buffers.
+    """
+    numel = {id(p): p.numel() for b in engine.buckets for p in b.params}
+    weights = grads = whole_weights = whole_grads = 0
+    for bucket in engine.buckets:
+        size, held = sum(numel[id(p)] for p in bucket.params), bucket.grads
+        weights += _held(bucket)
+        whole_weights += size * bucket.dtype.itemsize
+        if bucket.weights.trains:
+            whole_weights += 0 if held.dtype == bucket.dtype else size * bucket.weights.master_dtype.itemsize
+            whole_grads += size * held.dtype.itemsize
+        grads += held.nbytes + (held.local.nbytes if held.local is not None else 0)
+    states = whole_states = 0
+    for sharded in optimizers:
+        for parameter in sharded.parameters():
+            place = engine.owner.get(id(parameter))
+            for value in sharded.optimizer.state.get(parameter, {}).values():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    states += min(value.nbytes, value.untyped_storage().nbytes())  # NaN while it is in a file
+            if place is not None:
+                whole_states += _replicated_state(sharded, place[0]) * parameter.numel()
+    return {
+        "weights": (weights, whole_weights),
+        "gradients": (grads, whole_grads),
+        "optimizer": (states, whole_states),
+    }
+
+
+def _replicated_state(sharded: ShardedOptimizer, bucket: Bucket) -> int:
+    """Bytes of optimizer state per element, read off any parameter of the bucket that has state here."""
+    for index, parameter in enumerate(bucket.params):
+        state = sharded.optimizer.state.get(parameter)
+        if state and bucket.pieces_of(index):
+            (piece,) = bucket.pieces_of(index)
+            tensors = [v for v in state.values() if isinstance(v, Tensor) and v.dim() > 0 and v.numel() == piece.numel]
+            return sum(t.element_size() for t in tensors)
+    return 0

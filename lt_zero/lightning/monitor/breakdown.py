@@ -1,0 +1,218 @@
+"""``wall_clock_breakdown`` and ``memory_breakdown``: where time and memory of a step go, told every few steps.
+
+No callbacks, as in console.py, Note [Silent until a line is due].
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import lightning.pytorch as pl
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.optim import Optimizer
+
+from lt_zero.common.compat import logged_step
+from lt_zero.common.timing import NOTHING, PARTS, STAGES, Clock, Span, Times, phase
+from lt_zero.lightning.monitor.run_observer import Watcher
+
+if TYPE_CHECKING:
+    from lt_zero.lightning.strategy import ZeroStrategy
+
+EVERY = 10  # optimizer steps from one line to the next without steps_per_print
+_WAITS = ("gather", "reduce", "offload")
+_LINE = "line"  # the part of ``rest`` in which ranks tell each other their times
+_TOGETHER = ("gather", "reduce", "publish", _LINE)  # what ranks do together, where a fast one waits for a slow one
+
+
+class StepClock(Watcher):
+    """``wall_clock_breakdown``: rank 0 prints, and all loggers get, the times of the steps since the last line.
+
+    * ``total``: from the end of one optimizer step to the end of the next, without validation; with accumulation over
+      all micro-batches. It is the sum of ``forward``, ``backward``, ``step`` and ``rest`` (timing.py, Note [Stages and
+      parts]).
+    * ``gather_wait``, ``reduce_wait``, ``offload_wait``: parts of those. ``clip``, ``publish``: parts of ``step``.
+    * the slowest rank: which spent most time on something else than what ranks do together (gather, reduce, publish). A
+      wait in collectives of others, such as Lightning's at the end of a batch, is not known as such.
+
+    Milliseconds per step, mean over steps and ranks. Metrics are called ``time/forward_ms`` and so on. A GPU is never
+    waited for: a line is about the steps that the devices have ended, and is left out if there is none.
+
+    Args:
+        every: optimizer steps, counted as ``trainer.global_step`` does.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._clock: Clock | None = None
+        self._pause: Span = NOTHING
+
+    def start(self, strategy: ZeroStrategy) -> None:
+        self._strategy = strategy
+        self._clock = Clock(strategy.root_device)
+        self._clock.start()
+
+    def stop(self) -> None:
+        if self._clock is not None:
+            self._clock.stop()
+        self._clock = None
+
+    def pause(self) -> None:
+        if self._clock is not None:
+            self._pause = self._clock.paused().open()
+
+    def resume(self) -> None:
+        self._pause.close()
+
+    def after_step(self, module: pl.LightningModule, optimizer: Optimizer) -> None:
+        """Collective if a line is due."""
+        if self._clock is None:
+            return
+        self._clock.lap()
+        number = module.trainer.global_step + 1
+        if number % self.every:
+            return
+        mine = tuple(self._clock.times)
+        with phase(_LINE):  # not paused: a fast rank waits here, which is time of its run
+            times = [Times(*rank) for rank in self._strategy.engine.comm.host_gather(mine, "times of steps")]
+        if not all(time.steps for time in times):
+            return
+        self._clock.forget()
+        with self._clock.paused():
+            module.print(time_line(number, times))
+            for logger in module.trainer.loggers:
+                logger.log_metrics(metrics(times), step=logged_step(module.trainer))
+
+
+def metrics(ranks: list[Times]) -> dict[str, float]:
+    """Milliseconds per optimizer step, mean over the ranks."""
+    names = {kind: f"{kind}_wait" if kind in _WAITS else kind for kind in (*STAGES, *PARTS)}
+    means = {names[kind]: _mean([t.seconds.get(kind, 0.0) / t.steps for t in ranks]) * 1e3 for kind in names}
+    total = sum(means[kind] for kind in STAGES)
+    return {f"time/{name}_ms": value for name, value in {"total": total, **means}.items()}
+
+
+def time_line(number: int, ranks: list[Times]) -> str:
+    """What is printed at step ``number``."""
+    values = {name.removeprefix("time/").removesuffix("_ms"): f"{value:.1f}" for name, value in metrics(ranks).items()}
+    pairs = [f"{name}={value}" for name, value in values.items() if name != "total"]
+    stages, parts = ", ".join(pairs[: len(STAGES)]), ", ".join(pairs[len(STAGES) :])
+    steps = ranks[0].steps
+    line = f"step {number}, ms a step (mean of {steps}): total={values['total']}, {stages}; of it {parts}"
+    if len(ranks) == 1:
+        return line
+    busy = [(sum(t.seconds.get(k, 0.0) for k in STAGES) - _together(t)) / t.steps * 1e3 for t in ranks]
+    slowest = max(range(len(busy)), key=lambda rank: busy[rank])
+    own = f"{busy[slowest]:.1f} without gather, reduce and publish, mean {_mean(busy):.1f}"
+    return f"{line}; slowest rank {slowest}: {own}"
+
+
+def _together(times: Times) -> float:
+    return sum(times.seconds.get(part, 0.0) for part in _TOGETHER)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------
+
+
+class MemoryPhases(Watcher):
+    """``memory_breakdown``: rank 0 prints its memory at the phases of the first step and of every ``every``-th one.
+
+    On a GPU what torch has allocated and reserved, and the most it had allocated since the process began or somebody
+    reset that number; in all runs the memory of the process (RSS, and its peak so far); and the model states of
+    ``ZeroStrategy.memory_report``. With accumulation it is the last micro-batch that is shown.
+
+    Args:
+        every: optimizer steps, counted as ``trainer.global_step`` does.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def start(self, strategy: ZeroStrategy) -> None:
+        self._strategy = strategy
+        self._rows: dict[str, dict[str, int]] = {}
+        self._shown = False
+
+    def before_forward(self) -> None:
+        self._note("before forward")
+
+    def before_backward(self) -> None:
+        self._note("after forward")
+
+    def after_backward(self) -> None:
+        self._note("after backward")
+
+    def after_step(self, module: pl.LightningModule, optimizer: Optimizer) -> None:
+        self._note("after step")
+        if not self._rows or not self._due(module.trainer.global_step + 1):
+            return
+        self._shown = True
+        console = Console()
+        with console.capture() as text:
+            console.print(memory_table(module.trainer.global_step + 1, self._rows))
+        module.print(text.get())
+        self._rows = {}
+
+    def _due(self, number: int) -> bool:
+        return not self._shown or number % self.every == 0
+
+    def _note(self, moment: str) -> None:
+        module = self._strategy.lightning_module
+        if module is None or not module.trainer.is_global_zero:
+            return
+        done = module.trainer.global_step
+        # With manual optimization a forward may be followed by a step of each optimizer.
+        if any(self._due(done + 1 + ahead) for ahead in range(max(1, len(self._strategy.optimizers)))):
+            states = {kind: here for kind, (here, _) in self._strategy.memory_report().items()}
+            self._rows.pop(moment, None)  # in the order in which they were seen last
+            self._rows[moment] = {**memory_now(self._strategy.root_device), **states}
+
+
+def memory_now(device: torch.device) -> dict[str, int]:
+    """Bytes, of the device if it has memory of its own, and of this process."""
+    found = {}
+    if device.type == "cuda":
+        found["allocated"] = torch.cuda.memory_allocated(device)
+        found["allocated, peak"] = torch.cuda.max_memory_allocated(device)
+        found["reserved"] = torch.cuda.memory_reserved(device)
+    resident = psutil.Process().memory_info().rss
+    return {**found, "process": resident, "process, peak": max(resident, peak_rss())}
+
+
+def peak_rss() -> int:
+    """The most memory (bytes) that this process has had; 0 where the system does not say."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        return _peak_of_rusage()
+    peak = next((line for line in status.splitlines() if line.startswith("VmHWM:")), None)
+    return int(peak.split()[1]) * 1024 if peak is not None else _peak_of_rusage()
+
+
+def _peak_of_rusage() -> int:
+    """May be that of the process which this one was forked from."""
+    try:
+        import resource
+        import sys
+    except ImportError:  # Windows
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def memory_table(number: int, rows: dict[str, dict[str, int]]) -> Table:
+    """The memory at the phases of step ``number``, which is what ``rows`` has in bytes."""
+    table = Table(title=f"Memory in MB (1e6 bytes) at step {number}, rank 0")
+    table.add_column("moment")
+    for name in next(iter(rows.values())):
+        table.add_column(name, justify="right")
+    for moment, values in rows.items():
+        table.add_row(moment, *(f"{value / 1e6:,.1f}" for value in values.values()))
+    return table

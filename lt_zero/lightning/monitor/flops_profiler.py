@@ -1,0 +1,195 @@
+"""``flops_profiler``: a table of what one micro-batch computes, per module, with the time of another one.
+
+Counting slows a micro-batch down several times, so the one after it is timed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from lt_zero.comm.communicator import Comm
+from lt_zero.common.module_hooks import Hook
+from lt_zero.config.blocks.profiling import FlopsProfiler
+from lt_zero.lightning.monitor.flops import ROOT, FlopCount
+from lt_zero.lightning.monitor.flops_table import Profile, Times, parameters_of, write
+
+_WIDTH = 160  # columns, where nobody else says
+
+
+class Profiler:
+    """Counts and times two micro-batches in a row and shows them. Costs nothing before and after.
+
+    Args:
+        block: the configuration.
+        count: counts.
+    """
+
+    def __init__(self, block: FlopsProfiler, count: FlopCount) -> None:
+        self._block, self._count = block, count
+        self._shown = True
+
+    def start(self, comm: Comm) -> None:
+        """A fit begins. Collective.
+
+        Raises:
+            OSError: rank 0 cannot write to ``output_file``.
+        """
+        self._shown, self._asked, self._steps = False, False, 0
+        self._profile: Profile | None = None
+        self._times: _Stopwatch | None = None
+        self._rank = comm.rank
+        problem, name = None, self._block.output_file
+        if name is not None and self._rank == 0:
+            try:
+                Path(name).absolute().parent.mkdir(parents=True, exist_ok=True)
+                with open(name, "a", encoding="utf-8"):
+                    pass
+            except OSError as error:
+                problem = f"{error.strerror}: {error.filename}"
+        if told := comm.problems(problem, "flops_profiler.output_file"):
+            raise OSError(
+                f"flops_profiler.output_file={name!r} cannot be written ({'; '.join(told)}). Name a file in a folder "
+                "that may be written to, or leave it out to print to stdout."
+            )
+
+    def forward(self, root: nn.Module, step: int, device: torch.device, whole: bool) -> AbstractContextManager[object]:
+        """Around a training step.
+
+        Args:
+            root: the module that is trained.
+            step: optimizer steps that were taken.
+            device: that computes.
+            whole: backward runs inside (manual optimization).
+        """
+        if self._shown:
+            return nullcontext()
+        self._steps = step
+        if not self._asked and step >= self._block.profile_step:
+            self._asked = True
+            self._count.want()
+        if not self._asked:
+            return nullcontext()
+        if self._count.wanted:  # in this micro-batch or in the next
+            self._profile = Profile(step, type(root).__name__, parameters_of(root))
+            return nullcontext()
+        return self._timed(root, device, whole)
+
+    @contextmanager
+    def _timed(self, root: nn.Module, device: torch.device, whole: bool) -> Iterator[None]:
+        self._times = _Stopwatch(device)
+        hooks = {m: name for name, m in root.named_modules() if name} if self._count.counted is not None else {}
+        with self._times.over("forward"), self._times.over_modules(hooks):
+            yield
+        if whole:
+            self.show()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward."""
+        if self._times is None or self._shown or not self._times.has("forward"):
+            yield
+            return
+        with self._times.over("backward"):
+            yield
+        self.show()
+
+    def show(self, clean: bool = True) -> None:
+        """Print, or write to the file, what is there by now; on rank 0.
+
+        Args:
+            clean: not after an error, when a micro-batch may be timed in part, and nobody asks why there is no table.
+        """
+        if self._shown:
+            return
+        self._shown = True
+        if self._rank != 0:
+            return
+        count, profile = self._count, self._profile
+        if profile is None or (count.counted is None and count.problem is None):
+            if not clean:
+                return
+            warnings.warn(
+                f"flops_profiler counted nothing: flops_profiler.profile_step={self._block.profile_step}, and the last "
+                f"micro-batch came after {self._steps} optimizer steps (a fit's first one is never counted). Set a "
+                "lower one, or train longer.",
+                stacklevel=2,
+            )
+            return
+        profile.counted, profile.problem, profile.rows = count.counted, count.problem, count.rows
+        profile.times = self._times.read() if self._times is not None and clean else None
+        if self._block.output_file is None:
+            width = None if sys.stdout.isatty() else _WIDTH
+            write(profile, self._block, Console(highlight=False, width=width))
+            return
+        with open(self._block.output_file, "w", encoding="utf-8") as file:
+            write(profile, self._block, Console(file=file, width=_WIDTH, color_system=None, highlight=False))
+
+
+class _Stopwatch:
+    """Times of one micro-batch: events on a GPU, which nothing waits for before ``read``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._marks: list[tuple[str, Any, Any]] = []
+        self._open: list[Any] = []
+
+    def has(self, what: str) -> bool:
+        return any(name == what for name, _, _ in self._marks)
+
+    def _now(self) -> Any:
+        if self._device is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    @contextmanager
+    def over(self, what: str) -> Iterator[None]:
+        start = self._now()
+        yield
+        self._marks.append((what, start, self._now()))
+
+    @contextmanager
+    def over_modules(self, names: dict[nn.Module, str]) -> Iterator[None]:
+        """All forwards of modules; those in backward, which recompute, are left out."""
+        with ExitStack() as hooks:
+            for module, name in names.items():
+                hooks.callback(module.register_forward_pre_hook(Hook(self._enter), prepend=True).remove)
+                leave = Hook(partial(self._leave, name))
+                hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+            yield
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._open.append(self._now())
+
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self._open:
+            self._marks.append((f".{name}", self._open.pop(), self._now()))
+
+    def read(self) -> Times:
+        """Waits for the GPU."""
+        modules: dict[str, float] = {}
+        totals = {"forward": 0.0, "backward": 0.0}
+        for name, start, end in self._marks:
+            if self._device is not None:
+                end.synchronize()
+                seconds = start.elapsed_time(end) / 1e3
+            else:
+                seconds = end - start
+            if name in totals:
+                totals[name] += seconds
+            else:
+                modules[name[1:]] = modules.get(name[1:], 0.0) + seconds
+        modules[ROOT] = totals["forward"]
+        return Times(modules, totals["forward"], totals["backward"] if self.has("backward") else None)

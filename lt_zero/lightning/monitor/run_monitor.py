@@ -1,0 +1,195 @@
+"""The part of ``ZeroStrategy`` that shows what a run does: the switchboard of all that the configuration can turn on.
+
+steps_per_print, csv_monitor, ...       a line and metrics every N steps    console.py, step_metrics.py, loggers.py
+wall_clock_breakdown, memory_breakdown  time and memory of a step           breakdown.py, timing.py
+flops_profiler                          operations per module               flops_profiler.py, flops.py
+comms_logger                            a table of collectives              comm/comm_log.py
+dump_state, log_level, disable_python_gc                                    console.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+from rich.console import Console
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lt_zero.comm.comm_log import CommLog, CommRecord, LoggedComm, comm_table
+from lt_zero.comm.communicator import Comm
+from lt_zero.common.progress_bar import local_rank_is
+from lt_zero.common.timing import phase
+from lt_zero.lightning.batch_size import rows_of
+from lt_zero.lightning.checkpoint_service import CheckpointingStrategy
+from lt_zero.lightning.monitor.breakdown import EVERY, MemoryPhases, StepClock
+from lt_zero.lightning.monitor.console import StepPrinter, dump_state, gc_disabled, logger_level
+from lt_zero.lightning.monitor.flops import FlopCount
+from lt_zero.lightning.monitor.flops_profiler import Profiler
+from lt_zero.lightning.monitor.loggers import attach_loggers
+from lt_zero.lightning.monitor.run_observer import Watcher
+from lt_zero.lightning.precision import sharded_of
+
+
+class MonitoredStrategy(CheckpointingStrategy):
+    """Calls the monitors of the configuration where they have something to see; none is a Callback.
+
+    Those that only look are ``Watcher``s. What counts or times goes around a call (``FlopCount``, ``Profiler``), and
+    what is recorded everywhere is another class of collectives (``LoggedComm``).
+    """
+
+    _of_a_run = CheckpointingStrategy._of_a_run | {"flops", "_profiler", "_watchers", "_for_this_run", "_clean"}
+
+    @override
+    def _begin(self) -> None:
+        super()._begin()
+        config, every, profiles = self.config, self.config.steps_per_print, self.config.flops_profiler
+        logs = any(b.enabled for b in (config.csv_monitor, config.tensorboard, config.wandb, config.comet))
+        watched = logs or every is not None
+        self.flops = FlopCount() if watched or profiles.enabled else None  # of a micro-batch, on this rank
+        self._profiler = Profiler(profiles, self.flops) if profiles.enabled and self.flops is not None else None
+        self._watchers: list[Watcher] = []
+        if config.wall_clock_breakdown:
+            self._watchers.append(StepClock(every or EVERY))
+        if config.memory_breakdown:
+            self._watchers.append(MemoryPhases(every or EVERY))
+        if watched:
+            self._watchers.append(StepPrinter(every, self.flops))
+        self._for_this_run = ExitStack()  # what is undone when a run ends
+        self._clean = True  # it ended without an error
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert isinstance(self.lightning_module, pl.LightningModule)
+        return self.lightning_module
+
+    @override
+    def setup_environment(self) -> None:
+        """Loggers are there before anybody asks for their folder: profilers, checkpoints, hyper-parameters."""
+        super().setup_environment()
+        config = self.config
+        assert self.lightning_module is not None
+        attach_loggers(
+            self.lightning_module.trainer, [config.tensorboard, config.csv_monitor, config.wandb, config.comet]
+        )
+        self._for_this_run.close()
+        if isinstance(self.comm, LoggedComm):
+            self.comm.log.clear()
+        self._for_this_run.enter_context(logger_level(config.log_level, self.global_rank))
+        local_rank_is(self.local_rank)  # the environment of processes that were spawned does not tell it
+
+    @property
+    def comm_class(self) -> type[Comm]:
+        """Makes the collectives; without ``comms_logger`` nothing is recorded."""
+        return LoggedComm if self.config.comms_logger.enabled else Comm
+
+    def log_comms(self) -> None:
+        """The collectives are there, or used by another run: what they do is recorded from here on."""
+        if isinstance(self.comm, LoggedComm):
+            self.comm.log.configure(self.config.comms_logger)
+
+    def comms_summary(self) -> list[CommRecord]:
+        """What the collectives of this rank cost since the last call of ``fit`` (or another entry point) began.
+
+        Raises:
+            RuntimeError: nothing is recorded.
+        """
+        return self._comm_log().records()
+
+    def _comm_log(self) -> CommLog:
+        if not isinstance(self.comm, LoggedComm):
+            raise RuntimeError(
+                "Collectives are recorded with comms_logger.enabled: true, from Trainer.fit/validate/test/predict on."
+            )
+        return self.comm.log
+
+    def _show_comms(self) -> None:
+        if self.is_global_zero and (records := self._comm_log().records(wait=self._clean)):
+            Console(width=None if sys.stdout.isatty() else 160).print(comm_table(records))
+
+    def _show_profile(self) -> None:
+        if self._profiler is not None:
+            self._profiler.show(self._clean)
+
+    def start_monitoring(self, new: bool) -> None:
+        """A fit begins; ``new``: with an engine that was built for it."""
+        if self.flops is not None:
+            self.flops.start(new)
+        if self.config.comms_logger.enabled:
+            self._for_this_run.callback(self._show_comms)
+        if self._profiler is not None:
+            self._profiler.start(self.engine.comm)
+            self._for_this_run.callback(self._show_profile)
+        for watcher in self._watchers:
+            watcher.start(self)
+            self._for_this_run.callback(watcher.stop)
+        self._for_this_run.enter_context(gc_disabled(self.config.disable_python_gc))
+        if self.config.dump_state and new:
+            dump_state(self.config, self.engine, [s for s in map(sharded_of, self.optimizers) if s is not None])
+
+    def stop_monitoring(self, clean: bool) -> None:
+        """The run has ended; ``clean``: without an error."""
+        self._clean = clean
+        self._for_this_run.close()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        for watcher in self._watchers:
+            watcher.before_forward()
+        with self._counted(args):
+            output = super().training_step(*args, **kwargs)
+        for watcher in self._watchers:
+            watcher.after_forward(self._module, args[0] if args else None, output)
+        return output
+
+    @contextmanager
+    def _counted(self, args: tuple[Any, ...]) -> Iterator[None]:
+        """Around a training step: FLOPs are counted, or time is taken, if this micro-batch is the one."""
+        if self.flops is None:
+            yield
+            return
+        module = self._module
+        whole = not module.automatic_optimization
+        with ExitStack() as measured:
+            if self._profiler is not None:
+                step = module.trainer.global_step
+                measured.enter_context(self._profiler.forward(module, step, self.root_device, whole))
+            measured.enter_context(self.flops.forward(module, rows_of(args[0]) if args else None, whole))
+            yield
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        for watcher in self._watchers:
+            watcher.before_backward()
+        with ExitStack() as measured:
+            measured.enter_context(phase("backward"))
+            if self._profiler is not None:
+                measured.enter_context(self._profiler.backward())
+            if self.flops is not None:
+                measured.enter_context(self.flops.backward(closure_loss))
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        for watcher in self._watchers:
+            watcher.after_backward()
+        return loss
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        with self.flops.paused() if self.flops is not None else nullcontext():
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        for watcher in self._watchers:
+            watcher.after_step(self._module, optimizer)
+        return output
+
+    @override
+    def on_validation_start(self) -> None:
+        for watcher in self._watchers:
+            watcher.pause()
+
+    @override
+    def on_validation_end(self) -> None:
+        for watcher in self._watchers:
+            watcher.resume()

@@ -1,0 +1,355 @@
+"""The precision plugin: dtypes of forward, the loss scale, and what happens between closure and step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lt_zero.common.compat import announce_compute_dtype, is_plain_closure, logged_step, say_dtype
+from lt_zero.common.timing import phase
+from lt_zero.config import ZeroConfig
+from lt_zero.config.blocks.precision import MODES, DtypePolicy, ScalerRules, dtype_policy, on_min_scale, resolve_mode
+from lt_zero.engine.materialize import parameters_in
+from lt_zero.step.loss_scale import LossScaler
+from lt_zero.step.loss_scale_controller import StepGate
+from lt_zero.step.per_bucket import RanClosure
+from lt_zero.step.sharded_optimizer import ShardedOptimizer
+
+if TYPE_CHECKING:
+    from lt_zero.engine.engine import Engine
+
+
+def sharded_of(optimizer: Any) -> ShardedOptimizer | None:
+    """The engine's side of an optimizer (Lightning's wrapper is looked through), or None if it has none."""
+    if isinstance(optimizer, LightningOptimizer):
+        optimizer = optimizer.optimizer
+    return ShardedOptimizer.of(optimizer)
+
+
+class ZeroPrecision(HalfPrecision):
+    """``Trainer(precision=...)`` under ZeRO.
+
+    * ``32-true``: weights in the dtype that the module has.
+    * ``64-true``: weights, buffers, inputs, gradients and states in fp64.
+    * ``16-true``, ``bf16-true``: weights, inputs and activations in 16 bits.
+    * ``16-mixed``, ``bf16-mixed``: weights in 16 bits, and autocast: losses and other operations of its fp32 list stay
+      in fp32. Nothing is cast that is already in 16 bits, so autograd keeps no second copy of a weight.
+
+    In 16 bits master weights, optimizer states and gradient accumulators are fp32 unless configured otherwise, and
+    buffers keep their dtype. fp16 comes with loss scaling, in both modes. Parameters that are made in
+    ``configure_model`` or ``Trainer.init_module`` are in 16 bits in the true modes, unless fp32 master weights may be
+    made from them: those begin with all digits.
+
+    Args:
+        precision: one of the above.
+        scaler: takes initial scale, growth and backoff from a ``GradScaler``.
+
+    Raises:
+        ValueError: another precision.
+    """
+
+    def __init__(self, precision: str = "32-true", scaler: GradScaler | None = None) -> None:
+        if precision not in MODES:
+            raise ValueError(
+                f"precision={precision!r} is not supported by ZeroStrategy. Use one of {', '.join(MODES)}."
+            )
+        super().__init__()
+        self.engine: Engine | None = None
+        self.grad_norm: Tensor | None = None  # 0D, before clipping, of the last step that was clipped by it or checked
+        self.device_type = "cpu"
+        self._said: list[tuple[torch.nn.Module, torch.dtype]] = []  # what ``dtype`` of modules was before the run
+        self._rules = _rules_of(scaler)
+        self._norms: dict[str, Tensor] = {}
+        self._steps_next: ShardedOptimizer | None = None  # the step of this one follows the running closure
+        self.configure(ZeroConfig(), precision)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy belongs to no run."""
+        return {**vars(self), "engine": None, "_steps_next": None}
+
+    @classmethod
+    def of(cls, plugin: Precision) -> ZeroPrecision:
+        """The plugin that means the same as a stock Lightning plugin.
+
+        Raises:
+            TypeError: this precision is not supported.
+        """
+        if isinstance(plugin, ZeroPrecision):
+            return plugin
+        if type(plugin) not in (Precision, HalfPrecision, MixedPrecision, DoublePrecision):
+            raise TypeError(
+                f"ZeroStrategy does not support {type(plugin).__name__} (precision={plugin.precision!r}). "
+                f"Use one of {', '.join(MODES)}."
+            )
+        return cls(plugin.precision, plugin.scaler if isinstance(plugin, MixedPrecision) else None)
+
+    def configure(self, config: ZeroConfig, precision: str | None = None, device_type: str = "cpu") -> None:
+        """Agree with the ``fp16``, ``bf16`` and ``data_types`` blocks.
+
+        Raises:
+            ValueError: they contradict the precision.
+        """
+        self.device_type = device_type
+        mode = resolve_mode(config, precision or self.precision, device_type)
+        self.policy: DtypePolicy = dtype_policy(config, mode, self._rules if MODES[mode][0] == torch.float16 else None)
+        self.gate = StepGate(self.policy, on_min_scale(config))
+        self.precision: str = mode  # type: ignore[assignment]
+        announce_compute_dtype(self, self.policy.compute or torch.float32)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps that were skipped because gradients were not finite."""
+        return self.gate.skipped
+
+    @property
+    def loss_scale(self) -> float:
+        """By what the loss is multiplied now; 1 without fp16."""
+        return self.gate.scale
+
+    @property
+    def device(self) -> str:
+        """The kind of device, as in Lightning's ``MixedPrecision``."""
+        return self.device_type
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The state of loss scaling, which can be asked what a ``GradScaler`` can; None without fp16."""
+        return self.gate.scaler
+
+    # ---- forward -----------------------------------------------------------------------------------------------
+
+    @override
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        if self.policy.compute is not None and not self.policy.autocast:
+            self._said = self._said or say_dtype(module, self.policy.compute)
+        return module  # parameters are cast when they are gathered
+
+    def init_context(self, trains: bool) -> AbstractContextManager[Any]:
+        """Context in which modules are made; ``trains``: master weights may be made from their parameters."""
+        policy = self.policy
+        if policy.compute == torch.float64:
+            return super().tensor_init_context()
+        # Buffers stay as they are, and so do all parameters while nobody knows which ones are to be kept in fp32.
+        if policy.compute is None or policy.autocast or policy.keep_fp32 or (trains and not policy.low_master):
+            return nullcontext()
+        return parameters_in(policy.compute)
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        return self.init_context(trains=True)
+
+    @override
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        return self.init_context(trains=True)
+
+    def autocast_context_manager(self) -> torch.autocast:
+        """As in Lightning's ``MixedPrecision``; it does nothing in the true modes."""
+        enabled, dtype = self.policy.autocast, self.policy.compute
+        return torch.autocast(self.device_type, dtype=dtype if enabled else None, enabled=enabled, cache_enabled=False)
+
+    @contextmanager
+    @override
+    def forward_context(self) -> Generator[None, None, None]:
+        if self.policy.autocast:
+            with self.autocast_context_manager():
+                yield
+        elif self.policy.compute is not None:
+            with super().forward_context():  # tensors that forward makes get the compute dtype
+                yield
+        else:
+            yield
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return super().convert_input(data) if self.policy.cast_inputs else data
+
+    # ---- backward ----------------------------------------------------------------------------------------------
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        known = [sharded_of(optimizer) for optimizer in module.trainer.strategy.optimizers]
+        self.gate.before_backward([sharded for sharded in known if sharded is not None])
+        if self.engine is not None:
+            self.gate.see_loss(self.engine, tensor)
+        if self.gate.scaler is not None:
+            tensor = tensor.float() * self.gate.scale  # the scaled loss itself need not fit into fp16
+        return super().pre_backward(tensor, module)
+
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        beside = self._steps_next.overlap.beside_backward() if self._steps_next is not None else nullcontext()
+        with beside, self.engine.backward_pass() if self.engine is not None else nullcontext():
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    # ---- step --------------------------------------------------------------------------------------------------
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        # The closure runs before step, not inside: step works on fragments, forward and backward on parameters.
+        sharded = sharded_of(optimizer)
+        if sharded is None:
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        # Another closure than Lightning's own may do anything between backward and step.
+        plain = is_plain_closure(closure)
+        self._steps_next = sharded if plain and not self._looked_at(model) else None
+        try:
+            ran = RanClosure(type(optimizer).__name__, closure())
+        finally:
+            self._steps_next = None
+        if takes_closure := _takes_closure(optimizer):
+            kwargs = {**kwargs, "closure": ran}
+        with phase("step"):
+            taken, output = self._step(optimizer, model, sharded, kwargs)
+        if taken and plain and takes_closure and not ran.called and self.gate.scaler is None:
+            raise MisconfigurationException(  # as without ZeRO, where there would be no gradients
+                f"The closure hasn't been executed by {ran.name}.step. HINT: pass it to the step of the parent class."
+            )
+        return output if taken else ran.result
+
+    def _step(
+        self, optimizer: Any, model: LightningModule, sharded: ShardedOptimizer, kwargs: dict[str, Any]
+    ) -> tuple[bool, Any]:
+        """Whether the step was taken, and what it returned."""
+        self.gate.examine(sharded)
+        self.grad_norm = self.gate.norm if self.gate.norm is not None else self.grad_norm
+        self._after_closure(model, optimizer)
+        taken, output = self.gate.proceeds(sharded), None
+        if taken:
+            self.gate.unscale(sharded)  # unless clipping did
+            try:
+                output = optimizer.step(**kwargs)
+            finally:
+                sharded.widen()
+        self.gate.conclude(sharded, _number_of(optimizer, model))
+        self._log(model.trainer, skipped=not taken)
+        return taken, output
+
+    def _looked_at(self, model: LightningModule) -> bool:
+        """Whether gradients are read or changed between backward and step, or kept after it."""
+        clips = bool(model.trainer.gradient_clip_val) or self.gate.checks
+        own = any(is_overridden(hook, model) for hook in ("backward", "optimizer_zero_grad"))
+        return clips or own or _looks_at_gradients(model, "on_after_backward")
+
+    @override
+    def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
+        sharded = sharded_of(optimizer)
+        show = sharded is not None and _looks_at_gradients(model)
+        if show and sharded is not None:
+            self.gate.unscale(sharded)
+            self.gate.norm = None  # user code may change the gradients
+        with self.engine.ledger.looked_at() if show and self.engine is not None else nullcontext():
+            super()._after_closure(model, optimizer)
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        sharded = sharded_of(optimizer)
+        if sharded is None:
+            super().clip_grad_by_value(optimizer, clip_val)
+        else:
+            self.gate.clip_value(sharded, float(clip_val))
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        sharded = sharded_of(optimizer)
+        if sharded is None:
+            super().clip_grad_by_norm(optimizer, clip_val)
+            return
+        norm = self.gate.clip_norm(sharded, float(clip_val))
+        if norm is not None:
+            self.grad_norm = norm
+            self._norms = {"grad_norm": norm, "grad_norm_clipped": norm.clamp(max=float(clip_val))}
+
+    def _log(self, trainer: Trainer, skipped: bool) -> None:
+        """To the loggers; ``self.log`` is not allowed at this point of Lightning's loop."""
+        norms, self._norms = self._norms, {}
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if not trainer.loggers or every == 0 or (trainer.global_step % every and not skipped):
+            return
+        norms = {} if self.gate.settle() else norms  # the step was skipped on the device
+        values = {name: value.item() for name, value in norms.items()}
+        if self.gate.scaler is not None:
+            values["loss_scale"] = self.gate.scale
+        if self.gate.checks and (self.gate.scaler is not None or self.gate.skipped):
+            values["skipped_steps"] = self.gate.skipped
+        for logger in trainer.loggers if values else []:
+            logger.log_metrics(values, step=logged_step(trainer))
+
+    # ---- checkpoints and the end -------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self.gate.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.gate.load_state_dict(state_dict)
+        if self.engine is not None:
+            self.gate.start_watching(self.engine)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on with the scale of a run under DDP, which Lightning saves under the name of its own plugin."""
+        theirs = checkpoint.get("MixedPrecision")
+        scaler = self.gate.scaler
+        if theirs and scaler is not None and scaler.rules.dynamic and type(self).__qualname__ not in checkpoint:
+            scaler.scale = max(float(theirs["scale"]), scaler.rules.minimum)
+
+    @override
+    def teardown(self) -> None:
+        self.gate.stop_watching()
+        for module, dtype in self._said:
+            say_dtype(module, dtype)
+        self._said = []
+
+
+def _rules_of(scaler: GradScaler | None) -> ScalerRules | None:
+    """What a ``GradScaler`` that somebody configured means; None for one with torch's defaults."""
+    if scaler is None:
+        return None
+    if not scaler.is_enabled():
+        return ScalerRules(initial=1.0, dynamic=False)
+    plain = GradScaler("cpu")
+    defaults = (plain.get_scale(), plain.get_growth_factor(), plain.get_backoff_factor(), plain.get_growth_interval())
+    scale, growth = float(scaler.get_scale()), float(scaler.get_growth_factor())
+    backoff, interval = float(scaler.get_backoff_factor()), int(scaler.get_growth_interval())
+    if (scale, growth, backoff, interval) == defaults:
+        return None
+    smallest = 2.0**-24  # a GradScaler has no minimum; below this the scale only loses digits
+    return ScalerRules(scale, window=interval, hysteresis=1, minimum=smallest, growth=growth, backoff=backoff)
+
+
+def _takes_closure(optimizer: Any) -> bool:
+    """Some optimizers do without; Lightning gives them none where it scales the loss."""
+    parameters = inspect.signature(optimizer.step).parameters.values()
+    return any(p.name == "closure" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _number_of(optimizer: Any, model: LightningModule) -> int:
+    inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    return next(i for i, known in enumerate(model.trainer.strategy.optimizers) if known is inner)
+
+
+def _looks_at_gradients(model: LightningModule, *others: str) -> bool:
+    """Whether user code runs between backward and step; ``others`` are more hooks that have to be looked for."""
+    hooks = ("on_before_optimizer_step", *others)
+    if any(is_overridden(hook, model) for hook in (*hooks, "configure_gradient_clipping")):
+        return True
+    callbacks = model.trainer.callbacks  # type: ignore[attr-defined]
+    return any(is_overridden(hook, callback, parent=Callback) for callback in callbacks for hook in hooks)

@@ -1,0 +1,407 @@
+"""The configuration, the Trainer and the module: what one of them says holds, what two of them say has to agree.
+
+Note [Who says it]
+    A value that only the configuration has is given to the Trainer before the run, and shown in a table. A Trainer
+    cannot tell whether the user wrote its default (one micro-batch per step, no clipping), so a default contradicts
+    nothing. Batches are looked at as they come: data loaders are built by Lightning, once. What two of the three keys
+    about batches say of the third holds, too: accumulation is given to the Trainer, a micro-batch only shown.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from rich.console import Console
+from torch.optim import Optimizer
+
+from lt_zero.comm.communicator import Comm
+from lt_zero.common.errors import ConfigError, Mark, Path, Problem, path_of
+from lt_zero.config import ZeroConfig
+from lt_zero.config.auto import Facts, Resolution, resolve, resolve_batch
+from lt_zero.config.document import Tree
+from lt_zero.config.load import ConfigWarning
+from lt_zero.engine.hidden_size import hidden_size
+from lt_zero.lightning.batch_size import sizes_of
+from lt_zero.lightning.hparams import find_value
+from lt_zero.lightning.same_config import check_same, together
+from lt_zero.optim import grouping
+from lt_zero.optim.from_config import build_grouped, build_optimizer, build_scheduler
+from lt_zero.optim.muon_parameters import muon_groups
+from lt_zero.optim.registry import PLATEAU
+
+_HOOK = "configure_optimizers"
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
+
+
+class _Lent:
+    """``configure_optimizers`` of a module; a copy of the module has its own."""
+
+    def __init__(self, theirs: Any, ours: Callable[[], Any]) -> None:
+        self._theirs, self.__wrapped__ = theirs, ours  # Lightning looks there at the code of what is overridden
+
+    def __call__(self) -> Any:
+        return self.__wrapped__()
+
+    def __reduce__(self) -> Any:
+        return operator.getitem, ((self._theirs,), 0)
+
+
+class Reconciler:
+    """Holds the configuration of one strategy, and what of it is resolved.
+
+    Args:
+        config: as it was given.
+        marks: where its values were written.
+
+    Attributes:
+        config: as far as it is resolved now.
+    """
+
+    def __init__(self, config: ZeroConfig, marks: Mapping[Path, Mark] | None = None) -> None:
+        self.config = self._given = config  # "auto" is resolved anew for each fit: for its module, Trainer and data
+        self._written = Tree({}, dict(marks or {}))
+        self._lent: pl.LightningModule | None = None  # has our configure_optimizers
+        self._theirs: Any = None  # what was set on the module itself, as LightningCLI does
+        self._seen, self._steps = False, 1
+
+    # ---- before a run ------------------------------------------------------------------------------------------
+
+    def lend_optimizers(self, module: pl.LightningModule) -> None:
+        """Give the module a ``configure_optimizers`` if the configuration names an optimizer or a schedule.
+
+        Raises:
+            ConfigError: the module has one, too.
+        """
+        self.take_back()
+        if self.config.optimizer is None and self.config.scheduler is None:
+            return
+        self._theirs = vars(module).get(_HOOK)
+        own = (
+            self._theirs is not None or type(module).configure_optimizers is not pl.LightningModule.configure_optimizers
+        )
+        if self.config.optimizer is not None and own:
+            text = (
+                f"optimizer.type={self.config.optimizer.type!r} is configured, and {type(module).__name__}."
+                "configure_optimizers makes optimizers, too. Remove one of them (override the key with optimizer=null "
+                "to keep the module's)."
+            )
+            raise ConfigError([Problem("optimizer", text, self._written.mark(("optimizer",)))])
+        theirs = getattr(module, _HOOK)
+        if self.config.optimizer is not None:
+            setattr(module, _HOOK, _Lent(theirs, lambda: self._configured(module)))
+        elif own:
+            setattr(module, _HOOK, _Lent(theirs, lambda: self._scheduled(theirs())))
+        else:
+            return  # Lightning says that there is no optimizer
+        self._lent = module
+
+    def take_back(self) -> None:
+        """Leave the module as it came."""
+        if self._lent is not None:
+            vars(self._lent).pop(_HOOK, None)
+            if self._theirs is not None:
+                setattr(self._lent, _HOOK, self._theirs)
+        self._lent = None
+
+    def agree(self, trainer: pl.Trainer, module: pl.LightningModule, comm: Comm, show: bool) -> ZeroConfig:
+        """Resolve "auto" and make the Trainer and the configuration say the same. Collective.
+
+        Args:
+            trainer: about to fit.
+            module: complete, not sharded yet.
+            comm: all ranks, which have to come to the same.
+            show: whether to print the table of what was resolved.
+
+        Raises:
+            ConfigError: they contradict each other, or nothing resolves an "auto".
+        """
+        self._seen, config = False, self._given
+        with together(comm), self._placed():
+            problems: list[Problem] = []
+            derived = _derived(config, comm.world)
+            told = [
+                *_agree_on_accumulation(config, trainer, module, derived, problems),
+                *_agree_on_clipping(config, trainer, module, problems),
+            ]
+            if problems:
+                raise ConfigError(problems)
+            steps, limit = trainer.accumulate_grad_batches, trainer.gradient_clip_val
+            self._steps = steps
+            if derived is not None:
+                config = config.model_copy(update={"gradient_accumulation_steps": derived.value})
+            facts = Facts(
+                accumulation=steps,
+                clipping=float(limit or 0.0),
+                hidden=lambda: hidden_size(module),
+                named=lambda names: find_value(module, names),
+                steps=lambda: _steps(trainer),
+            )
+            config, found = resolve(config, facts)
+            micro = config.train_micro_batch_size_per_gpu
+            if micro is not None:
+                _check_batch(config, micro, steps, comm.world, "is configured")
+            elif config.train_batch_size is not None:
+                told += _micro_batch(config, steps, comm.world)
+        check_same(config, comm)
+        self.config = config
+        if show:
+            show_table([*told, *found])
+            if config.scheduler is not None and not module.automatic_optimization:
+                text = f"scheduler.type={config.scheduler.type!r}: the module optimizes manually, so it has to call "
+                call = "step(metric) after each epoch" if config.scheduler.type == PLATEAU else "step() after each step"
+                warnings.warn(f"{text}self.lr_schedulers().{call}.", ConfigWarning, stacklevel=2)
+        return config
+
+    @contextmanager
+    def _placed(self) -> Generator[None]:
+        """What is wrong is said with the place where it was written."""
+        try:
+            yield
+        except ConfigError as error:
+            marked = [replace(p, mark=p.mark or self._written.mark(path_of(p.key))) for p in error.problems]
+            raise ConfigError(marked) from error.__cause__
+
+    # ---- in a run ----------------------------------------------------------------------------------------------
+
+    def see(self, batch: Any, trainer: pl.Trainer, comm: Comm, show: bool) -> ZeroConfig:
+        """Compare the keys about batches with the first batch of a run, and resolve them. Collective for that batch.
+
+        A run that was resumed may begin with the last batch of an epoch, which may be short: the next one counts.
+
+        Raises:
+            ConfigError: on all ranks: they contradict it.
+        """
+        if self._seen:
+            return self.config
+        given = {key: getattr(self.config, key) for key in _BATCH if getattr(self.config, key) is not None}
+        if not given and not any((key,) in self.config.autos for key in _BATCH):
+            self._seen = True
+            return self.config
+        if trainer.is_last_batch and trainer.fit_loop.epoch_loop.batch_idx > 0:
+            return self.config
+        self._seen = True
+        size, world = _size(batch), comm.world
+        with together(comm), self._placed():
+            if size is not None:
+                _check_batch(self.config, size, self._steps, world, "is the size of the first batch")
+        if size is None:
+            if given and show:
+                names = " and ".join(f"{key}={value}" for key, value in given.items())
+                text = f"{names} cannot be compared with the first batch: its size is not clear."
+                warnings.warn(text, ConfigWarning, stacklevel=2)
+            return self.config
+        self.config, found = resolve_batch(self.config, size, self._steps, world)
+        if show:
+            show_table(found)
+        return self.config
+
+    # ---- optimizers --------------------------------------------------------------------------------------------
+
+    def _configured(self, module: pl.LightningModule) -> Any:
+        block = self.config.optimizer
+        assert block is not None
+        parameters: list[Any] = [p for p in module.parameters() if p.requires_grad]
+        if not parameters:
+            raise ConfigError(f"optimizer.type={block.type!r} has nothing to train: no parameter requires gradients.")
+        if block.param_groups:
+            named = module.named_parameters(remove_duplicate=False)
+            optimizer = build_grouped(block.type, block.params, block.param_groups, named)
+            if module.trainer.is_global_zero:
+                Console().print(grouping.table(optimizer))
+            return self._scheduled(optimizer)
+        if block.type.lower() == "muon":
+            parameters = muon_groups(module)
+            if module.trainer.is_global_zero:
+                show_table(_division(parameters))
+        return self._scheduled(build_optimizer(block.type, block.params, parameters))
+
+    def _scheduled(self, optimizers: Any) -> Any:
+        """Add the configured schedule to what a ``configure_optimizers`` returns."""
+        block = self.config.scheduler
+        if block is None:
+            return optimizers
+        optimizer = optimizers.get("optimizer") if isinstance(optimizers, dict) else optimizers
+        if isinstance(optimizer, (list, tuple)) and len(optimizer) == 1:
+            optimizer = optimizer[0]
+        if not isinstance(optimizer, Optimizer) or (isinstance(optimizers, dict) and "lr_scheduler" in optimizers):
+            raise ConfigError(
+                f"scheduler.type={block.type!r} is configured, and configure_optimizers returns several optimizers or "
+                "a schedule of its own. Remove the scheduler block, or return one optimizer only."
+            )
+        params = dict(block.params)
+        if "warmup_max_lr" in params and params["warmup_max_lr"] is None:
+            params["warmup_max_lr"] = [group["lr"] for group in optimizer.param_groups]
+        scheduler = build_scheduler(block.type, params, optimizer)
+        when = {"interval": "epoch", "monitor": params["monitor"]} if block.type == PLATEAU else {"interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **when}}
+
+
+def _division(grouping: Sequence[Mapping[str, Any]]) -> list[Resolution]:
+    """What Muon steps, and what Adam does."""
+    found = []
+    for use, what, which in ((True, "Muon", "matrices of hidden layers"), (False, "Adam", "all other parameters")):
+        members = [p for group in grouping if group["use_muon"] is use for p in group["params"]]
+        text = f"{len(members)} of {sum(p.numel() for p in members):,} elements"
+        found.append(Resolution(f"stepped by {what}", text, which))
+    return found
+
+
+def show_table(found: Sequence[Resolution], console: Console | None = None) -> None:
+    """Print what was resolved, if something was: a line each, which neither pipes nor narrow terminals cut."""
+    width = max((len(entry.key) for entry in found), default=0)
+    lines = [f"  {entry.key.ljust(width)}  {entry.value}  ({entry.source})" for entry in found]
+    if lines:
+        text = "\n".join(["Configuration:", *lines])
+        (console or Console()).print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _derived(config: ZeroConfig, world: int) -> Resolution | None:
+    """The accumulation where only sizes of batches are written, as in DeepSpeed; None where it is not so.
+
+    Raises:
+        ConfigError: there is none for this number of ranks.
+    """
+    total, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    if config.gradient_accumulation_steps is not None or total is None or micro is None:
+        return None
+    if total % (micro * world):
+        text = (
+            f"train_batch_size={total} is not a multiple of train_micro_batch_size_per_gpu * ranks = {micro} * {world} "
+            f"= {micro * world}, so no number of micro-batches per step makes it. Change one of them, or remove "
+            "train_batch_size."
+        )
+        raise ConfigError([Problem("train_batch_size", text)])
+    source = f"train_batch_size: {total} / ({micro} * {world} ranks)"
+    return Resolution("Trainer.accumulate_grad_batches, was 1", total // (micro * world), source)
+
+
+def _micro_batch(config: ZeroConfig, steps: int, world: int) -> list[Resolution]:
+    """The micro-batch that ``train_batch_size`` alone leaves; the first batch is compared with it."""
+    total = config.train_batch_size
+    assert total is not None
+    if total % (steps * world):
+        text = (
+            f"train_batch_size={total} is not a multiple of accumulation * ranks = {steps} * {world} = {steps * world},"
+            " so no micro-batch makes it. Change one of them, or remove the key."
+        )
+        raise ConfigError([Problem("train_batch_size", text)])
+    size = total // (steps * world)
+    return [Resolution("batch_size of the data loader", size, f"train_batch_size: {total} / ({steps} * {world} ranks)")]
+
+
+def _agree_on_accumulation(
+    config: ZeroConfig,
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    derived: Resolution | None,
+    problems: list[Problem],
+) -> list[Resolution]:
+    key, wanted = "gradient_accumulation_steps", config.gradient_accumulation_steps
+    has, said = trainer.accumulate_grad_batches, f"{key}={wanted}"
+    if derived is not None and has == 1:  # if it is not, the sizes are compared with it
+        key, wanted = "train_batch_size", derived.value
+        said = f"{derived.source} = {wanted} micro-batches per step"
+    if wanted is None or wanted == has:
+        return []
+    reason = None
+    if has != 1:
+        reason = f"Trainer(accumulate_grad_batches={has}) says something else. Remove one of them, or write the same"
+    elif not module.automatic_optimization:
+        reason = "the module optimizes manually, so it decides when to step. Remove the key"
+    elif any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        reason = "the Trainer has a GradientAccumulationScheduler, which decides it. Remove the key"
+    if reason is not None:
+        problems.append(Problem(key, f"{said}, but {reason}."))
+        return []
+    trainer.accumulate_grad_batches = wanted
+    return [derived or Resolution("Trainer.accumulate_grad_batches, was 1", wanted, key)]
+
+
+def _agree_on_clipping(
+    config: ZeroConfig, trainer: pl.Trainer, module: pl.LightningModule, problems: list[Problem]
+) -> list[Resolution]:
+    key, wanted, has = "gradient_clipping", config.gradient_clipping, trainer.gradient_clip_val
+    by_value = trainer.gradient_clip_algorithm == "value"
+    if wanted is None or (wanted == (has or 0.0) and not (by_value and wanted)):
+        return []
+    reason = None
+    if has or by_value:
+        algorithm = ", gradient_clip_algorithm='value'" if by_value else ""
+        reason = (
+            f"Trainer(gradient_clip_val={has}{algorithm}) says something else. Remove one of them, or write the same"
+        )
+    elif not module.automatic_optimization:
+        reason = "the module optimizes manually: call self.clip_gradients there, and remove the key"
+    if reason is not None:
+        problems.append(Problem(key, f"{key}={wanted} is the limit of the norm, but {reason}."))
+        return []
+    trainer.gradient_clip_val = wanted
+    return [Resolution(f"Trainer.gradient_clip_val, was {has}", wanted, key)]
+
+
+def _check_batch(config: ZeroConfig, micro: int, steps: int, world: int, origin: str) -> None:
+    problems = []
+    if config.train_micro_batch_size_per_gpu not in (None, micro):
+        problems.append(
+            Problem(
+                "train_micro_batch_size_per_gpu",
+                f"train_micro_batch_size_per_gpu={config.train_micro_batch_size_per_gpu}, but {micro} {origin}. Give "
+                "the data loader that batch_size, or remove the key.",
+            )
+        )
+    if config.train_batch_size not in (None, micro * steps * world):
+        problems.append(
+            Problem(
+                "train_batch_size",
+                f"train_batch_size={config.train_batch_size}, but micro-batch * accumulation * ranks = {micro} * "
+                f"{steps} * {world} = {micro * steps * world} (the micro-batch {origin}). Remove the key, or change "
+                "one of them.",
+            )
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _size(batch: Any) -> int | None:
+    """Samples of a batch; None if its tensors have different sizes, or it has none.
+
+    Not Lightning's ``extract_batch_size``: it takes the first of different sizes, and warns once per process.
+    """
+    try:
+        sizes = set(sizes_of(batch))
+    except RecursionError:
+        return None
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _steps(trainer: pl.Trainer) -> int:
+    scheduler = next((c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)), None)  # type: ignore[attr-defined]
+    if scheduler is not None and trainer.max_epochs != -1:
+        raise ConfigError(
+            [
+                Problem(
+                    "scheduler.params.total_num_steps",
+                    'scheduler.params: "auto" needs the length of the run, which is not known with a '
+                    "GradientAccumulationScheduler. Write a number, or set Trainer(max_epochs=-1, max_steps=...).",
+                )
+            ]
+        )
+    steps = trainer.estimated_stepping_batches
+    if steps == float("inf") or steps < 1:
+        raise ConfigError(
+            [
+                Problem(
+                    "scheduler.params.total_num_steps",
+                    f'scheduler.params: "auto" needs the length of the run, and the Trainer says {steps} steps. Set '
+                    "Trainer(max_steps=...), or write a number.",
+                )
+            ]
+        )
+    return int(steps)

@@ -1,0 +1,74 @@
+"""All ranks go on with the same configuration, or all of them stop: a rank that stopped alone would leave the others
+waiting."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from lt_zero.comm.communicator import Comm
+from lt_zero.common.errors import ConfigError, dotted
+from lt_zero.config import ZeroConfig
+from lt_zero.config.read.source import leaves
+from lt_zero.config.show import resolved
+
+# What a node or a rank may have for itself.
+_LOCAL = ("aio", "csv_monitor", "tensorboard", "wandb", "comet", "log_level", "disable_python_gc", "max_cpu_gb")
+_LOCAL_NAMES = ("nvme_path", "pin_memory")
+_SHOWN = 5  # keys in an error
+
+
+def check_same(config: ZeroConfig, comm: Comm) -> None:
+    """Compare the configurations of all ranks. Collective.
+
+    Raises:
+        ConfigError: on all ranks: they differ, with the values of two of them.
+    """
+    if comm.world == 1:
+        return
+    mine = {dotted(path): repr(value) for path, value in leaves(resolved(config))}
+    mine = {
+        key: value
+        for key, value in mine.items()
+        if key.partition(".")[0] not in _LOCAL and key.rpartition(".")[2] not in _LOCAL_NAMES
+    }
+    digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
+    digests = comm.host_gather(digest, "configuration")
+    if len(set(digests)) == 1:
+        return
+    every = comm.host_gather(mine, "configurations")
+    other = next(rank for rank, found in enumerate(digests) if found != digests[0])
+    raise ConfigError(f"The ranks have different configurations: {_difference(every[0], every[other], other)}. {_WHY}")
+
+
+_WHY = (
+    "Every rank makes its own; give all of them the same values: look for what depends on the rank or the environment."
+)
+
+
+def _difference(first: dict[str, str], second: dict[str, str], rank: int) -> str:
+    keys = [key for key in sorted(first | second) if first.get(key) != second.get(key)]
+    shown = [
+        f"{key} is {first.get(key, 'not there')} on rank 0, {second.get(key, 'not there')} on rank {rank}"
+        for key in keys
+    ]
+    more = f", and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return "; ".join(shown[:_SHOWN]) + more
+
+
+@contextmanager
+def together(comm: Comm | None) -> Generator[None, None, None]:
+    """Around what each rank finds out for itself: a ``ConfigError`` of one is one of all. Collective."""
+    error: ConfigError | None = None
+    try:
+        yield
+    except ConfigError as caught:
+        error = caught
+    found: Any = comm.problems(str(error) if error is not None else None, "configuration") if comm is not None else []
+    if error is not None:
+        raise error
+    if found:
+        raise ConfigError(f"Another rank cannot use its configuration: {' '.join(found)}")

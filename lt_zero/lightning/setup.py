@@ -1,0 +1,121 @@
+"""What ``ZeroStrategy`` does with the parts of a Trainer at set-up: module, callbacks, optimizers, schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from rich.console import Console
+from torch import nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lt_zero.activation.install import installed
+from lt_zero.config import ZeroConfig
+from lt_zero.config.blocks.precision import DtypePolicy
+from lt_zero.engine.consistency_check import check_identity, owns_all
+from lt_zero.engine.engine import Engine
+from lt_zero.engine.full_params import restore_whole
+from lt_zero.engine.guard import owner_of
+from lt_zero.lightning.model_report import dtype_table, unit_table
+from lt_zero.lightning.precision import sharded_of
+from lt_zero.step.loss_scale_controller import StepGate
+from lt_zero.step.sharded_optimizer import ShardedOptimizer
+from lt_zero.step.skipped_steps import hold_schedule
+from lt_zero.step.supported_optimizers import states_per_element
+
+_NEEDS_WHOLE = {
+    StochasticWeightAveraging: "keeps a full copy of the parameters",
+    WeightAveraging: "keeps a full copy of the parameters",
+    ModelPruning: "computes masks from whole parameters and puts others in their place",
+}
+
+
+def check_callbacks(trainer: pl.Trainer, stage: int) -> None:
+    """Refuse what does not work at this stage, before it has done anything.
+
+    Raises:
+        TypeError: a callback needs whole parameters, and they are sharded.
+    """
+    for callback in trainer.callbacks if stage == 3 else []:  # type: ignore[attr-defined]
+        for kind, what in _NEEDS_WHOLE.items():
+            if isinstance(callback, kind):
+                own = type(callback).__name__
+                raise TypeError(
+                    f"{own}{f' (a {kind.__name__})' if own != kind.__name__ else ''} {what}, which stage 3 does not "
+                    f"have in memory. Use stage=2, or remove the callback."
+                )
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move buffers and metrics to ``device``, and no parameters."""
+    for child in module.modules():
+        if isinstance(child, Metric):
+            child.to(device)
+        for name, buffer in child.named_buffers(recurse=False):
+            if not buffer.is_meta and buffer.device != device:
+                setattr(child, name, buffer.to(device))
+
+
+def find_engine(module: nn.Module, config: ZeroConfig, policy: DtypePolicy, last: Engine | None) -> Engine | None:
+    """The engine of an earlier run, if it fits; one that does not gives the module back whole. Collective.
+
+    Args:
+        module: the model.
+        config: of the run that begins.
+        policy: its dtypes.
+        last: the strategy's own engine, which fits as long as the module is the same.
+    """
+    owners = {id(e): e for e in map(owner_of, module.parameters()) if isinstance(e, Engine) and e.attached}
+    for engine in owners.values():
+        same = engine.config == config and engine.policy == policy
+        mine = engine.root is module and (engine is last or same)
+        if mine and len(owners) == 1 and owns_all(engine):
+            check_identity(engine)
+            return engine
+        restore_whole(engine)  # another module's, another configuration's, or layers have changed since
+    return None
+
+
+def show_tables(engine: Engine) -> None:
+    """Print what was found in the model and in which dtypes it runs."""
+    if engine.comm.rank == 0:
+        unit_table(engine)
+        dtype_table(engine)
+        show_checkpointing(engine)
+
+
+def show_checkpointing(engine: Engine) -> None:
+    """Print what is recomputed in backward, if something is."""
+    if engine.comm.rank == 0 and (checkpointing := installed(engine)) is not None:
+        Console().print(str(checkpointing))
+
+
+def shard_optimizers(engine: Engine, optimizers: Iterable[Optimizer], gate: StepGate) -> None:
+    """Shard the optimizers that step the engine's parameters, or all if steps are checked."""
+    for optimizer in optimizers:
+        known = sharded_of(optimizer)
+        owned = any(id(p) in engine.owner for group in optimizer.param_groups for p in group["params"])
+        if (owned or gate.checks) and (known is None or known.engine is not engine):
+            ShardedOptimizer(engine, optimizer)
+
+
+def hold_schedules(configs: Iterable[LRSchedulerConfig], optimizers: Sequence[Optimizer], gate: StepGate) -> None:
+    """Let schedules stand still when the step of their optimizer is skipped, if steps are checked."""
+    if not gate.checks:
+        return
+    numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
+    for config in configs:
+        number = numbers.get(id(getattr(config.scheduler, "optimizer", None)), 0)
+        hold_schedule(config.scheduler, gate.counter(number))
+
+
+def announce_offload(engine: Engine, optimizers: Iterable[Optimizer]) -> None:
+    """Say what a step costs with states in files, if there are some. Collective."""
+    states = max([states_per_element(o) for o in optimizers], default=0)
+    line = engine.shelves.announce(engine.buckets, states)
+    if line and engine.comm.rank == 0:
+        Console().print(line)

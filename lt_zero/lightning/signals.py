@@ -1,0 +1,69 @@
+"""SIGTERM and SLURM's requeue signal wait for the end of a batch, the same one on all ranks.
+
+Lightning's handlers broadcast, save and write logs wherever the signal comes, which may be inside of a collective. Here
+they only note it. All ranks agree on a point (comm/agreement.py) and do there what Lightning does: stop after the
+batch with SIGTERMException, which callbacks may save on, or save a checkpoint to go on from and requeue the job.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lt_zero.comm.agreement import Agreement
+from lt_zero.common.compat import HeldSignals
+
+log = logging.getLogger("lt_zero")
+STOP, REQUEUE = "stop", "requeue"
+
+
+class Signals:
+    """The signals of one run.
+
+    Args:
+        trainer: whose handlers are replaced until ``give_back``.
+        agreement: of all ranks.
+    """
+
+    def __init__(self, trainer: pl.Trainer, agreement: Agreement) -> None:
+        self._trainer, self._agreement = trainer, agreement
+        self._agreed: list[str] = []
+        self._held = HeldSignals(trainer, lambda: agreement.wish(STOP), lambda: agreement.wish(REQUEUE))
+
+    def give_back(self) -> None:
+        """Lightning's handlers act again."""
+        self._held.give_back()
+
+    def pass_point(self, trains: bool) -> None:
+        """Part of a batch is done, on all ranks; ``trains``: one of training. Collective if there was a signal."""
+        agreed = self._agreement.passed(trains)
+        if not agreed:
+            return
+        self._agreed += agreed
+        if STOP in agreed:
+            if self._trainer.is_global_zero:
+                log.warning("SIGTERM: all ranks stop after this batch.")
+            self._held.stop()  # Lightning looks at this when a batch is done
+
+    def begin_batch(self, trains: bool, saving: Callable[[], AbstractContextManager[object]]) -> None:
+        """Nothing is under way: save and requeue if that was agreed on. Collective if there was a signal.
+
+        Args:
+            trains: whether the batch is one of training.
+            saving: a context in which saves wait until their files are complete; the job ends soon afterwards.
+
+        Raises:
+            SIGTERMException: where Lightning does not look whether to stop.
+        """
+        self.pass_point(trains)
+        if REQUEUE in self._agreed:
+            with saving():
+                self._held.requeue()
+        self._agreed.clear()
+        if self._trainer.received_sigterm and self._trainer.state.fn == TrainerFn.PREDICTING:
+            raise SIGTERMException

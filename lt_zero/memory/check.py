@@ -1,0 +1,183 @@
+"""Before memory is taken: do the machines have it? All ranks decide together, and all of them raise.
+
+Note [Two checks]
+    When a model is sharded its optimizer is not known yet. So what does not depend on it is checked then
+    (``check_build``), before the first bucket; the optimizer's states and copies for a checkpoint are checked
+    when there is one (``check_optimizers``), before the first step allocates them.
+
+Note [Who shares a host]
+    Each rank reads what is available before it tells the others, and takes nothing before it has heard from all. So
+    nobody's memory is counted as needed and as taken. Needs are added up over the ranks of a host.
+
+Note [Credit]
+    What the model takes already is a part of what it needs: parameters that give their memory back when they move into
+    a bucket, and in the second check the buckets. It is added to what the system says is free. ``max_cpu_gb`` is a
+    limit for all of it and gets no credit.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lt_zero.comm.communicator import Comm
+from lt_zero.comm.shared_memory import host_identity
+from lt_zero.config import ZeroConfig
+from lt_zero.config.blocks.precision import DtypePolicy
+from lt_zero.engine.engine import Engine
+from lt_zero.engine.guard import is_guarded
+from lt_zero.engine.partition import EnginePlan, plan_engine
+from lt_zero.memory import limits
+from lt_zero.memory.estimate import states_of
+from lt_zero.memory.fit import Machine, cheapest
+from lt_zero.memory.forecast import Forecast, forecast
+from lt_zero.memory.limits import GB, Available, NotEnoughMemory, amount, check_host_memory, shortage
+from lt_zero.memory.measure import RESTING, measured
+from lt_zero.memory.rows import DEVICE, HOST, NVME, Setup
+
+_EVERYTHING = 1 << 62  # bytes: not limited
+
+Advice = Callable[[int, int], str]  # (bytes of the host, ranks on it) -> what to do
+
+
+def check_build(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, comm: Comm, training: bool = True) -> None:
+    """Check everything but the optimizer's states, before anything is allocated. Collective. See Note [Two checks].
+
+    Raises:
+        NotEnoughMemory: on all ranks, if one machine has too little.
+    """
+    if not limits.checks_wanted():
+        return
+    setup = replace(Setup.of_comm(comm, states=0.0, training=training), saves=False)
+    cast = forecast(plan, config, policy, setup)
+    advice = _advice(plan.root, config, policy, setup, known=False)
+    _check(cast, list(cast.phases), _taken(plan.root, comm.world), config.max_cpu_gb, comm, advice)
+
+
+def check_optimizers(
+    engine: Engine, optimizers: Iterable[Optimizer], accumulates: bool = False, saves: bool = True
+) -> None:
+    """Check what training takes beyond the weights, before the first step. Collective. See Note [Two checks].
+
+    Args:
+        engine: of the model.
+        optimizers: that will step it.
+        accumulates: several micro-batches per step.
+        saves: whether there will be checkpoints, for which buffers or copies are needed.
+
+    Raises:
+        NotEnoughMemory: on all ranks, if one machine has too little.
+    """
+    if not limits.checks_wanted():
+        return
+    known = [states_of(optimizer) for optimizer in optimizers]
+    setup = Setup.of_comm(engine.comm, max((count for count, _ in known), default=0.0), training=True)
+    fused = engine.config.fused_step and all(fused for _, fused in known)
+    setup = replace(setup, fused=fused, accumulates=accumulates, saves=saves)
+    plan = plan_engine(engine.root, engine.config, engine.policy, engine.comm.world)
+    cast = forecast(plan, engine.config, engine.policy, setup)
+    phases = [phase for phase in cast.phases if phase != "build"]
+    held = sum(nbytes for kind, nbytes in measured(engine).items() if kind != RESTING)
+    taken = {engine.comm.device.type: held}
+    advice = _advice(engine.root, engine.config, engine.policy, setup, known=True)
+    _check(cast, phases, taken, engine.config.max_cpu_gb, engine.comm, advice)
+
+
+def _taken(root: nn.Module, world: int) -> dict[str, int]:
+    """Bytes of the parameters as they are, by device type; those that were cut at construction count as shards."""
+    taken: dict[str, int] = {}
+    for parameter in root.parameters():
+        parts = world if is_guarded(parameter) else 1
+        device = parameter.device.type
+        taken[device] = taken.get(device, 0) + parameter.numel() * parameter.dtype.itemsize // parts
+    return taken
+
+
+def _check(
+    cast: Forecast, phases: Sequence[str], taken: dict[str, int], max_cpu_gb: float | None, comm: Comm, advice: Advice
+) -> None:
+    """See Note [Who shares a host] and Note [Credit]."""
+    needs = {phase: cast.need_of_rank(phase, HOST, first=comm.rank == 0) for phase in phases}
+    problem = _gpu_problem(cast, phases, taken.get("cuda", 0), comm)
+    mine = _Rank(needs, taken.get("cpu", 0), limits.host_memory(), problem)
+    hosts: dict[str, list[_Rank]] = {}
+    for host, rank in comm.host_gather((_host(), mine), "memory"):
+        hosts.setdefault(host, []).append(rank)
+    for ranks in hosts.values():
+        need = max((_together(ranks, phase) for phase in phases), key=lambda need: sum(need.values()))
+        free = min((rank.free for rank in ranks), key=lambda free: free.nbytes)
+        have = Available(free.nbytes + sum(rank.taken for rank in ranks), f"{free.source}, plus what the model has")
+        if max_cpu_gb is not None and max_cpu_gb * GB < have.nbytes:
+            have = Available(int(max_cpu_gb * GB), f"max_cpu_gb={max_cpu_gb:g}")
+        if sum(need.values()) > have.nbytes:  # advice is not free
+            check_host_memory(need, have, ranks=len(ranks), remedy=advice(have.nbytes, len(ranks)))
+        for rank in ranks:
+            if rank.problem:
+                raise NotEnoughMemory(rank.problem, need, have.nbytes)
+
+
+class _Rank(NamedTuple):
+    """What one rank tells the others: its needs by phase and kind, what it has taken, what is free, its GPU."""
+
+    needs: dict[str, dict[str, int]]
+    taken: int
+    free: Available
+    problem: str
+
+
+def _together(ranks: Sequence[_Rank], phase: str) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for rank in ranks:
+        total.update(rank.needs[phase])
+    return dict(total)
+
+
+def _gpu_problem(cast: Forecast, phases: Sequence[str], taken: int, comm: Comm) -> str:
+    """What to say if this rank's GPU is too small; "" if it is not, or there is none."""
+    there = limits.device_memory(comm.device)
+    need = max((cast.need_of_rank(phase, DEVICE) for phase in phases), key=lambda need: sum(need.values()))
+    if there is None or sum(need.values()) <= there.nbytes + taken:
+        return ""
+    have = Available(there.nbytes + taken, there.source)
+    remedy = "Take a higher stage, more ranks or offload_optimizer; `lt-zero estimate` shows what each needs."
+    return shortage(need, have, f"The GPU memory of rank {comm.rank}", remedy)
+
+
+def _host() -> str:
+    """Equal for ranks that share their memory."""
+    try:
+        return host_identity()
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+def _advice(root: nn.Module, config: ZeroConfig, policy: DtypePolicy, setup: Setup, known: bool) -> Advice:
+    """Finds the first setting that would have fitted; Adam is assumed if the optimizer is not ``known``."""
+
+    def advise(host: int, ranks: int) -> str:
+        fit = cheapest(
+            root,
+            Machine(host=host, nvme=_EVERYTHING, ranks=ranks),
+            config,
+            setup.world,
+            device=setup.device,
+            optimizer=setup.states * torch.float32.itemsize if known else "adam",
+            precision=policy.mode,
+            accumulate_grad_batches=2 if setup.accumulates else 1,
+            saves=setup.saves,
+        )
+        more = "`lt-zero estimate` shows what each setting needs; LT_ZERO_MEMORY_CHECK=0 skips this check."
+        if fit.setting is None or fit.forecast is None:
+            return f"No setting fits: take more or larger machines, or a smaller model. {more}"
+        disk = fit.forecast.node(NVME)
+        room = f" (with nvme_path on a disk that has {amount(disk)} for this node)" if disk else ""
+        return f"What would fit: {fit.setting}{room}. Or start fewer ranks per machine. {more}"
+
+    return advise

@@ -1,0 +1,121 @@
+"""The command ``lt-zero estimate``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from torch import nn
+
+from lt_zero.config import ZeroConfig
+from lt_zero.memory.estimate import Sizes, estimate
+from lt_zero.memory.fit import Machine, cheapest, kinds_table, settings_table
+from lt_zero.memory.limits import GB, amount
+from lt_zero.memory.rows import DEVICE, HOST, NVME
+
+Option = typer.Option
+
+
+def estimate_command(
+    params: Annotated[float | None, Option(help="Parameters of the model, such as 7.5e9.")] = None,
+    largest: Annotated[float | None, Option(help="Those of its largest layer; default: a 32nd of all.")] = None,
+    module: Annotated[
+        str | None, Option(help="Or pkg.mod:function that returns the model; nothing is allocated.")
+    ] = None,
+    world: Annotated[int, Option(help="Ranks.")] = 1,
+    per_node: Annotated[int | None, Option(help="Of them on a node; default: at most 8.")] = None,
+    stage: Annotated[int | None, Option(min=0, max=3, help="Only this one.")] = None,
+    precision: Annotated[str | None, Option(help="As for the Trainer: bf16-mixed, 32-true, ...")] = None,
+    config: Annotated[Path | None, Option(help="A JSON or YAML file; its setting is shown by kind.")] = None,
+    optimizer: Annotated[str, Option(help="adam, sgd, momentum, ..., or bytes of state per parameter.")] = "adam",
+    accumulate: Annotated[int, Option(min=1, help="accumulate_grad_batches.")] = 1,
+    checkpoints: Annotated[bool, Option(help="Whether they are saved; full ones make rank 0 collect a copy.")] = True,
+    device: Annotated[str, Option(help="cuda or cpu.")] = "cuda",
+    gpu_gb: Annotated[float | None, Option(help="With --fit: of a GPU, less what activations need.")] = None,
+    cpu_gb: Annotated[float | None, Option(help="With --fit: of a node.")] = None,
+    nvme_gb: Annotated[float, Option(help="With --fit: of a node's disk.")] = 0.0,
+    fit: Annotated[bool, Option("--fit", help="Name the fastest setting that fits the machine.")] = False,
+) -> None:
+    """How much memory a run needs, by stage and offload, on each rank and node. GB are 1e9 bytes."""
+    console = Console(highlight=False)
+    try:
+        model, parsed = _model(params, largest, module), _config(config, stage, module)
+        options: dict[str, Any] = {
+            "ranks_per_node": per_node,
+            "optimizer": float(optimizer) if optimizer.replace(".", "", 1).isdigit() else optimizer,
+            "precision": precision,
+            "device": device,
+            "accumulate_grad_batches": accumulate,
+            "saves": checkpoints,
+        }
+        if fit:
+            _fit(model, parsed, world, options, (gpu_gb, cpu_gb, nvme_gb), console)
+            return
+        settings_table(model, parsed, world, stage=stage, console=console, **options)
+        if config is not None or stage is not None:
+            cast = estimate(model, parsed, world, **options)
+            kinds_table(cast, f"Stage {parsed.zero_optimization.stage} as configured", console)
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _model(params: float | None, largest: float | None, module: str | None) -> nn.Module | Sizes:
+    if (params is None) == (module is None):
+        raise ValueError("give either --params (with --largest) or --module pkg.mod:function.")
+    if module is None:
+        assert params is not None
+        return Sizes(int(params), None if largest is None else int(largest))
+    path, _, name = module.partition(":")
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
+    try:
+        make: Any = importlib.import_module(path)
+        for part in name.split("."):
+            make = getattr(make, part)
+        with torch.device("meta"):
+            made = make()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"--module {module}: {error}. Name a function without arguments as pkg.mod:function."
+        ) from error
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"--module {module} returned {type(made).__name__}, not an nn.Module.")
+    return made
+
+
+def _config(path: Path | None, stage: int | None, known: str | None) -> ZeroConfig:
+    config = ZeroConfig.of(path, stage)
+    sizes = [".".join(map(str, key)) for key in config.autos if key[0] == "zero_optimization"]
+    if sizes and known is None:
+        raise ValueError(f'--config {path}: {", ".join(sorted(sizes))} "auto" needs the model: give --module.')
+    return config
+
+
+def _fit(
+    model: nn.Module | Sizes,
+    config: ZeroConfig,
+    world: int,
+    options: dict[str, Any],
+    sizes: tuple[float | None, float | None, float],
+    console: Console,
+) -> None:
+    gpu, cpu, nvme = sizes
+    if cpu is None or (gpu is None and options["device"] == "cuda"):
+        raise ValueError("--fit needs --cpu-gb, and --gpu-gb unless --device is cpu.")
+    ranks = options.pop("ranks_per_node") or (world if options["device"] == "cpu" else min(world, 8))
+    limit = None if gpu is None else int(gpu * GB)
+    found = cheapest(model, Machine(int(cpu * GB), limit, int(nvme * GB), ranks), config, world, **options)
+    for setting, problem in found.skipped:
+        console.print(f"does not fit: {setting}\n    {problem}", markup=False, soft_wrap=True)
+    if found.setting is None or found.forecast is None:
+        console.print("Nothing fits. Take more ranks or nodes, or larger ones.")
+        raise typer.Exit(1)
+    cast = found.forecast
+    needs = (("GPU", cast.rank(DEVICE)), ("host of a node", cast.node(HOST)), ("NVMe of a node", cast.node(NVME)))
+    console.print(f"fits: {found.setting}", markup=False, soft_wrap=True)
+    console.print("    " + ", ".join(f"{name} {amount(nbytes)}" for name, nbytes in needs if nbytes), soft_wrap=True)
+    kinds_table(cast, str(found.setting), console)

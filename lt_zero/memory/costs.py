@@ -1,0 +1,225 @@
+"""What each kind of memory costs one rank. Every function says which part of the engine it stands for.
+
+Note [Files]
+    A file has a record for every bucket, also for those that do not rest in it, and records are full blocks
+    (offload/nvme_files.py): what lies on nvme is counted by file, not by bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from lt_zero.comm.shared_memory import SEND_BUFFERS
+from lt_zero.config import ZeroConfig
+from lt_zero.engine.partition import BucketPlan, EnginePlan
+from lt_zero.io.pinned import rounded
+from lt_zero.memory.residency import Ahead, Gathered, gathered_peak, residency_of
+from lt_zero.memory.rows import DEVICE, HOST, NVME, Row, Setup
+
+WEIGHTS, MASTER, MOMENTS = "weights", "master weights", "moments"
+GRADS, LOCAL, FRESH = "gradients", "local gradients", "autograd's gradients"
+GATHERED, REDUCE, OFFLOAD = "gathered weights", "reduce buffers", "offload buffers"
+BUILD, STEP, COPY, FILE = "build buffers", "step copies", "checkpoint copy", "checkpoint file"
+KINDS = (WEIGHTS, MASTER, GRADS, LOCAL, FRESH, MOMENTS, GATHERED, REDUCE, OFFLOAD, BUILD, STEP, COPY, FILE)
+STATES = (WEIGHTS, MASTER, GRADS, LOCAL, MOMENTS)  # that stay from step to step (LOCAL: within one)
+
+SAVE_BUFFERS = 2 * 4 * (4 << 20)  # bytes: of the threads, and of those that are being filled (io/sequential_writer.py)
+
+Part = tuple[str, str, int]  # place, kind, bytes
+
+
+def kept(rows: Sequence[Row]) -> list[Part]:
+    """Weights and master weights, as ``Bucket.adopt`` keeps them."""
+    total: list[Part] = []
+    files: set[tuple[str, torch.dtype]] = set()
+    for row in rows:
+        if not row.sharding.params:
+            total.append((DEVICE, WEIGHTS, row.numel * row.dtype.itemsize))
+        held = [(row.states, MASTER, row.master)] if row.trains and not row.aliased else []
+        held += [(row.weights, WEIGHTS, row.dtype)] if row.copies_weights else []
+        held += [(row.weights, WEIGHTS, row.home)] if not row.trains and (row.wide or row.sharding.params) else []
+        for place, kind, dtype in held:
+            if place == NVME:
+                files.add((kind, dtype))
+            else:
+                total.append((place, kind, row.own * dtype.itemsize))
+    return total + [(NVME, kind, _file(rows, dtype)) for kind, dtype in files]
+
+
+def _file(rows: Sequence[Row], dtype: torch.dtype) -> int:
+    """See Note [Files]."""
+    return sum(rounded(row.own * dtype.itemsize) for row in rows)
+
+
+def moments(trained: Sequence[Row], rows: Sequence[Row], setup: Setup) -> list[Part]:
+    """The optimizer's states."""
+    total = [(r.states, MOMENTS, int(r.held * r.step.itemsize * setup.states)) for r in trained if r.states != NVME]
+    files = {row.step for row in trained if row.states == NVME}
+    return total + [(NVME, MOMENTS, int(_file(rows, dtype) * setup.states)) for dtype in files]
+
+
+def gradients(trained: Sequence[Row], rows: Sequence[Row], setup: Setup) -> list[Part]:
+    """The accumulators (``Accumulator.launch_reduce``). Without the fused step those in fp16 are unscaled in fp32."""
+
+    def size(row: Row) -> int:
+        return 4 if row.accum == torch.float16 and not setup.fused else row.accum.itemsize
+
+    files = {row.accum for row in trained if row.states == NVME}
+    total = [(row.states, GRADS, row.own * size(row)) for row in trained if row.states != NVME]
+    return total + [(NVME, GRADS, _file(rows, dtype)) for dtype in files]
+
+
+def reducing(trained: Sequence[Row], setup: Setup) -> list[Part]:
+    """Accumulators on their way from the device to where they rest: two in flight, two that are being written."""
+    files = max((rounded(row.own * row.accum.itemsize) for row in trained if row.states == NVME), default=0)
+    landing = max((row.own * row.accum.itemsize for row in trained if row.moved), default=0)
+    total = [(_memory(setup), OFFLOAD, 4 * files)]
+    return total if setup.device == "cpu" else [*total, (DEVICE, OFFLOAD, 2 * landing)]
+
+
+def crossing(trained: Sequence[Row], setup: Setup) -> list[Part]:
+    """Buffers through which low-precision weights go from host memory to the device (``shelf.Traffic``)."""
+    cast = [row.own * row.dtype.itemsize for row in trained if row.moved and row.dtype != row.master]
+    return [(HOST, OFFLOAD, 2 * max(cast, default=0) if setup.device != "cpu" else 0)]
+
+
+def spare(rows: Sequence[Row], setup: Setup) -> list[Part]:
+    """Buffers of homes that are kept for the next one (``offload.buffers.Buffers``)."""
+    sizes = [row.own * row.master.itemsize for row in rows if NVME in (row.states, row.weights)]
+    tiers = 1 if all(row.states == NVME for row in rows if row.weights == NVME) else 2
+    return [(_memory(setup), OFFLOAD, 2 * tiers * rounded(max(sizes, default=0)))]
+
+
+def local(trained: Sequence[Row], setup: Setup) -> list[Part]:
+    """Gradients that were not reduced yet, in accumulation windows (``Accumulator.accumulate_local``)."""
+    whole = [row for row in trained if not row.sharding.grads] if setup.accumulates else []
+    return [(DEVICE, LOCAL, row.numel * row.accum.itemsize) for row in whole]
+
+
+def fresh(plan: EnginePlan, setup: Setup) -> list[Part]:
+    """``p.grad`` between autograd and the accumulator: of one unit, and of the root until backward ends."""
+
+    def nbytes(buckets: Iterable[BucketPlan]) -> int:
+        return sum(p.numel() * b.dtype.itemsize for b in buckets for _, p in b.parameters if p.requires_grad)
+
+    units = [nbytes(unit.buckets) for unit in plan.units]
+    return [(DEVICE, FRESH, max(units[:-1], default=0) + units[-1] + nbytes(plan.rest))] if setup.training else []
+
+
+def gathered(plan: EnginePlan, table: Mapping[BucketPlan, Row], config: ZeroConfig, setup: Setup) -> list[Part]:
+    """Flat storages of sharded buckets, and with parameters in files the memory through which they come."""
+
+    def of(buckets: Iterable[BucketPlan], needs_weights: bool) -> Gathered:
+        rows = [table[b] for b in buckets if b.sharding.params]
+        numel, nbytes = sum(row.numel for row in rows), sum(row.numel * row.dtype.itemsize for row in rows)
+        return Gathered(numel, nbytes, len(rows), needs_weights)
+
+    zero = config.zero_optimization
+    reads = zero.param_offload.device == "nvme"
+    ahead = Ahead(zero.stage3_prefetch_bucket_size if setup.background or reads else 0)
+    if reads:
+        ahead = Ahead(min(ahead.numel, zero.param_offload.buffer_size), zero.param_offload.buffer_count)
+    units = [of(unit.buckets, unit.needs_weights) for unit in plan.units[:-1] if unit.buckets]
+    root = of(plan.units[-1].buckets, True)
+    limits = residency_of(zero) if setup.training else residency_of(zero).without_training()
+    total = [(DEVICE, GATHERED, gathered_peak(units, root, limits, ahead, setup.accumulates))]
+    resting = {row.exact if not row.copies_weights else row.dtype for row in table.values() if row.weights == NVME}
+    if resting:
+        most = min(ahead.numel, sum(u.numel for u in units)) + max((u.numel for u in [*units, root]), default=0)
+        itemsize = max(dtype.itemsize for dtype in resting)
+        total.append((_memory(setup), OFFLOAD, most // setup.world * itemsize))
+    return total
+
+
+def reduce(rows: Sequence[Row], config: ZeroConfig, setup: Setup) -> list[Part]:
+    """The buffers of ``Reducer``: what is sent, and scratch memory as large where the collective needs it."""
+    limit, total = config.zero_optimization.reduce_bucket_size, 0
+    if not setup.training:
+        return []
+    for dtype in {row.send for row in rows if row.trains}:
+        alike = [row.numel for row in rows if row.send == dtype]
+        reusable = max((numel for numel in alike if numel <= limit), default=0)
+        shared = setup.windows and rows[0].sharding.optim
+        buffers = SEND_BUFFERS if shared else 2 if setup.world == 1 else 4
+        total += reusable * dtype.itemsize * buffers
+        own = sorted(
+            (row.numel for row in rows if row.send == dtype and row.trains and row.numel > limit), reverse=True
+        )
+        total += sum(own[:2]) * dtype.itemsize * (1 if setup.world == 1 else 2)
+    return [(DEVICE, REDUCE, total)]
+
+
+def stepping(trained: Sequence[Row], config: ZeroConfig, setup: Setup) -> list[Part]:
+    """Buckets that are here for a step: from files, or as fp32 copies (per_bucket.py, Note [Staged buckets])."""
+    optim = config.zero_optimization.offload_optimizer
+    groups = [_group(row, setup.states) for row in trained if row.states == NVME]
+    leaving = max(0, min(1, optim.buffer_count - 2)) if optim.pipeline_write else 0
+    ahead = 1 if optim.pipeline_read and 2 + leaving <= optim.buffer_count else 0
+    window = 1 + leaving + ahead
+    most = max((sum(groups[i : i + window]) for i in range(len(groups))), default=0)
+    copies = [
+        row.own * row.step.itemsize * (1 + (row.accum != row.step))
+        for row in trained
+        if not row.step == row.master == row.accum and not (setup.fused and row.step == row.master == torch.float32)
+    ]
+    place = _memory(setup) if any(row.moved for row in trained) else DEVICE
+    return [(_memory(setup), OFFLOAD, most), (place, STEP, max(copies, default=0))]
+
+
+def overlapping(trained: Sequence[Row], config: ZeroConfig, setup: Setup) -> list[Part]:
+    """What is here for steps that run beside backward or the next forward (step/overlap.py)."""
+    how = config.zero_optimization.offload_optimizer.overlap_step
+    beside = [row for row in trained if row.states == NVME and (how is True or row.sharding.params)]
+    return stepping(beside, config, setup) if how is not False and setup.fused else []
+
+
+def _group(row: Row, states: float) -> int:
+    """What one step brings, and the weights that it writes to another file."""
+    copy = [rounded(row.own * row.dtype.itemsize)] if row.copies_weights and row.weights == NVME else []
+    return sum(row.step_sizes(states) + copy)
+
+
+def building(rows: Sequence[Row], setup: Setup) -> list[Part]:
+    """One bucket in full precision, on its way into its shard (``Bucket.adopt``)."""
+
+    def nbytes(row: Row) -> int:
+        apart = row.wide or (row.trains and not row.aliased)
+        flat = row.numel * row.dtype.itemsize if row.sharding.params else 0
+        home = rounded(row.own * row.master.itemsize) if NVME in (row.states, row.weights) else 0
+        return (row.numel * row.master.itemsize if apart else 0) + flat + home
+
+    return [(DEVICE, BUILD, max(map(nbytes, rows), default=0))]
+
+
+def collecting(rows: Sequence[Row], trained: Sequence[Row], setup: Setup) -> list[Part]:
+    """One bucket at a time, put together from all ranks' parts (``values.gather_own``), and brought from files."""
+    apart = [row for row in rows if row.own != row.numel]
+    widest = {id(row): row.step.itemsize if row.trains and setup.states else 0 for row in rows}
+    flat = max((row.numel * max(row.exact.itemsize, widest[id(row)]) for row in apart), default=0)
+    files = [sum(row.step_sizes(setup.states)) for row in trained if row.states == NVME]
+    return [(DEVICE, COPY, flat), (_memory(setup), OFFLOAD, max(files, default=0))]
+
+
+def staging(rows: Sequence[Row], trained: Sequence[Row], config: ZeroConfig, setup: Setup) -> list[Part]:
+    """A sharded save: buffers of the threads that write, a bucket from files, and asynchronous saves' copy."""
+    files = [sum(row.step_sizes(setup.states)) for row in trained if row.states == NVME]
+    copy = 0
+    if config.checkpoint.async_save:
+        copy = sum(row.own * row.exact.itemsize for row in rows)
+        copy += sum(int(row.own * row.step.itemsize * setup.states) for row in trained)
+    return [(HOST, COPY, copy), (HOST, FILE, SAVE_BUFFERS), (_memory(setup), OFFLOAD, max(files, default=0))]
+
+
+def full_copy(rows: Sequence[Row], setup: Setup) -> list[Part]:
+    """Rank 0's copy of everything, and the bytes of the file, which Lightning makes in memory (``_atomic_save``)."""
+    total = sum(row.elements * row.exact.itemsize for row in rows)
+    if setup.training:
+        total += sum(int(row.elements * row.step.itemsize * setup.states) for row in rows if row.trains)
+    return [(HOST, COPY, total), (HOST, FILE, total)]
+
+
+def _memory(setup: Setup) -> str:
+    """Where files are read to."""
+    return DEVICE if setup.device == "cpu" else HOST

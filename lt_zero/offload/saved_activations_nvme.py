@@ -1,0 +1,310 @@
+"""Where tensors rest that backward will ask for: in files, which they leave for while forward goes on.
+
+Note [Life of a saved tensor in files]
+    put       its bytes are copied to a buffer in host memory; when the copy is done, a thread starts to write
+    leaving   the buffer is taken until the write is done; whoever asks for the tensor gets it from there
+    away      the bytes are in a record of a file
+    coming    they are read into a buffer, and copied to the device
+    At most ``_ROOM`` buffers are in use for what leaves and comes: ``put`` waits for the oldest write, reading ahead
+    does without. What is asked for now gets a buffer in any case.
+
+Note [A failing disk]
+    As in nvme_files.py: the first problem is kept, and whoever uses the store raises it on all ranks where they meet.
+    Until then a tensor that could not be written stays in memory, and one that could not be read is NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lt_zero.config.blocks.offload import Aio
+from lt_zero.io.direct_file import SwapFile
+from lt_zero.io.pinned import host_buffer
+from lt_zero.io.private_folder import SwapFolder
+from lt_zero.io.thread_pool import IoPool, SwapError, Transfer
+from lt_zero.offload.copy_streams import DONE, Lane, Ticket
+from lt_zero.offload.reuse import Loan, Stock
+from lt_zero.offload.saved_activations import Place, Source
+
+_ROOM = 4  # buffers for what leaves and comes
+_KEPT = 8  # passes after which a file that nobody used is removed
+_FIT = 4  # a record may be larger than what it is for by one part in so many
+
+
+class _Record:
+    """A part of a file."""
+
+    def __init__(self, group: _Group, index: int) -> None:
+        self.group, self.index = group, index
+
+
+class _Group:
+    """The records of one file, all of one size."""
+
+    def __init__(self, file: SwapFile, count: int) -> None:
+        self.file, self.count, self.size = file, count, file.size_of(0)
+        self.free = [_Record(self, index) for index in reversed(range(count))]
+        self.used = 0  # the last pass that did
+
+
+class _Records:
+    """Files that are made as they are needed, and used again."""
+
+    def __init__(self, folder: SwapFolder, pool: IoPool) -> None:
+        self._folder, self._pool = folder, pool
+        self._groups: list[_Group] = []
+        self._passes = self.made = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(group.file.nbytes for group in self._groups)
+
+    def take(self, nbytes: int) -> _Record:
+        """A record of at least ``nbytes``.
+
+        Raises:
+            SwapError: there is no space for one.
+        """
+        kin = [g for g in self._groups if nbytes <= g.size <= max(nbytes + nbytes // _FIT, nbytes + 4096)]
+        free = [group for group in kin if group.free]
+        group = min(free, key=lambda g: g.size) if free else self._make(nbytes, max(1, sum(g.count for g in kin)))
+        group.used = self._passes
+        return group.free.pop()
+
+    def _make(self, nbytes: int, count: int) -> _Group:
+        self.made += 1
+        self._folder.require(nbytes * count)
+        path = self._folder.path / f"activations-{self.made}"
+        self._groups.append(_Group(SwapFile(path, [nbytes] * count, self._pool), count))
+        return self._groups[-1]
+
+    def end_pass(self) -> None:
+        """Remove files of sizes that do not occur any more."""
+        self._passes += 1
+        old = [g for g in self._groups if self._passes - g.used > _KEPT and len(g.free) == g.count]
+        for group in old:
+            self._groups.remove(group)
+            group.file.close()
+
+    def close(self) -> None:
+        for group in self._groups:
+            group.file.close()
+        self._groups = []
+
+
+class InFiles:
+    """Tensors rest in files of a folder that is this process's own. See Note [Life of a saved tensor in files].
+
+    Args:
+        path: a folder on a local disk.
+        rank: of this process.
+        aio: how to read and write.
+        device: where tensors come from.
+        apart: whether it has memory of its own.
+
+    Raises:
+        SwapError: there can be no files there.
+    """
+
+    def __init__(self, path: Path, rank: int, aio: Aio, device: torch.device, apart: bool) -> None:
+        self.folder = SwapFolder(path, rank)
+        self.pool = IoPool(aio.intra_op_parallelism, aio.block_size, aio.in_flight, aio.checksum)
+        self.device, self.apart = device, apart
+        self.records = _Records(self.folder, self.pool)
+        self.stock = Stock(functools.partial(host_buffer, pin=device.type == "cuda"))
+        late = apart and device.type == "cpu"
+        self.to_host, self.to_device = Lane(device, late), Lane(device, late)
+        self.problem: SwapError | None = None
+        self.busy = 0  # places that have a buffer
+        self._leaving: deque[_FilePlace] = deque()
+
+    def put(self, source: Tensor) -> Place:
+        try:
+            record = self.records.take(source.numel())
+        except SwapError as error:
+            self.note(error)
+            return _Stays(source.clone())
+        self.make_room()
+        place = _FilePlace(self, record, source)
+        self._leaving.append(place)
+        return place
+
+    def note(self, error: SwapError) -> None:
+        """Keep the first problem."""
+        self.problem = self.problem or error
+
+    def make_room(self) -> None:
+        """Wait for the oldest writes, as long as too many buffers are in use."""
+        while self.busy >= _ROOM and self._leaving:
+            self._leaving.popleft().settle()
+
+    def end_pass(self) -> None:
+        while self._leaving:
+            self._leaving.popleft().settle()
+        self.records.end_pass()
+
+    def stats(self) -> dict[str, int]:
+        made = self.stock.made + self.records.made
+        return {"made": made, "memory": self.stock.nbytes, "disk": self.records.nbytes}
+
+    def close(self) -> None:
+        while self._leaving:
+            self._leaving.popleft().settle()
+        self.records.close()
+        self.pool.close()
+        self.folder.close()
+
+
+class _Stays:
+    """A tensor that found no file."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def prefetch(self) -> bool:
+        return True
+
+    def bring(self) -> Tensor:
+        return self._tensor.clone()
+
+    def free(self) -> None:
+        self._tensor = torch.empty(0)
+
+
+class _FilePlace:
+    """One tensor, in a buffer or in a record."""
+
+    def __init__(self, rest: InFiles, record: _Record, source: Tensor) -> None:
+        self._rest, self._record, self._nbytes = rest, record, source.numel()
+        self._read: Transfer | None = None
+        self._target: Tensor | None = None
+        self._coming: Ticket = DONE
+        self._loan: Loan | None = self._take()
+        copied = rest.to_host.copy(self._loan.tensor[: self._nbytes], source)
+        self._source = Source(source, copied)
+        self._written: list[Transfer] = []  # by the gate, if there is one
+        self._gate: Transfer | None = None
+        buffer = self._loan.tensor[: record.group.size]
+        try:
+            if copied is DONE:
+                self._written.append(record.group.file.write(record.index, buffer))
+            else:
+                gate = functools.partial(_write, rest.device, copied, record, buffer, self._written)
+                self._gate = rest.pool.submit(1, gate, _nothing, after=None)
+        except SwapError as error:
+            rest.note(error)
+        self._left = self._stored = False  # nobody writes any more; the record has the values
+
+    def _take(self) -> Loan:
+        self._rest.busy += 1
+        return self._rest.stock.take(self._record.group.size)
+
+    def _drop(self, after: Ticket = DONE) -> None:
+        if self._loan is not None:
+            self._rest.busy -= 1
+            self._loan.give_back(after)
+        self._loan = None
+
+    def settle(self) -> None:
+        """Wait until it is written; the buffer is free then."""
+        if self._left:
+            return
+        self._left = True
+        self._source.settle()
+        try:
+            if self._gate is not None:
+                self._gate.wait()
+            for transfer in self._written:
+                transfer.wait()
+            if self._written:
+                self._stored = True
+                self._drop()
+        except SwapError as error:
+            self._rest.note(error)  # the buffer has the values, and stays
+        self._gate, self._written = None, []
+
+    def prefetch(self) -> bool:
+        if self._loan is None and self._target is None:
+            if self._rest.busy >= _ROOM:
+                return False
+            self._start_read()
+        if self._rest.apart and self._target is None and (self._read is None or self._read.done):
+            self._send()
+        return True
+
+    def _start_read(self) -> None:
+        self._loan = self._take()
+        try:
+            file, buffer = self._record.group.file, self._loan.tensor[: self._record.group.size]
+            self._read = file.read(self._record.index, buffer)
+        except SwapError as error:
+            self._fail(error)
+
+    def _finish_read(self) -> None:
+        read, self._read = self._read, None
+        try:
+            if read is not None:
+                read.wait()
+        except SwapError as error:
+            self._fail(error)
+
+    def _fail(self, error: SwapError) -> None:
+        assert self._loan is not None
+        self._rest.note(error)
+        self._loan.tensor.fill_(0xFF)  # NaN in every floating dtype
+
+    def _send(self) -> None:
+        """Start the copy to the device."""
+        self._source.settle()
+        self._finish_read()
+        assert self._loan is not None
+        self._target = torch.empty(self._nbytes, dtype=torch.uint8, device=self._rest.device)
+        self._coming = self._rest.to_device.copy(self._target, self._loan.tensor[: self._nbytes])
+        if self._stored:  # or it is still being written, and has the values for who asks again
+            self._drop(self._coming)
+
+    def bring(self) -> Tensor:
+        self._source.settle()
+        self._source.check()
+        if self._loan is None and self._target is None:
+            self._start_read()
+        if not self._rest.apart and self._stored:
+            self._finish_read()
+            assert self._loan is not None
+            tensor = self._loan.lend(self._nbytes)
+            self._drop()
+            return tensor
+        if self._target is None:
+            self._send()
+        self._coming.wait()
+        target, self._target = self._target, None
+        assert target is not None
+        return target
+
+    def free(self) -> None:
+        self.settle()
+        self._finish_read()
+        self._coming.wait()
+        self._target = None
+        self._drop(self._coming)
+        self._record.group.free.append(self._record)
+
+
+def _write(
+    device: torch.device, copied: Ticket, record: _Record, buffer: Tensor, written: list[Transfer], block: int
+) -> None:
+    """In a thread: the copy from the device is waited for where nobody else waits."""
+    # A thread begins on the first device, where this process may have no memory.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        copied.synchronize()
+    written.append(record.group.file.write(record.index, buffer))
+
+
+def _nothing(error: SwapError | None) -> None:
+    return None

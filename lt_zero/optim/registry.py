@@ -1,0 +1,283 @@
+"""The optimizers and schedulers that a configuration can name, and what DeepSpeed's names mean."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.optim import Adagrad, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lt_zero.common.errors import ConfigError, Problem
+from lt_zero.optim.adam import UncorrectedAdam
+from lt_zero.optim.lamb import Lamb
+from lt_zero.optim.lion import Lion
+from lt_zero.optim.muon import Muon
+from lt_zero.optim.muon_config import make_muon, muon_signature
+from lt_zero.optim.param_types import (
+    Choice,
+    Nullable,
+    Number,
+    Only,
+    PerGroup,
+    Reader,
+    Refused,
+    Several,
+    Signature,
+    flag,
+    shown,
+)
+from lt_zero.optim.schedules import SCHEDULES
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a ``type`` stands for.
+
+    Attributes:
+        name: of the class.
+        signature: what ``params`` may hold.
+        make: from what is to be optimized (or scheduled) and checked parameters.
+        is_own: lt_zero's or torch's, so that making one on trial is cheap and has no effects.
+        ungrouped: why ``optimizer.param_groups`` does not go with it, and the remedy; "": it does.
+    """
+
+    name: str
+    signature: Signature
+    make: Callable[[Any, dict[str, Any]], Any]
+    is_own: bool = True
+    ungrouped: str = ""
+
+
+RATE = Number(0, example="1e-3")
+STEPS = Number(1, whole=True, example="1000")
+SIZE = Number(0, low_open=True, example="1000")
+SHARE = Number(0, example="0.1")
+STAIRS = Number(whole=True, example="0 (none)")
+
+OPTIMIZER_RULES: Mapping[str, Reader] = {
+    "lr": RATE,
+    "betas": Several(2, Number(0, 1, high_open=True), "[0.9, 0.999]"),
+    "eps": Number(0, example="1e-8"),
+    "weight_decay": Number(0, example="0.01"),
+    "momentum": Number(0, example="0.9"),
+    "max_coeff": Number(0, example="10.0"),
+    "min_coeff": Number(0, example="0.01"),
+    "foreach": Nullable(flag),
+    "fused": Nullable(flag),
+}
+_FP32 = Only(True, "write true; for moments in bf16 set bf16.bf16_optimizer_states=true in its place")
+_ADAM: Mapping[str, Reader] = {
+    "adam_w_mode": flag,
+    "torch_adam": flag,
+    "bias_correction": flag,
+    "fp32_optimizer_states": _FP32,
+    "set_grad_none": flag,
+    "eps_inside_sqrt": Only(False, "it belongs to Lamb; remove it"),  # files of 1-bit Adam have it, too
+}
+_HALVES = (
+    "Muon has two groups, the matrices of hidden layers and all others. Remove the key: muon_lr and adam_lr in "
+    "optimizer.params are their rates. For other groups return lt_zero.optim.Muon from configure_optimizers."
+)
+_NO_AMSGRAD = Only(False, "Lamb has no such variant; write false, or remove it")
+_ONE_BIT = "freeze_step cuda_aware comm_backend_name var_freeze_step var_update_scaler local_step_scaler "
+_ONE_BIT += "local_step_clipper coeff_beta factor_max factor_min factor_threshold"
+REFUSED: Mapping[str, Reader] = {
+    "max_grad_norm": Refused("remove it, and set gradient_clipping, at the top of the configuration, to this norm"),
+    **dict.fromkeys(_ONE_BIT.split(), Refused("it belongs to the 1-bit optimizers; remove it")),
+    **dict.fromkeys(("max_coeff", "min_coeff", "eps_inside_sqrt"), Refused("it belongs to Lamb; remove it")),
+    **dict.fromkeys(("muon_lr", "adam_lr", "ns_method", "per_head_muon"), Refused("it belongs to Muon; remove it")),
+}
+_COMPRESSED = "Use Adam meanwhile: the same update, with gradients that are not compressed."
+UNSUPPORTED: Mapping[str, str] = {  # by name in lower case
+    "muadam": "Use AdamW, and scale the learning rate of each parameter group as mup does.",
+    "muadamw": "Use AdamW, and scale the learning rate of each parameter group as mup does.",
+    "musgd": "Use SGD, and scale the learning rate of each parameter group as mup does.",
+    "onebitadam": _COMPRESSED,
+    "zerooneadam": _COMPRESSED,
+    "onebitlamb": "Use Lamb meanwhile: the same update, with gradients that are not compressed.",
+}
+
+SCHEDULER_RULES: Mapping[str, Reader] = {
+    "warmup_min_lr": PerGroup(RATE),
+    "warmup_max_lr": Nullable(PerGroup(RATE)),
+    "warmup_num_steps": STEPS,
+    "warmup_type": Choice(("log", "linear")),
+    "total_num_steps": STEPS,
+    "warmup_min_ratio": SHARE,
+    "cos_min_ratio": SHARE,
+    "last_batch_iteration": Number(-1, whole=True, example="-1"),
+    "lr_range_test_min_lr": PerGroup(RATE),
+    "lr_range_test_step_size": STEPS,
+    "lr_range_test_step_rate": Number(0, example="1.0"),
+    "cycle_min_lr": PerGroup(RATE),
+    "cycle_max_lr": PerGroup(RATE),
+    "decay_lr_rate": SHARE,
+    "cycle_first_step_size": SIZE,
+    "cycle_second_step_size": Nullable(Number(0, example="1000")),
+    "cycle_first_stair_count": STAIRS,
+    "cycle_second_stair_count": Nullable(STAIRS),
+    "decay_step_size": Number(0, example="1000"),
+    "cycle_min_mom": PerGroup(Number(0, 1, high_open=True, example="0.8")),
+    "cycle_max_mom": PerGroup(Number(0, 1, high_open=True, example="0.9")),
+    "decay_mom_rate": Number(example="0.0"),
+    "milestones": Several(None, Number(0, whole=True), "[1000, 2000]"),
+}
+_OBJECTS = "It needs functions or other schedulers, which a configuration cannot hold"
+_IN_CODE = "Return it from configure_optimizers, or use WarmupDecayLR or WarmupCosineLR."
+UNSUPPORTED_SCHEDULERS: Mapping[str, str] = dict.fromkeys(
+    ("LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"), f"{_OBJECTS}. {_IN_CODE}"
+)
+PLATEAU = "ReduceLROnPlateau"  # is stepped with a metric, at the end of an epoch
+
+
+def optimizer_kind(name: Any) -> Kind:
+    """What ``optimizer.type`` means.
+
+    Raises:
+        ConfigError: nothing that can be used.
+    """
+    if not isinstance(name, str):
+        raise _wrong("optimizer", name, "Write a name such as AdamW.")
+    low = name.lower()
+    if low in ("adam", "deepspeed_adam", "fusedadam", "deepspeedcpuadam", "adamw"):
+        own = Signature.of(AdamW, OPTIMIZER_RULES)
+        return Kind(name, own.plus(_ADAM), lambda params, values: _adam(params, values, decoupled=low == "adamw"))
+    if low == "lion":
+        extra: dict[str, Reader] = {"set_grad_none": flag, "fp32_optimizer_states": _FP32}
+        return Kind("Lion", Signature.of(Lion, OPTIMIZER_RULES).plus(extra), _lion)
+    if low == "adagrad":
+        own = Signature.of(Adagrad, OPTIMIZER_RULES)
+        return Kind("Adagrad", own.plus({"fp32_optimizer_states": _FP32}), _adagrad)
+    if low in ("lamb", "fusedlamb"):
+        own = Signature.of(Lamb, OPTIMIZER_RULES)
+        return Kind("Lamb", own.plus({"amsgrad": _NO_AMSGRAD}), _lamb)
+    if low == "muon":
+        return Kind("Muon", muon_signature(OPTIMIZER_RULES), make_muon, ungrouped=_HALVES)
+    if low in UNSUPPORTED:
+        raise _wrong("optimizer", name, f"It is known, and not available yet. {UNSUPPORTED[low]}")
+    cls = _torch_classes().get("SGD" if low == "sgd" else name)
+    if cls is None and re.fullmatch(r"\w+(\.\w+)+", name):
+        cls = _imported(name)
+    if cls is None:
+        known = ["Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "SGD", *_torch_classes()]
+        raise _wrong("optimizer", name, _nearest(name, known) + " An import path (package.module.Class) is one, too.")
+    if cls is Muon:  # the path of ours; torch's is another
+        raise _wrong("optimizer", name, "It needs its parameters divided. Write Muon, which does that.")
+    return _from_class("optimizer", cls, OPTIMIZER_RULES)
+
+
+def scheduler_kind(name: Any) -> Kind:
+    """What ``scheduler.type`` means. As in DeepSpeed, case counts.
+
+    Raises:
+        ConfigError: nothing that can be used.
+    """
+    if not isinstance(name, str):
+        raise _wrong("scheduler", name, "Write a name such as WarmupLR.")
+    if name in UNSUPPORTED_SCHEDULERS:
+        raise _wrong("scheduler", name, f"It is known, not supported. {UNSUPPORTED_SCHEDULERS[name]}")
+    classes: dict[str, type] = {n: c for n, c in _classes(torch.optim.lr_scheduler, LRScheduler)}
+    known: dict[str, type] = {**{n: c for n, c in classes.items() if n not in UNSUPPORTED_SCHEDULERS}, **SCHEDULES}
+    if name not in known:
+        raise _wrong("scheduler", name, _nearest(name, [*SCHEDULES, *known]))
+    kind = _from_class("scheduler", known[name], SCHEDULER_RULES)
+    return _on_plateau(kind) if name == PLATEAU else kind
+
+
+def _on_plateau(kind: Kind) -> Kind:
+    """With ``monitor``, which is Lightning's and not the scheduler's."""
+    signature = kind.signature.plus({"monitor": _metric})
+    signature = replace(signature, required=signature.required | {"monitor"})
+
+    def make(optimizer: Any, values: dict[str, Any]) -> Any:
+        return ReduceLROnPlateau(optimizer, **{key: value for key, value in values.items() if key != "monitor"})
+
+    return Kind(kind.name, signature, make)
+
+
+def _metric(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("write the name of a logged metric, such as val_loss")
+    return value
+
+
+def _adam(parameters: Iterable[Any], values: dict[str, Any], decoupled: bool) -> Optimizer:
+    """DeepSpeed's Adam is AdamW unless ``adam_w_mode`` is false, and its weight decay is 0 by default."""
+    options = {key: value for key, value in values.items() if key not in _ADAM}
+    decoupled = decoupled or values.get("adam_w_mode", True)
+    if not values.get("torch_adam", False):
+        options.setdefault("weight_decay", 0.0)
+    if values.get("bias_correction", True):
+        return (AdamW if decoupled else Adam)(parameters, **options)
+    for key in ("amsgrad", "capturable", "differentiable"):
+        if options.pop(key, False):
+            place = f"optimizer.params.{key}"
+            text = f"{place}=True does not go with optimizer.params.bias_correction=False. Remove one of them."
+            raise ConfigError([Problem(place, text)])
+    for key in ("foreach", "fused"):  # ways to compute the same
+        options.pop(key, None)
+    options.setdefault("weight_decay", 0.01 if decoupled else 0.0)  # torch's, with torch_adam
+    return UncorrectedAdam(parameters, decoupled_weight_decay=decoupled, **options)
+
+
+def _lion(parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:
+    """DeepSpeed's defaults, which are not the paper's."""
+    options = {"lr": 1e-3, "betas": (0.9, 0.999), **values}
+    return Lion(parameters, **{k: v for k, v in options.items() if k not in _ADAM})
+
+
+def _lamb(parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:
+    return Lamb(parameters, **{key: value for key, value in values.items() if key != "amsgrad"})
+
+
+def _adagrad(parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:
+    return Adagrad(parameters, **{k: v for k, v in values.items() if k not in _ADAM})
+
+
+def _from_class(block: str, cls: type, rules: Mapping[str, Reader]) -> Kind:
+    try:
+        signature = Signature.of(cls, rules)
+    except (ValueError, TypeError) as error:
+        text = "Its constructor has no signature. Make it in configure_optimizers."
+        raise _wrong(block, cls.__qualname__, text) from error
+    own = cls.__module__.startswith(("torch.optim.", "lt_zero.optim."))
+    return Kind(cls.__name__, signature, lambda first, values: cls(first, **values), own)
+
+
+def _imported(path: str) -> type:
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (Exception, SystemExit) as error:  # importing runs what is written in the module
+        text = f"It cannot be imported ({type(error).__name__}: {error}). Correct the path, or install the package."
+        raise _wrong("optimizer", path, text) from error
+    if not (isinstance(found, type) and issubclass(found, Optimizer)) or found is Optimizer:
+        raise _wrong("optimizer", path, "It is not a subclass of torch.optim.Optimizer. Name one, such as AdamW.")
+    return found
+
+
+def _torch_classes() -> dict[str, type]:
+    return dict(_classes(torch.optim, Optimizer))
+
+
+def _classes(module: Any, base: type) -> list[tuple[str, type]]:
+    found = [(name, getattr(module, name)) for name in dir(module) if not name.startswith("_")]
+    return [(n, c) for n, c in found if isinstance(c, type) and issubclass(c, base) and c is not base]
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    by_case = {candidate.lower(): candidate for candidate in known}
+    near = difflib.get_close_matches(name.lower(), by_case, n=1)
+    known = ", ".join(dict.fromkeys(by_case.values()))
+    return f"Did you mean {by_case[near[0]]}?" if near else f"Known are: {known}."
+
+
+def _wrong(block: str, name: Any, remedy: str) -> ConfigError:
+    place = f"{block}.type"
+    return ConfigError([Problem(place, f"{place}={shown(name)} cannot be used. {remedy}")])

@@ -1,0 +1,47 @@
+"""Norms of whole parameters for an optimizer whose groups hold fragments: optim/lamb.py says what it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lt_zero.comm.communicator import Comm
+from lt_zero.engine.bucket import Bucket
+from lt_zero.step.fused_step import Member
+
+
+class WholeNorms:
+    """Adds up squared norms of fragments over the ranks, in one all-reduce for all parameters of a step.
+
+    A table has a row for each parameter of the buckets that are stepped, so it is the same on all ranks, and holds
+    zeros for what a rank does not have. Parameters that every rank has whole are in no table, nor are those that the
+    engine does not own.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._row_of: dict[int, int] = {}  # of a fragment, by id
+        self._count = 0  # rows
+
+    def expect(self, members: Mapping[Bucket, Sequence[Member]]) -> None:
+        """The optimizer's next step is one of these buckets: on all ranks the same ones in the same order."""
+        self._row_of, self._count = {}, 0
+        for bucket, mine in members.items():
+            if bucket.own != (0, bucket.layout.numel):
+                self._row_of.update({id(member.fragment): self._count + member.piece.index for member in mine})
+                self._count += len(bucket.params)
+
+    def __call__(self, fragments: list[Tensor], squares: Tensor) -> Tensor:
+        """Squared norms (fp64, [fragments, any]) of the parameters that these are fragments of. Collective."""
+        if self._count == 0:
+            return squares
+        table = torch.zeros(self._count, squares.shape[1], dtype=torch.float64, device=self._comm.device)
+        held = [(number, self._row_of[id(f)]) for number, f in enumerate(fragments) if id(f) in self._row_of]
+        numbers, rows = torch.tensor(held, dtype=torch.int64).view(-1, 2).unbind(1)
+        table[rows.to(table.device)] = squares[numbers.to(squares.device)].to(table.device)
+        table = self._comm.sum_scalar(table, "norms of whole parameters")
+        whole = squares.clone()
+        whole[numbers.to(squares.device)] = table[rows.to(table.device)].to(squares.device)
+        return whole

@@ -1,0 +1,86 @@
+"""The loss scale as a state machine: no tensors, no process group. Meaning of the keys as in DeepSpeed 0.19.8.
+
+Mixed precision training, arXiv:1710.03740, section 3.2: the loss is multiplied by a scale before backward, so that
+small gradients do not vanish in fp16, and the gradients are divided by it before the step. A step whose gradients
+overflowed is skipped, and the scale goes down; after a while without overflow it goes up again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lt_zero.config.blocks.precision import ScalerRules
+
+
+class LossScaler:
+    """The current scale and what it remembers."""
+
+    def __init__(self, rules: ScalerRules) -> None:
+        self.rules = rules
+        self.scale = rules.initial
+        self._steps = 0
+        self._last_overflow = -1
+        self._patience = rules.hysteresis
+
+    # What ``torch.amp.GradScaler`` can be asked; the engine scales, unscales, steps and updates by itself.
+
+    def is_enabled(self) -> bool:
+        return True
+
+    def get_scale(self) -> float:
+        return self.scale
+
+    def get_growth_factor(self) -> float:
+        return self.rules.growth if self.rules.dynamic else 1.0
+
+    def get_backoff_factor(self) -> float:
+        return self.rules.backoff if self.rules.dynamic else 1.0
+
+    def get_growth_interval(self) -> int:
+        return self.rules.window
+
+    @property
+    def at_minimum(self) -> bool:
+        """Whether the next overflow that would lower the scale cannot."""
+        return self.rules.dynamic and self.scale <= self.rules.minimum
+
+    def update(self, overflow: bool) -> bool:
+        """Account for one step; returns False if the scale should have dropped but is at its minimum."""
+        if not self.rules.dynamic:
+            return True
+        dropped = self._drop() if overflow else self._rise()
+        self._steps += 1
+        return dropped
+
+    def _drop(self) -> bool:
+        rules = self.rules
+        self._last_overflow = self._steps
+        if rules.hysteresis != 1 and self._patience != 1:
+            self._patience -= 1
+            return True
+        possible = self.scale > rules.minimum
+        self.scale = max(self.scale * rules.backoff, rules.minimum)
+        return possible
+
+    def _rise(self) -> bool:
+        rules = self.rules
+        if rules.consecutive_hysteresis:
+            self._patience = rules.hysteresis
+        stable = self._steps - self._last_overflow - 1
+        if stable > 0 and stable % rules.window == 0:
+            self._patience = rules.hysteresis
+            self.scale *= rules.growth
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers only. The rules are not part of it: those of the running configuration hold."""
+        memory = {"steps": self._steps, "last_overflow": self._last_overflow, "patience": self._patience}
+        return {"scale": self.scale, **memory}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the state was taken; a static scale stays what the configuration says."""
+        if not self.rules.dynamic:
+            return
+        self.scale = float(state["scale"])
+        self._steps, self._last_overflow = int(state["steps"]), int(state["last_overflow"])
+        self._patience = min(int(state["patience"]), max(1, self.rules.hysteresis))

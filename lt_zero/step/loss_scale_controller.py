@@ -1,0 +1,301 @@
+"""Whether a step is taken: the loss scale, overflow known to all ranks before anything is updated, skipped steps.
+
+Note [The scale that gradients carry]
+    Backward multiplies by the loss scale of that moment, and the scale may change while gradients of another optimizer
+    wait for their step. So each optimizer's accumulators remember the scale they carry: before a backward adds to
+    them they are brought to the current one, after unscaling they carry 1. A power of two changes no digit.
+
+Note [One pass]
+    The global norm is the overflow test: it is finite exactly if all gradients of all ranks are. The same norm clips,
+    and unscaling is multiplied into the clipping factor.
+
+Note [Verdict on the device]
+    On a GPU the host need not wait for the norm: the kernel gets the verdict as a tensor and writes nothing if it is
+    bad. The host goes on as if the step had been taken, and reads the verdict (``settle``) when it matters: before
+    the next backward, whose loss is scaled, and before anything is saved. By then the next forward is queued. If the
+    step was skipped after all, step counters and schedules are put back. Only where all of a step goes through the
+    kernel, and not while an overflow would have to be explained: who is to blame is looked up at once.
+
+Note [Unchecked steps]
+    In fp32 steps are not checked, unless ``on_nonfinite`` says so, and NaN would be trained without a word. So the loss
+    is looked at, on a GPU only now and then: once a weight is NaN, all losses are. The ranks agree on it with what they
+    agree on anyway (used_parameters.py), and say it once, naming the gradients. A norm that clips is looked at, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lt_zero.config.blocks.precision import DtypePolicy
+from lt_zero.engine.engine import Engine
+from lt_zero.step.clip import clip_grad_norm, clip_grad_value, grad_norm, unscale
+from lt_zero.step.device_skip_flag import Verdict
+from lt_zero.step.loss_scale import LossScaler
+from lt_zero.step.overflow import FiniteWatch, nonfinite_parameters, nonfinite_warning, overflow_report
+from lt_zero.step.sharded_optimizer import ShardedOptimizer
+from lt_zero.step.skipped_steps import SkipCounter
+
+log = logging.getLogger("lt_zero")
+
+_EVERY = 50  # losses on a GPU, of which one is looked at
+
+
+class LossScaleError(RuntimeError):
+    """Gradients overflow although the loss scale is at its minimum."""
+
+
+class NonFiniteError(RuntimeError):
+    """Gradients are not finite, and ``on_nonfinite`` says that this is an error."""
+
+
+class StepGate:
+    """The state of loss scaling and overflow checks of one run.
+
+    Args:
+        policy: whether steps are checked, and how the loss is scaled.
+        on_min_scale: what happens on an overflow at the minimum scale: ``raise``, ``warn``, or ``hold`` (skip quietly).
+    """
+
+    def __init__(self, policy: DtypePolicy, on_min_scale: str = "raise") -> None:
+        self.scaler = LossScaler(policy.scaling) if policy.scaling is not None else None
+        self.checks = policy.check_overflow
+        self.skip = False  # the step at hand will not be taken
+        self.norm: Tensor | None = None  # 0D, of the unscaled gradients of the step at hand, if it is known
+        self._on_min_scale, self._raises = on_min_scale, policy.raise_nonfinite
+        self._plain = policy.compute is None  # fp32: no scale, and nothing to keep in fp32
+        self._losses, self._told = 0, self.checks  # see Note [Unchecked steps]
+        self._counters: list[SkipCounter] = []
+        self._watch: FiniteWatch | None = None
+        self._examined: ShardedOptimizer | None = None  # whose gradients the verdict is about
+        self._some = False  # whether it had any
+        self.on_device: bool | None = None  # see Note [Verdict on the device]; None: where there is a GPU
+        self._open: Verdict | None = None  # of a step that the host takes for done
+        self._watching_late = False  # the watch was opened after the running step's first forward
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the loss scale, and nothing of the step at hand."""
+        return {**vars(self), "_counters": [], "_watch": None, "_examined": None, "_open": None}
+
+    @property
+    def scale(self) -> float:
+        """By what the loss is multiplied."""
+        return self.scaler.scale if self.scaler is not None else 1.0
+
+    @property
+    def skipped(self) -> int:
+        """Steps of all optimizers that were skipped. Waits for the GPU."""
+        self.settle()
+        return sum(counter.skipped for counter in self._counters)
+
+    def counter(self, number: int) -> SkipCounter:
+        """The skipped steps of optimizer ``number``."""
+        self._counters += [SkipCounter() for _ in range(number + 1 - len(self._counters))]
+        return self._counters[number]
+
+    # ---- backward ----------------------------------------------------------------------------------------------
+
+    def see_loss(self, engine: Engine, loss: Tensor) -> None:
+        """Look whether it is finite, if nobody looks at its gradients. See Note [Unchecked steps]."""
+        self._losses += 1
+        if not self._told and (not loss.is_cuda or self._losses % _EVERY == 1):
+            engine.ledger.nonfinite |= not bool(torch.isfinite(loss.detach()).all())
+
+    def before_backward(self, optimizers: list[ShardedOptimizer]) -> None:
+        """Gradients of the current scale are about to be added. See Note [The scale that gradients carry]."""
+        self.settle()
+        self._forget()
+        for sharded in optimizers:
+            if sharded.loss_scale != self.scale:
+                sharded.grads.rescale(self.scale / sharded.loss_scale)
+                sharded.loss_scale = self.scale
+
+    # ---- step --------------------------------------------------------------------------------------------------
+
+    def examine(self, sharded: ShardedOptimizer) -> None:
+        """Decide whether this optimizer's step is taken, if steps are checked. Collective.
+
+        The verdict holds until the step or the next backward: clipping by value would make overflow look finite. It
+        waits for the GPU unless the verdict stays there, see Note [Verdict on the device].
+        """
+        if self._examined is sharded:
+            return
+        self.settle()
+        self._forget()
+        self._examined = sharded
+        if not self._told:
+            sharded.engine.settle_grads()
+            self._notice(sharded.engine, sharded.engine.ledger.nonfinite)
+        if self.checks:
+            self._some = sharded.grads.exist()
+            self.norm = grad_norm(sharded) / sharded.loss_scale
+            if self._some and self._leaves_it_to_the_device(sharded):
+                sharded.found_inf = torch.isfinite(self.norm).logical_not().float()
+            else:
+                self.skip = not bool(torch.isfinite(self.norm))
+
+    def _notice(self, engine: Engine, bad: bool) -> None:
+        """Say, once, that gradients are not finite. Collective if ``bad``, which is the same on all ranks."""
+        if self._told or not bad:
+            return
+        self._told = True
+        parameters = nonfinite_parameters(engine)
+        if engine.comm.rank == 0:
+            warnings.warn(nonfinite_warning(engine, parameters), stacklevel=2)
+
+    def _forget(self) -> None:
+        if self._examined is not None:
+            self._examined.found_inf = None
+        self.norm, self.skip, self._examined, self._some = None, False, None, False
+
+    def _leaves_it_to_the_device(self, sharded: ShardedOptimizer) -> bool:
+        wanted = self.on_device if self.on_device is not None else sharded.engine.comm.device.type == "cuda"
+        if not wanted or self._watch is not None or not sharded.skips_on_device():
+            return False
+        if self.scaler is not None and self.scaler.rules.dynamic:
+            return self.scaler.scale * self.scaler.rules.backoff > self.scaler.rules.minimum
+        return all(counter.consecutive == 0 for counter in self._counters)
+
+    def proceeds(self, sharded: ShardedOptimizer) -> bool:
+        """Whether ``step`` is to be called now; user code may have run since ``examine``."""
+        if sharded.found_inf is not None and not sharded.skips_on_device():
+            self.skip, sharded.found_inf = bool(sharded.found_inf), None
+        return not self.skip
+
+    def unscale(self, sharded: ShardedOptimizer) -> None:
+        """Divide the gradients by the scale that they carry. Collective."""
+        self.examine(sharded)
+        if not self.skip:
+            unscale(sharded)
+
+    def clip_norm(self, sharded: ShardedOptimizer, limit: float) -> Tensor | None:
+        """Unscale and clip in one pass; returns the norm before clipping, None if the step is skipped. Collective."""
+        self.examine(sharded)
+        if self.skip:
+            return None
+        if not self._told:
+            self.norm = grad_norm(sharded) / sharded.loss_scale if self.norm is None else self.norm
+            self._notice(sharded.engine, not self.norm.is_cuda and not bool(torch.isfinite(self.norm)))
+        norm, self.norm = clip_grad_norm(sharded, limit, self.norm), None
+        return norm
+
+    def clip_value(self, sharded: ShardedOptimizer, limit: float) -> None:
+        """Clamp the unscaled gradients. Collective."""
+        self.examine(sharded)
+        if not self.skip:
+            unscale(sharded)
+            clip_grad_value(sharded, limit)
+
+    def conclude(self, sharded: ShardedOptimizer, number: int) -> None:
+        """Account for the step of optimizer ``number`` that was taken or skipped. Collective if it was skipped.
+
+        If only the device knows, it counts as taken until ``settle``.
+
+        Raises:
+            LossScaleError: overflow at the minimum scale, if ``on_min_scale`` says so.
+            NonFiniteError: the step was skipped, if ``on_nonfinite`` says so.
+        """
+        skip, some, found_inf = self.skip, self._some, sharded.found_inf
+        self._forget()
+        if not self.checks or not some:
+            return
+        counter = self.counter(number)
+        if found_inf is not None:
+            counter.assume_success(self.settle)
+            self._open = Verdict(found_inf, sharded, counter)
+            sharded.before_state_dict = self.settle
+            return
+        counter.skip() if skip else counter.succeed()
+        self._account(sharded.engine, counter, skip)
+        self._watching_late = False
+
+    def settle(self) -> bool:
+        """Read a verdict that the device holds; returns whether there was one, and it said skipped. Waits for the GPU.
+
+        See Note [Verdict on the device].
+        """
+        verdict, self._open = self._open, None
+        if verdict is None:
+            return False
+        skip = verdict.take()
+        watched = self._watch is not None
+        self._account(verdict.sharded.engine, verdict.counter, skip)
+        self._watching_late = not watched
+        return skip
+
+    def _account(self, engine: Engine, counter: SkipCounter, skip: bool) -> None:
+        before = self.scale
+        possible = self.scaler.update(skip) if self.scaler is not None else True
+        if skip:
+            self._tell(engine, counter, before, possible)
+        self._keep_watch(engine, counter)
+
+    def _tell(self, engine: Engine, counter: SkipCounter, before: float, possible: bool) -> None:
+        log.info("Gradients overflowed: step skipped, loss scale %g -> %g", before, self.scale)
+        fatal = self._raises or (not possible and self._on_min_scale == "raise")
+        # Where no lower scale helps, repeated skips need attention: told at the 2nd, 4th, 8th, ... in a row. In fp32
+        # none is usual.
+        stuck = self.scaler is None or not self.scaler.rules.dynamic or not possible
+        again = stuck and counter.consecutive > 1 and counter.consecutive & (counter.consecutive - 1) == 0
+        again |= self._plain and self.skipped == 1
+        if not fatal and (not again or self._on_min_scale == "hold"):
+            return
+        watch = self._watch if not self._watching_late else None
+        culprits = engine.comm.host_gather(watch.first(), "overflow") if watch is not None else []
+        scale = None if self._plain else before
+        report = overflow_report(nonfinite_parameters(engine), culprits, self.skipped, scale)
+        if self._raises:
+            raise NonFiniteError(f"{report} on_nonfinite=skip goes on without this step.")
+        if fatal:
+            raise LossScaleError(f"{report} The scale is at its minimum; on_min_scale=hold or warn goes on.")
+        if engine.comm.rank == 0:
+            warnings.warn(report, stacklevel=2)
+
+    def _keep_watch(self, engine: Engine, counter: SkipCounter) -> None:
+        """Look at module outputs while the next overflow would have to be explained; it costs a pass over them."""
+        stuck = self.scaler is None or not self.scaler.rules.dynamic
+        wanted = (
+            self._raises or counter.consecutive > 0 if stuck else self.scaler is not None and self.scaler.at_minimum
+        )
+        if wanted:
+            self._watch = self._watch or FiniteWatch(engine.root, training_only=True)
+            self._watch.open()
+            self._watch.reset()
+        elif self._watch is not None:
+            self.stop_watching()
+
+    def stop_watching(self) -> None:
+        """Remove the hooks that look at module outputs."""
+        self.settle()
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def start_watching(self, engine: Engine) -> None:
+        """If the scale starts at its minimum, or it is an error, the first overflow has to be explained already."""
+        self.stop_watching()
+        if self._raises or (self.scaler is not None and self.scaler.at_minimum):
+            self._watch = FiniteWatch(engine.root, training_only=True)
+            self._watch.open()
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers only; {} if nothing is checked."""
+        self.settle()
+        if not self.checks:
+            return {}
+        scaler = self.scaler.state_dict() if self.scaler is not None else None
+        return {"scaler": scaler, "skips": [counter.state_dict() for counter in self._counters]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the state was taken; what the running precision has no use for is left out."""
+        self.settle()
+        if self.scaler is not None and state.get("scaler") is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        for number, counter in enumerate(state.get("skips", [])):
+            self.counter(number).load_state_dict(counter)

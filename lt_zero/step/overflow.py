@@ -1,0 +1,257 @@
+"""Which module's output stopped being finite first, which gradients did, and what to tell the user about it.
+
+Note [Who is named]
+    The culprit is the first module to finish with an output that is not finite although its inputs were. Modules
+    behind it were given its output, modules around it finish later, and a module whose own arithmetic overflows
+    between its children is found as well: the children behind that were given a bad input. If there is no such module
+    the values were bad already when the first of the bad modules was called.
+
+Note [Masks]
+    An additive attention mask is full of -inf by design. So a tensor that is nowhere positive and no function of the
+    parameters may have -inf.
+
+Note [Compiled modules]
+    A compiled graph does not notice hooks that come after it was made. While a watch is open everything runs eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lt_zero.common.compat import in_running_backward
+from lt_zero.common.module_hooks import Hook
+from lt_zero.common.tensor_tree import iter_tensors
+from lt_zero.engine.find_units import clean_name
+from lt_zero.engine.guard import is_guarded
+
+if TYPE_CHECKING:
+    from lt_zero.engine.engine import Engine
+
+_INPUT = "the input of "
+_QUOTE = "'"  # around a module's name
+_SHOWN = 5  # names in a message
+
+
+@dataclass(eq=False)
+class _Visit:
+    """One call of a module; the flags are 0D, or None if there was nothing to look at."""
+
+    module: nn.Module
+    given: Tensor | None
+    made: Tensor | None = None
+
+
+class FiniteWatch:
+    """While open, notes for each module's forward whether its output is finite, without synchronising a GPU.
+
+    With ``training_only`` forwards without gradients (validation) are not looked at.
+    """
+
+    def __init__(self, root: nn.Module, training_only: bool = False) -> None:
+        self.root, self._training_only = root, training_only
+        self._names: dict[nn.Module, str] = {}
+        self._handles: list[Any] = []
+        self._eager = ExitStack()
+        self.reset()
+
+    def open(self) -> None:
+        """Install the hooks; again a no-op."""
+        if self._handles:
+            return
+        # Scripted modules take no hooks.
+        modules = {m: n for n, m in self.root.named_modules() if not isinstance(m, torch.jit.ScriptModule)}
+        before, after = Hook(self._before), Hook(self._after)
+        for module in modules:
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(after))
+        self._names = modules
+        self._eager.enter_context(torch.compiler.set_stance("force_eager"))  # see Note [Compiled modules]
+
+    def close(self) -> None:
+        """Remove the hooks and forget the flags."""
+        for handle in self._handles:
+            handle.remove()
+        self._eager.close()
+        self._handles, self._names = [], {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was seen: the forwards of the next optimizer step follow."""
+        self._running: list[_Visit] = []  # innermost last
+        self._started: list[_Visit] = []
+        self._finished: list[_Visit] = []
+
+    def first(self) -> str | None:
+        """What stopped being finite first, None if nothing did. Waits for the GPU. See Note [Who is named].
+
+        ``'blocks.3.mlp' (Linear)``, or ``the input of 'embedding' (Linear)``.
+        """
+        for visit in self._finished:
+            if _bad(visit.made) and not _bad(visit.given):
+                return self._label(visit.module)
+        for visit in self._started:
+            if _bad(visit.given) and _bad(visit.made):
+                return _INPUT + self._label(visit.module)
+        return None
+
+    def _label(self, module: nn.Module) -> str:
+        name = clean_name(f"{self._names[module]}.").removesuffix(".")  # prefixes end with a dot, also at the end
+        return f"{repr(name) if name else 'the model'} ({type(module).__name__})"
+
+    def _ignores(self, module: nn.Module) -> bool:
+        """A shallow copy of a module shares its hooks; recomputation in backward repeats what was seen."""
+        idle = self._training_only and not torch.is_grad_enabled()
+        return idle or module not in self._names or in_running_backward()
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._ignores(module):
+            visit = _Visit(module, _finite((args, kwargs)))
+            self._started.append(visit)
+            self._running.append(visit)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._ignores(module):
+            return
+        while self._running:
+            visit = self._running.pop()
+            if visit.module is module:  # those above it left their forward by an exception
+                visit.made = _finite(output)
+                self._finished.append(visit)
+                return
+
+
+def _bad(flag: Tensor | None) -> bool:
+    return flag is not None and not flag.item()
+
+
+def _readable(tensor: Tensor) -> bool:
+    if is_guarded(tensor) or not tensor.is_floating_point() or tensor.itemsize < 2:
+        return False
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta and tensor.numel() > 0
+
+
+@torch.no_grad()
+def _finite(value: Any) -> Tensor | None:
+    """Whether all floating-point tensors in ``value`` are finite (0D), None if there are none."""
+    total = None
+    for tensor in iter_tensors(value):
+        if _readable(tensor):
+            finite, low, high = _extremes(tensor)
+            if not tensor.requires_grad:  # see Note [Masks]
+                finite = finite | ((low == -torch.inf) & (high <= 0))
+            total = finite if total is None else total & finite
+    return total
+
+
+def _extremes(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Whether all elements are finite, the least and the greatest; both are NaN if any is.
+
+    ``isfinite`` of all elements would need temporary memory of the tensor's size.
+    """
+    low, high = torch.aminmax(tensor)
+    return torch.isfinite(torch.stack((low, high))).all(), low, high
+
+
+@torch.no_grad()
+def nonfinite_parameters(engine: Engine) -> list[str]:
+    """The parameters whose accumulated gradient is not finite on any rank, in registration order. Collective."""
+    names, flags = [], []
+    for bucket in engine.buckets:
+        grads = bucket.grads
+        if grads.rests and engine.shelves.torn:
+            continue  # stepped beside backward, maybe: not kept
+        for piece in bucket.pieces():
+            if grads.accumulated and piece.index in grads.valid:
+                names.append(bucket.layout.spans[piece.index].name)
+                flags.append(_extremes(grads.of(piece, write=False))[0])
+        grads.stow()
+    finite = torch.stack(flags).tolist() if flags else []
+    mine = [name for name, ok in zip(names, finite, strict=True) if not ok]
+    found = {name for some in engine.comm.host_gather(mine, "overflowed gradients") for name in some}
+    order = {clean_name(name): number for number, (name, _) in enumerate(engine.root.named_parameters())}
+    return sorted(found, key=lambda name: (order.get(name, len(order)), name))
+
+
+# ---- the message -------------------------------------------------------------------------------------------------
+
+
+def nonfinite_warning(engine: Engine, parameters: list[str]) -> str:
+    """What is said, once, where steps are not checked.
+
+    Args:
+        engine: of the parameters.
+        parameters: from ``nonfinite_parameters``; none: they were stepped beside backward.
+    """
+    kinds = {
+        clean_name(f"{path}.{name}".removeprefix(".")): type(module).__name__
+        for path, module in engine.root.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    named = [f"{name!r} (of {kinds[name]})" if name in kinds else repr(name) for name in parameters]
+    which = f" Parameters with such gradients: {_some(named)}." if named else ""
+    return (
+        f"The loss or its gradients are not finite, and are trained into the weights.{which} Check the data of that "
+        "batch, lower the learning rate or clip gradients. on_nonfinite=raise stops at the first such step, before the "
+        "weights have changed, and names the module where it began; on_nonfinite=skip leaves such steps out; "
+        "Trainer(detect_anomaly=True) finds the operation. This is not said again."
+    )
+
+
+def overflow_report(parameters: list[str], culprits: Sequence[str | None], skipped: int, scale: float | None) -> str:
+    """What an error or warning says about gradients that are not finite.
+
+    Args:
+        parameters: from ``nonfinite_parameters``.
+        culprits: what ``FiniteWatch.first`` says on each rank.
+        skipped: optimizer steps that were skipped.
+        scale: the loss scale; None: weights are fp32.
+    """
+    steps = f"{skipped} optimizer step{'s were' if skipped != 1 else ' was'} skipped"
+    what = f"Gradients are not finite{f' at loss scale {scale:g}' if scale is not None else ''}, {steps}."
+    named = tuple(f"{culprit.split(_QUOTE)[1]}." for culprit in culprits if culprit is not None and _QUOTE in culprit)
+    parameters = sorted(parameters, key=lambda name: not name.startswith(named))  # the culprit's own first
+    if parameters:
+        what += f" Parameters: {_some([repr(name) for name in parameters])}."
+    ranks: dict[str | None, list[str]] = {}
+    for rank, culprit in enumerate(culprits):
+        ranks.setdefault(culprit, []).append(str(rank))
+    places = [_place(culprit) for culprit in ranks]
+    if len(ranks) > 1:
+        places = [f"on rank {_some(r)}: {place}" for r, place in zip(ranks.values(), places, strict=True)]
+    if places:
+        what += f" In forward: {_some(places, '; ')}."
+    return f"{what} {_remedy([c for c in ranks if c is not None], scale)}"
+
+
+def _some(items: Sequence[str], separator: str = ", ") -> str:
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return separator.join(items[:_SHOWN]) + more
+
+
+def _place(culprit: str | None) -> str:
+    if culprit is None:
+        return "every module's output was finite: the gradients overflowed in backward (or a loss outside of modules)"
+    if culprit.startswith(_INPUT):
+        return f"{culprit} was not finite"
+    return f"the first output that was not finite is that of {culprit}"
+
+
+def _remedy(culprits: list[str], scale: float | None) -> str:
+    if scale is None:
+        return "Check the data of that batch, or lower the learning rate or clip gradients."
+    advice = ["check the data of that batch"] if any(c.startswith(_INPUT) for c in culprits) else []
+    advice += ["train in bf16", "lower the learning rate or clip gradients"]
+    named = [culprit.rsplit(" (", 1)[0] for culprit in culprits if culprit.startswith("'")]
+    if named:
+        advice.append(f"keep {_some(named)} in fp32 with `fp16_override_modules`")
+    if not culprits and scale > 1:
+        advice.append("allow lower scales with a smaller `min_loss_scale`")
+    text = ", or ".join(advice)
+    cause = ", as the scale does not change what forward computes" if culprits else ""
+    return f"{text[0].upper()}{text[1:]}. A larger `min_loss_scale` is no remedy{cause}."
