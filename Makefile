@@ -41,8 +41,8 @@ bench-activation: $(STAMP) ## Measure recomputing activations, and where saved i
 
 gpu: $(STAMP) ## On a machine with a GPU: build the CUDA kernels, test them against the CPU, measure them
 	$(BIN)/lt-zero ops build --cuda
-	$(BIN)/python -m pytest -m gpu tests/test_ops_cuda.py tests/test_cuda_build.py tests/test_offload_cuda.py \
-		tests/test_activation_cuda.py
+	$(BIN)/python -m pytest -m gpu tests/ops/test_cuda.py tests/ops/test_cuda_build.py tests/offload/test_cuda.py \
+		tests/activation/test_cuda.py
 	$(BIN)/python benchmarks/ops.py --device cuda
 
 docs: $(STAMP) ## Write docs/config.md, the list of all keys, from the schema and the table

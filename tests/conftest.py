@@ -8,7 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
-from tests.pool import Pool
+from tests.support.pool import Pool
 
 torch.set_num_threads(1)
 

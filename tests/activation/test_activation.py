@@ -1,0 +1,326 @@
+"""Activation checkpointing: gradients are those without it, bit by bit, whatever the model, the stage and the mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lt_zero
+from lt_zero import ActivationCheckpointing
+from lt_zero.activation.apply import apply
+from tests.support.models import WIDTH, Block, Net, next_token_loss, tokens
+from tests.support.parity import RELEASE, STAGES, config_of, full_grads
+from tests.support.pool import Pool
+
+MODES = ("full", "selective")
+FULL = ActivationCheckpointing(mode="full")
+
+
+class Dropping(Block):
+    """Notes how often its forward began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.3)
+        self.began = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.began += 1
+        return x + self.drop(self.mlp(self.drop(x)))
+
+
+class Writing(nn.Module):
+    """Writes in place: an activation, running statistics, a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x).mul_(2.0).transpose(1, 2)
+        return self.down(self.norm(hidden).transpose(1, 2)).add_(x)
+
+
+class Attending(nn.Module):
+    """Attention that draws random numbers in front of a layer that does."""
+
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.qkv, self.out, self.dropout = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        heads = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
+        return x + F.dropout(self.out(heads.transpose(1, 2).flatten(2)), 0.3)
+
+
+@dataclass
+class Output:
+    x: Tensor
+    aux: Tensor
+
+
+class Elaborate(Dropping):
+    """Tensors in keywords, dicts and tuples; a dataclass is returned."""
+
+    def forward(self, x: Tensor, *, mask: Tensor, more: dict[str, Any]) -> Output:  # type: ignore[override]
+        x = super().forward(x * mask) + more["context"][0] * len(more["context"])
+        return Output(x, x.square().mean())
+
+
+class ElaborateNet(Net):
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.embedding(batch) * self.scale
+        context, aux = x.mean(1, keepdim=True), torch.zeros(())
+        for block in self.blocks:
+            output = block(x, mask=torch.full((WIDTH,), 0.5), more={"context": (context, 2)})
+            x, aux = output.x, aux + output.aux
+        return self.head(x) + aux
+
+
+class Nested(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.mlp, x, use_reentrant=False)
+
+
+class Whole(nn.Module):
+    """What is checkpointed contains units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.net(batch)
+
+
+def net(block: Callable[[], nn.Module] = Dropping, cls: type[Net] = Net, twice: bool = False) -> Net:
+    torch.manual_seed(0)
+    made = cls(twice=twice)
+    made.blocks = nn.ModuleList(block() for _ in range(3))
+    return made
+
+
+def frozen() -> nn.Module:
+    """As with LoRA: the first layers are frozen, so the first blocks get inputs without a gradient."""
+    made = net()
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_(name in ("blocks.1.norm.weight", "blocks.2.down.bias"))
+    return made
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "dropout": (net, {}),
+    "attention, twice": (lambda: net(Attending, twice=True), {}),
+    "in place": (lambda: net(Writing), {}),
+    "attention": (lambda: net(lambda: Attending(0.0)), {}),
+    "elaborate": (lambda: net(Elaborate, ElaborateNet), {}),
+    "frozen": (frozen, {}),
+    "the module's own": (lambda: net(Nested), {}),
+    "by the user, too": (lambda: Net(checkpointed="outside"), {}),
+    "around units": (Whole, {"modules": ["Net"]}),
+    "inside units": (net, {"modules": ["LayerNorm", "Linear"]}),
+    "some": (net, {"every": 2}),
+}
+
+
+def _autocast(model: nn.Module) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return next_token_loss(model, 0, 0, 0)
+
+
+Look = dict[str, Tensor]
+
+
+def run(
+    model: nn.Module,
+    stage: int,
+    block: dict[str, Any],
+    loss: Callable[[nn.Module], Tensor] | None = None,
+    backward: Callable[[Tensor], None] = Tensor.backward,
+    forwards: int = 1,
+    **keys: Any,
+) -> Look:
+    """Gradients and buffers after forwards and then their backwards."""
+    config = config_of(stage, RELEASE if stage == 3 else {}, activation_checkpointing=block, **keys)
+    engine = lt_zero.shard(model, config)
+    torch.manual_seed(5)
+    rank = dist.get_rank()
+    found = [loss(model) if loss else next_token_loss(model, 0, micro, rank) for micro in range(forwards)]
+    for entry in found:
+        backward(entry)
+    seen = {**full_grads(engine), **{name: buffer.clone() for name, buffer in model.named_buffers()}}
+    assert seen
+    engine.detach()
+    return seen
+
+
+def same(got: Look, want: Look, what: Any) -> None:
+    assert got.keys() == want.keys(), what
+    for name in want:
+        assert torch.equal(got[name], want[name]), (what, name)
+        assert torch.isfinite(got[name]).all(), (what, name)
+
+
+def compare(make: Callable[[], nn.Module], stage: int, what: Any, block: dict[str, Any], **options: Any) -> None:
+    want = run(make(), stage, {"mode": "none"}, **options)
+    for mode in MODES:
+        same(run(make(), stage, {"mode": mode, **block}, **options), want, (what, mode))
+
+
+def _kinds(stage: int) -> None:
+    for name, (make, block) in KINDS.items():
+        if stage == 3 or name in ("frozen", "attention, twice"):
+            compare(make, stage, name, block)
+    compare(net, stage, "several forwards", {}, forwards=2)
+
+
+@pytest.mark.filterwarnings("ignore:These keys do nothing here")
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_are_those_without(pool: Pool, stage: int) -> None:
+    pool.run(2, _kinds, stage)
+
+
+class Remembering(nn.Module):
+    """Forward changes buffers that it reads, in place and by others, and draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("mean", torch.ones(WIDTH))
+        self.register_buffer("never", torch.ones(WIDTH))
+        self.mean: Tensor
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * x.detach().mean((0, 1))
+        return x + self.up(x * self.mean).tanh() * torch.rand(x.shape, generator=self.generator)
+
+
+@pytest.mark.filterwarnings("ignore:These keys do nothing here")
+def test_what_forward_remembers(pool: Pool) -> None:
+    pool.run(1, _remembered)
+
+
+def _remembered() -> None:
+    for backward in (Tensor.backward, _walked_twice):
+        for forwards in (1, 3):
+            compare(lambda: net(Remembering), 3, forwards, {}, forwards=forwards, backward=backward)
+    model = net(Remembering)
+    handle = apply(model, FULL)
+    next_token_loss(model, 0, 0, 0)
+    kept = {place[1] for block in model.blocks for place in vars(block)["forward"]._state.changing}
+    assert kept == {"mean", "_u", "_v"}, "what does not change is not copied at each forward"
+    handle.remove()
+
+
+def _low_precision(stage: int) -> None:
+    def twice() -> nn.Module:
+        return net(Attending, twice=True)
+
+    bf16 = {"enabled": True}
+    compare(twice, stage, "autocast", {}, loss=_autocast)
+    compare(twice, stage, "bf16", {}, bf16=bf16)
+    compare(net, stage, "islands inside", {}, bf16=bf16, fp16_override_modules=["LayerNorm"])
+    compare(net, stage, "a block is one", {}, bf16=bf16, fp16_override_modules=["blocks.1"])
+
+
+def test_autocast_and_islands(pool: Pool) -> None:
+    pool.run(2, _low_precision, 3)
+
+
+class Made(Block):
+    """Makes a tensor of the default dtype, which precision plugins set around the training step only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.full((WIDTH,), 1.5))
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_default_dtype_is_that_of_forward() -> None:
+    model = net(Made).bfloat16()
+    handle = apply(model, FULL)
+    with default_dtype(torch.bfloat16):
+        loss = next_token_loss(model, 0, 0, 0)
+    loss.backward()
+    assert torch.get_default_dtype() == torch.float32
+    got = [p.grad for p in model.parameters()]
+    handle.remove()
+    model.zero_grad()
+    with default_dtype(torch.bfloat16):
+        next_token_loss(model, 0, 0, 0).backward()
+    for mine, parameter in zip(got, model.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(mine, parameter.grad)  # type: ignore[arg-type]
+
+
+def _walked_twice(loss: Tensor) -> None:
+    (0.3 * loss).backward(retain_graph=True)
+    (0.7 * loss).backward()
+
+
+class Penalised(Net):
+    """Returns what a gradient penalty needs."""
+
+    def forward(self, batch: Tensor) -> Any:
+        y = x = (self.embedding(batch) * self.scale).detach().requires_grad_()
+        for block in self.blocks:
+            y = block(y)
+        return self.head(y), x
+
+
+def _penalty(model: nn.Module) -> Tensor:
+    y, x = model(tokens(0, 0, 0))
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    return y.square().mean() + grad.square().sum()
+
+
+def _several_backwards(stage: int) -> None:
+    compare(net, stage, "twice", {}, backward=_walked_twice)
+    compare(lambda: net(lambda: Attending(0.0)), stage, "kept products, twice", {}, backward=_walked_twice)
+    compare(lambda: net(cls=Penalised), stage, "create_graph", {}, loss=_penalty)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_several_backwards(pool: Pool, stage: int) -> None:
+    pool.run(2, _several_backwards, stage)
+
+
+def _compiled(stage: int) -> None:
+    for wrap in (False, True):
+
+        def make(wrap: bool = wrap) -> nn.Module:
+            torch._dynamo.reset()
+            model = net(Block)
+            if wrap:
+                model.blocks = nn.ModuleList(torch.compile(b, backend="aot_eager") for b in model.blocks)
+            else:
+                for block in model.blocks:
+                    block.compile(backend="aot_eager")
+            return model
+
+        compare(make, stage, f"wrap={wrap}", {})
+
+
+def test_compiled_blocks(pool: Pool) -> None:
+    pool.run(1, _compiled, 3)

@@ -1,0 +1,138 @@
+"""Inputs of checkpointed modules that rest in files: used again, read ahead, damaged, on a disk that is full."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lt_zero.activation.stores import Saved
+from lt_zero.engine import bucket_store
+from lt_zero.io import direct_file
+from lt_zero.io.thread_pool import SwapError
+from lt_zero.offload.saved_activations_nvme import InFiles
+from tests.support.offload_tools import change
+from tests.support.store_tools import NBYTES, WIDTH, blocks, forward, gradients, opened, rows, same
+
+
+@pytest.fixture(autouse=True)
+def _apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_store, "_apart", True)
+
+
+def test_files_are_used_again_and_removed(tmp_path: Path) -> None:
+    store, net, before = opened("files", tmp_path), blocks(12), set[int]()
+    for step in range(3):
+        forward(net, rows(step), store).backward()
+        store.end_backward()
+        names = sorted(path.name for path in tmp_path.glob("lt_zero-*/activations-*"))
+        inodes = {path.stat().st_ino for path in tmp_path.glob("lt_zero-*/activations-*")}
+        assert len(names) == 5, "records double: 1, 1, 2, 4, 8"
+        assert step == 0 or inodes == before
+        before = inodes
+    assert store.stats()["disk"] == 16 * NBYTES
+    assert store.stats()["memory"] <= 5 * NBYTES, "buffers for what leaves and comes, not for all"
+    for step in range(10):  # sizes that do not occur any more
+        forward(net, rows(step, 200), store).backward()
+        store.end_backward()
+    assert store.stats()["disk"] == 16 * 200 * WIDTH * 4 // 4096 * 4096 + 16 * (-200 * WIDTH * 4 % 4096)
+    store.close()
+    assert not list(tmp_path.iterdir())
+
+
+def _away(store: Saved) -> list[object]:
+    """Enough tensors that the first have left, each of its number."""
+    packed = [store.pack(torch.full((2048,), float(number))) for number in range(10)]
+    assert isinstance(store.rest, InFiles)
+    store.rest.end_pass()
+    return packed
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_bytes_that_changed_on_the_disk_are_nan_and_a_problem(
+    apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_store, "_apart", apart)
+    store = opened("files", tmp_path)
+    packed = _away(store)
+    for path in tmp_path.glob("lt_zero-*/activations-1"):
+        change(path, 100, b"\1\2\3")
+    assert store.unpack(packed[9]).eq(9).all()
+    assert store.problem is None
+    assert store.unpack(packed[0]).isnan().all()
+    assert isinstance(store.problem, SwapError)
+    assert "activations-1" in str(store.problem)
+    assert "checksum" in str(store.problem)
+    assert store.unpack(packed[1]).eq(1).all()
+    store.close()
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_disk_that_is_full_or_fails_is_a_problem_and_no_loss(
+    apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_store, "_apart", apart)
+    monkeypatch.setattr(direct_file, "free_bytes", lambda path: 3 * NBYTES)
+    store, net = opened("files", tmp_path), blocks()
+    forward(net, rows(1), store).backward()
+    found = gradients(net)
+    forward(net, rows(1)).backward()
+    assert same(found, gradients(net)), "what found no file stays in memory"
+    assert "Cannot make" in str(store.problem)
+    assert f"with {4 * NBYTES} bytes" in str(store.problem) or f"with {2 * NBYTES}" in str(store.problem)
+    assert "activations-" in str(store.problem)
+    store.close()
+    monkeypatch.undo()
+    monkeypatch.setattr(bucket_store, "_apart", apart)
+    store = opened("files", tmp_path)
+
+    def broken(*args: object) -> None:
+        raise OSError(5, "broken")
+
+    monkeypatch.setattr("lt_zero.io.block_transfer.write_some", broken)
+    packed = _away(store)
+    assert "Cannot write" in str(store.problem)
+    for _ in range(2):
+        assert all(store.unpack(one).eq(number).all() for number, one in enumerate(packed))
+    store.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_path_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SwapError, match="is not a folder"):
+        opened("files", tmp_path / "file")
+
+
+def test_writes_go_on_beside_forward_and_reads_come_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_store, "_apart", False)
+    store, go, events = opened("files", tmp_path), threading.Event(), list[object]()
+    write, read = direct_file.SwapFile._write_block, direct_file.SwapFile.read
+
+    def late(file: direct_file.SwapFile, *args: object) -> None:
+        assert go.wait(20)
+        write(file, *args)  # type: ignore[arg-type]
+
+    def noted(file: direct_file.SwapFile, record: int, target: Tensor) -> object:
+        events.append((file, record))
+        return read(file, record, target)
+
+    monkeypatch.setattr(direct_file.SwapFile, "_write_block", late)
+    monkeypatch.setattr(direct_file.SwapFile, "read", noted)
+    packed = [store.pack(torch.full((2048,), float(number))) for number in range(4)]
+    assert store.unpack(packed[2]).eq(2).all(), "nobody waits for the disk: the buffer has it"
+    go.set()
+    packed += [store.pack(torch.full((2048,), float(number))) for number in range(4, 12)]
+    records = [one.entry.place._record for one in packed]  # type: ignore[attr-defined]
+    for number in reversed(range(12)):
+        events.append(number)
+        assert store.unpack(packed.pop()).eq(number).all()
+    asked = [events.index(number) for number in range(12)]
+    came = [[i for i, e in enumerate(events) if e == (r.group.file, r.index)] for r in records]
+    assert [len(times) for times in came] == [1] * 8 + [0] * 4, "the last are still in their buffers"
+    assert all(came[number][0] < asked[number] for number in range(8)), "before they are asked for"
+    assert all(came[number][0] > asked[number + 3] for number in range(8)), "and not long before"
+    store.close()

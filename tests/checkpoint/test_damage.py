@@ -1,0 +1,282 @@
+"""Damaged and hostile checkpoints: an error that names the file on every rank, and nothing runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lt_zero.checkpoint.native.archive import Archive
+from lt_zero.checkpoint.native.manifest import Manifest
+from lt_zero.common.errors import CheckpointError
+from lt_zero.io.pinned import aligned_buffer, checksum, checksum_weights, rounded
+from lt_zero.io.sequential_writer import STEP, FileRecord
+from tests.support.checkpoint_tools import SHARDED, error_of, raised, resume, same, train
+from tests.support.lightning_tools import GPT, sharded_trainer
+from tests.support.pool import Pool
+
+FILES = ["manifest.json", "meta.pt"] + [f"{kind}-{rank:05d}.pt" for kind in ("weights", "moments") for rank in range(2)]
+OTHERS = [".metadata", "extras.pt"]  # only other programs read these: their lengths are checked
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size * 2 // 3)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def lengthen(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"\0" * 512)
+
+
+def delete(path: Path) -> None:
+    path.unlink()
+
+
+def zero_a_page(path: Path) -> None:
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(size // 3)
+        file.write(b"\xa5" * min(700, size // 3))
+
+
+def flip(path: Path, seed: int = 0) -> None:
+    """One bit."""
+    chance = random.Random(f"{path.name}{seed}")
+    at = chance.randrange(path.stat().st_size)
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << chance.randrange(8)]))
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "truncate": truncate,
+    "empty": empty,
+    "lengthen": lengthen,
+    "delete": delete,
+    "overwrite": zero_a_page,
+    "flip": flip,
+}
+
+
+def _save(folder: str) -> None:
+    train(3, config=SHARDED).save_checkpoint(f"{folder}/good")
+
+
+def _load_damaged(folder: str, damage: str) -> dict[str, str]:
+    """The message for each file, loaded by ranks that each read their own part."""
+    good, bad = Path(folder, "good"), Path(folder, "bad")
+    texts = {}
+    for name in FILES + ([] if damage in ("flip", "overwrite") else OTHERS):
+        if dist.get_rank() == 0:
+            shutil.rmtree(bad, ignore_errors=True)
+            shutil.copytree(good, bad)
+            DAMAGES[damage](bad / name)
+        dist.barrier()
+        texts[name] = error_of(resume, bad, 3)
+        dist.barrier()
+    return texts
+
+
+@pytest.mark.parametrize("damage", list(DAMAGES))
+def test_damage_is_an_error_on_every_rank(pool: Pool, tmp_path: Path, damage: str) -> None:
+    pool.run(2, _save, str(tmp_path))
+    for texts in pool.run(2, _load_damaged, str(tmp_path), damage):
+        for name, text in texts.items():
+            assert name in text, (name, text)
+            assert any(word in text for word in ("damaged", "missing", "changed", "not a complete", "written last"))
+
+
+@pytest.fixture
+def good(pool: Pool, tmp_path: Path) -> Path:
+    pool.run(2, _save, str(tmp_path))
+    return tmp_path / "good"
+
+
+def test_any_bit_of_any_file_is_seen(good: Path) -> None:
+    names = sorted(p.name for p in good.iterdir())
+    assert set(names) == {*FILES, *OTHERS}
+    Archive(str(good)).verify()
+    for name in names:
+        whole = (good / name).read_bytes()
+        for seed in range(25):
+            flip(good / name, seed)
+            with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+                Archive(str(good)).verify()
+            (good / name).write_bytes(whole)
+    Archive(str(good)).verify()
+
+
+# ---- what is no checkpoint -----------------------------------------------------------------------------------------
+
+
+def _errors(paths: list[str]) -> list[str]:
+    found = []
+    for path in paths:
+        found.append(error_of(resume, path, 2))
+        trainer = sharded_trainer(3, limit_val_batches=1)
+        found.append(error_of(trainer.validate, GPT(2), ckpt_path=path))
+    return found
+
+
+def reseal(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the manifest as somebody would who knows the format."""
+    body = json.loads((folder / "manifest.json").read_text())
+    del body["sha256"]
+    change(body)
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items())
+    digest = hashlib.sha256(lines.encode()).hexdigest()
+    (folder / "manifest.json").write_text(f'{{"sha256": "{digest}",\n{lines}}}\n')
+
+
+def test_what_is_no_checkpoint(pool: Pool, good: Path) -> None:
+    folder = good.parent
+    for name in ("future", "bare", "binary"):
+        shutil.copytree(good, folder / name)
+    reseal(folder / "future", lambda body: body.update(version=99))
+    (folder / "bare" / "manifest.json").unlink()
+    (folder / "binary" / "manifest.json").write_bytes(b"\xff\xfe\x00" * 50)
+    (folder / "nothing").mkdir()
+    words = {"future": "99", "bare": "manifest.json", "binary": "damaged", "nothing": "nothing", "nowhere": "nowhere"}
+    for texts in pool.run(2, _errors, [str(folder / name) for name in words]):
+        for number, (name, word) in enumerate(words.items()):
+            for text in texts[2 * number : 2 * number + 2]:
+                assert word in text, (name, text)
+                assert name in text, (name, text)
+
+
+STRANGE: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no version": lambda body: body.pop("version"),
+    "a version that is no number": lambda body: body.update(version="one"),
+    "no files": lambda body: body.pop("files"),
+    "files as text": lambda body: body.update(files="x"),
+    "no tensors": lambda body: body.pop("tensors"),
+    "a dtype that is none": lambda body: next(iter(body["tensors"].values())).update(dtype="load"),
+    "a dtype that is not there": lambda body: next(iter(body["tensors"].values())).update(dtype="float7"),
+    "a file that is not there": lambda body: next(iter(body["tensors"].values()))["chunks"][0].__setitem__(2, 99),
+    "a file elsewhere": lambda body: body["files"][0].update(name="../../../../etc/passwd"),
+    "no chunks": lambda body: next(iter(body["tensors"].values())).pop("chunks"),
+}
+
+
+@pytest.mark.parametrize("change", list(STRANGE))
+def test_manifests_that_make_no_sense(good: Path, change: str) -> None:
+    reseal(good, STRANGE[change])
+    with pytest.raises(CheckpointError, match="manifest.json"):
+        Archive(str(good))
+
+
+def test_numbers_in_the_manifest_that_lead_nowhere(good: Path) -> None:
+    """Chunks beyond their file or tensor: an error, never other values."""
+    first = next(name for name, entry in Archive(str(good)).manifest.tensors.items() if len(entry.chunks) == 1)
+    changes: list[Callable[[list[Any]], Any]] = [
+        lambda chunk: chunk.__setitem__(3, 1 << 40),
+        lambda chunk: chunk.__setitem__(3, -8),
+        lambda chunk: chunk.__setitem__(3, chunk[3] + (4 << 20)),
+        lambda chunk: chunk.__setitem__(1, [-1] * len(chunk[1])),
+        lambda chunk: chunk.__setitem__(1, [1 << 20] * len(chunk[1])),
+        lambda chunk: chunk.__setitem__(1, [*chunk[1], 1]),
+        lambda chunk: chunk.__setitem__(0, [-1] * len(chunk[0])),
+    ]
+    text = (good / "manifest.json").read_text()
+    for change in changes:
+        (good / "manifest.json").write_text(text)
+        reseal(good, lambda body, change=change: change(body["tensors"][first]["chunks"][0]))  # type: ignore[misc]
+        with pytest.raises(CheckpointError, match="makes no sense"):
+            Archive(str(good))
+
+
+# ---- what would run ------------------------------------------------------------------------------------------------
+
+
+class Touches:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+def plant(folder: Path, name: str, data: bytes) -> None:
+    """Put a file into a checkpoint and make the manifest vouch for it."""
+    (folder / name).write_bytes(data)
+    manifest = Manifest.parse((folder / "manifest.json").read_text(), "")
+    sums = []
+    for start in range(0, len(data), STEP):
+        part = data[start : start + STEP]
+        block = aligned_buffer(rounded(len(part)))
+        block[: len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+        sums.append(checksum(block, checksum_weights(STEP)))
+    files = {**manifest.files, name: FileRecord(len(data), tuple(sums))}
+    sealed = Manifest(manifest.tensors, files, manifest.order, manifest.aliases, manifest.left_out, manifest.run)
+    (folder / "manifest.json").write_text(sealed.dump())
+
+
+def _hostile(folder: str) -> None:
+    for name in ("objects.pkl", ".metadata", "extras.pt"):
+        got, _ = resume(f"{folder}/{name}", 3)
+        same(got["step"], 2)
+        sharded_trainer(1, limit_val_batches=1).validate(GPT(2), ckpt_path=f"{folder}/{name}")
+    text = error_of(resume, f"{folder}/meta.pt", 3)
+    assert "meta.pt cannot be read" in text
+
+
+def test_nothing_in_a_checkpoint_runs(pool: Pool, good: Path) -> None:
+    folder, touched = good.parent, good.parent / "touched"
+    for name in ("objects.pkl", ".metadata", "extras.pt", "meta.pt"):
+        shutil.copytree(good, folder / name)
+        data = pickle.dumps({("x",): Touches(touched)})
+        if name.endswith(".pt"):
+            torch.save({"x": Touches(touched)}, folder / name / name)
+            data = (folder / name / name).read_bytes()
+        plant(folder / name, name, data)
+        Archive(str(folder / name)).verify()
+    pool.run(2, _hostile, str(folder))
+    assert not touched.exists()
+    Archive(str(folder / "objects.pkl")).objects()  # on request only
+    assert touched.exists(), "the trap works"
+
+
+def _raised_together(folder: str) -> list[str]:
+    """A part that only rank 1 reads, damaged, at every moment of a Trainer's life."""
+    if dist.get_rank() == 0:
+        flip(Path(folder, "good", "weights-00001.pt"))
+    dist.barrier()
+    texts = [error_of(resume, f"{folder}/good", 3)]
+    for entry in ("validate", "test", "predict"):
+        trainer = sharded_trainer(3, limit_val_batches=1)
+        texts.append(error_of(getattr(trainer, entry), GPT(2), ckpt_path=f"{folder}/good"))
+    used = sharded_trainer(3, limit_val_batches=1)
+    module = GPT(2)
+    used.validate(module)
+    texts.append(error_of(used.validate, module, ckpt_path=f"{folder}/good"))  # the module is sharded already
+    return texts
+
+
+def test_what_one_rank_reads_fails_on_all(pool: Pool, good: Path) -> None:
+    results = pool.run(2, _raised_together, str(good.parent))
+    for texts in zip(*results, strict=True):
+        raised(list(texts), "weights-00001.pt", "damaged")
+
+
+def test_a_tensor_with_a_hole(good: Path) -> None:
+    archive = Archive(str(good))
+    name, entry = next((n, e) for n, e in archive.manifest.tensors.items() if len(e.chunks) > 1)
+    reseal(good, lambda body: body["tensors"][name]["chunks"].pop())
+    with pytest.raises(CheckpointError, match="lacks"):
+        Archive(str(good)).elements(name, 0, int(torch.Size(entry.shape).numel()))

@@ -1,0 +1,154 @@
+"""Disks that fail, paths that cannot be, and what kills leave: errors on all ranks, and the checkpoint before stays."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lt_zero.checkpoint.native import directory
+from lt_zero.checkpoint.native.archive import Archive
+from lt_zero.checkpoint.native.manifest import Manifest
+from lt_zero.common.errors import CheckpointError
+from lt_zero.io import sequential_writer
+from tests.support.checkpoint_tools import SHARDED, error_of, raised, train
+from tests.support.pool import Pool
+
+
+def _names(folder: str | Path) -> list[str]:
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def _broken(folder: str, how: str) -> str:
+    rank = dist.get_rank()
+    trainer = train(3, config=SHARDED, max_steps=1)
+    trainer.save_checkpoint(f"{folder}/one")
+    trainer.fit_loop.epoch_loop.max_steps = 2
+    trainer.fit(trainer.lightning_module)
+    patch = pytest.MonkeyPatch()
+    target = f"{folder}/one"
+    if how == "space":
+        patch.setattr(directory.Place, "free_bytes", lambda self: 1000)
+    elif how == "unseen" and rank == 1:
+        patch.setattr(directory.Path, "read_text", _missing)
+    elif how == "other" and rank == 1:
+        patch.setattr(directory.Path, "read_text", lambda *args, **kwargs: "another")
+    elif how == "write" and rank == 1:
+        patch.setattr(sequential_writer, "write_some", _full)
+    elif how == "manifest" and rank == 0:
+        patch.setattr(directory.Place, "seal", _full)
+    elif how == "rename" and rank == 0:
+        patch.setattr(directory, "_replace", _full)
+    elif how == "folder":
+        target = f"{folder}/one/meta.pt/inner"
+    elif how == "project":
+        target = folder
+    elif how == "nul":
+        target = f"{folder}/a\0b"
+    elif how == "protocol":
+        target = "nonsense://x/y"
+    elif how == "long":
+        target = f"{folder}/{'x' * 300}"
+    try:
+        text = error_of(trainer.save_checkpoint, target)
+    finally:
+        patch.undo()
+    dist.barrier()
+    assert _names(folder) == ["one"], how
+    archive = Archive(f"{folder}/one")
+    archive.verify()
+    assert archive.meta["global_step"] == 1
+    archive.close()
+    trainer.save_checkpoint(f"{folder}/one")  # the trainer is still usable
+    assert Archive(f"{folder}/one").meta["global_step"] == 2
+    return text
+
+
+def _missing(*args: Any, **kwargs: Any) -> str:
+    raise FileNotFoundError(errno.ENOENT, "No such file")
+
+
+def _full(*args: Any, **kwargs: Any) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("space", ["one", "free", "save_top_k"]),
+        ("unseen", ["rank 1", "one", "disk of one node", 'format="full"']),
+        ("other", ["rank 1", "not the directory that rank 0 made"]),
+        ("write", ["rank 1", "-00001.pt", "ENOSPC", "Free space"]),
+        ("manifest", ["rank 0", "No space left"]),
+        ("rename", ["Cannot name", "one", "ENOSPC"]),
+        ("folder", ["meta.pt"]),
+        ("project", ["is a directory with one", "<name>"]),
+        ("nul", ["null"]),
+        ("protocol", ["nonsense"]),
+        ("long", ["xxx"]),
+    ],
+)
+def test_saves_that_fail(pool: Pool, tmp_path: Path, how: str, words: list[str]) -> None:
+    raised(pool.run(2, _broken, str(tmp_path), how), *words)
+
+
+@pytest.mark.parametrize("name", ["complete", "x[1]*.ckpt", "a-b-c.tmp-d", "ä b"])
+def test_a_kill_between_two_renames(tmp_path: Path, name: str) -> None:
+    made = directory.Place.make(str(tmp_path / name))
+    Path(made.folder, "manifest.json").write_text(Manifest({}, {}).dump())
+    assert directory.find(tmp_path / name) == made.folder
+    os.close(made._lock)
+    directory.remove_leftovers(tmp_path)
+    assert _names(tmp_path) == [name]
+    assert directory.find(tmp_path / name / "meta.pt") == str(tmp_path / name)
+
+
+def test_leftovers_of_processes_that_are_gone(tmp_path: Path) -> None:
+    mine = directory.Place.make(str(tmp_path / "running"))
+    gone = directory.Place.make(str(tmp_path / "gone"))
+    os.close(gone._lock)  # as the kernel does when a process ends
+    foreign = tmp_path / ".x.tmp-another-host-77-0123abcd"
+    young = tmp_path / ".y.tmp-another-host-77-0123abcd"
+    for path in (foreign, young, tmp_path / ".x.tmp-note", tmp_path / ".hidden-a-b"):
+        path.mkdir()
+    os.utime(foreign, (0, 0))
+    os.utime(tmp_path / ".hidden-a-b", (0, 0))
+    complete = directory.Place.make(str(tmp_path / "complete"))
+    Path(complete.folder, "manifest.json").write_text("{}")
+    assert directory.find(tmp_path / "complete") == complete.folder, "a kill between two renames"
+    os.close(complete._lock)
+    directory.remove_leftovers(tmp_path)
+    names = _names(tmp_path)
+    assert names == sorted([Path(mine.folder).name, young.name, ".x.tmp-note", ".hidden-a-b", "complete"])
+    mine.discard()
+
+
+def test_what_a_save_replaced_never_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill while the old checkpoint is being removed leaves a part of it, which must not get a name again."""
+    old, path = tmp_path / "last", tmp_path / "new"
+    for folder in (old, path):
+        folder.mkdir()
+        (folder / "manifest.json").write_text(folder.name)
+    made = directory.Place(str(old), str(directory._temporary(old)))
+    os.rename(path, made.folder)
+    monkeypatch.setattr(directory.shutil, "rmtree", lambda *args, **kwargs: None)  # killed here
+    made.commit()
+    monkeypatch.undo()
+    assert (old / "manifest.json").read_text() == "new"
+    directory.remove(old)
+    directory.remove_leftovers(tmp_path)
+    assert _names(tmp_path) == []
+
+
+def test_a_manifest_of_somebody_else(tmp_path: Path) -> None:
+    """Many programs have a file of that name: a checkpoint beside it is itself, and its folder is never replaced."""
+    (tmp_path / "manifest.json").write_text('{"name": "web app"}')
+    (tmp_path / "model.ckpt").write_text("x")
+    assert directory.find(tmp_path / "model.ckpt") == str(tmp_path / "model.ckpt")
+    with pytest.raises(CheckpointError, match="model.ckpt, which saving a checkpoint there would remove"):
+        directory.Place.make(str(tmp_path))
+    assert (tmp_path / "model.ckpt").read_text() == "x"

@@ -1,0 +1,190 @@
+"""Training goes on from checkpoints of others, and from imports of them, as if it had never stopped."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lt_zero import ZeroPrecision
+from tests.support.import_tools import CASES, expected_of, imported, makers, module_for, source_of
+from tests.support.lightning_tools import sharded_trainer
+from tests.support.pool import Pool, WorkerError
+
+OPTIONS: dict[str, Any] = {"use_distributed_sampler": False}
+
+
+def tokens(rank: int) -> Tensor:
+    return torch.randint(7, (4,), generator=torch.Generator().manual_seed(100 + rank))
+
+
+def resume(case: str, path: str, steps: int, config: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
+    """One more step from ``path``; the weights, moments and settings after it (rank 0)."""
+    stage = int(re.sub(r".*stage(\d).*|.*", r"\1", case) or 3)
+    module = module_for(case, **how)
+    trainer = sharded_trainer(stage, None, config, max_steps=steps, max_epochs=9, **OPTIONS)
+    batch = tokens(dist.get_rank())
+    trainer.fit(module, torch.utils.data.DataLoader([batch], batch_size=None), ckpt_path=path)
+    assert trainer.global_step == steps
+    (optimizer,) = trainer.optimizers
+    moments = trainer.strategy.optimizer_state(optimizer)
+    weights = trainer.strategy.full_state_dict()
+    return {
+        "epoch": trainer.current_epoch,
+        "weights": {name: value.numpy() for name, value in weights.items()},
+        "moments": moments if "format" in str(config) else None,
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
+        "schedules": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+    }
+
+
+def reference(case: str) -> dict[str, Tensor]:
+    """One more step by plain torch in one process, from what the fixture is known to hold."""
+    make, expected = makers("deepspeed"), expected_of(case)
+    model = make.Tiny()
+    model.load_state_dict(expected["weights"])
+    groups = make.groups(model)
+    kind = torch.optim.SGD if case == "deepspeed/stage3" else torch.optim.AdamW
+    settings = {"lr": 0.05, "momentum": 0.9} if case == "deepspeed/stage3" else make.ADAMW
+    optimizer = kind(groups, **settings)
+    for name, parameter in model.named_parameters():
+        if name in expected["state"]:
+            optimizer.state[parameter] = {key: value.clone() for key, value in expected["state"][name].items()}
+            if kind is torch.optim.AdamW:
+                optimizer.state[parameter]["step"] = torch.tensor(4.0)
+    for rank in range(2):
+        (model(tokens(rank)) / 2).backward()
+    optimizer.step()
+    return dict(model.named_parameters())
+
+
+def same_weights(one: dict[str, Any], two: dict[str, Any], exact: bool = True) -> None:
+    assert one.keys() == two.keys()
+    for name in one:
+        if exact:
+            np.testing.assert_array_equal(one[name], two[name], err_msg=name)
+        else:
+            np.testing.assert_allclose(one[name], two[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+PLAIN = [case for case in CASES if case.startswith("deepspeed/stage") and not case.endswith(("stage0", "fp16"))]
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_resuming_an_import_of_plain_deepspeed(case: str, tmp_path: Path, pool: Pool) -> None:
+    out = imported(case, tmp_path)
+    elastic = case.endswith("elastic")  # has no settings: those of the run hold
+    how = {"everything": True} | ({"rate": 1e-2} if elastic else {})
+    found = pool.run(2, resume, case, str(out), 5, {}, how)[0]
+    assert found["epoch"] == 3  # began epoch 2, which is over
+    if elastic:
+        assert [group["weight_decay"] for group in found["groups"]] == [0.7, 0.7]
+        return
+    assert [group["weight_decay"] for group in found["groups"]] == [0.1, 0.0]
+    wanted = reference(case)
+    names = [name for name in found["weights"] if name in wanted]
+    assert len(names) == 8
+    same_weights(
+        {name: found["weights"][name] for name in names},
+        {name: wanted[name].detach().numpy() for name in names},
+        exact=False,
+    )
+
+
+@pytest.mark.parametrize("case", ["deepspeed/lightning_stage2", "deepspeed/lightning_stage3_bf16", "fsdp/fsdp"])
+def test_resuming_directly_is_resuming_an_import(case: str, tmp_path: Path, pool: Pool) -> None:
+    out = imported(case, tmp_path)
+    how = {"everything": True} if "lightning" in case else {}
+    direct = pool.run(2, resume, case, str(source_of(case)), 4, {}, how)[0]
+    ours = pool.run(2, resume, case, str(out), 4, {}, how)[0]
+    same_weights(direct["weights"], ours["weights"])
+    assert direct["groups"] == ours["groups"]
+    assert direct["schedules"] == ours["schedules"]
+    assert direct["schedules"][0]["last_epoch"] == 2
+    assert direct["groups"][0]["lr"] == pytest.approx(1e-3)  # StepLR(2) of 1e-2, not of what the run has
+    assert direct["groups"][0]["initial_lr"] == 1e-2
+    old = expected_of(case)["weights"]
+    assert any(not np.array_equal(direct["weights"][name], old[name].numpy()) for name in old)
+
+
+@pytest.mark.parametrize(
+    "case", ["deepspeed/stage0", "deepspeed/stage1_bf16", "deepspeed/stage2_bf16", "deepspeed/stage3_bf16"]
+)
+def test_the_weights_alone(case: str, tmp_path: Path, pool: Pool) -> None:
+    config = {"checkpoint": {"load_module_only": True}}
+    paths = [str(source_of(case)), str(imported(case, tmp_path))]
+    direct, ours = (pool.run(2, resume, case, path, 1, config, {"rate": 1e-2})[0] for path in paths)
+    same_weights(direct["weights"], ours["weights"])
+    assert direct["epoch"] == 1
+    frozen = expected_of(case)["weights"]["frozen.weight"].float().numpy()
+    np.testing.assert_array_equal(direct["weights"]["frozen.weight"], frozen)
+
+
+def test_a_stage_0_import_goes_on_with_fresh_optimizers(tmp_path: Path, pool: Pool) -> None:
+    out = str(imported("deepspeed/stage0", tmp_path))
+    with pytest.raises(WorkerError, match=r"no optimizer states.*checkpoint\.load_optimizer_states=false"):
+        pool.run(2, resume, "deepspeed/stage0", out, 5, {}, {})
+    config = {"checkpoint": {"load_optimizer_states": False}}
+    assert pool.run(2, resume, "deepspeed/stage0", out, 5, config, {})[0]["epoch"] == 3
+
+
+def test_what_has_no_loops_says_what_to_do(pool: Pool) -> None:
+    path = str(source_of("deepspeed/stage2_bf16"))
+    with pytest.raises(WorkerError, match=r"no loops.*load_module_only=true.*`lt-zero import`") as error:
+        pool.run(2, resume, "deepspeed/stage2_bf16", path, 5, {}, {})
+    assert "KeyError" not in str(error.value)
+
+
+def validate(path: str) -> dict[str, Any]:
+    trainer = sharded_trainer(2, **OPTIONS)
+    module = module_for("deepspeed/stage2_bf16")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.validate(module, torch.utils.data.DataLoader([tokens(0)], batch_size=None), path, verbose=False)
+    told = [str(warning.message) for warning in caught if "elastic_checkpoint" in str(warning.message)]
+    return {"weight": module.body.weight.detach().clone(), "told": told}
+
+
+def test_validating(pool: Pool) -> None:
+    case = "deepspeed/stage2_elastic"
+    found = pool.run(2, validate, str(source_of(case)))
+    assert [len(rank["told"]) for rank in found] == [1, 0]
+    assert all(torch.equal(rank["weight"], expected_of(case)["weights"]["body.weight"]) for rank in found)
+
+
+def scale_of(path: str) -> tuple[dict[str, Any], int]:
+    trainer = sharded_trainer(
+        2, None, {"fp16": {"hysteresis": 2}}, max_steps=15, plugins=[ZeroPrecision("16-mixed")], **OPTIONS
+    )
+    seen: list[Any] = []
+
+    class Look(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
+            gate = trainer.precision_plugin.gate
+            seen.append((gate.scaler.state_dict(), gate.counter(0).skipped))
+
+    trainer.callbacks.append(Look())
+    trainer.fit(
+        module_for("deepspeed/stage2_fp16"),
+        torch.utils.data.DataLoader([tokens(dist.get_rank())], batch_size=None),
+        ckpt_path=path,
+    )
+    return seen[0]
+
+
+def test_the_loss_scale_goes_on(tmp_path: Path, pool: Pool) -> None:
+    case = "deepspeed/stage2_fp16"
+    wanted = expected_of(case)["scaler"]
+    scaler, skipped = pool.run(2, scale_of, str(imported(case, tmp_path)))[0]
+    assert scaler["scale"] == wanted["cur_scale"]
+    assert scaler["steps"] == wanted["cur_iter"] == 14
+    assert scaler["last_overflow"] == wanted["last_overflow_iter"]
+    assert skipped == 8

@@ -1,0 +1,308 @@
+"""What is saved beside weights is plain: readable without the code that wrote it, and nothing in it can run."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import enum
+import io
+import re
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from omegaconf import MISSING as NOT_GIVEN
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from lt_zero.checkpoint.native.plain import MISSING, plain, put_back
+from tests.support.lightning_tools import GPT, sharded_trainer
+from tests.support.pool import Pool
+
+
+class Color(enum.Enum):
+    RED = "red"
+    PATH = Path("a/b")
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+class Point(NamedTuple):
+    x: int
+    y: Any
+
+
+class Text(str):
+    pass
+
+
+@dataclass
+class Inner:
+    color: Color = Color.RED
+    where: Path = Path("data/x")
+    raw: bytes = b"\x00"
+
+
+@dataclass
+class Structured:
+    inner: Inner = field(default_factory=Inner)
+    rate: float = NOT_GIVEN
+
+
+class Custom:
+    """No plain form."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Custom) and other.number == self.number
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+def through_torch(value: Any) -> Any:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=True)
+
+
+CASES: dict[str, tuple[Any, Any]] = {
+    "atoms": ([None, True, 2, 2.5, 1j, "a", b"b"], [None, True, 2, 2.5, 1j, "a", b"b"]),
+    "large": ([2**80, -(2**80), float("inf")], [2**80, -(2**80), float("inf")]),
+    "subclasses": ([Text("a"), np.str_("b"), np.bytes_(b"c"), Level.HIGH], ["a", "b", b"c", 3]),
+    "enums": ({"a": Color.RED, Color.RED: 1, "p": Color.PATH}, {"a": "red", "red": 1, "p": "a/b"}),
+    "numpy": ([np.float32(0.5), np.float64(1.5), np.int8(3), np.bool_(True)], [0.5, 1.5, 3, True]),
+    "paths": ([Path("/a/b"), PurePosixPath("c")], ["/a/b", "c"]),
+    "tuples": ((1, Point(2, Path("a")), [(3,)]), (1, (2, "a"), [(3,)])),
+    "sets": ([{1, 2}, frozenset({"a"}), {Path("p"), "q"}, {Color.RED}], [{1, 2}, {"a"}, {"p", "q"}, {"red"}]),
+    "sets of sets": ({frozenset({1}), frozenset({2, 3})}, [{1}, {2, 3}]),
+    "defaultdict": (collections.defaultdict(list, a=[1]), {"a": [1]}),
+    "counter": (collections.Counter("aab"), {"a": 2, "b": 1}),
+    "keys": (
+        {1: "a", None: "b", (1, Path("x")): "c", Path("y"): "d", np.int64(4): "e", np.float64(0.5): "f", Text("t"): 2},
+        {1: "a", None: "b", (1, "x"): "c", "y": "d", 4: "e", 0.5: "f", "t": 2},
+    ),
+    "torch": ((torch.float16, torch.Size([2]), torch.device("cpu")),) * 2,
+    "timedelta": ([datetime.timedelta(minutes=1)], [60.0]),
+    "omegaconf": (
+        OmegaConf.create({"a": 1, "b": {"c": "${a}", "d": [1, "${b.c}"]}, "e": None}),
+        {"a": 1, "b": {"c": 1, "d": [1, 1]}, "e": None},
+    ),
+    "omegaconf list": ({"x": OmegaConf.create([1, {"a": 2}])}, {"x": [1, {"a": 2}]}),
+    "omegaconf missing": (OmegaConf.create({"a": "???", "b": "${a}"}), {"a": "???", "b": "${a}"}),
+    "omegaconf without root": (OmegaConf.create({"a": "${nobody.there}"}), {"a": "${nobody.there}"}),
+    "omegaconf values": (
+        OmegaConf.create({"p": Path("x"), "e": Color.RED, "b": b"1", "k": {1: 2}}),
+        {"p": "x", "e": "red", "b": b"1", "k": {1: 2}},
+    ),
+    "structured": (
+        OmegaConf.structured(Structured(rate=0.5)),
+        {"inner": {"color": "red", "where": "data/x", "raw": b"\x00"}, "rate": 0.5},
+    ),
+    "structured missing": (
+        OmegaConf.structured(Structured),
+        {"inner": {"color": "red", "where": "data/x", "raw": b"\x00"}, "rate": "???"},
+    ),
+    "namespace": ({"h": pl.utilities.parsing.AttributeDict(a=1)}, {"h": {"a": 1}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_plain_forms(name: str) -> None:
+    value, expected = CASES[name]
+    got, rest = plain(value)
+    assert not rest
+    assert got == expected
+    types = {type(item) for item in _walk(got)}
+    assert types <= {
+        *(type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set),
+        *(torch.dtype, torch.Size, torch.device),
+    }, types
+    assert through_torch(got) == expected
+
+
+def _walk(value: Any) -> Any:
+    yield value
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _walk(key)
+            yield from _walk(inner)
+    elif isinstance(value, list | tuple | set) and not isinstance(value, torch.Size):
+        for inner in value:
+            yield from _walk(inner)
+
+
+def test_order_arrays_and_tensors() -> None:
+    ordered = collections.OrderedDict([("b", 1), ("a", np.arange(6, dtype=np.int16).reshape(2, 3).T)])
+    got, rest = plain({"o": ordered, "t": (torch.ones(2), nn.Parameter(torch.ones(1)))})
+    assert not rest
+    assert type(got["o"]) is collections.OrderedDict
+    assert list(got["o"]) == ["b", "a"]
+    assert torch.equal(got["o"]["a"], torch.arange(6, dtype=torch.int16).view(2, 3).T)
+    assert through_torch(got)["o"]["b"] == 1
+    seen: list[Any] = []
+    odd, rest = plain([np.array([1.5, 2.5], dtype=">f8"), np.empty((0, 2)), np.array(3)])
+    assert not rest
+    assert [item.tolist() for item in odd] == [[1.5, 2.5], [], 3]
+    assert plain({"x": np.longdouble(1)})[1].keys() == {("x",)}
+    assert plain({"x": np.zeros(2, dtype=np.longdouble), "y": {Path("a"): 1, "a": 2}})[1].keys() == {("x",), ("y",)}
+    swapped, _ = plain({"a": [torch.ones(2)]}, lambda path, tensor: seen.append(path))
+    assert swapped == {"a": [None]}
+    assert seen == [("a", 0)]
+
+
+def test_what_is_not_plain_is_put_aside_and_back() -> None:
+    value = {
+        "a": Custom(1),
+        "b": [1, {"c": Custom(2)}],
+        "t": (1, (2, Custom(3))),
+        "f": np.array(["x", None], dtype=object),
+        "s": {1, Custom(4)},
+        "class": Custom,
+        "call": len,
+        "o": OmegaConf.create({"x": Custom(5), "y": 1}, flags={"allow_objects": True}),
+        ("k", 1): Custom(6),
+    }
+    got, rest = plain(value)
+    assert got["a"] == got["b"][1]["c"] == got["t"][1][1] == got["call"] == got["o"]["x"] == MISSING
+    through_torch(got)
+    assert got["s"] == MISSING
+    put_back(got, rest)
+    assert (got["a"], got["b"], got["class"], got["call"]) == (Custom(1), [1, {"c": Custom(2)}], Custom, len)
+    assert got["t"] == [1, [2, Custom(3)]], "tuples become lists"
+    assert got["s"] == {1, Custom(4)}
+    assert got["o"] == {"x": Custom(5), "y": 1}
+    assert got["k", 1] == Custom(6)
+    assert got["f"][0] == "x"
+    assert value["t"] == (1, (2, Custom(3))), "the caller's containers are as they were"
+
+
+def test_containers_that_contain_themselves() -> None:
+    loop: dict[str, Any] = {"a": 1}
+    loop["self"] = [loop]
+    got, rest = plain({"x": loop})
+    assert got["x"]["a"] == 1
+    assert rest
+    through_torch(got)
+
+
+# ---- whole checkpoints -----------------------------------------------------------------------------------------------
+
+READER = """
+import sys
+class Block:
+    def find_spec(self, name, *args):
+        if name.split(".")[0] in ("lt_zero", "omegaconf", "lightning", "tests"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Block())
+import torch
+for path in sys.argv[1:]:
+    torch.load(path, weights_only=True)
+print("read", len(sys.argv) - 1)
+"""
+
+
+class Configured(GPT):
+    def __init__(self, cfg: DictConfig, **more: Any) -> None:
+        super().__init__(cfg.world, "adamw")
+        self.save_hyperparameters(ignore=["note"])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = {"custom": Custom(7), "array": np.arange(3), "pair": (Color.RED, Path("p"))}
+
+
+def _config(world: int) -> DictConfig:
+    return OmegaConf.create({"world": world, "lr": "${base}", "base": 0.5, "sizes": [1, 2], "unset": "???"})
+
+
+def _whole(folder: str) -> None:
+    for form in ("sharded", "full"):
+        trainer = sharded_trainer(2, config={"checkpoint": {"format": form}}, max_steps=1)
+        trainer.fit(Configured(_config(2), stage=Color.RED, root=Path("r")))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.save_checkpoint(f"{folder}/{form}.ckpt")
+        texts = [str(w.message) for w in caught if "mine.custom" in str(w.message)]
+        assert len(texts) == (trainer.is_global_zero and form == "sharded"), texts
+        for trust in (None, False) if form == "sharded" else (False,):
+            module = Configured(_config(2))
+            seen: list[Any] = []
+            module.on_load_checkpoint = seen.append  # type: ignore[assignment, method-assign]
+            again = sharded_trainer(1, max_steps=2)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                again.fit(module, ckpt_path=f"{folder}/{form}.ckpt", weights_only=trust)
+            left = [str(w.message) for w in caught if "left out" in str(w.message)]
+            mine, names = seen[0]["mine"], seen[0]["hyper_parameters"]
+            if trust is False:
+                assert mine["custom"] == Custom(7)
+                assert not left
+            else:
+                assert mine["custom"] == MISSING
+                assert len(left) == 1
+                assert "mine.custom" in left[0]
+            assert torch.equal(mine["array"], torch.arange(3))
+            assert list(mine["pair"]) == ["red", "p"]
+            assert names["cfg"]["sizes"] == [1, 2]
+            assert again.global_step == 2
+
+
+def test_every_file_of_a_checkpoint_loads_anywhere(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _whole, str(tmp_path))
+    files = sorted((tmp_path / "sharded.ckpt").glob("*.pt"))
+    names = [re.sub(r"\d+", "#", f.name) for f in files]
+    assert names == ["extras.pt", "meta.pt", *["moments-#.pt"] * 2, *["weights-#.pt"] * 2]
+    done = subprocess.run([sys.executable, "-c", READER, *map(str, files)], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == f"read {len(files)}", done.stderr
+    meta = torch.load(tmp_path / "sharded.ckpt" / "meta.pt", weights_only=True)
+    assert meta["hyper_parameters"]["cfg"]["world"] == 2
+    assert meta["hyper_parameters"]["stage"] == "red"
+
+
+class Plain(pl.LightningModule):
+    """Nothing but hyper-parameters of OmegaConf."""
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters(cfg)
+        self.layer = nn.Linear(2, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=1)
+
+
+def _hparams(folder: str) -> None:
+    for form in ("sharded", "full"):
+        trainer = sharded_trainer(1, config={"checkpoint": {"format": form}}, max_steps=1)
+        trainer.fit(Plain(OmegaConf.create({"base": 0.5, "lr": "${base}"})))
+        trainer.save_checkpoint(f"{folder}/{form}.ckpt")
+
+
+def test_hyperparameters_of_omegaconf_through_both_formats(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, _hparams, str(tmp_path))
+    paths = [tmp_path / "full.ckpt", *sorted((tmp_path / "sharded.ckpt").glob("*.pt"))]
+    done = subprocess.run([sys.executable, "-c", READER, *map(str, paths)], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == f"read {len(paths)}", done.stderr
+    for path in (tmp_path / "full.ckpt", tmp_path / "sharded.ckpt" / "meta.pt"):
+        found = torch.load(path, weights_only=True)
+        assert found["hyper_parameters"] == {"base": 0.5, "lr": 0.5}
+        assert found["lt_zero"]["hparams"] == "omegaconf"
+    assert Plain.load_from_checkpoint(tmp_path / "full.ckpt", weights_only=True, cfg={}).layer.weight.shape == (2, 2)

@@ -1,0 +1,357 @@
+"""No file makes the readers of other people's checkpoints execute anything, crash, or raise another error."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+import struct
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lt_zero.checkpoint.formats.dcp import DcpSource
+from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
+from lt_zero.checkpoint.formats.torch_file import FileSource
+from lt_zero.checkpoint.formats.torchread import TorchReader
+from lt_zero.checkpoint.formats.unpickle import Machine, load_pickle
+from lt_zero.common.errors import CheckpointError
+from tests.support.paths import DATA
+
+WHERE = Path("some/file.pt")
+MARKER = "/tmp/lt_zero_test_was_here"
+
+
+_seen: list[str] = []
+_events = {"os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "pickle.find_class"}
+
+
+def _listen(event: str, args: Any) -> None:
+    """The interpreter reports what code does; a hook cannot be removed, so it is made once."""
+    if event in _events:
+        _seen.append(event)
+
+
+sys.addaudithook(_listen)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_runs() -> Iterator[None]:
+    _seen.clear()
+    yield
+    assert not _seen
+    assert not os.path.exists(MARKER)
+
+
+def test_the_hook_hears() -> None:
+    pickle.loads(MALICIOUS["torch.Size.__init__"].replace(b".__init__", b"").replace(b"\x0dSize", b"\x04Size"))
+    assert _seen == ["pickle.find_class"]
+    _seen.clear()
+
+
+def load(data: bytes) -> Any:
+    return load_pickle(Machine(), data, len(data), WHERE)
+
+
+def refused(data: bytes, match: str) -> None:
+    with pytest.raises(CheckpointError, match=match) as caught:
+        load(data)
+    assert str(WHERE) in str(caught.value)
+
+
+class Calls:
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.what = (function, args)
+
+    def __reduce__(self) -> Any:
+        return self.what
+
+
+def named(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+MALICIOUS = {
+    "os.system": b"cos\nsystem\n(S'touch /tmp/lt_zero_test_was_here'\ntR.",
+    "posix.system": b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x04true\x85R.",
+    "builtins.eval": b"cbuiltins\neval\n(S'1'\ntR.",
+    "__builtin__.eval": b"c__builtin__\neval\n(S'1'\ntR.",
+    "builtins.getattr": b"cbuiltins\ngetattr\n(ctorch\nfloat32\nS'__class__'\ntR.",
+    "functools.partial": b"cfunctools\npartial\n(cos\nsystem\nS'true'\ntR.",
+    "torch.Size.__init__": b"\x80\x04\x8c\x05torch\x8c\x0dSize.__init__\x93).",
+    "torch.serialization.os": b"ctorch.serialization\nos\n.",
+    "torch.serialization.os.system": b"\x80\x04\x8c\x13torch.serialization\x8c\x09os.system\x93.",
+    "torch.hub.load": b"ctorch.hub\nload\n(S'a'\nS'b'\ntR.",
+    "numpy.load": b"cnumpy\nload\n(S'a'\ntR.",
+    "torch._utils._rebuild_tensor_v2": b"ctorch._utils\n_rebuild_tensor_v2\n.",
+    "subprocess.Popen": b"(isubprocess\nPopen\n.",
+    "EXT1": b"\x80\x02\x82\x01.",
+    "EXT4": b"\x80\x02\x84\x01\x00\x00\x00.",
+    "persistent id": b"\x80\x02K\x01Q.",
+    "PERSID": b"P1\n.",
+    "NEWOBJ_EX": b"\x80\x04" + named("collections", "OrderedDict") + b")}\x92.",
+    "NEXT_BUFFER": b"\x80\x05\x97.",
+    "attributes for a Global": named("torch", "Size") + b"}S'__call__'\nK\x01sb.",
+    "attributes for a dtype": named("torch", "float32") + b"}S'a'\nK\x01sb.",
+    "attributes for a list": b"]}S'a'\nK\x01sb.",
+    "a call of a str": b"S'os.system'\n(S'true'\ntR.",
+    "a call of a Inert": named("argparse", "Namespace") + b")\x81)R.",
+    "a call of a dtype": named("torch", "float32") + b")R.",
+    "a tuple as a key": b"}" + b")" + b"\x85" * 100_000 + b"K\x01s.",
+    "a list as a key": b"}]K\x01s.",
+    "bytes in another": named("_codecs", "encode") + b"S'a'\nS'rot13'\n\x86R.",
+}
+
+
+@pytest.mark.parametrize("what", MALICIOUS)
+def test_malicious(what: str) -> None:
+    refused(MALICIOUS[what], what.replace("(", r"\("))
+
+
+@pytest.mark.parametrize("function", [os.system, eval, exec, getattr, __import__, open, torch.load, pickle.loads, type])
+@pytest.mark.parametrize("protocol", range(6))
+def test_calls_in_every_protocol(function: Any, protocol: int) -> None:
+    data = {"a": [Calls(function, "true")]}
+    refused(pickle.dumps(data, protocol), "which is not read")
+
+
+DAMAGED = {
+    "memo": b"h\x05.",
+    "no end": b"K\x01",
+    "empty": b"",
+    "two left": b"K\x01K\x02.",
+    "none left": b".",
+    "mark": b"t.",
+    "mark in the way": b"K\x01(\x85.",
+    "odd items": b"}(K\x01u.",
+    "appended to a number": b"K\x01K\x02a.",
+    "long string": b"X\xff\xff\xff\x7fabc.",
+    "longer string": b"\x8d" + b"\xff" * 8 + b"abc.",
+    "long number": b"\x8b\xff\xff\xff\x7f.",
+    "no number": b"Iabc\n.",
+    "no utf-8": b"X\x02\x00\x00\x00\xff\xfe.",
+    "pairs": named("collections", "OrderedDict") + b"(]K\x01atR.",
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_damaged(what: str) -> None:
+    refused(DAMAGED[what], "damaged")
+
+
+def test_huge_memo_takes_no_room() -> None:
+    assert load(b"K\x01r\xff\xff\xff\xff.") == 1
+    assert load(b"K\x01p99999999999999999999\n.") == 1
+
+
+def test_copies_are_limited() -> None:
+    """A short file must not ask for gigabytes."""
+    text = b"X" + struct.pack("<I", 100_000) + b"a" * 100_000 + b"q\x00"
+    once = named("_codecs", "encode") + b"h\x00X\x06\x00\x00\x00latin1\x86R0"
+    assert load(text + once + b".") == "a" * 100_000
+    refused(text + once * 1000 + b".", "copies")
+
+
+def test_deep_nesting(tmp_path: Path) -> None:
+    deep: Any = 1
+    data = b"]" * 200_000 + b"a" * 199_999 + b"."
+    assert isinstance(load(data), list)
+    for _ in range(200):
+        deep = [deep]
+    torch.save({"state_dict": {"a": torch.ones(1)}, "deep": deep}, tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match="nested too deeply"):
+        FileSource(tmp_path / "a.ckpt")
+
+
+def test_laughter_stays_small(tmp_path: Path) -> None:
+    """Lists of one list, twice each: two to the fiftieth elements if copied apart."""
+    row: Any = [1]
+    for _ in range(50):
+        row = [row, row]
+    torch.save({"state_dict": {"a": torch.ones(1)}, "row": row}, tmp_path / "a.ckpt")
+    meta = FileSource(tmp_path / "a.ckpt").meta
+    assert meta["row"][0] is meta["row"][1]
+
+
+def test_plain_values_in_every_protocol() -> None:
+    value = {
+        "numbers": [0, 255, 65536, -1, 1 << 80, 1.5, True, None],
+        "text": "ä" * 300,
+        ("a", 1): (1, (2, 3), ()),
+        "bytes": b"\x00\xff",
+        "set": {1, 2},
+        "frozen": frozenset({3}),
+        "complex": 1 + 2j,
+        "dtype": torch.bfloat16,
+        "numpy": [np.float32(1.5), np.int64(-7), np.bool_(True)],
+    }
+    for protocol in range(6):
+        assert load(pickle.dumps(value, protocol)) == value, protocol
+    assert load(pickle.dumps([Path("/a/b"), torch.Size([2, 3])])) == ["/a/b", (2, 3)]
+
+
+def test_named_classes_are_data(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"a": torch.ones(1)}, "own": Own(), "epoch": 1}, tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match=r"test_unpickle\.Own.*inert"):
+        FileSource(tmp_path / "a.ckpt")
+    source = FileSource(tmp_path / "a.ckpt", inert=[f"{Own.__module__}.Own"])
+    assert source.meta == {"own": None, "epoch": 1}
+    assert "Own" in source.notes[0]
+
+
+class Own:
+    def __setstate__(self, state: Any) -> None:
+        os.system("true")
+
+    def __init__(self) -> None:
+        self.a = 1
+
+
+# ---- files -------------------------------------------------------------------------------------------------------
+
+
+def archive(path: Path, pickled: bytes, **records: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("a/data.pkl", pickled)
+        for name, content in records.items():
+            file.writestr(f"a/data/{name[1:]}", content)
+    return path
+
+
+def tensor(numel: int, start: int, shape: tuple[int, ...], stride: tuple[int, ...], key: str = "0") -> bytes:
+    """A pickle of one tensor, as torch.save writes them."""
+
+    marker = object()
+
+    class Saver(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> Any:
+            return ("storage", torch.FloatStorage, key, "cpu", numel) if obj is marker else None
+
+    stream = io.BytesIO()
+    arguments = (marker, start, shape, stride, False, {})
+    Saver(stream, 2).dump(Calls(torch._utils._rebuild_tensor_v2, *arguments))
+    return stream.getvalue()
+
+
+def test_impossible_tensors(tmp_path: Path) -> None:
+    good = archive(tmp_path / "good.pt", tensor(4, 1, (3,), (1,)), _0=struct.pack("<4f", 1, 2, 3, 4))
+    assert TorchReader(good).value.read().tolist() == [2, 3, 4]
+    for number, bad in enumerate(
+        [
+            tensor(5, 0, (3,), (1,)),  # a longer storage than the record
+            tensor(4, 2, (3,), (1,)),  # beyond its end
+            tensor(4, -1, (3,), (1,)),
+            tensor(4, 0, (2, 2), (1,)),
+            tensor(4, 0, (-3,), (1,)),
+            tensor(4, 0, (1 << 40,), (0,)),  # one element as many
+            tensor(4, 0, (1 << 63, 1 << 63), (0, 0)),
+            tensor(4, 0, (2,), (1 << 61,)),
+            tensor(4, 0, (3,), (1,), "../data.pkl"),
+            tensor(4, 0, (3,), (1,), "1"),
+        ]
+    ):
+        path = archive(tmp_path / f"{number}.pt", bad, _0=struct.pack("<4f", 1, 2, 3, 4))
+        with pytest.raises(CheckpointError, match=rf"{number}\.pt"):
+            TorchReader(path)
+
+
+def test_not_a_torch_file(tmp_path: Path) -> None:
+    for number, content in enumerate([b"", b"text", b"PK\x03\x04", pickle.dumps({"a": 1}), b"\x80\x02" * 9]):
+        path = tmp_path / f"{number}.pt"
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=rf"{number}\.pt"):
+            TorchReader(path)
+    with zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("a/data.pkl", b"0" * 1_000_000)
+    with pytest.raises(CheckpointError, match=r"bomb\.pt.*compressed"):
+        TorchReader(tmp_path / "bomb.pt")
+    with pytest.raises(CheckpointError, match=r"none\.pt"):
+        TorchReader(tmp_path / "none.pt")
+
+
+def test_checksums(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"a": torch.full((100,), 1.5)}, path)
+    TorchReader(path).verify()
+    data = bytearray(path.read_bytes())
+    data[data.index(struct.pack("<f", 1.5) * 100) + 7] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"checksum of its record data/0"):
+        TorchReader(path).verify()
+
+
+def read_all(source: Any) -> None:
+    for name in source.weights:
+        source.read(name)
+    for number, optimizer in enumerate(source.optimizers):
+        for name, entries in optimizer.state.items():
+            for key in entries:
+                if hasattr(entries[key], "nbytes") and not isinstance(entries[key], torch.Tensor):
+                    source.read_state(number, name, key)
+
+
+FILES = [
+    "deepspeed/stage2_bf16/global_step4/mp_rank_00_model_states.pt",
+    "deepspeed/stage2_bf16/global_step4/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    "deepspeed/stage3_bf16/global_step4/zero_pp_rank_1_mp_rank_00_model_states.pt",
+    "deepspeed/stage3_bf16/global_step4/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    "fsdp/fsdp/.metadata",
+    "fsdp/fsdp/__1_0.distcp",
+    "fsdp/fsdp/meta.pt",
+    "legacy.pt",
+]
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mutated") / "data"
+    shutil.copytree(DATA, folder)
+    values = {"a": torch.arange(9.0).view(3, 3), "b": torch.ones(2, dtype=torch.int64)}
+    torch.save({"state_dict": values, "epoch": 1}, folder / "legacy.pt", _use_new_zipfile_serialization=False)
+    return folder
+
+
+def open_source(folder: Path, file: str) -> Any:
+    if file.startswith("deepspeed"):
+        return DeepSpeedSource(folder / Path(file).parents[1])
+    return DcpSource(folder / "fsdp" / "fsdp") if file.startswith("fsdp") else FileSource(folder / file)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_mutated(copies: Path, file: str) -> None:
+    """Cut off, changed or shuffled: an error of ours, or values."""
+    path = copies / file
+    good = path.read_bytes()
+    read_all(open_source(copies, file))
+    unnamed: list[str] = []
+
+    @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def mutate(draw: st.DataObject) -> None:
+        data = bytearray(good)
+        # The pickle, where most of the meaning is, is at the beginning.
+        place = st.integers(0, len(good) - 1) | st.integers(0, min(3000, len(good) - 1))
+        for _ in range(draw.draw(st.integers(1, 4))):
+            data[draw.draw(place)] = draw.draw(st.integers(0, 255))
+        if draw.draw(st.booleans()):
+            del data[draw.draw(place) :]
+        path.write_bytes(data)
+        try:
+            read_all(open_source(copies, file))
+        except CheckpointError as error:
+            unnamed.extend([] if str(copies) in str(error) else [str(error)])
+
+    try:
+        mutate()
+    finally:
+        path.write_bytes(good)
+    assert not unnamed

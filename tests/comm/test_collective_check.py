@@ -1,0 +1,47 @@
+"""Debug mode: ranks agree on each collective before they launch it, reductions included."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import lt_zero
+from lt_zero.comm.communicator import Comm
+from lt_zero.comm.work import Launch
+from tests.support.models import Net, next_token_loss
+from tests.support.parity import Case, check, config_of
+from tests.support.pool import Pool
+
+DEBUG = {"LT_ZERO_DEBUG": "1"}
+ZERO = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+
+
+def _good() -> None:
+    check(Case(Net, next_token_loss, 3, zero=ZERO))
+
+
+def test_alike_ranks_pass(pool: Pool) -> None:
+    pool.run(3, _good, env=DEBUG)
+
+
+def _reductions() -> list[str]:
+    """What is agreed upon in the last of four equal steps."""
+    engine = lt_zero.shard(Net(), config_of(2, ZERO))
+    agreed: list[str] = []
+
+    def note(comm: Comm, launch: Launch) -> None:
+        agreed.append(launch.channel)
+        agree(comm, launch)
+
+    agree = Comm._agree
+    with mock.patch.object(Comm, "_agree", note):
+        for step in range(4):
+            agreed.clear()
+            next_token_loss(engine.root, step, 0, 0).backward()
+    return agreed
+
+
+def test_every_collective_is_agreed_upon(pool: Pool) -> None:
+    for agreed in pool.run(2, _reductions, env=DEBUG):
+        assert set(agreed) == {"collective", "reduction"}
+    for agreed in pool.run(2, _reductions, env={"LT_ZERO_SHARED_MEMORY": "0"}):
+        assert agreed == []

@@ -1,0 +1,298 @@
+"""Other modules on one rank than on another end with an error that names them, however ranks are connected."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+import lt_zero
+from lt_zero.comm import hang_detection
+from lt_zero.comm.communicator import Comm
+from lt_zero.comm.hang_detection import Patience
+from lt_zero.engine.engine import Engine
+from lt_zero.step.sharded_optimizer import ShardedOptimizer
+from tests.support.lightning_tools import GPT, sharded_trainer
+from tests.support.models import WIDTH, Block, Net, next_token_loss, tokens
+from tests.support.parity import config_of
+from tests.support.pool import Pool
+
+QUICK = Patience(poll=0.05, ask=0.1, stuck=0.3)
+CONNECTED = [{"LT_ZERO_SHARED_MEMORY": "1"}, {"LT_ZERO_SHARED_MEMORY": "0"}]
+both = pytest.mark.parametrize("env", CONNECTED, ids=["shared", "sockets"])
+RELEASE = {"stage3_max_reuse_distance": 0}
+
+
+@contextlib.contextmanager
+def quick(patience: Patience = QUICK) -> Iterator[None]:
+    before, hang_detection.PATIENCE = hang_detection.PATIENCE, patience
+    try:
+        yield
+    finally:
+        hang_detection.PATIENCE = before
+
+
+class Branching(Net):
+    """Runs a module that is not in the way of the others, if it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(2 * WIDTH, WIDTH)  # of another size than the others
+        self.twin = Block()  # as large as those in ``blocks``
+        self.also = ""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        if self.also:
+            module = getattr(self, self.also)
+            module(torch.zeros(1, 2 * WIDTH if self.also == "extra" else WIDTH))
+        out: Tensor = super().forward(batch)
+        return out
+
+
+def trained(module: nn.Module, stage: int = 3) -> tuple[Engine, Callable[[int], None]]:
+    """An engine, and a step of training."""
+    with quick():
+        engine = lt_zero.shard(module, config_of(stage, RELEASE))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    ShardedOptimizer(engine, optimizer)
+
+    def step(number: int) -> None:
+        next_token_loss(engine.root, number, 0, dist.get_rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return engine, step
+
+
+def message_of(run: Callable[[], object]) -> str:
+    """The error that it ends with."""
+    with pytest.raises(RuntimeError) as caught:
+        run()
+    return str(caught.value)
+
+
+def _branch(which: str, when: int, rank: int) -> tuple[str, int]:
+    model, reached = Branching(), [0]
+    _, step = trained(model)
+
+    def run() -> None:
+        for reached[0] in range(4):
+            model.also = which if reached[0] == when and dist.get_rank() == rank else ""
+            step(reached[0])
+
+    return message_of(run), reached[0]
+
+
+@both
+@pytest.mark.parametrize(("which", "when", "rank"), [("extra", 2, 0), ("twin", 2, 1), ("extra", 0, 1)])
+def test_a_branch_on_one_rank(pool: Pool, env: dict[str, str], which: str, when: int, rank: int) -> None:
+    (first, at), (second, also_at) = pool.run(2, _branch, which, when, rank, env=env)
+    assert first == second
+    assert f"the all-gather of '{which}" in first.lower()
+    assert first.lower().count("the all-gather of '") == 2, first
+    assert "not on rank" in first
+    assert "has to run the same modules" in first
+    assert "synced_gpus=True" in first
+    assert max(at, also_at) <= when + 1
+
+
+def _another_block(rank: int) -> str:
+    model = Net()
+    with quick():
+        engine = lt_zero.shard(model, config_of(3, RELEASE))
+    if dist.get_rank() == rank:
+        del model.blocks[1]
+    with pytest.raises(RuntimeError) as caught:
+        next_token_loss(engine.root, 0, 0, 0).backward()
+    return str(caught.value)
+
+
+@both
+def test_both_modules_are_named(pool: Pool, env: dict[str, str]) -> None:
+    messages = pool.run(2, _another_block, 1, env=env)
+    assert len(set(messages)) == 1
+    assert "The all-gather of 'blocks.1' was begun on rank 0 (" in messages[0]
+    assert "and not on rank 1, which waits in the all-gather of 'blocks.2' (" in messages[0]
+
+
+def _generates(rank: int, length: int) -> tuple[str, list[int]]:
+    """Texts of different lengths, between steps."""
+    model = Net()
+    engine, step = trained(model)
+    ended = []
+
+    def run() -> None:
+        step(0)
+        with torch.no_grad():
+            for _ in range(length if dist.get_rank() == rank else 1):
+                engine.root(tokens(0, 0, 0))
+        for number in range(1, 3):
+            step(number)
+            ended.append(number)
+
+    return message_of(run), ended
+
+
+@both
+@pytest.mark.parametrize("rank", [0, 1])
+def test_texts_of_different_lengths(pool: Pool, env: dict[str, str], rank: int) -> None:
+    (first, ended), (second, also_ended) = pool.run(2, _generates, rank, 3, env=env)
+    assert first == second
+    assert f"was begun on rank {rank} (tests/comm/test_divergence.py:" in first or f"not on rank {rank}" in first
+    assert "synced_gpus=True" in first
+    assert not ended + also_ended
+
+
+def _generates_gathered() -> None:
+    model = Net()
+    engine, step = trained(model)
+    step(0)
+    with lt_zero.gathered(model), torch.no_grad():
+        for _ in range(1 + 2 * dist.get_rank()):
+            model(tokens(0, 0, 0))
+    step(1)
+    with torch.no_grad():
+        for _ in range(3):  # with synced_gpus all ranks go on until the last one is done
+            model(tokens(0, 0, 0))
+    step(2)
+    assert engine.comm.host_gather(0, "a test") == [0, 0]
+
+
+@both
+def test_the_remedies_work(pool: Pool, env: dict[str, str]) -> None:
+    pool.run(2, _generates_gathered, env=env)
+
+
+def _reads(rank: int, write: bool, stage: int) -> str:
+    model = Net()
+    _, step = trained(model, stage)
+
+    def run() -> None:
+        step(0)
+        if dist.get_rank() == rank:
+            with torch.no_grad(), lt_zero.gathered(model.blocks, write=write):
+                pass
+        step(1)
+
+    return message_of(run)
+
+
+@both
+@pytest.mark.parametrize(("write", "stage"), [(False, 3), (True, 3), (True, 1)])
+def test_gathered_on_one_rank(pool: Pool, env: dict[str, str], write: bool, stage: int) -> None:
+    for rank, message in enumerate(messages := pool.run(2, _reads, 1, write, stage, env=env)):
+        assert "`lt_zero.gathered` was called on rank 1 (tests/comm/test_divergence.py:" in message, rank
+        assert "and not on rank 0, which waits in " in message
+        assert "call it on every rank" in message
+    assert messages[0] == messages[1]
+
+
+def _alone(stage: int) -> None:
+    """What needs nobody else."""
+    model = Net()
+    _, step = trained(model, stage)
+    step(0)
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            for number in range(3):
+                model(tokens(number, 0, 0))
+        if stage < 3:
+            with lt_zero.gathered(model):
+                model.blocks[0].up.weight.norm()
+    step(1)
+
+
+@both
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_evaluation_on_one_rank_where_weights_stay(pool: Pool, env: dict[str, str], stage: int) -> None:
+    pool.run(2, _alone, stage, env=env)
+
+
+def _slow(stage: int) -> None:
+    model = Net()
+    engine, step = trained(model, stage)
+    for number in range(3):
+        if dist.get_rank() == number % 2:
+            time.sleep(0.8)  # a loader, or an evaluation, longer than a stuck rank may stay
+        step(number)
+    assert engine.comm.host_gather(dist.get_rank(), "a test") == [0, 1]
+
+
+@both
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_slow_rank_is_no_divergence(pool: Pool, env: dict[str, str], stage: int) -> None:
+    pool.run(2, _slow, stage, env=env)
+
+
+class CallsAlone(Callback):
+    """Calls on rank 1 only, in the second step, what needs all ranks."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
+        if trainer.global_step == 1 and not trainer.is_global_zero:
+            strategy: Any = trainer.strategy
+            if self.what == "norm":
+                module.net.embedding.weight.grad.norm(1)
+            else:
+                getattr(strategy, self.what)()
+
+
+def _under_trainer(stage: int, what: str) -> str:
+    with quick():
+        trainer = sharded_trainer(stage, max_epochs=1, callbacks=[CallsAlone(what)])
+        with pytest.raises(RuntimeError) as caught:
+            trainer.fit(GPT(dist.get_world_size()))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("stage", "what", "env"),
+    [
+        (3, "full_state_dict", CONNECTED[0]),
+        (2, "full_state_dict", CONNECTED[1]),
+        (3, "grad_norm", CONNECTED[1]),
+        (1, "grad_norm", CONNECTED[0]),
+        (3, "norm", CONNECTED[0]),
+    ],
+)
+def test_a_call_on_one_rank(pool: Pool, stage: int, what: str, env: dict[str, str]) -> None:
+    for message in pool.run(2, _under_trainer, stage, what, env=env):
+        name = f"`{what}` was called" if what != "norm" else "The all-reduce of 'gradient norms' was begun"
+        assert f"{name} on rank 1 (tests/comm/test_divergence.py:" in message
+        assert "and not on rank 0, which waits in " in message
+        assert "on every rank" in message if what != "norm" else "the same calls that need all ranks" in message
+
+
+def _steady() -> list[str]:
+    """What is agreed upon in a step like the last one."""
+    model = Net()
+    _, step = trained(model)
+    for number in range(3):
+        step(number)
+    agreed, agree = [], Comm._agree
+
+    def note(comm: Comm, launch: Any) -> None:
+        agreed.append(launch.operation)
+        agree(comm, launch)
+
+    Comm._agree = note  # type: ignore[method-assign]
+    try:
+        step(3)
+    finally:
+        Comm._agree = agree  # type: ignore[method-assign]
+    return agreed
+
+
+def test_a_step_like_the_last_one_costs_nothing(pool: Pool) -> None:
+    assert pool.run(2, _steady, env=CONNECTED[1]) == [[], []]
+    assert pool.run(2, _steady, env=CONNECTED[0]) == [["fence", "fence"]] * 2  # as many barriers as ever

@@ -1,0 +1,167 @@
+"""When a rank ends, the last line of the others says which one, and where its own error stands."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+
+import lt_zero
+from lt_zero.comm.communicator import Comm
+from lt_zero.lightning import saving
+from tests.support.lightning_tools import GPT, sharded_trainer
+from tests.support.models import Net, next_token_loss
+from tests.support.parity import config_of
+from tests.support.paths import ROOT, SUPPORT
+from tests.support.pool import Pool
+
+SOCKETS = {"LT_ZERO_SHARED_MEMORY": "0"}
+SCRIPT = str(SUPPORT / "launch_script.py")
+SILENT = "ended without a word: killed"
+
+
+class Ends(Callback):
+    """One rank ends in the second step; others may come late to find out."""
+
+    def __init__(self, rank: int, how: str, late: float = 0.0) -> None:
+        self.rank, self.how, self.late = rank, how, late
+
+    def on_before_optimizer_step(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 1 and trainer.global_rank == self.rank:
+            if self.how == "raises":
+                raise ValueError("broken on purpose")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if trainer.global_step == 1 and trainer.global_rank == 1:
+            time.sleep(self.late)
+
+
+def _killed(*args: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _train(how: str, folder: str) -> None:
+    """Without a Trainer: "plain"; a save of which one rank is killed: "save"; or a step."""
+    if how == "plain":
+        engine = lt_zero.shard(Net(), config_of(3, {"stage3_max_reuse_distance": 0}))
+        for step in range(2):
+            next_token_loss(engine.root, step, 0, 0).backward()
+            if dist.get_rank() == 1:
+                _killed()
+    elif how == "save":
+        trainer = sharded_trainer(3, max_steps=1)
+        trainer.fit(GPT(dist.get_world_size()))
+        if dist.get_rank() == 1:
+            saving.write = _killed
+        trainer.save_checkpoint(f"{folder}/one.ckpt")
+    else:
+        ends = Ends(dist.get_world_size() - 1, how, late=3.0 if dist.get_world_size() == 3 else 0.0)
+        sharded_trainer(3, max_steps=3, callbacks=[ends]).fit(GPT(dist.get_world_size()))
+
+
+def _rank(rank: int, world: int, folder: str, how: str, env: dict[str, str], answer: Any) -> None:
+    os.environ.update(env, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    try:
+        _train(how, folder)
+    except BaseException as error:
+        answer.send((rank, "".join(traceback.format_exception(error)).strip()))
+    os._exit(1)
+
+
+def _last_lines(world: int, folder: Path, how: str, env: dict[str, str]) -> dict[int, str]:
+    context = mp.get_context("forkserver")  # that of the pool
+    ours, theirs = context.Pipe()
+    arguments = [(rank, world, str(folder), how, env, theirs) for rank in range(world)]
+    processes = [context.Process(target=_rank, args=args) for args in arguments]
+    for process in processes:
+        process.start()
+    told: dict[int, str] = {}
+    try:
+        for _ in range(world if how == "raises" else world - 1):
+            assert ours.poll(60), f"no answer but from {sorted(told)}"
+            rank, text = ours.recv()
+            told[rank] = text.splitlines()[-1]
+    finally:
+        for process in processes:
+            process.join(30)
+            process.kill()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("how", "env"),
+    [("killed", {}), ("plain", SOCKETS), ("save", {}), pytest.param("killed", SOCKETS, marks=pytest.mark.slow)],
+    ids=["fence", "gather", "save", "sockets"],
+)
+def test_a_rank_that_is_killed_is_named(pool: Pool, tmp_path: Path, how: str, env: dict[str, str]) -> None:
+    told = _last_lines(2, tmp_path, how, env)
+    assert told.keys() == {0}
+    assert f"Rank 1 {SILENT}" in told[0]
+    assert told[0].endswith("The error of rank 0, above, follows from that.")
+    assert "torchrun: --log-dir" in told[0]
+
+
+@pytest.mark.parametrize("env", [{}, pytest.param(SOCKETS, marks=pytest.mark.slow)], ids=["fence", "sockets"])
+def test_an_error_is_told_to_the_others(pool: Pool, tmp_path: Path, env: dict[str, str]) -> None:
+    told = _last_lines(2, tmp_path, "raises", env)
+    assert told[1] == "ValueError: broken on purpose"
+    assert "Rank 1 ended with ValueError: broken on purpose (" in told[0]
+    assert "test_ended_ranks.py:" in told[0]
+    assert told[0].endswith("The error of rank 0, above, follows from that.")
+
+
+def test_the_first_cause_is_named_by_all(pool: Pool, tmp_path: Path) -> None:
+    """Rank 0 has ended because of rank 2 when rank 1 finds out."""
+    told = _last_lines(3, tmp_path, "raises", {})
+    for rank in range(2):
+        assert "Rank 2 ended with ValueError: broken on purpose (" in told[rank]
+
+
+def _somebody_elses() -> list[str]:
+    """Errors that other errors do not lead to stay as they are, and so do those of ranks that are all there."""
+    comm = Comm.for_world(torch.device("cpu"))
+    found = []
+    for error in (ValueError("mine"), RuntimeError("mine")):
+        with pytest.raises(type(error)) as caught:
+            raise error
+        comm.explain(caught.value)
+        found.append(str(caught.value))
+    with pytest.raises(RuntimeError, match="invalid output") as wrong, comm.explaining():
+        dist.all_gather([torch.zeros(2)], torch.zeros(1))
+    found.append(str(wrong.value))
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if dist.get_rank() == 0:  # one waits only: gloo closes the pair of the first to give up, and the other sees that
+        with pytest.raises(RuntimeError, match="Timed out") as wrong, comm.explaining():
+            dist.recv(torch.zeros(1), 1, tag=9, group=group)
+        comm.tell(wrong.value)
+        found.append(str(wrong.value))
+    dist.barrier()
+    return found
+
+
+def test_other_errors_stay_as_they_are(pool: Pool) -> None:
+    for texts in pool.run(2, _somebody_elses):
+        assert texts[:2] == ["mine", "mine"]
+        assert not any("Rank" in text for text in texts)
+
+
+@pytest.mark.slow
+def test_the_last_line_of_a_real_run() -> None:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "MASTER", "LOCAL_RANK", "WORLD"))}
+    env = {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, SCRIPT, "popen", "--fail"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110, check=False)
+    assert "Rank 1 ended with ValueError: broken on purpose (" in done.stderr.strip().splitlines()[-1]

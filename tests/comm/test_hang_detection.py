@@ -1,0 +1,324 @@
+"""An operation of all ranks that some never enter ends with an error on every rank, and lateness is no error."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import multiprocessing as mp
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+
+import lt_zero
+from lt_zero.comm import hang_detection
+from lt_zero.comm.communicator import Comm
+from lt_zero.comm.hang_detection import Patience
+from lt_zero.comm.work import Launch
+from lt_zero.engine.engine import Engine
+from tests.support.lightning_tools import GPT, sharded_trainer
+from tests.support.models import Net, next_token_loss
+from tests.support.parity import config_of
+from tests.support.pool import Pool
+
+QUICK = Patience(poll=0.05, ask=0.1, stuck=0.3)
+SOCKETS = {"LT_ZERO_SHARED_MEMORY": "0"}
+
+
+@contextlib.contextmanager
+def quick(patience: Patience = QUICK) -> Iterator[None]:
+    before, hang_detection.PATIENCE = hang_detection.PATIENCE, patience
+    try:
+        yield
+    finally:
+        hang_detection.PATIENCE = before
+
+
+def sharded(stage: int = 3) -> Engine:
+    with quick():
+        return lt_zero.shard(Net(), config_of(stage, {"stage3_max_reuse_distance": 0}))
+
+
+def comm_here() -> Comm:
+    with quick():
+        return Comm.for_world(torch.device("cpu"))
+
+
+class SavesAlone(Callback):
+    """The usual bug."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *rest: Any) -> None:
+        if trainer.global_step == 1 and trainer.is_global_zero:
+            trainer.save_checkpoint(self.path)  # the line that is named
+
+
+def _under_trainer(stage: int, path: str) -> str:
+    with quick():
+        trainer = sharded_trainer(stage, max_epochs=1, callbacks=[SavesAlone(path)])
+        with pytest.raises(RuntimeError) as caught:
+            trainer.fit(GPT(dist.get_world_size()))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "env"), [(2, 3, {}), (2, 3, SOCKETS), (3, 3, {}), (2, 1, {})], ids=["fence", "sockets", "3", "1"]
+)
+def test_rank_0_saves_alone_in_training(
+    pool: Pool, tmp_path: Path, world: int, stage: int, env: dict[str, str]
+) -> None:
+    messages = pool.run(world, _under_trainer, stage, str(tmp_path / "a.ckpt"), env=env)
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    number = next(i for i, line in enumerate(lines, 1) if "the line that is named" in line)
+    for message in messages:
+        assert "`Trainer.save_checkpoint` was called on rank 0" in message
+        assert f"test_hang_detection.py:{number}) and not on rank" in message
+        assert "which waits in" in message
+        assert "call it on every rank" in message
+    assert not list(tmp_path.iterdir())
+
+
+def _plain() -> tuple[str, str]:
+    engine = sharded()
+
+    def train() -> None:
+        if dist.get_rank() == 0:
+            engine.comm.roll_call("export")
+        for step in range(2):
+            next_token_loss(engine.root, step, 0, 0).backward()
+
+    with pytest.raises(RuntimeError) as caught:
+        train()
+    with pytest.raises(RuntimeError) as again:
+        engine.comm.roll_call("export")
+    return str(caught.value), str(again.value)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_plain_api(pool: Pool, world: int) -> None:
+    messages = pool.run(world, _plain, env=SOCKETS)
+    assert len({text for pair in messages for text in pair}) == 1
+    assert "`export` was called on rank 0 (" in messages[0][0]
+    assert "which waits in the all-gather of " in messages[0][0]
+    assert ("nor on rank 2" in messages[0][0]) == (world == 3)
+
+
+def _only_rank_2_is_missing() -> str:
+    engine = sharded()
+    with pytest.raises(RuntimeError) as caught:
+        engine.comm.roll_call("export") if dist.get_rank() < 2 else next_token_loss(engine.root, 0, 0, 0)
+    return str(caught.value)
+
+
+def test_one_of_three_is_missing(pool: Pool) -> None:
+    messages = pool.run(3, _only_rank_2_is_missing)
+    assert len(set(messages)) == 1
+    assert "`export` was called on ranks 0, 1 (" in messages[0]
+    assert "and not on rank 2, which waits in" in messages[0]
+
+
+def _late(rank: int) -> None:
+    comm = comm_here()
+    for _ in range(2):
+        if dist.get_rank() == rank:
+            time.sleep(1.0)  # three times as long as a stuck rank may stay
+        comm.roll_call("export")
+    assert comm.host_gather(dist.get_rank(), "a test") == list(range(dist.get_world_size()))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_late_rank_is_waited_for(pool: Pool, rank: int) -> None:
+    pool.run(2, _late, rank)
+
+
+class Slow:
+    """A collective that all have launched and that takes a second."""
+
+    def __init__(self) -> None:
+        self._end = time.monotonic() + 1.0
+
+    def is_completed(self) -> bool:
+        return time.monotonic() >= self._end
+
+    def wait(self, limit: timedelta = timedelta(seconds=1.0)) -> None:
+        time.sleep(min(limit.total_seconds(), max(0.0, self._end - time.monotonic())))
+
+
+def _launched_before() -> None:
+    """Rank 0 launched what rank 1 waits for, whatever time it takes."""
+    comm = comm_here()
+    launch = comm._announce("all-gather", "slow", 4)
+    if dist.get_rank() == 1:
+        comm._watch.wait(Slow(), launch)
+    comm.roll_call("export")
+
+
+def test_a_slow_collective_is_waited_for(pool: Pool) -> None:
+    pool.run(2, _launched_before, env=SOCKETS)
+
+
+def _others_among_themselves() -> None:
+    comm, others = comm_here(), dist.new_group([1, 2])
+    if dist.get_rank() == 2:
+        time.sleep(1.0)
+    if dist.get_rank() > 0:
+        dist.barrier(others)
+    comm.roll_call("export")
+
+
+def test_a_collective_without_this_rank_is_waited_for(pool: Pool) -> None:
+    pool.run(3, _others_among_themselves)
+
+
+def _in_torchs_barrier() -> tuple[str, list[str]]:
+    comm, logged = comm_here(), []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    hang_detection.log.addHandler(handler)
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            comm.roll_call("export") if dist.get_rank() == 0 else dist.barrier()
+    finally:
+        hang_detection.log.removeHandler(handler)
+    comm.explain(caught.value)
+    return str(caught.value), logged
+
+
+def test_a_collective_of_somebody_else(pool: Pool) -> None:
+    (first, quiet), (second, logged) = pool.run(2, _in_torchs_barrier)
+    assert "and not on rank 1, which waits in barrier of torch.distributed (" in first
+    assert second.startswith(first)
+    assert (quiet, logged) == ([], [first])
+
+
+def _two_operations() -> str:
+    comm = comm_here()
+    with pytest.raises(RuntimeError) as caught:
+        comm.roll_call("save_checkpoint" if dist.get_rank() == 0 else "export")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_two_operations_at_a_time(pool: Pool, world: int) -> None:
+    messages = pool.run(world, _two_operations)
+    assert len(set(messages)) == 1
+    assert "`save_checkpoint` was called on" in messages[0]
+    assert "`export` was called on" in messages[0]
+    assert "the same order" in messages[0]
+
+
+def _out_of_time() -> str:
+    with quick(Patience(poll=0.05, ask=0.1, stuck=0.3, limit=0.5)):
+        comm = Comm.for_world(torch.device("cpu"))
+    if dist.get_rank() == 1:
+        time.sleep(1.0)
+    with pytest.raises(RuntimeError) as caught:
+        comm.roll_call("export")
+    return str(caught.value)
+
+
+def test_patience_ends(pool: Pool) -> None:
+    first, second = pool.run(2, _out_of_time)
+    assert first == second
+    assert "not on rank 1, which is at " in first
+
+
+def _ends(rank: int, store: str, how: str, answer: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    comm = comm_here()
+    if rank == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return
+    try:
+        comm.roll_call("export")
+    except RuntimeError as error:
+        answer.send(str(error))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("how", ["returns", "killed"])
+def test_a_rank_that_is_gone(how: str, tmp_path: Path) -> None:
+    context = mp.get_context("forkserver")  # that of the pool
+    ours, theirs = context.Pipe()
+    store = str(tmp_path / "store")
+    processes = [context.Process(target=_ends, args=(rank, store, how, theirs)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        assert ours.poll(60), "no answer"
+        assert "not on rank 1, which has ended or left the process group" in ours.recv()
+    finally:
+        for process in processes:
+            process.join(30)
+            process.kill()
+
+
+def _threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "lt_zero-roll-call"]
+
+
+def _life() -> None:
+    gc.collect()
+    earlier = set(_threads())  # what other tests of this process have left
+
+    def count() -> int:
+        return len(set(_threads()) - earlier)
+
+    comm = comm_here()
+    other = Comm.for_world(torch.device("cpu"))
+    assert count() == 2
+    assert other._roll_call is not None
+    other._roll_call.rest()
+    other._roll_call.rest()
+    assert count() == 1
+    comm.roll_call("export")
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            try:
+                comm.roll_call("export")
+            except RuntimeError as error:
+                code = 0 if "forked" in str(error) else 2
+            del comm, other
+            gc.collect()  # ends the parent's thread no more than the parent's connection
+        os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    comm.roll_call("export")
+    del comm
+    gc.collect()
+    assert count() == 0
+
+
+def test_the_thread_lives_as_long_as_its_comm(pool: Pool) -> None:
+    pool.run(2, _life)
+
+
+def test_one_process_has_nobody_to_call() -> None:
+    before = _threads()
+    Comm.for_world(torch.device("cpu")).roll_call("export")
+    assert _threads() == before
+
+
+def test_who_never_came_is_not_among_those_who_did() -> None:
+    """Its next collective may be the one that it left out, under another number."""
+    wanted, other = (Launch("collective", 3, "all-gather", name, 8) for name in ("blocks.0", "blocks.1"))
+    late = wanted._replace(number=4)
+    verdict = hang_detection.diverged([([wanted], "a.py:1"), ([other, late], "b.py:2"), ([wanted], "c.py:3")])
+    assert "'blocks.0' was begun on ranks 0, 2 (a.py:1) and not on rank 1, which waits in" in verdict
+    assert "ran the all-gather of 'blocks.1' (8 elements) in its place" in verdict

@@ -1,0 +1,223 @@
+"""No thread of ours outlives a run, all come back when they are needed, and who waits for one learns of its end."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+
+import lt_zero
+from lt_zero.comm import communicator
+from lt_zero.comm.communicator import Comm
+from lt_zero.io import thread_pool as io
+from lt_zero.io.thread_pool import IoPool, SwapError
+from lt_zero.offload import background
+from lt_zero.offload.background import Background, Job
+from tests.support.lightning_tools import GPT, sharded_trainer, weights
+from tests.support.models import Net
+from tests.support.parity import config_of
+from tests.support.pool import Pool
+
+Threads = frozenset[threading.Thread]
+
+
+def _all() -> Threads:
+    return frozenset(threading.enumerate())
+
+
+def _ours(before: Threads) -> list[str]:
+    """Those of ours that have come since: other tests of this process may have left some."""
+    return sorted(thread.name for thread in _all() - before if thread.name.startswith("lt_zero"))
+
+
+class _Fails(Callback):
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 2:
+            raise ZeroDivisionError
+
+
+class _Saves(Callback):
+    """So that a save is under way when the run ends."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        trainer.save_checkpoint(f"{trainer.default_root_dir}/one.ckpt")
+
+
+def _run(folder: str, nvme: bool, fails: bool) -> Any:
+    before = _all()
+    zero: dict[str, Any] = {"offload_optimizer": {"device": "nvme", "nvme_path": folder, "overlap_step": True}}
+    callbacks = [_Saves(), *([_Fails()] if fails else [])]
+    trainer = sharded_trainer(
+        3,
+        zero if nvme else {},
+        {"checkpoint": {"async_save": True}},
+        max_steps=3,
+        default_root_dir=folder,
+        callbacks=callbacks,
+    )
+    module = GPT(dist.get_world_size(), "adamw")
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            trainer.fit(module)
+        assert not (left := _ours(before)), left
+        trainer.callbacks.pop()  # type: ignore[attr-defined]
+    trainer.fit(module)
+    assert not (left := _ours(before)), left
+    trainer.strategy.export(f"{folder}/weights", dtype=torch.float32)  # type: ignore[attr-defined]
+    values = weights(trainer)  # threads come back for what needs them
+    trainer.validate(module)
+    assert not (left := _ours(before)), left
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit(module)
+    assert not (left := _ours(before)), left
+    return values
+
+
+@pytest.mark.parametrize(
+    ("nvme", "fails"),
+    [(False, False), (True, True), pytest.param(False, True, marks=pytest.mark.slow)],
+    ids=["memory-ends", "files-fails", "memory-fails"],
+)
+def test_no_thread_outlives_a_run(pool: Pool, tmp_path: Path, nvme: bool, fails: bool) -> None:
+    values = pool.run(2, _run, str(tmp_path), nvme, fails)[0]
+    assert all(bool((value == value).all()) for value in values.values())
+
+
+# ---- the thread that steps ------------------------------------------------------------------------------------------
+
+
+class _Line:
+    """What is handed over, and what came of it."""
+
+    def __init__(self) -> None:
+        self.errors: list[Exception] = []
+        self.published = 0
+
+    def job(self, step: Any = lambda: None) -> Job:
+        return Job(step, list, self._publish, self.errors.append)
+
+    def _publish(self) -> None:
+        self.published += 1
+
+
+def _other_strategy(folder: str) -> None:
+    before = _all()
+    module, zero = GPT(dist.get_world_size()), {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
+    first, second = sharded_trainer(3, zero, max_steps=1), sharded_trainer(2, max_steps=1)
+    first.fit(module)
+    second.fit(module)  # reads the weights of the first run from its files
+    assert first.strategy is not None  # which somebody still has
+    assert _ours(before) == []
+
+
+def test_the_run_of_another_strategy_leaves_none_either(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _other_strategy, str(tmp_path))
+
+
+def _ends(job: Job) -> bool:
+    """Whether who waits for a job returns."""
+    waiter = threading.Thread(target=job.wait, daemon=True)
+    waiter.start()
+    waiter.join(20)
+    return not waiter.is_alive()
+
+
+def test_an_error_before_the_first_job_ends_all_of_them() -> None:
+    """On a machine without it, a CUDA device cannot be set; one without index cannot be set anywhere."""
+    before, line, thread = _all(), _Line(), Background(device=torch.device("cuda"))
+    jobs = [line.job() for _ in range(3)]
+    for job in jobs:
+        thread.hand_over(job)
+    assert all(_ends(job) for job in jobs)
+    assert len(line.errors) == line.published == 3  # other ranks wait in what is published
+    thread.close()
+    assert not (left := _ours(before)), left
+
+
+def test_an_error_between_jobs_ends_all_of_them() -> None:
+    before, line, thread, gate = _all(), _Line(), Background(), threading.Event()
+
+    def leaves() -> None:
+        gate.wait(20)
+        raise SystemExit  # as a user's optimizer could; no error that a job expects
+
+    jobs = [line.job(leaves), line.job()]
+    for job in jobs:
+        thread.hand_over(job)
+    gate.set()
+    assert all(_ends(job) for job in jobs)
+    assert line.errors
+    later = line.job()
+    thread.hand_over(later)
+    assert _ends(later)
+    thread.close()
+    again = line.job()
+    thread.hand_over(again)  # starts another thread
+    assert _ends(again)
+    thread.close()
+    assert not (left := _ours(before)), left
+
+
+def test_who_waits_for_a_thread_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (background, io):
+        monkeypatch.setattr(module, "LOOK", 0.01)
+    monkeypatch.setattr(background, "_serve", lambda line: None)
+    line, thread = _Line(), Background()
+    job = line.job()
+    thread.hand_over(job)
+    with pytest.raises(SwapError, match="lt_zero-step is gone"):
+        job.wait()
+    with pytest.raises(SwapError, match="lt_zero-step is gone"):
+        thread.hand_over(line.job(), limit=0)
+    monkeypatch.setattr(io, "_serve", lambda line, ready: ready.wait())
+    transfer = IoPool(threads=1).submit(1, lambda block: None, lambda error: None, None)
+    with pytest.raises(SwapError, match="lt_zero-io-0 is gone"):
+        transfer.wait()
+
+
+def test_a_pool_of_threads_rests() -> None:
+    before, moved = _all(), list[int]()
+    files = IoPool(threads=2)
+    for _ in range(2):
+        files.submit(3, moved.append, lambda error: None, None).wait()
+        files.rest()
+        files.rest()
+        assert not (left := _ours(before)), left
+    assert sorted(moved) == [0, 0, 1, 1, 2, 2]
+    files.close()
+    with pytest.raises(SwapError, match="closed"):
+        files.submit(1, moved.append, lambda error: None, None)
+
+
+def test_a_block_that_raises_anything_ends_its_transfer() -> None:
+    files = IoPool(threads=1)
+
+    def leaves(block: int) -> None:
+        raise SystemExit
+
+    with pytest.raises(SwapError, match="SystemExit"):
+        files.submit(1, leaves, lambda error: None, None).wait()
+    files.close()
+
+
+def test_a_device_has_its_number_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread has a current device of its own."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert Comm.for_world(torch.device("cuda")).device == torch.device("cuda", 3)
+    assert Comm.for_world(torch.device("cpu")).device == torch.device("cpu")
+    assert communicator.with_index(torch.device("cuda", 1)) == torch.device("cuda", 1)
+    seen = list[Any]()
+
+    def note(buckets: Any, config: Any, device: torch.device) -> Any:
+        seen.append(device)
+        raise ZeroDivisionError  # there is no such device here
+
+    monkeypatch.setattr("lt_zero.build.open_shelves", note)
+    with pytest.raises(ZeroDivisionError):
+        lt_zero.shard(Net(), config_of(0), torch.device("cuda"), communicator=Comm.for_world(torch.device("cpu")))
+    assert seen == [torch.device("cuda", 3)]

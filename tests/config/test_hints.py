@@ -1,0 +1,132 @@
+"""What to write instead: each hint leads to a key that can be used, and each advice to a configuration that can."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lt_zero.common.errors import ConfigError
+from lt_zero.config import key_table
+from lt_zero.config.catalog import entries
+from lt_zero.config.load import Loaded, examine
+from tests.support.reach_engine import nested
+
+ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-3}}
+
+
+def said(loaded: Loaded) -> str:
+    return " ".join([*(p.message for p in loaded.problems), *(n.message for n in loaded.notices)])
+
+
+@pytest.mark.parametrize(
+    ("config", "hint"),
+    [
+        ({"max_grad_norm": 1.0}, "max_grad_norm is read as gradient_clipping=1.0"),
+        ({"gradient_clip_val": 0.5}, "is read as gradient_clipping=0.5"),
+        ({"per_device_train_batch_size": 4}, "is read as train_micro_batch_size_per_gpu=4"),
+        ({"accumulate_grad_batches": 4}, "is read as gradient_accumulation_steps=4"),
+        ({"optimizer": {**ADAMW, "eps": 1e-8}}, "Did you mean optimizer.params.eps?"),
+        ({"optimizer": {**ADAMW, "amsgrad": True}}, "Did you mean optimizer.params.amsgrad?"),
+        ({"optimizer": {"type": "SGD", "momentum": 0.9}}, "Did you mean optimizer.params.momentum?"),
+        ({"optimizer": {**ADAMW, "momentum": 0.9}}, "optimizer.momentum is not a key of lt_zero or DeepSpeed. Remove"),
+        ({"scheduler": {"type": "WarmupLR", "warmup_type": "linear"}}, "Did you mean scheduler.params.warmup_type?"),
+        (
+            {"learning_rate": 1e-3, "lr": 1e-3},
+            "lr is not a key of lt_zero or DeepSpeed. Did you mean optimizer.params.lr",
+        ),
+        ({"dataloader_drop_last": True}, "Pass drop_last=True to your DataLoader"),
+        ({"drop_last": True}, "Pass drop_last=True to your DataLoader"),
+        ({"dataloader_num_workers": 4}, "Pass num_workers to your DataLoader"),
+        ({"cuda_visible_devices": "0,1"}, "Set Trainer(devices=[0, 1])"),
+        ({"num_train_epochs": 3}, "Set Trainer(max_epochs=...)"),
+        ({"curiculum_learning": {"enabled": True}}, "It looks like curriculum_learning, which is not supported either"),
+    ],
+    ids=str,
+)
+def test_what_was_meant(config: dict[str, Any], hint: str) -> None:
+    assert hint in said(examine(config))
+
+
+def refuses(key: str) -> bool:
+    verdict = key_table.lookup(tuple(key.split(".")))
+    return verdict is not None and verdict.verdict in ("later", "unsupported")
+
+
+def test_no_suggestion_is_refused() -> None:
+    """All that there are, and what is suggested where a key that is refused was meant."""
+    suggestions = key_table._with_blocks(key_table._known())
+    assert len(suggestions) > 150
+    assert not [key for key in suggestions if refuses(key)]
+    for number, key in enumerate(key_table.refused()):
+        written = key.removesuffix(".**")[:-1] if number % 2 else f"fp16.{key.removesuffix('.**').rpartition('.')[2]}"
+        near = key_table.nearest(written)
+        assert near is None or not refuses(near), (written, near)
+
+
+def test_the_default_of_each_suggestion_is_accepted() -> None:
+    for entry in entries():
+        if entry.default and "<name>" not in entry.key and not entry.key.startswith(("optimizer", "scheduler")):
+            assert not examine(nested({entry.key: yaml.safe_load(entry.default)}, Path())).problems, entry.key
+
+
+ONE_BIT = {"lr": 1e-3, "cuda_aware": False, "comm_backend_name": "nccl", "eps_inside_sqrt": False, "max_grad_norm": 1.0}
+ONE_BIT |= {"weight_decay": 0.01, "bias_correction": False, "betas": [0.9, 0.999], "eps": 1e-8, "amsgrad": False}
+
+
+@pytest.mark.parametrize(
+    ("type_", "more", "advised"),
+    [
+        ("OneBitAdam", {"freeze_step": 400}, "Adam"),
+        (
+            "ZeroOneAdam",
+            {"var_freeze_step": 9, "var_update_scaler": 16, "local_step_scaler": 8, "local_step_clipper": 16},
+            "Adam",
+        ),
+        (
+            "OneBitLamb",
+            {"freeze_step": 9, "max_coeff": 0.3, "min_coeff": 0.01, "coeff_beta": 0.9, "factor_max": 4.0}
+            | {"factor_min": 0.5, "factor_threshold": 0.1},
+            "Lamb",
+        ),
+        ("MuAdamW", {}, "AdamW"),
+    ],
+)
+def test_the_advised_optimizer_takes_the_file(type_: str, more: dict[str, Any], advised: str) -> None:
+    params = {**ONE_BIT, **more}
+    if type_ == "MuAdamW":
+        params = {"lr": 1e-3, "weight_decay": 0.01}
+    config = {"optimizer": {"type": type_, "params": params}}
+    (problem,) = examine(config).problems
+    assert f"Use {advised}" in problem.message
+    loaded = examine(config, overrides=[f"optimizer.type={advised}"])
+    assert loaded.problems == []
+    assert loaded.config is not None
+    assert loaded.config.optimizer is not None
+    assert not {"freeze_step", "cuda_aware", "comm_backend_name"} & set(loaded.config.optimizer.params)
+    for name in more.keys() - {"max_coeff", "min_coeff"}:
+        assert f"optimizer.params.{name} has no effect here" in said(loaded)
+
+
+@pytest.mark.parametrize(
+    "placeholder",
+    ["<your batch size>", "<BS>", "${BS}", "$BS", "$(BS)", "{{ bs }}", "{{bs}}", "%BS%", "@BS@", "__BS__", "YOUR SIZE"]
+    + ["CONFIG_BS"],
+)
+def test_one_advice_for_a_placeholder(placeholder: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        examine(f'{{"train_batch_size": {placeholder},\n"zero_optimization": {{"stage": <STAGE>}}}}')
+    first, second = caught.value.problems
+    assert f"{placeholder} is a placeholder that was never filled in" in first.message
+    assert "<STAGE> is a placeholder" in second.message
+    assert (first.mark.line, second.mark.line) == (1, 2)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["ds.json", "ds.hjson"])
+def test_hjson_without_its_braces_is_named(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_text("train_batch_size: 8\nzero_optimization: {\n  stage: 2\n}\n")
+    with pytest.raises(ConfigError, match=r"HJSON without the outer braces.*put { before and } after it"):
+        examine(file)

@@ -1,0 +1,175 @@
+"""Trainer(precision=...) and the fp16, bf16 and data_types blocks: what they mean together, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
+from lightning.pytorch.plugins import DoublePrecision, MixedPrecision, Precision
+from torch.amp import GradScaler
+
+from lt_zero import ZeroConfig, ZeroPrecision, ZeroStrategy
+from lt_zero.config.blocks.precision import MODES, ScalerRules, dtype_policy, on_min_scale, resolve_mode
+from tests.support.lightning_tools import QUIET
+
+
+def config_with(**keys: Any) -> ZeroConfig:
+    return ZeroConfig.of(keys)
+
+
+ON, OFF = {"enabled": True}, {"enabled": False}
+
+
+@pytest.mark.parametrize(
+    ("keys", "precision", "device", "want"),
+    [
+        ({}, "32-true", "cuda", "32-true"),
+        ({}, "16-mixed", "cuda", "16-mixed"),
+        ({"fp16": ON}, "32-true", "cuda", "16-true"),
+        ({"bf16": ON}, "32-true", "cuda", "bf16-true"),
+        ({"bfloat16": ON}, "bf16-mixed", "cuda", "bf16-mixed"),
+        ({"fp16": ON}, "16-mixed", "cuda", "16-mixed"),
+        ({"fp16": ON}, "16-true", "cpu", "16-true"),
+        ({"fp16": ON}, "bf16-mixed", "cpu", "16-mixed"),  # Lightning's replacement on CPU
+        ({"fp16": OFF, "bf16": OFF}, "32-true", "cuda", "32-true"),
+        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, "bf16-true", "cuda", "bf16-true"),
+        ({"fp16": OFF, "bf16": ON}, "bf16-true", "cuda", "bf16-true"),
+        ({"torch_autocast": {"enabled": True, "dtype": "bf16"}}, "32-true", "cuda", "bf16-mixed"),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, "16-mixed", "cuda", "16-mixed"),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, "bf16-mixed", "cpu", "16-mixed"),
+        ({"torch_autocast": {"enabled": False}}, "16-mixed", "cuda", "16-mixed"),
+    ],
+)
+def test_modes_agree(keys: dict[str, Any], precision: str, device: str, want: str) -> None:
+    assert resolve_mode(config_with(**keys), precision, device) == want
+
+
+@pytest.mark.parametrize(
+    ("keys", "precision", "shown"),
+    [
+        ({"fp16": ON}, "bf16-mixed", "fp16.enabled=true"),
+        ({"bf16": ON}, "16-mixed", "bf16.enabled=true"),
+        ({"bf16": ON}, "16-true", "bf16.enabled=true"),
+        ({"fp16": OFF}, "16-mixed", "fp16.enabled=false"),
+        ({"bf16": OFF}, "bf16-true", "bf16.enabled=false"),
+        ({"torch_autocast": {"enabled": True, "dtype": "bf16"}}, "16-mixed", "torch_autocast.dtype"),
+    ],
+)
+def test_contradictions_show_both(keys: dict[str, Any], precision: str, shown: str) -> None:
+    with pytest.raises(ValueError, match=shown) as error:
+        resolve_mode(config_with(**keys), precision, "cuda")
+    assert repr(precision) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"fp16": ON, "bf16": ON}, "both true"),
+        ({"bf16": {"bf16_optimizer_states": True}}, "bf16_master_weights_and_grads"),
+        ({"fp16": {"raise_error_at_min_scale": False}, "on_min_scale": "raise"}, "on_min_scale"),
+        ({"fp16": {"loss_scale": -1}}, "loss_scale"),
+        ({"fp16": {"loss_scale": float("inf")}}, "loss_scale"),
+        ({"fp16": {"loss_scale_window": 0}}, "loss_scale_window"),
+        ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "min_loss_scale"),
+        ({"fp16": {"scale_windows": 100}}, "scale_window"),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp16"}, "bf16": ON}, "torch_autocast.dtype"),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp32"}}, "torch_autocast.dtype"),
+        ({"data_types": {"grad_accum_dtype": "int8"}}, "int8"),
+        ({"communication_data_type": "none"}, "communication_data_type"),
+        ({"gradient_allreduce_op": "max"}, "gradient_allreduce_op"),
+        ({"on_skipped_step": "wait"}, "on_skipped_step"),
+    ],
+)
+def test_wrong_values_are_named(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        config_with(**keys)
+
+
+def test_keys_that_contradict_the_mode() -> None:
+    with pytest.raises(ValueError, match="param_dtype"):
+        dtype_policy(config_with(data_types={"param_dtype": "fp16"}), "bf16-true")
+    assert dtype_policy(config_with(data_types={"param_dtype": "bf16"}), "bf16-true").compute == torch.bfloat16
+    with pytest.raises(ValueError, match="bf16_master_weights_and_grads"):
+        dtype_policy(config_with(bf16={"bf16_master_weights_and_grads": True}), "32-true")
+
+
+def test_scaling_keys() -> None:
+    keys = {"initial_scale_power": 12, "loss_scale_window": 50, "hysteresis": 4, "min_loss_scale": 2}
+    policy = dtype_policy(config_with(fp16=keys), "16-mixed")
+    assert policy.scaling == ScalerRules(initial=4096.0, window=50, hysteresis=4, minimum=2.0)
+    static = dtype_policy(config_with(fp16={"loss_scale": 128}), "16-true").scaling
+    assert static is not None
+    assert (static.initial, static.dynamic) == (128.0, False)
+    assert dtype_policy(config_with(fp16=keys), "bf16-true").scaling is None
+    assert not dtype_policy(config_with(bf16={"check_grad_overflow": False}), "bf16-true").check_overflow
+    assert on_min_scale(config_with(fp16={"raise_error_at_min_scale": False})) == "hold"
+    assert on_min_scale(config_with()) == "raise"
+
+
+def test_inputs_are_cast_in_the_true_modes_or_if_asked() -> None:
+    asked = {mode: dtype_policy(config_with(), mode).cast_inputs for mode in MODES}
+    assert asked == {mode: mode in ("16-true", "bf16-true", "64-true") for mode in MODES}
+    for wanted in (True, False):
+        for mode in ("16-true", "16-mixed"):
+            plugin = ZeroPrecision(mode)
+            plugin.configure(config_with(fp16={"auto_cast": wanted}))
+            batch = plugin.convert_input({"x": torch.zeros(2), "n": torch.zeros(2, dtype=torch.int64)})
+            assert batch["x"].dtype == (torch.float16 if wanted else torch.float32)
+            assert batch["n"].dtype == torch.int64
+
+
+# ---- through the Trainer -------------------------------------------------------------------------------------------
+
+
+def trainer_with(config: dict[str, Any] | None = None, **kwargs: Any) -> pl.Trainer:
+    return pl.Trainer(**{**QUIET, "strategy": ZeroStrategy(config=config), "devices": 1, **kwargs})
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-true", "bf16-true", "bf16-mixed"])
+def test_stock_plugins_are_translated(precision: Any) -> None:
+    trainer = trainer_with(precision=precision)
+    assert isinstance(trainer.precision_plugin, ZeroPrecision)
+    assert trainer.precision == precision
+    dtype = {"32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}[precision.split("-")[0]]
+    assert _plugin_to_compute_dtype(trainer.precision_plugin) == dtype, "ThroughputMonitor computes utilisation with it"
+
+
+def test_config_decides_on_cpu_where_lightning_has_no_fp16() -> None:
+    with pytest.warns(UserWarning, match="AMP with fp16 is not supported on CPU"):
+        trainer = trainer_with({"fp16": ON}, precision="16-mixed")
+    assert trainer.precision == "16-mixed"
+
+
+def test_contradiction_in_the_trainer() -> None:
+    with pytest.raises(ValueError, match=r"bf16-true.*fp16\.enabled=true"):
+        trainer_with({"fp16": ON}, precision="bf16-true")
+
+
+def test_scaler_of_the_user_is_kept() -> None:
+    scaler = GradScaler("cpu", init_scale=512.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=7)
+    trainer = trainer_with(plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    plugin: Any = trainer.precision_plugin
+    rules = plugin.policy.scaling
+    assert (rules.initial, rules.growth, rules.backoff, rules.window, rules.hysteresis) == (512.0, 4.0, 0.25, 7, 1)
+    off: Any = trainer_with(plugins=[MixedPrecision("16-mixed", "cpu", GradScaler("cpu", enabled=False))])
+    assert off.precision_plugin.loss_scale == 1.0
+    with pytest.raises(ValueError, match=r"fp16\.loss_scale"):
+        trainer_with({"fp16": {"loss_scale": 8}}, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    plain: Any = trainer_with(
+        {"fp16": {"loss_scale": 8}}, plugins=[MixedPrecision("16-mixed", "cpu", GradScaler("cpu"))]
+    )
+    assert plain.precision_plugin.loss_scale == 8.0
+
+
+def test_unsupported_plugins_are_named() -> None:
+    class Own(Precision):
+        pass
+
+    with pytest.raises(TypeError, match="Own"):
+        trainer_with(plugins=[Own()])
+    with pytest.raises(ValueError, match="transformer-engine"):
+        ZeroPrecision("transformer-engine")
+    assert trainer_with(plugins=[DoublePrecision()]).precision == "64-true"

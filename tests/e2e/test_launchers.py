@@ -1,0 +1,88 @@
+"""The same script under every launcher gives the same ranks and weights; an error on one rank ends all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.support.paths import ROOT, SUPPORT
+
+SCRIPT = str(SUPPORT / "launch_script.py")
+
+
+def _environment(**extra: str) -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "MASTER", "LOCAL_RANK", "WORLD"))}
+    return {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **extra}
+
+
+def _port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _results(output: str) -> list[dict[str, Any]]:
+    found = re.findall(r"RESULT (\{.*?\})", output)  # two processes may share a line
+    return sorted((json.loads(text) for text in found), key=lambda r: r["rank"])
+
+
+def _run(command: list[str], env: dict[str, str]) -> str:
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _slurm(arguments: list[str]) -> str:
+    port = str(_port())
+    processes = []
+    for rank in range(2):
+        numbers = {"SLURM_NTASKS": 2, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0, "SLURM_JOB_ID": 1}
+        numbers["SLURM_NTASKS_PER_NODE"] = 2
+        env = _environment(**{k: str(v) for k, v in numbers.items()}, MASTER_PORT=port, MASTER_ADDR="127.0.0.1")
+        env |= {"SLURM_JOB_NAME": "train", "SLURM_NODELIST": "127.0.0.1"}
+        processes.append(
+            subprocess.Popen([sys.executable, SCRIPT, *arguments], env=env, stdout=subprocess.PIPE, text=True)
+        )
+    return "".join(p.communicate(timeout=110)[0] for p in processes)
+
+
+@pytest.fixture(scope="module")
+def expected() -> float:
+    """The weights' sum after training with the subprocess launcher."""
+    results = _results(_run([sys.executable, SCRIPT, "popen"], _environment()))
+    assert [r["rank"] for r in results] == [0, 1]
+    assert {r["world"] for r in results} == {2}
+    assert not any(r["mpi"] for r in results)
+    return float(results[0]["sum"])
+
+
+def test_torchrun(expected: float) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={_port()}"]
+    results = _results(_run([*command, SCRIPT, "popen"], _environment()))
+    assert [(r["rank"], r["sum"]) for r in results] == [(0, expected), (1, expected)]
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork", pytest.param("name", marks=pytest.mark.slow)])
+def test_multiprocessing(expected: float, start_method: str) -> None:
+    """The parent process ends up with the whole trained model."""
+    results = _results(_run([sys.executable, SCRIPT, start_method], _environment()))
+    assert [r["sum"] for r in results] == [expected]
+
+
+def test_slurm(expected: float) -> None:
+    results = _results(_slurm(["popen"]))
+    assert [(r["rank"], r["sum"]) for r in results] == [(0, expected), (1, expected)]
+
+
+def test_an_error_on_one_rank_ends_all() -> None:
+    command = [sys.executable, SCRIPT, "popen", "--fail"]
+    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "broken on purpose" in done.stdout + done.stderr

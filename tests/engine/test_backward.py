@@ -1,0 +1,258 @@
+"""What happens around backward: accumulation, several backwards, gradient penalties, evaluation, failures."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import lt_zero
+from tests.support.models import VOCAB, WIDTH, Block, Net, next_token_loss, tokens
+from tests.support.parity import RELEASE, STAGES, Case, check, config_of, full_values, split_backward
+from tests.support.pool import Pool
+
+
+def _two_forwards(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
+    return next_token_loss(model, step, micro, rank) + next_token_loss(model, step, micro + 5, rank)
+
+
+def _forwards(stage: int, zero: dict[str, Any], micro: int, sync_every: bool) -> None:
+    check(Case(Net, _two_forwards, stage, zero=zero, micro=micro, sync_every=sync_every))
+    check(Case(Net, _two_forwards, stage, zero=zero, micro=micro, sync_every=True, backward=split_backward))
+
+
+@pytest.mark.parametrize("zero", [{}, RELEASE], ids=["keep", "release"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_several_forwards_and_backwards(pool: Pool, stage: int, zero: dict[str, Any]) -> None:
+    pool.run(2, _forwards, stage, zero, 1, False)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_accumulation_window(pool: Pool, world: int, stage: int) -> None:
+    pool.run(world, _forwards, stage, {}, 3, False)
+    pool.run(world, _forwards, stage, RELEASE, 2, True)
+
+
+def _zeroed_in_a_window(stage: int, set_to_none: bool) -> None:
+    """The first micro-batch's gradients are dropped for one of two optimizers whose parameters share buckets."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    model = Net()
+    reference = copy.deepcopy(model)
+    engine = lt_zero.shard(model, config_of(stage, RELEASE))
+
+    def optimizers(net: nn.Module) -> list[Optimizer]:
+        kinds = [p for p in net.parameters() if p.dim() > 1], [p for p in net.parameters() if p.dim() < 2]
+        return [torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1) for params in kinds]
+
+    mine, theirs = optimizers(model), optimizers(reference)
+    for optimizer in mine:
+        lt_zero.ShardedOptimizer(engine, optimizer)
+    for step in range(3):
+        for optimizer in (*mine, *theirs):
+            optimizer.zero_grad()
+        for micro in range(3):
+            with engine.no_sync() if micro < 2 else nullcontext():
+                next_token_loss(model, step, micro, rank).backward()
+            for r in range(world):
+                (next_token_loss(reference, step, micro, r) / world).backward()
+            if micro == 0:
+                for optimizer in (mine[0], theirs[0]):
+                    optimizer.zero_grad(set_to_none)
+        for optimizer in (*mine, *theirs):
+            optimizer.step()
+        got = full_values(engine)
+        for name, p in reference.named_parameters():
+            torch.testing.assert_close(got[name], p.detach(), rtol=1e-4, atol=1e-5, msg=lambda t, n=name: f"{n}\n{t}")
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_zero_grad_inside_a_window(pool: Pool, stage: int, set_to_none: bool) -> None:
+    pool.run(2, _zeroed_in_a_window, stage, set_to_none)
+
+
+def _penalty_loss(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
+    x = tokens(step, micro, rank).float() / VOCAB
+    x = torch.nn.functional.pad(x, (0, WIDTH - x.shape[1])).requires_grad_()
+    y = model(x)
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y.square().mean() + (grad.norm(dim=1) - 1).square().mean()
+
+
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.out = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+def _penalty(stage: int, zero: dict[str, Any]) -> None:
+    check(Case(Critic, _penalty_loss, stage, zero=zero))
+
+
+@pytest.mark.parametrize("zero", [{}, RELEASE], ids=["keep", "release"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradient_penalty(pool: Pool, stage: int, zero: dict[str, Any]) -> None:
+    pool.run(2, _penalty, stage, zero)
+
+
+class Force(Net):
+    """What it returns is, in part, a gradient that its forward took on the way; blocks are used again afterwards."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        (force,) = torch.autograd.grad(self.blocks[0](x).square().sum(), x, create_graph=True)
+        y = (x + force) * self.scale
+        for block in self.blocks:
+            y = block(y)
+        (force,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return self.head(y + force)
+
+
+def _penalty_first(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
+    return _penalty_loss(model, step, micro, rank) + model(torch.ones(2, WIDTH)).mean()  # forward while a graph waits
+
+
+def _gradient_inside(zero: dict[str, Any], mode: str) -> None:
+    keys: dict[str, Any] = {"zero": zero, "micro": 2, "steps": 2, "activation_checkpointing": {"mode": mode}}
+    check(Case(Force, next_token_loss, rtol=1e-3, atol=1e-5, **keys))  # rounding grows with each graph
+    engine = check(Case(Critic, _penalty_first, **keys))
+    assert all(not unit.resident for unit in engine.units), "nothing stays for a graph that was walked"
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("zero", [{}, RELEASE], ids=["keep", "release"])
+def test_graphs_of_gradients(pool: Pool, zero: dict[str, Any], mode: str) -> None:
+    pool.run(2, _gradient_inside, zero, mode)
+
+
+class Collecting(Block):
+    """Puts its output into a dict and a list that it is given, as caches work, and needs one object to stay one."""
+
+    def forward(self, x: Tensor, again: Tensor, state: dict[str, Any]) -> None:  # type: ignore[override]
+        assert x is again
+        state["x"] = x + self.mlp(x) + sum(state["all"])
+        state["all"].append(state["x"].mean(1, keepdim=True))
+
+
+class CollectingNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Collecting() for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) * self.scale
+        every: list[Tensor] = []
+        state: dict[str, Any] = {"x": x, "all": every}
+        for block in self.blocks:
+            block(state["x"], state["x"], state)
+        assert len(every) == 3
+        assert state["all"] is every
+        return self.head(state["x"] + every[0])
+
+
+def _collected(stage: int) -> None:
+    for mode in ("none", "full", "selective"):
+        block = {"mode": mode}
+        check(Case(CollectingNet, next_token_loss, stage, steps=1, zero=RELEASE, activation_checkpointing=block))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_a_module_puts_into_a_list_that_it_is_given(pool: Pool, stage: int) -> None:
+    pool.run(2, _collected, stage)
+
+
+def _evaluations(stage: int, zero: dict[str, Any]) -> None:
+    def evaluate(model: nn.Module, step: int) -> None:
+        with torch.no_grad():
+            before = model(tokens(9, 9, 9))
+        with torch.inference_mode():
+            again = model(tokens(9, 9, 9))
+        assert torch.equal(before, again.clone())
+
+    check(Case(Net, next_token_loss, stage, zero=zero, after_step=evaluate))
+
+
+@pytest.mark.parametrize("zero", [{}, RELEASE], ids=["keep", "release"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_evaluation_between_steps(pool: Pool, stage: int, zero: dict[str, Any]) -> None:
+    pool.run(2, _evaluations, stage, zero)
+
+
+def _aborted(stage: int) -> None:
+    torch.manual_seed(0)
+    model, fail = Net(), [True]
+    reference = copy.deepcopy(model)
+    engine = lt_zero.shard(model, config_of(stage, RELEASE))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    lt_zero.ShardedOptimizer(engine, optimizers[0])
+
+    def explode(grad: Tensor) -> None:
+        if fail[0]:
+            raise ValueError("on purpose")
+
+    for explicit in (False, True):
+        fail[0] = True
+        handle = model.blocks[1].register_forward_hook(lambda m, a, out: out.register_hook(explode) and None)
+        loss = next_token_loss(model, 0, 0, 0)
+        handle.remove()
+        with pytest.raises(ValueError, match="on purpose"), engine.backward_pass() if explicit else nullcontext():
+            loss.backward()
+        fail[0] = False
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for net, optimizer in zip((model, reference), optimizers, strict=True):
+            next_token_loss(net, 1, 0, 0).backward()
+            optimizer.step()
+        for name, value in full_values(engine).items():
+            torch.testing.assert_close(value, dict(reference.named_parameters())[name].detach())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_that_fails_leaves_nothing_behind(pool: Pool, stage: int) -> None:
+    pool.run(2, _aborted, stage)
+
+
+def _stand_ins(stage: int) -> None:
+    """One stand-in serves a backward, with the norms of what has been accumulated; the next backward has its own."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Net()
+    reference = copy.deepcopy(model)
+    engine = lt_zero.shard(model, config_of(stage, RELEASE))
+    parameter, plain = model.blocks[0].up.weight, reference.blocks[0].up.weight
+    before = None
+    for step in range(2):
+        next_token_loss(model, step, 0, rank).backward()
+        for other in range(dist.get_world_size()):
+            (next_token_loss(reference, step, 0, other) / dist.get_world_size()).backward()
+        shown = parameter.grad
+        assert shown is not None
+        assert shown is not before
+        assert plain.grad is not None
+        assert repr(shown) == f"ShardedGrad(shape={tuple(parameter.shape)}, dtype=torch.float32, device='cpu')"
+        engine.settle_grads()
+        assert parameter.grad is shown
+        torch.testing.assert_close(shown.norm(), plain.grad.norm())
+        shown.mul_(3)
+        engine.settle_grads()
+        torch.testing.assert_close(shown.norm(), 3 * plain.grad.norm())
+        before, parameter.grad, plain.grad = shown, None, None
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_stand_ins(pool: Pool, stage: int) -> None:
+    pool.run(2, _stand_ins, stage)

@@ -1,0 +1,287 @@
+"""Released parameters: metadata works, values are loud, loading and copying do the right thing."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lt_zero
+from lt_zero.checkpoint.native.plain import plain
+from lt_zero.engine.consistency_check import check_identity
+from lt_zero.engine.lazy_tensor import AbsentTensor
+from tests.support.models import Net, next_token_loss, tokens
+from tests.support.parity import STAGES, Case, check, config_of, full_values
+from tests.support.pool import Pool
+
+
+def _engine(stage: int, dtype: torch.dtype | None = None) -> Any:
+    torch.manual_seed(0)
+    return lt_zero.shard(Net(), config_of(stage, dtype=dtype))
+
+
+def _metadata() -> None:
+    engine, whole = _engine(3), Net()
+    for (name, p), (_, q) in zip(engine.root.named_parameters(), whole.named_parameters(), strict=True):
+        assert (p.shape, p.numel(), p.dim(), p.dtype, p.device) == (q.shape, q.numel(), q.dim(), q.dtype, q.device), (
+            name
+        )
+        assert p.requires_grad
+        assert p.is_leaf
+        assert p.grad is None
+        assert isinstance(p, nn.Parameter)
+        assert torch.zeros_like(p).shape == q.shape
+        assert torch.zeros_like(p).is_contiguous()
+        assert len(p) == len(q)
+
+
+def test_metadata_of_released_parameters(pool: Pool) -> None:
+    pool.run(2, _metadata)
+
+
+def _reads() -> None:
+    engine = _engine(3)
+    p = engine.root.blocks[0].up.weight
+    reads = [
+        lambda: p + 1,
+        lambda: p.data,
+        lambda: p.detach().clone(),
+        lambda: p.detach().cpu(),
+        lambda: copy.deepcopy(p.detach()),
+        lambda: torch.equal(p.detach(), torch.zeros(p.shape)),
+        lambda: p.detach().data.sum(),
+        lambda: p.detach().numpy(),
+        lambda: p.detach().untyped_storage(),
+        lambda: copy.deepcopy(engine.root.state_dict()),
+        lambda: Net().load_state_dict(engine.root.state_dict()),
+        lambda: engine.root.load_state_dict(engine.root.state_dict()),
+        lambda: pickle.dumps(engine.root.state_dict()),
+        lambda: plain({"mine": engine.root.state_dict()}),
+        lambda: p.sum().item(),
+        lambda: p.norm(),
+        lambda: p[0],
+        lambda: p.cpu(),
+        lambda: copy.deepcopy(p),
+        lambda: torch.save(engine.root.state_dict(), io.BytesIO()),
+        lambda: p.mul_(2),
+        lambda: engine.root.double(),
+        lambda: p.numpy(force=True),
+        lambda: p.tolist(),
+        lambda: torch.stack([p, p]),
+        lambda: p == 0,
+    ]
+    for read in reads:
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"'blocks\.0\.up\.weight'|'embedding.weight'|'scale'"):
+            read()
+    state, whole = engine.root.state_dict(), Net().state_dict()
+    assert {k: (v.shape, v.dtype) for k, v in state.items()} == {k: (v.shape, v.dtype) for k, v in whole.items()}
+    assert not any(value.requires_grad for value in state.values())
+    assert not torch.equal(p, torch.zeros(p.shape)), "ranks compare together"
+    with lt_zero.gathered(engine.root):
+        assert not any(isinstance(value, AbsentTensor) for value in engine.root.state_dict().values())
+    with lt_zero.gathered(p):
+        assert torch.isfinite(p).all()
+        with lt_zero.gathered(engine.root):
+            assert torch.isfinite(p.sum())
+        assert torch.isfinite(p).all(), "the inner context must not release what the outer one holds"
+    with pytest.raises(RuntimeError, match="lt_zero.gathered"):
+        p.sum()
+
+
+def test_reading_values_is_loud(pool: Pool) -> None:
+    pool.run(2, _reads)
+
+
+def _load(stage: int, low: bool) -> None:
+    dtype = torch.bfloat16 if low else None
+    engine = _engine(stage, dtype)
+    torch.manual_seed(5)
+    other = Net()
+    state = other.state_dict()
+    missing = engine.root.load_state_dict(state)
+    assert not missing.missing_keys
+    for name, value in full_values(engine).items():
+        assert torch.equal(value, state[name]), f"{name}: the checkpoint's own precision reaches the master weights"
+    engine.root.blocks[0].load_state_dict(Net().blocks[0].state_dict())
+    next_token_loss(engine.root, 0, 0, dist.get_rank()).backward()
+    engine.settle_grads()
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_load_state_dict_needs_no_context(pool: Pool, stage: int, low: bool) -> None:
+    pool.run(3, _load, stage, low)
+
+
+def _lost_edit(stage: int) -> None:
+    engine = _engine(stage, torch.bfloat16)
+    optimizer = torch.optim.SGD(engine.root.parameters(), lr=0.1)
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    root = engine.root
+    if stage == 3:
+        with pytest.raises(RuntimeError, match="scale"), torch.no_grad():
+            root.scale.mul_(2)
+        return
+    with torch.no_grad():
+        root.scale.mul_(2)
+    assert (full_values(engine)["scale"] == 2).all(), "what is saved has the edit"
+    with torch.no_grad():
+        root.scale.mul_(2)
+    next_token_loss(root, 0, 0, 0).backward()
+    optimizer.step()
+    assert (full_values(engine)["scale"] > 3).all(), "the step starts from the edit"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_edits_are_taken_over_or_reported(pool: Pool, stage: int) -> None:
+    pool.run(2, _lost_edit, stage)
+
+
+def _clip(model: nn.Module, step: int) -> None:
+    """As in a Wasserstein GAN, in the two ways that people write it."""
+    for number, p in enumerate(model.parameters()):
+        if number % 2:
+            p.data.clamp_(-0.2, 0.2)
+        else:
+            p.data = p.data.clamp(-0.2, 0.2)
+
+
+def _clip_low(stage: int) -> None:
+    engine = _engine(stage, torch.bfloat16)
+    optimizer = torch.optim.SGD(engine.root.parameters(), lr=0.1, momentum=0.9)
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    for step in range(5):
+        _clip(engine.root, step)
+        next_token_loss(engine.root, step, 0, dist.get_rank()).backward()
+        optimizer.param_groups[0]["lr"] = 0.1 if step < 4 else 0.0
+        optimizer.step()
+        optimizer.zero_grad()
+    limit = torch.tensor(0.2).bfloat16()
+    for name, value in full_values(engine).items():
+        assert value.bfloat16().abs().max() <= limit, f"{name}: the last step, by 0, starts from what was clipped"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_edits_through_data(pool: Pool, stage: int) -> None:
+    pool.run(2, _clipped, stage)
+
+
+def _clipped(stage: int) -> None:
+    check(Case(Net, next_token_loss, stage, after_step=_clip))
+    _clip_low(stage)
+
+
+def _clip_at(place: str, folder: str) -> None:
+    """Edits begin late; states in files, and the compute copy has their dtype, so that the whole run can be exact."""
+    optim = {"device": "nvme", "nvme_path": folder, "overlap_step": place == "beside backward"}
+    runs = []
+    for config in (config_of(1, {"offload_optimizer": optim}), None):
+        torch.manual_seed(0)
+        model = Net()
+        engine = lt_zero.shard(model, config) if config is not None else None
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if engine is not None:
+            lt_zero.ShardedOptimizer(engine, optimizer)
+        for step in range(7):
+            late = step > 4 and place == "after backward"
+            for p in model.parameters() if step > 4 and not late else ():
+                p.data.clamp_(-0.2, 0.2)
+            next_token_loss(model, step, 0, 0).backward()
+            for p in model.parameters() if late else ():
+                p.data.clamp_(-0.2, 0.2)
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(full_values(engine) if engine is not None else dict(model.named_parameters()))
+    for name, value in runs[0].items():
+        torch.testing.assert_close(value, runs[1][name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("place", ["before forward", "beside backward", "after backward"])
+def test_edits_through_data_that_begin_late(pool: Pool, place: str, tmp_path: Path) -> None:
+    pool.run(2, _clip_at, place, str(tmp_path))
+
+
+def _clip_late(stage: int) -> None:
+    engine = _engine(stage, torch.bfloat16)
+    optimizer = torch.optim.SGD(engine.root.parameters(), lr=0.1)
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    for step in range(6):
+        next_token_loss(engine.root, step, 0, 0).backward()
+        if step == 5:
+            for p in engine.root.parameters():
+                p.data.fill_(0.25)
+            optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in full_values(engine).items():
+        assert (value.bfloat16() == 0.25).all(), f"{name}: digits that the edit did not show stay, no more"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_edit_between_backward_and_step(pool: Pool, stage: int) -> None:
+    pool.run(2, _clip_late, stage)
+
+
+def _write_one_rank(stage: int, low: bool) -> None:
+    engine = _engine(stage, torch.bfloat16 if low else None)
+    before = full_values(engine)
+    with torch.no_grad(), lt_zero.gathered(engine.root, write=True):
+        if dist.get_rank() == 0:
+            engine.root.blocks[1].up.weight[3].fill_(0.25)
+    after = full_values(engine)
+    for name, value in after.items():
+        if name == "blocks.1.up.weight":
+            assert (value[3] == 0.25).all()
+            value, before[name] = value[:3], before[name][:3]
+        assert torch.equal(value, before[name]), f"{name} was not edited and keeps its precision"
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_rank_zero_wins_in_gathered(pool: Pool, stage: int, low: bool) -> None:
+    pool.run(3, _write_one_rank, stage, low)
+
+
+def _identity() -> None:
+    engine = _engine(2)
+    check_identity(engine)
+    engine.root.load_state_dict(Net().state_dict(), assign=True)
+    with pytest.raises(RuntimeError, match="replaced"):
+        check_identity(engine)
+    engine = _engine(1)
+    engine.root.double()
+    with pytest.raises(RuntimeError, match="cast, moved"):
+        check_identity(engine)
+
+
+def test_replaced_and_cast_parameters_are_found(pool: Pool) -> None:
+    pool.run(2, _identity)
+
+
+def test_gathered_without_an_engine() -> None:
+    net = Net()
+    with lt_zero.gathered(net, write=True), torch.no_grad():
+        net.scale.fill_(2.0)
+    assert (net.scale == 2).all()
+    net(tokens(0, 0, 0))
+
+
+def _clamped(stage: int) -> None:
+    def clamp(model: nn.Module, step: int) -> None:
+        with torch.no_grad(), lt_zero.gathered([model.blocks[0].up.weight, model.scale], write=True):
+            model.blocks[0].up.weight.clamp_(-0.1, 0.1)
+            model.scale.mul_(1.5)
+
+    check(Case(Net, next_token_loss, stage, "adamw", after_step=clamp))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_edits_inside_gathered(pool: Pool, stage: int) -> None:
+    pool.run(3, _clamped, stage)

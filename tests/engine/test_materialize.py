@@ -1,0 +1,307 @@
+"""Models that no rank ever holds whole: meta device, configure_model, cutting at construction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lt_zero
+from lt_zero.comm.communicator import Comm
+from lt_zero.common.flat_storage import FlatStorage
+from lt_zero.engine import bucket
+from lt_zero.engine.bucket import State
+from lt_zero.engine.guard import guard, is_guarded
+from lt_zero.engine.materialize import ConstructionSharder
+from lt_zero.lightning.model_report import memory_report
+from tests.support.lightning_tools import GPT, sharded_trainer, weights
+from tests.support.models import Net, next_token_loss
+from tests.support.parity import STAGES, config_of, full_values
+from tests.support.pool import Pool
+
+
+class CustomInit(Net):
+    """Initialisation after construction, in the ways that people write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.apply(self._init_weights)
+        for name, parameter in self.named_parameters():
+            if name.endswith("down.weight"):
+                nn.init.normal_(parameter, std=0.02 / 6**0.5)
+        self.blocks[0].up.weight.data.mul_(0.5)
+        with torch.no_grad():
+            self.blocks[1].up.bias[2:5] = 3.0
+            self.blocks[2].norm.weight.copy_(torch.arange(10.0))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(mean=0.0, std=0.02)
+            if module.bias is not None:
+                module.bias.data.zero_()
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+
+
+def _cut(stage: int) -> None:
+    torch.manual_seed(11)
+    reference = CustomInit()
+    torch.manual_seed(11)
+    if dist.get_rank() > 0:
+        torch.manual_seed(99)  # ranks that draw other numbers follow rank 0
+    with ConstructionSharder(Comm.for_world(torch.device("cpu"))):
+        model = CustomInit()
+    assert is_guarded(model.blocks[0].up.weight)
+    engine = lt_zero.shard(model, config_of(stage))
+    for name, value in full_values(engine).items():
+        assert torch.equal(value, dict(reference.named_parameters())[name]), name
+    next_token_loss(model, 0, 0, 0).backward()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_cutting_at_construction_keeps_the_initialisation(pool: Pool, stage: int) -> None:
+    pool.run(3, _cut, stage)
+
+
+def _late(stage: int) -> None:
+    with ConstructionSharder(Comm.for_world(torch.device("cpu"))):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model.load_state_dict({name: torch.full(p.shape, 7.0) for name, p in model.named_parameters()})
+    engine = lt_zero.shard(model, config_of(stage))
+    for name, value in full_values(engine).items():
+        assert (value == 7.0).all(), name  # the last one is still whole when the engine takes over
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_loaded_after_construction_is_kept(pool: Pool, stage: int) -> None:
+    pool.run(2, _late, stage)
+
+
+class MetaNet(Net):
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.5)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
+
+def _meta(stage: int) -> None:
+    with torch.device("meta"):
+        model = MetaNet()
+        model.register_module("bn", nn.BatchNorm1d(4))
+    identities = {n: id(p) for n, p in model.named_parameters()}
+    engine = lt_zero.shard(model, config_of(stage), torch.device("cpu"))
+    assert {n: id(p) for n, p in model.named_parameters()} == identities
+    values = full_values(engine)
+    assert (values["blocks.1.up.weight"] == 0.5).all()
+    assert (values["blocks.1.norm.weight"] == 1).all()
+    assert (values["scale"] == 1).all()
+    assert (model.bn.running_var == 1).all()
+    assert "head.weight" not in values, "tied weights stay tied"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_meta_device(pool: Pool, stage: int) -> None:
+    pool.run(2, _meta, stage)
+
+
+class Unfillable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+
+def _unfillable() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), Unfillable())
+    with pytest.raises(RuntimeError, match=r"1 \(Unfillable\).*'weight'.*reset_parameters"):
+        lt_zero.shard(model, config_of(3), torch.device("cpu"))
+
+
+def test_meta_parameters_that_nobody_fills_are_an_error(pool: Pool) -> None:
+    pool.run(2, _unfillable)
+
+
+class Configured(GPT):
+    def __init__(self, world: int) -> None:
+        super().__init__(world)
+        del self.net
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            torch.manual_seed(21)
+            self.net = Net()
+            self.guarded_at_construction = is_guarded(self.net.blocks[0].up.weight)
+
+
+def _configured(stage: int) -> Any:
+    module = Configured(dist.get_world_size())
+    trainer = sharded_trainer(stage, max_epochs=1)
+    trainer.fit(module)
+    assert module.guarded_at_construction == (stage == 3)
+    return weights(trainer)
+
+
+def test_configure_model(pool: Pool) -> None:
+    results = [pool.run(2, _configured, stage)[0] for stage in (0, 3)]
+    for name in results[0]:
+        assert (results[0][name] == results[1][name]).all(), name
+
+
+def _empty_init(path: str) -> Any:
+    from tests.support.lightning_tools import assert_same
+
+    whole = GPT(2)
+    trainer = sharded_trainer(3, max_epochs=1)
+    with trainer.init_module(empty_init=True):
+        module = MetaGPT(2)
+    assert module.net.scale.is_meta
+    if dist.get_rank() == 0:
+        torch.save({"state_dict": whole.state_dict(), "pytorch-lightning_version": "2.6.0"}, path)
+    dist.barrier()
+    trainer.validate(module, ckpt_path=path)
+    got = weights(trainer)
+    if got:
+        assert_same(got, {n: v.numpy() for n, v in whole.state_dict().items()})
+
+
+class MetaGPT(GPT):
+    def __init__(self, world: int) -> None:
+        super().__init__(world)
+        self.net = MetaNet()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.temperature)
+
+
+def test_empty_init_and_a_checkpoint(pool: Pool, tmp_path: Any) -> None:
+    pool.run(2, _empty_init, str(tmp_path / "w.ckpt"))
+
+
+class Wide(nn.Module):
+    """Eight layers of 4 MB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.ReLU()) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _live_bytes() -> int:
+    """The most bytes of parameters that were alive at once while ``Wide`` was built and sharded."""
+    import gc
+
+    gc.collect()
+    tensors = [o for o in gc.get_objects() if isinstance(o, Tensor) and not o.is_meta and o.numel() > 10_000]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in map(_plain, tensors)}
+    return sum(storages.values())
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach()
+
+
+def _peak() -> None:
+    comm, peaks = Comm.for_world(torch.device("cpu")), []
+    register = nn.Module.__init__
+
+    def counting(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        register(self, *args, **kwargs)
+        peaks.append(_live_bytes())
+
+    nn.Module.__init__ = counting  # type: ignore[method-assign]
+    try:
+        with ConstructionSharder(comm):
+            model = Wide()
+    finally:
+        nn.Module.__init__ = register  # type: ignore[method-assign]
+    one = 4 * 1024 * 1024
+    assert max(peaks) <= 8 * one / 2 + 2 * one, "half of the model and about one layer"
+    engine = lt_zero.shard(model, config_of(3))
+    assert all(b.state is State.RELEASED for b in engine.buckets)
+    assert memory_report(engine, [])["weights"] == (8 * one // 2, 8 * one)
+
+
+def test_no_rank_holds_the_whole_model(pool: Pool) -> None:
+    pool.run(2, _peak)
+
+
+class Elsewhere(Comm):
+    """Of a device that is not the CPU; ends with the first collective, and says where its tensor is."""
+
+    def broadcast(self, tensor: Tensor, name: str, src: int = 0) -> None:
+        raise RuntimeError(f"broadcast on {tensor.device}")
+
+    def all_gather(self, flat: Tensor, name: str, own: Tensor | None = None) -> Any:
+        raise RuntimeError(f"all-gather on {flat.device}")
+
+
+def test_cutting_on_the_cpu_for_another_device() -> None:
+    """Modules are built on the CPU; NCCL takes tensors of a GPU only."""
+    layer, sharder = nn.Linear(3, 5), ConstructionSharder(Elsewhere(None, None, torch.device("meta")))
+    with pytest.raises(RuntimeError, match="broadcast on meta"), sharder:
+        nn.Sequential(layer)
+    sharder._slices[layer.weight] = torch.zeros(16)
+    guard(layer.weight, sharder._owner)
+    with pytest.raises(RuntimeError, match="all-gather on meta"):
+        sharder.whole(layer.weight)
+
+
+def test_a_collective_refuses_tensors_of_another_device() -> None:
+    comm, row = Comm(None, None, torch.device("cpu")), torch.zeros(4, device="meta")
+    acts: list[Callable[[], object]] = [
+        lambda: comm.broadcast(row, "w"),
+        lambda: comm.all_gather(row, "w"),
+        lambda: comm.all_reduce(row, row, row, False, "w"),
+        lambda: comm.reduce_scatter(row, row, row, False, "w"),
+        lambda: comm.sum_scalar(row, "w"),
+    ]
+    for act in acts:
+        with pytest.raises(RuntimeError, match="'w' got a tensor on meta"):
+            act()
+
+
+class Counted(FlatStorage):
+    """Counts the bytes of all storages that could be freed."""
+
+    live = most = 0
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.there = False
+        self._there(True)
+
+    def _there(self, there: bool) -> None:
+        Counted.live += self._nbytes * (there - self.there)
+        Counted.most, self.there = max(Counted.most, Counted.live), there
+
+    def allocate(self) -> None:
+        super().allocate()
+        self._there(True)
+
+    def free(self) -> None:
+        super().free()
+        self._there(False)
+
+
+def _bucket_by_bucket() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket, "FlatStorage", Counted)
+        engine = lt_zero.shard(Net(depth=8), config_of(3, dtype=torch.bfloat16))
+    assert Counted.live == 0
+    assert 0 < Counted.most <= max(b.layout.numel * 2 for b in engine.buckets)
+
+
+def test_one_bucket_at_a_time_is_whole_while_a_model_is_sharded(pool: Pool) -> None:
+    """On a GPU all compute copies at once would be the whole model."""
+    pool.run(2, _bucket_by_bucket)

@@ -1,0 +1,208 @@
+"""A run that is resumed from a checkpoint goes on, bit by bit, like one that was never interrupted."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lt_zero.lightning.data_position.position import Progress
+from tests.support.pool import Pool
+from tests.support.progress_tools import (
+    CASES,
+    Model,
+    Noisy,
+    Saver,
+    Stream,
+    Validated,
+    compare,
+    fit,
+    new_loader,
+    new_trainer,
+)
+
+
+class Takes(Model):
+    """Reads from the iterator itself, two batches in a step."""
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        (first, _, _), (second, _, _) = next(dataloader_iter), next(dataloader_iter)
+        return super().training_step(torch.cat([first, second]), 0)
+
+
+class Steps(Model):
+    """Asks for the number of steps, which reads the loaders before anything is restored."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()
+
+
+def test_saving_changes_nothing(tmp_path: Path) -> None:
+    options = {"max_epochs": 2, "val_check_interval": 3}
+    assert fit(Validated(new_loader), 1, callbacks=[Saver(tmp_path, "batch")], **options) == fit(
+        Validated(new_loader), 1, **options
+    )
+    saved = torch.load(tmp_path / "3.ckpt" / "meta.pt", weights_only=True)  # plain containers and tensors
+    assert len(saved["lt_zero_progress"]) == 1
+
+
+def test_otherwise_it_is_not_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests can fail: as Lightning does it, the epoch begins again and the random numbers are others."""
+    monkeypatch.setattr(Progress, "load", lambda *args: None)
+    for case in ("shuffled", "iterable"):
+        with pytest.raises(AssertionError, match="other (data|batches|weights)"):
+            compare(lambda case=case: Model(CASES[case]), tmp_path)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_after_each_batch(case: str, tmp_path: Path) -> None:
+    compare(lambda: Model(CASES[case]), tmp_path)
+
+
+@pytest.mark.parametrize("where", ["epoch", "end"])
+@pytest.mark.parametrize("case", ["shuffled", "dict", "iterable", "stateful"])
+def test_at_the_end_of_an_epoch(case: str, where: str, tmp_path: Path) -> None:
+    compare(lambda: Model(CASES[case]), tmp_path, where)
+
+
+@pytest.mark.parametrize("workers", [{}, {"persistent_workers": True}], ids=["workers", "persistent"])
+def test_workers(workers: dict[str, Any], tmp_path: Path) -> None:
+    stops = [2, 6] if workers else [2, 8]
+    noise = 0.0 if workers else 0.1  # of workers that live on, the random numbers of earlier epochs are not known
+    compare(lambda: Model(lambda: new_loader(Noisy(noise=noise), num_workers=2, **workers)), tmp_path, stops=stops)
+
+
+def test_workers_iterable(tmp_path: Path) -> None:
+    compare(lambda: Model(lambda: new_loader(Stream(), num_workers=2)), tmp_path, stops=[8])
+
+
+@pytest.mark.parametrize("case", ["shuffled", "iterable", "dict", "iterables"])
+def test_inside_a_window(case: str, tmp_path: Path) -> None:
+    compare(lambda: Model(CASES[case]), tmp_path, accumulate_grad_batches=4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"limit_train_batches": 4},
+        {"overfit_batches": 3},
+        {"reload_dataloaders_every_n_epochs": 1},
+        {"max_steps": 15, "max_epochs": -1},
+        {"max_steps": 18, "max_epochs": -1},
+        {"accumulate_grad_batches": 2, "max_steps": 8, "max_epochs": -1},
+    ],
+    ids=str,
+)
+def test_options(options: dict[str, Any], tmp_path: Path) -> None:
+    compare(lambda: Model(new_loader), tmp_path, **options)
+
+
+@pytest.mark.parametrize("where", ["batch", "validation"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"val_check_interval": 2},
+        {"val_check_interval": 3, "limit_val_batches": 1},
+        {},
+        {"val_check_interval": 4, "check_val_every_n_epoch": None},
+    ],
+    ids=str,
+)
+def test_with_validation(where: str, options: dict[str, Any], tmp_path: Path) -> None:
+    compare(lambda: Validated(new_loader), tmp_path, where, **options)
+
+
+@pytest.mark.parametrize("case", ["shuffled", "iterable"])
+def test_step_that_takes_the_iterator(case: str, tmp_path: Path) -> None:
+    compare(lambda: Takes(CASES[case]), tmp_path)
+
+
+def test_steps_asked_for(tmp_path: Path) -> None:
+    compare(lambda: Steps(new_loader), tmp_path)
+
+
+@pytest.mark.parametrize("steps", [4, 6, 9, 12])
+@pytest.mark.parametrize("case", ["shuffled", "iterable"])
+def test_stopped_by_max_steps(case: str, steps: int, tmp_path: Path) -> None:
+    want_seen, want = fit(Model(CASES[case]), 1, max_steps=20)
+    model = Model(CASES[case])
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    first = new_trainer(max_steps=steps)
+    first.fit(model)
+    first.save_checkpoint(tmp_path / "x.ckpt", weights_only=False)
+    seen, got = fit(Model(CASES[case]), 2, tmp_path / "x.ckpt", max_steps=20)
+    assert model.seen + seen == want_seen
+    assert got == want
+
+
+def _ranks(stops: list[int], folder: Path) -> None:
+    noise = 0.1 * (1 + dist.get_rank())
+    compare(
+        lambda: Model(lambda: new_loader(Noisy(27, noise), batch_size=3)),
+        folder,
+        stops=stops,
+        accumulate_grad_batches=2,
+    )
+
+
+def test_two_ranks(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _ranks, [3, 5], tmp_path)  # 5 batches in an epoch, steps after 2, 4 and 5
+
+
+def _numbers(folder: Path, resume: bool) -> tuple[list[float], bytes]:
+    """The samples that a rank has seen, and its generator's state."""
+    model = Model(lambda: DataLoader(Noisy(48, 0.0), batch_size=2, shuffle=True))
+    fit(model, 3 + dist.get_rank(), folder / "x.ckpt" if resume else None, max_epochs=1, max_steps=99)
+    return [row[0] for batch in model.seen for part in batch for row in part], bytes(torch.get_rng_state().tolist())
+
+
+def _stop_early(folder: Path) -> list[float]:
+    model = Model(lambda: DataLoader(Noisy(48, 0.0), batch_size=2, shuffle=True))
+    torch.manual_seed(dist.get_rank())
+    trainer = new_trainer(max_steps=4)
+    trainer.fit(model)
+    trainer.save_checkpoint(folder / "x.ckpt", weights_only=False)
+    return [row[0] for batch in model.seen for part in batch for row in part]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 2)])
+def test_another_world_size(pool: Pool, before: int, after: int, tmp_path: Path) -> None:
+    first = [number for seen in pool.run(before, _stop_early, tmp_path) for number in seen]
+    results = pool.run(after, _numbers, tmp_path, True)
+    rest = [number for seen, _ in results for number in seen]
+    assert len({state for _, state in results}) == after  # every rank has random numbers of its own
+    assert len(set(first)) == len(first) == 8 * before
+    if 1 not in (before, after):  # one process shuffles otherwise than several
+        missed = 48 - len(first) - len(rest)
+        assert not set(first) & set(rest)
+        assert 0 <= missed < 2 * after
+
+
+class Fails(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.global_step == 7:
+            raise ZeroDivisionError
+        return loss
+
+
+@pytest.mark.parametrize("case", ["shuffled", "iterable", "dict"])
+def test_after_an_exception(case: str, tmp_path: Path) -> None:
+    """The batch that was under way is read again, with the same random numbers."""
+    want_seen, want = fit(Model(CASES[case]), 1, max_epochs=3)
+    model = Fails(CASES[case])
+    callback = OnExceptionCheckpoint(tmp_path, "x")
+    with pytest.raises(ZeroDivisionError):
+        fit(model, 1, max_epochs=3, callbacks=[callback], enable_checkpointing=True)
+    seen, got = fit(Model(CASES[case]), 2, tmp_path / "x.ckpt", max_epochs=3)
+    assert model.seen[:7] + seen == want_seen
+    assert got == want

@@ -1,0 +1,100 @@
+"""Progress that cannot be repeated is told; states of it that are damaged are named."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lt_zero.common.errors import CheckpointError
+from tests.support.progress_tools import CASES, WIDTH, Model, Saver, Stream, fit, new_loader, new_trainer
+
+
+class Shuffling(Stream):
+    """Decides its order by the generator that dropout draws from."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for _ in range(self.count):
+            yield torch.rand(WIDTH)
+
+
+def _resumed_from(states: Any, tmp_path: Path, loader: Callable[[], Any] = new_loader) -> None:
+    fit(Model(loader), 1, callbacks=[Saver(tmp_path, "batch")], max_epochs=1, format="full")
+    checkpoint = torch.load(tmp_path / "2.ckpt", weights_only=False)
+    checkpoint["lt_zero_progress"] = states(checkpoint["lt_zero_progress"])
+    torch.save(checkpoint, tmp_path / "changed.ckpt")
+    trainer = new_trainer(max_epochs=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        trainer.fit(Model(loader), ckpt_path=tmp_path / "changed.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (lambda: new_loader(Shuffling()), r"DataLoader\(Shuffling\) draws from this process' random numbers \(torch\)"),
+        (lambda: range(8), "range cannot be observed"),
+    ],
+    ids=["shuffles", "no object"],
+)
+def test_what_cannot_be_repeated_is_told(loader: Callable[[], Any], message: str, tmp_path: Path) -> None:
+    class Any_(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(
+                torch.full((2, WIDTH), float(batch)) if isinstance(batch, int) else batch, batch_idx
+            )
+
+    fit(Any_(loader), 1, callbacks=[Saver(tmp_path, "batch")], max_epochs=1)
+    trainer = new_trainer(max_epochs=1)
+    with pytest.warns(UserWarning, match=message):
+        trainer.fit(Any_(loader), ckpt_path=tmp_path / "2.ckpt")
+
+
+def test_nothing_is_told_of_what_is_repeated(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        for case in ("shuffled", "iterable", "dict"):
+            _resumed_from(lambda states: states, tmp_path, CASES[case])
+    assert not [str(warning.message) for warning in told if "training loader" in str(warning.message)]
+
+
+def _spoil(*path: Any, value: Any = None) -> Callable[[Any], Any]:
+    def change(states: Any) -> Any:
+        place = states
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+        return states
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda states: [],
+        lambda states: 3,
+        _spoil(0, value="x"),
+        _spoil(0, "version", value=7),
+        _spoil(0, "back", value=-1),
+        _spoil(0, "ended", value=None),
+        _spoil(0, "now", value={}),
+        _spoil(0, "now", "torch", value=torch.zeros(3)),
+        _spoil(0, "states", 0, "python", "words", value=torch.zeros(5, dtype=torch.int64)),
+        _spoil(0, "states", 0, "python", "words", value=torch.full((625,), -1)),
+        _spoil(0, "states", 0, "numpy", "words", value=torch.full((624,), 2**40)),
+        _spoil(0, "states", 0, "numpy", "position", value="x"),
+        _spoil(0, "loaders", 0, "fetched", value=-3),
+        _spoil(0, "loaders", 0, "unit", value=0),
+        _spoil(0, "loaders", 0, value=None),
+        _spoil(0, "loaders", 0, "start", value=5),
+        _spoil(0, "loaders", 0, "generators", value=[1]),
+    ],
+)
+def test_damaged_states_are_named(change: Callable[[Any], Any], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="lt_zero_progress"):
+        _resumed_from(change, tmp_path)

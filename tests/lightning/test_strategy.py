@@ -1,0 +1,317 @@
+"""The Trainer's features under ZeroStrategy give what one process gives."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint, ThroughputMonitor
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import FSDPPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import grad_norm
+
+import lt_zero
+from tests.support.lightning_tools import FULL, GPT, QUIET, ROWS, assert_same, sharded_trainer, single_trainer, weights
+from tests.support.pool import Pool
+
+STAGES = [0, 1, 2, 3]
+
+
+def _fit(stage: int, optimizer: str, zero: dict[str, Any], options: dict[str, Any]) -> tuple[Any, dict[str, float]]:
+    trainer = sharded_trainer(stage, zero, **options)
+    trainer.fit(GPT(dist.get_world_size(), optimizer))
+    return weights(trainer), {k: float(v) for k, v in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate_grad_batches": 2, "max_epochs": 3},  # 2 batches of 12 per epoch... and a short last window
+        {"gradient_clip_val": 0.3},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    ],
+    ids=["plain", "accumulate", "clip-norm", "clip-value"],
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_fit_equals_single_process(pool: Pool, stage: int, options: dict[str, Any]) -> None:
+    options = {"max_epochs": 2, **options}
+    reference = single_trainer(**options)
+    reference.fit(GPT())
+    for world in (2, 3):
+        got, metrics = pool.run(world, _fit, stage, "sgd", {}, options)[0]
+        assert_same(got, weights(reference))
+        assert metrics["val/dataloader_idx_1"] == pytest.approx(
+            float(reference.callback_metrics["val/dataloader_idx_1"]), rel=1e-4
+        )
+
+
+def _everything(stage: int, folder: str) -> dict[str, Any]:
+    trainer = sharded_trainer(stage, {"stage3_max_reuse_distance": 0}, max_epochs=1, num_sanity_val_steps=2)
+    module = GPT(dist.get_world_size(), "adamw")
+    first = trainer.validate(module)
+    assert not trainer.optimizers, "evaluation builds no optimizer"
+    trainer.fit(module)
+    tested = trainer.test(module)
+    predicted = trainer.predict(module)
+    assert predicted is not None
+    path = f"{folder}/all.ckpt"
+    trainer.save_checkpoint(path)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module)
+    after = trainer.validate(module, ckpt_path=path)
+    return {"first": first, "test": tested, "after": after, "weights": weights(trainer)}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_any_order_on_one_trainer(pool: Pool, stage: int, tmp_path: Path) -> None:
+    got = pool.run(2, _everything, stage, str(tmp_path))[0]
+    trainer, module = single_trainer(max_epochs=1), GPT(1, "adamw")
+    first = trainer.validate(module)
+    trainer.fit(module)
+    tested = trainer.test(module)
+    for name, value in first[0].items():
+        assert got["first"][0][name] == pytest.approx(value, rel=1e-5)
+    assert got["test"][0]["test"] == pytest.approx(tested[0]["test"], rel=1e-5)
+
+
+def _save(stage: int, path: str) -> None:
+    trainer = sharded_trainer(stage, config=FULL, max_epochs=1)
+    trainer.fit(GPT(dist.get_world_size(), "adamw"))
+    trainer.save_checkpoint(path)
+
+
+def _resume(stage: int, path: str) -> Any:
+    trainer = sharded_trainer(stage, max_epochs=2)
+    trainer.fit(GPT(dist.get_world_size(), "adamw"), ckpt_path=path)
+    return weights(trainer)
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 1), (1, 3), (0, 3), (3, 2), (2, 0)])
+def test_checkpoint_resumes_on_another_stage_and_world(pool: Pool, tmp_path: Path, before: int, after: int) -> None:
+    reference = single_trainer(max_epochs=2)
+    reference.fit(GPT(1, "adamw"))
+    path = str(tmp_path / "one.ckpt")
+    pool.run(3, _save, before, path)
+    saved = torch.load(path, weights_only=True)
+    assert saved["state_dict"].keys() == GPT().state_dict().keys()
+    assert_same(pool.run(2, _resume, after, path)[0], weights(reference), rtol=1e-4, atol=1e-5)
+
+
+def test_plain_trainer_resumes(pool: Pool, tmp_path: Path) -> None:
+    reference = single_trainer(max_epochs=2)
+    reference.fit(GPT(1, "adamw"))
+    path = str(tmp_path / "one.ckpt")
+    pool.run(2, _save, 3, path)
+    resumed = single_trainer(max_epochs=2)
+    resumed.fit(GPT(1, "adamw"), ckpt_path=path)
+    assert_same(weights(resumed), weights(reference), rtol=1e-4, atol=1e-5)
+
+
+def test_resumes_from_a_plain_trainer(pool: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "one.ckpt")
+    first, reference = single_trainer(max_epochs=1), single_trainer(max_epochs=2)
+    first.fit(GPT(1, "adamw"))
+    first.save_checkpoint(path)
+    reference.fit(GPT(1, "adamw"))
+    assert_same(pool.run(2, _resume, 3, path)[0], weights(reference), rtol=1e-4, atol=1e-5)
+
+
+def _train_from(stage: int | None, source: str | None, epochs: int, target: str) -> None:
+    """Fit under a stage, or under DDP, and save."""
+    options: dict[str, Any] = {"strategy": DDPStrategy(process_group_backend="gloo")} if stage is None else {}
+    trainer = sharded_trainer(stage or 0, config=FULL, max_epochs=epochs, **options)
+    trainer.fit(GPT(dist.get_world_size(), "adamw"), ckpt_path=source)
+    trainer.save_checkpoint(target)
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, 3), (3, None), (None, 1), (1, None)])
+def test_ddp_and_zero_resume_from_each_other(pool: Pool, tmp_path: Path, before: int | None, after: int | None) -> None:
+    one, same, two = (str(tmp_path / f"{name}.ckpt") for name in ("one", "same", "two"))
+    pool.run(2, _train_from, before, None, 1, one)
+    pool.run(2, _train_from, after, one, 1, same)  # nothing left to train: what was loaded is saved
+    pool.run(2, _train_from, after, one, 2, two)
+    saved, again, later = (torch.load(path, weights_only=True) for path in (one, same, two))
+    for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step"):
+        torch.testing.assert_close(again[key], saved[key], rtol=0, atol=0)
+    reference = single_trainer(max_epochs=2)
+    reference.fit(GPT(1, "adamw"))
+    assert_same({k: v.numpy() for k, v in later["state_dict"].items()}, weights(reference), rtol=1e-4, atol=1e-5)
+
+
+class Norms(Callback):
+    def __init__(self) -> None:
+        self.norms: list[dict[str, float]] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.norms.append({k: float(v) for k, v in grad_norm(pl_module, 2).items()})
+
+
+def _norms(stage: int, folder: str) -> Any:
+    norms, logger = Norms(), CSVLogger(folder)
+    trainer = sharded_trainer(
+        stage, max_epochs=1, callbacks=[norms], gradient_clip_val=0.3, logger=logger, log_every_n_steps=1
+    )
+    trainer.fit(GPT(dist.get_world_size()))
+    logger.save()
+    plugin: Any = trainer.precision_plugin
+    return norms.norms, float(plugin.grad_norm), logger.log_dir
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradient_norms_are_those_of_one_process(pool: Pool, stage: int, tmp_path: Path) -> None:
+    norms = Norms()
+    single_trainer(max_epochs=1, callbacks=[norms], gradient_clip_val=0.3).fit(GPT())
+    got, last, log_dir = pool.run(3, _norms, stage, str(tmp_path))[0]
+    assert len(got) == len(norms.norms)
+    for mine, theirs in zip(got, norms.norms, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in theirs:
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-7), name
+    assert last == pytest.approx(norms.norms[-1]["grad_2.0_norm_total"], rel=1e-4)
+    text = (Path(log_dir) / "metrics.csv").read_text().splitlines()[0]
+    assert "grad_norm" in text
+    assert "grad_norm_clipped" in text
+
+
+class Probe(Callback):
+    """Identity and true shapes at every stage, all through training."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        reference = GPT()
+        shapes = {n: p.shape for n, p in reference.named_parameters()}
+        assert {n: p.shape for n, p in pl_module.named_parameters()} == shapes
+        assert sum(p.numel() for p in pl_module.parameters()) == sum(p.numel() for p in reference.parameters())
+        assert trainer.optimizers[0].param_groups[0]["params"][0] is next(iter(pl_module.parameters()))
+
+
+def _callbacks(stage: int, folder: str) -> tuple[list[str], str, float]:
+    logger = CSVLogger(folder)
+    best = ModelCheckpoint(f"{folder}/best", monitor="val/dataloader_idx_0", save_top_k=1, save_last=True)
+    trainer = sharded_trainer(
+        stage,
+        config=FULL,
+        max_epochs=3,
+        callbacks=[Probe(), LearningRateMonitor(), EarlyStopping("val/dataloader_idx_0"), best],
+        logger=logger,
+        enable_checkpointing=True,
+        enable_model_summary=True,
+        log_every_n_steps=1,
+    )
+    trainer.fit(GPT(dist.get_world_size()))
+    return (
+        sorted(p.name for p in Path(folder, "best").iterdir()),
+        best.best_model_path,
+        trainer.optimizers[0].param_groups[0]["lr"],
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_callbacks(pool: Pool, stage: int, tmp_path: Path) -> None:
+    names, best, rate = pool.run(2, _callbacks, stage, str(tmp_path))[0]
+    assert len(names) == 2
+    assert "last.ckpt" in names
+    assert rate < 0.1
+    loaded = GPT.load_from_checkpoint(best)
+    assert all(torch.isfinite(p).all() for p in loaded.parameters())
+
+
+def _throughput(stage: int, folder: str) -> str:
+    monitor, logger = ThroughputMonitor(batch_size_fn=len, length_fn=torch.numel, window_size=4), CSVLogger(folder)
+    trainer = sharded_trainer(stage, max_epochs=3, callbacks=[monitor], logger=logger, log_every_n_steps=1)
+    module = GPT(dist.get_world_size())
+    module.flops_per_batch = 1000
+    trainer.fit(module)
+    return logger.log_dir
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_throughput_monitor(pool: Pool, stage: int, tmp_path: Path) -> None:
+    """Rates of all ranks together, from what each of them counts."""
+    log_dir = pool.run(2, _throughput, stage, str(tmp_path))[0]
+    with Path(log_dir, "metrics.csv").open() as file:
+        logged = [row for row in csv.DictReader(file) if row["train/samples_per_sec"]]
+    row = {name: float(value) for name, value in logged[-1].items() if value}
+    batches, rows = row["train/batches"], ROWS // 4  # a rank's batch: a quarter of all rows
+    assert batches == 6
+    assert (row["train/samples"], row["train/lengths"]) == (batches * rows, batches * rows * 6)
+    rate = row["train/batches_per_sec"]
+    assert rate > 0
+    for name, per_batch in {"samples": rows, "items": rows * 6, "flops": 1000}.items():
+        assert row[f"train/{name}_per_sec"] == pytest.approx(rate * per_batch)
+        assert row[f"train/device/{name}_per_sec"] == pytest.approx(rate * per_batch / 2)
+
+
+def _export(stage: int, path: str) -> Any:
+    trainer = sharded_trainer(stage, max_epochs=1)
+    trainer.fit(GPT(dist.get_world_size()))
+    strategy: Any = trainer.strategy
+    strategy.export(path)
+    report = strategy.memory_report()
+    return weights(trainer), report
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_export_is_plain_and_complete(pool: Pool, stage: int, tmp_path: Path) -> None:
+    path = tmp_path / "w.pt"
+    got, report = pool.run(3, _export, stage, str(path))[0]
+    state = torch.load(path, weights_only=True)
+    assert state.keys() == got.keys()
+    assert state["net.head.weight"].data_ptr() == state["net.embedding.weight"].data_ptr(), "tied weights stay tied"
+    for name, value in state.items():
+        assert value.dtype == torch.float16
+        np.testing.assert_array_equal(value.numpy(), got[name].astype(np.float16))
+    here, whole = report["optimizer"]
+    assert here < whole / 2 if stage else here >= whole
+    here, whole = report["weights"]
+    assert here < whole / 2 if stage == 3 else here >= whole
+
+
+def _refuses() -> None:
+    with pytest.raises(TypeError, match="precision"):
+        sharded_trainer(3, plugins=[FSDPPrecision("32-true")])
+    with pytest.raises(ValueError, match="gradient_clipp1ng"):
+        lt_zero.ZeroStrategy(config={"gradient_clipp1ng": 1})
+    with pytest.raises(ValueError, match="contradicts"):
+        lt_zero.ZeroStrategy(stage=1, config={"zero_optimization": {"stage": 2}})
+
+
+def test_refusals(pool: Pool) -> None:
+    pool.run(2, _refuses)
+
+
+@pytest.mark.parametrize("name", ["zero_1", "zero_2", "zero_3"])
+def test_names_are_registered(name: str) -> None:
+    trainer = single_trainer(strategy=name, max_epochs=1)
+    assert isinstance(trainer.strategy, lt_zero.ZeroStrategy)
+    assert trainer.strategy.stage == int(name[-1])
+    trainer.fit(GPT(1))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stage"),
+    [
+        ("zero_3", 3),
+        ({"class_path": "lt_zero.ZeroStrategy", "init_args": {"config": {"zero_optimization": {"stage": 2}}}}, 2),
+    ],
+    ids=["name", "class"],
+)
+def test_lightning_cli(monkeypatch: Any, tmp_path: Path, strategy: Any, stage: int) -> None:
+    pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse, which is not a dependency")
+    from lightning.pytorch.cli import LightningCLI
+
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    config = tmp_path / "run.yaml"
+    config.write_text(json.dumps({"trainer": {**QUIET, "strategy": strategy, "devices": 1, "max_epochs": 1}}))
+    cli = LightningCLI(GPT, args=["fit", "--config", str(config)], save_config_callback=None)
+    assert isinstance(cli.trainer.strategy, lt_zero.ZeroStrategy)
+    assert cli.trainer.strategy.stage == stage
+    assert cli.trainer.global_step == 2

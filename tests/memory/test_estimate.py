@@ -1,0 +1,361 @@
+"""Forecasts against what an engine really takes, the paper's numbers, limits of machines, and the command."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lt_zero
+from lt_zero import Sizes, ZeroConfig, estimate
+from lt_zero.checkpoint.native.full_states import full_optimizer_state
+from lt_zero.config.blocks.checkpoint import Checkpoint
+from lt_zero.config.blocks.precision import dtype_policy
+from lt_zero.engine import bucket_store
+from lt_zero.engine.bucket import Bucket, State
+from lt_zero.engine.full_params import full_state_dict
+from lt_zero.io.pinned import rounded
+from lt_zero.memory.costs import COPY, FILE, GATHERED, GRADS, LOCAL, MASTER, MOMENTS, OFFLOAD, REDUCE, WEIGHTS
+from lt_zero.memory.estimate import states_of
+from lt_zero.memory.measure import RESTING, measured
+from lt_zero.memory.rows import DEVICE, HOST, NVME
+from lt_zero.offload.nvme_store import FileHome
+from tests.support.models import VOCAB, Block, tokens
+from tests.support.pool import Pool
+
+WORLDS = [1, 2, 3]
+OFFLOADS = ("none", "optimizer", "both")
+
+
+class Wide(nn.Module):
+    """Large enough that alignment does not matter, with a frozen layer."""
+
+    def __init__(self, width: int = 96, depth: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.middle = nn.Linear(width, width)
+        self.middle.requires_grad_(False)
+        self.head = nn.Linear(width, VOCAB, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.middle(x))
+
+
+def config_for(stage: int, offload: str, path: str, low: bool = False, overlap: Any = False) -> ZeroConfig:
+    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 500}
+    if offload != "none":
+        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": path, "overlap_step": overlap}
+    if offload == "both":
+        zero["offload_param"] = {"device": "nvme", "nvme_path": path, "max_in_cpu": 0}
+    if stage == 3:
+        zero["stage3_max_reuse_distance"] = 150_000
+    return ZeroConfig.of({"zero_optimization": zero, **({"bf16": {"enabled": True}} if low else {})})
+
+
+class Peaks:
+    """Bytes of gathered weights and of homes at most, while the context is open."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.gathered, self.homes = engine, 0, 0
+        self.tiers = {t for t in (engine.shelves.optim, engine.shelves.params) if t is not None}
+
+    def __enter__(self) -> Peaks:
+        self.patch = pytest.MonkeyPatch()
+        for cls, name in ((Bucket, "launch_gather"), (FileHome, "prefetch"), (FileHome, "hold")):
+            self.patch.setattr(cls, name, self.noting(getattr(cls, name)))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.patch.undo()
+
+    def noting(self, method: Any) -> Any:
+        def call(this: Any) -> Any:
+            result = method(this)
+            buckets = self.engine.buckets
+            here = [b for b in buckets if b.sharding.params and b.state is not State.RELEASED]
+            homes = [h for b in buckets for h in b.shelf.homes.values() if h.takes_memory]
+            self.gathered = max(self.gathered, sum(b.flat.nbytes for b in here))
+            spare = sum(t.spare_nbytes for t in self.tiers)
+            self.homes = max(self.homes, spare + sum(rounded(h.nbytes) for h in homes))
+            return result
+
+        return call
+
+
+def train(
+    model: nn.Module, config: ZeroConfig, mode: str, accumulate: int = 1, steps: int = 2, beside: bool = False
+) -> tuple[Any, Any, Peaks, int]:
+    """Some steps, overlapped if ``beside``; what an accumulation window held is the last result."""
+    engine = lt_zero.shard(model, config, policy=dtype_policy(config, mode))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    sharded = lt_zero.ShardedOptimizer(engine, optimizer)
+    window = 0
+    with Peaks(engine) as peaks, torch.autocast("cpu", torch.bfloat16, enabled="mixed" in mode):
+        for step in range(steps):
+            if beside and step == 2:  # from here on nothing is stepped on its own
+                engine.finish_steps()
+                peaks.homes = 0
+            optimizer.zero_grad()
+            for micro in range(accumulate):
+                engine.reducer.sync = micro == accumulate - 1
+                batch = tokens(step, micro, dist.get_rank())
+                with sharded.overlap.beside_backward() if beside else nullcontext():
+                    F.cross_entropy(model(batch).flatten(0, 1).float(), batch.flatten()).backward()
+                window = max(window, measured(engine).get(LOCAL, 0))
+            optimizer.step()
+    return engine, sharded, peaks, window
+
+
+def close(got: int, want: int, what: Any, slack: float = 0.05) -> None:
+    assert abs(got - want) <= slack * max(got, want) + 256, (what, "measured", got, "forecast", want)
+
+
+def _compare(mode: str, path: str) -> None:
+    for stage, offload in itertools.product(range(4), OFFLOADS):
+        if offload == "both" and stage < 3:
+            continue
+        config = config_for(stage, offload, path, low=mode == "bf16-true")
+        torch.manual_seed(0)
+        model = Wide()
+        cast = estimate(model, config, dist.get_world_size(), device="cpu", precision=mode)
+        engine, sharded, peaks, _ = train(model, config, mode)
+        have, case = measured(engine, [sharded]), (mode, stage, offload)
+        want = {place: cast.kinds(place) for place in (HOST, NVME)}
+        for kind in (WEIGHTS, MASTER, GRADS, MOMENTS, REDUCE):
+            close(have.get(kind, 0), want[HOST].get(kind, 0), (*case, kind))
+        close(have.get(RESTING, 0), sum(want[NVME].values()), (*case, "files"), slack=0)
+        close(peaks.gathered, want[HOST].get(GATHERED, 0), (*case, "gathered"))
+        homes = [home for bucket in engine.buckets for home in bucket.shelf.homes.values()]
+        assert not any(home.takes_memory for home in homes), (*case, "nothing stays in memory after a step")
+        assert peaks.homes <= want[HOST].get(OFFLOAD, 0), (*case, peaks.homes, want[HOST].get(OFFLOAD))
+        assert have.get(OFFLOAD, 0) <= want[HOST].get(OFFLOAD, 0), case
+        if offload == "optimizer":
+            assert peaks.homes >= 0.6 * want[HOST][OFFLOAD], (*case, peaks.homes, want[HOST][OFFLOAD])
+        engine.shelves.close()
+
+
+@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_forecast_is_what_an_engine_takes(pool: Pool, tmp_path: Path, world: int, mode: str) -> None:
+    pool.run(world, _compare, mode, str(tmp_path))
+
+
+def _overlapped(path: str) -> None:
+    """Steps beside backward and forward take more, and no more than forecast."""
+    for overlap in ("auto", True):
+        torch.manual_seed(0)
+        config, model = config_for(3, "both", path, overlap=overlap), Wide()
+        cast = estimate(model, config, dist.get_world_size(), device="cpu")
+        engine, _, peaks, _ = train(model, config, "32-true", steps=4, beside=True)
+        engine.finish_steps()
+        want = cast.need_of_rank("backward", HOST)[OFFLOAD]
+        assert 0.3 * want <= peaks.homes <= want, (overlap, peaks.homes, want)
+        engine.shelves.close()
+
+
+def test_overlapped_steps(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _overlapped, str(tmp_path))
+
+
+def _host_apart() -> None:
+    """Two memories on one CPU: what a forecast says of a GPU and its host together."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(bucket_store, "_apart", True)
+    try:
+        for mode, optim, param in itertools.product(("32-true", "bf16-mixed"), ("none", "cpu"), ("none", "cpu")):
+            zero = {"stage": 3, "offload_optimizer": {"device": optim}, "offload_param": {"device": param}}
+            config = ZeroConfig.of({"zero_optimization": {**zero, "stage3_param_persistence_threshold": 500}})
+            model = Wide()
+            cast = estimate(model, config, dist.get_world_size(), precision=mode)
+            engine, sharded, _, _ = train(model, config, mode)
+            have = measured(engine, [sharded])
+            for kind in (WEIGHTS, MASTER, GRADS, MOMENTS, OFFLOAD):
+                if kind == OFFLOAD:  # of which a part is there between steps
+                    assert have.get(kind, 0) <= cast.kinds(HOST).get(kind, 0), (mode, optim, param)
+                    assert (have.get(kind, 0) > 0) == (optim == "cpu" and mode != "32-true")
+                    continue
+                want = sum(cast.kinds(place).get(kind, 0) for place in (DEVICE, HOST))
+                close(have.get(kind, 0), want, (mode, optim, param, kind))
+    finally:
+        patch.undo()
+
+
+def test_offload_to_the_host(pool: Pool) -> None:
+    pool.run(2, _host_apart)
+
+
+def _read_ahead(path: str) -> None:
+    """The limit holds for all that was gathered ahead and not used yet."""
+    zero = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 500,
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": 60_000,
+        "offload_param": {"device": "nvme", "nvme_path": path, "max_in_cpu": 0},
+        "offload_optimizer": {"device": "nvme", "nvme_path": path},
+    }
+    config = ZeroConfig.of({"zero_optimization": zero})
+    model = Wide(depth=9)
+    cast = estimate(model, config, dist.get_world_size(), device="cpu")
+    engine, _, peaks, _ = train(model, config, "32-true")
+    block = max(unit.numel for unit in engine.units) * 4
+    close(peaks.gathered, cast.kinds(HOST)[GATHERED], "gathered")
+    assert peaks.gathered <= 2 * block, "one in use, one ahead"
+    assert peaks.homes <= cast.kinds(HOST)[OFFLOAD]
+    engine.shelves.close()
+
+
+def test_read_ahead(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _read_ahead, str(tmp_path))
+
+
+def _windows() -> None:
+    for stage, accumulate in ((0, 1), (0, 3), (1, 3), (2, 3)):
+        config = config_for(stage, "none", "", low=False)
+        torch.manual_seed(0)
+        model = Wide()
+        cast = estimate(
+            model,
+            config,
+            dist.get_world_size(),
+            device="cpu",
+            precision="bf16-mixed",
+            accumulate_grad_batches=accumulate,
+        )
+        _, _, _, window = train(model, config, "bf16-mixed", accumulate)
+        close(window, cast.kinds(HOST).get(LOCAL, 0), (stage, accumulate))
+        assert (window > 0) == (stage < 2 and accumulate > 1)
+
+
+def test_accumulation_windows(pool: Pool) -> None:
+    pool.run(2, _windows)
+
+
+def _checkpoint() -> None:
+    for stage in (0, 3):
+        config = config_for(stage, "none", "", low=False)
+        config = config.model_copy(update={"checkpoint": Checkpoint(format="full")})
+        model = Wide()
+        cast = estimate(model, config, dist.get_world_size(), device="cpu", precision="bf16-mixed")
+        engine, sharded, _, _ = train(model, config, "bf16-mixed")
+        states = [full_state_dict(engine), *full_optimizer_state(sharded).get("state", {}).values()]
+        full = sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor) and v.dim() > 0)
+        if dist.get_rank() == 0:
+            close(full, cast.first["checkpoint"][HOST, COPY], stage)
+            close(full, cast.first["checkpoint"][HOST, FILE], stage)
+
+
+def test_what_rank_0_collects(pool: Pool) -> None:
+    pool.run(2, _checkpoint)
+
+
+def test_sharded_checkpoints_are_not_collected() -> None:
+    def of(how: dict[str, Any]) -> Any:
+        return estimate(8e9, {"zero_optimization": {"stage": 3}, "bf16": LOW, "checkpoint": how}, 8)
+
+    plain, copied = of({}), of({"async": True})
+    for cast in (plain, copied):
+        assert not cast.first.get("checkpoint")
+    assert plain.rank(HOST) < 1e9
+    close(copied.rank(HOST) - plain.rank(HOST), 12 * 10**9, "masters and moments of a rank", slack=0.001)
+
+
+# ---- sizes alone -----------------------------------------------------------------------------------------------
+
+LOW = {"enabled": True}
+PAPER = {0: 120.0, 1: 31.4, 2: 16.6, 3: 1.9}  # GB, arXiv:1910.02054, figure 1: 7.5e9 parameters on 64 ranks
+
+
+@pytest.mark.parametrize("stage", sorted(PAPER))
+def test_the_papers_table(stage: int) -> None:
+    """16-bit gradients as in the paper; stage 3 keeps no 16-bit shard beside the master weights but fp32 gradients."""
+    accum = {} if stage == 3 else {"data_types": {"grad_accum_dtype": "bf16"}}
+    config = {"zero_optimization": {"stage": stage}, "bf16": LOW, **accum}
+    cast = estimate(Sizes(7_500_000_000, 200_000_000), config, 64, accumulate_grad_batches=2 if stage == 1 else 1)
+    assert cast.model_states() == pytest.approx(PAPER[stage] * 1e9, rel=0.02)
+
+
+def test_a_gpu_sends_what_is_offloaded_to_the_host_or_the_disk() -> None:
+    def of(optimizer: str, param: str) -> Any:
+        zero = {
+            "stage": 3,
+            "offload_optimizer": {"device": optimizer, "nvme_path": "x" if optimizer == "nvme" else None},
+            "offload_param": {"device": param, "nvme_path": "x" if param == "nvme" else None, "max_in_cpu": 0},
+        }
+        full = {"format": "full"}
+        return estimate(8e9, {"zero_optimization": zero, "bf16": LOW, "checkpoint": full}, 8)
+
+    one = 10**9  # parameters per rank
+    plain, states, both, disk = of("none", "none"), of("cpu", "none"), of("cpu", "cpu"), of("nvme", "nvme")
+    for cast, place, want in (
+        (plain, DEVICE, {MASTER: 4, MOMENTS: 8, GRADS: 4, WEIGHTS: 0}),
+        (plain, HOST, {MASTER: 0, MOMENTS: 0, GRADS: 0, WEIGHTS: 0}),
+        (states, DEVICE, {MASTER: 0, MOMENTS: 0, GRADS: 0, WEIGHTS: 2}),
+        (states, HOST, {MASTER: 4, MOMENTS: 8, GRADS: 4, WEIGHTS: 0}),
+        (both, DEVICE, {MASTER: 0, MOMENTS: 0, GRADS: 0, WEIGHTS: 0}),
+        (both, HOST, {MASTER: 4, MOMENTS: 8, GRADS: 4, WEIGHTS: 2}),
+        (disk, DEVICE, {MASTER: 0, MOMENTS: 0, GRADS: 0, WEIGHTS: 0}),
+        (disk, HOST, {MASTER: 0, MOMENTS: 0, GRADS: 0, WEIGHTS: 0}),
+        (disk, NVME, {MASTER: 4, MOMENTS: 8, GRADS: 4, WEIGHTS: 2}),
+    ):
+        for kind, size in want.items():
+            close(cast.kinds(place).get(kind, 0), size * one, (place, kind), slack=0.001)
+    assert plain.node(HOST) == plain.first["checkpoint"][HOST, COPY] * 2
+    assert both.node(HOST) == pytest.approx(8 * both.rank(HOST) + plain.node(HOST), rel=0.001)
+
+
+def test_part_of_the_optimizer_moves() -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    cast = estimate(8e9, {"zero_optimization": zero, "bf16": LOW}, 8)
+    close(cast.kinds(HOST)[MOMENTS], 4 * 10**9, "half", slack=0.001)
+    close(cast.kinds(DEVICE)[MOMENTS], 4 * 10**9, "half", slack=0.001)
+
+
+def test_meta_model_equals_real_model() -> None:
+    with torch.device("meta"):
+        planned = Wide()
+    config = config_for(3, "none", "", low=True)
+    assert estimate(planned, config, 4) == estimate(Wide(), config, 4)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "states"), [("adam", 2), ("SGD", 0), ("momentum", 1), ("rmsprop", 1), (2, 0.5), ("adagrad", 1)]
+)
+def test_states_of_optimizers(optimizer: str | float, states: float) -> None:
+    assert states_of(optimizer)[0] == states
+
+
+def test_states_of_an_instance() -> None:
+    parameters = [nn.Parameter(torch.zeros(3))]
+    assert states_of(torch.optim.AdamW(parameters)) == (2, True)
+    assert states_of(torch.optim.AdamW(parameters, amsgrad=True))[0] == 3
+    assert states_of(torch.optim.SGD(parameters, lr=1, momentum=0.9))[0] == 1
+    assert not parameters[0].grad
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"optimizer": "adma"}, "adam, "),
+        ({"precision": "bf16"}, "bf16-mixed"),
+        ({"device": "tpu"}, "'cuda' or 'cpu'"),
+        ({"world": 4, "ranks_per_node": 8}, "ranks_per_node <= world"),
+        ({"model": Sizes(10, 10), "optimizer": -1}, "not negative"),
+    ],
+)
+def test_wrong_values(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        estimate(**{"model": 1e9, **arguments})
+    with pytest.raises(ValueError, match="a part of the total"):
+        Sizes(10, 11)

@@ -1,0 +1,91 @@
+"""What weights take without training: no master weights, one unit gathered at a time; a fit may follow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lt_zero.common.flat_storage import FlatStorage
+from lt_zero.engine import bucket
+from tests.support.lightning_tools import GPT, sharded_trainer, single_trainer, weights
+from tests.support.pool import Pool
+
+
+class Gathered(FlatStorage):
+    """Counts the bytes of gathered weights."""
+
+    live = most = 0
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.there = False
+        self._there(True)
+
+    def _there(self, there: bool) -> None:
+        Gathered.live += self._nbytes * (there - self.there)
+        Gathered.most, self.there = max(Gathered.most, Gathered.live), there
+
+    def allocate(self) -> None:
+        super().allocate()
+        self._there(True)
+
+    def free(self) -> None:
+        super().free()
+        self._there(False)
+
+
+def _predict(world: int, path: str) -> Any:
+    zero = {"offload_param": {"device": "nvme", "nvme_path": path}} if path else {}
+    module = GPT(world, depth=8)
+    trainer = sharded_trainer(3, zero)
+    Gathered.live = Gathered.most = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket, "FlatStorage", Gathered)
+        found = trainer.predict(module)
+    engine: Any = trainer.strategy.engine  # type: ignore[attr-defined]
+    sizes = {unit.name: sum(b.layout.numel * 4 for b in unit.sharded) for unit in [*engine.units, engine.root_unit]}
+    root = sizes.pop("")
+    assert Gathered.live == 0
+    assert Gathered.most <= root + 2 * max(sizes.values()), "the unit at hand, and one that is moved in"
+    kept = [(b.weights._master, b.weights._home, b.weights._source) for b in engine.buckets if b.sharding.params]
+    for bucket_, copies in zip([b for b in engine.buckets if b.sharding.params], kept, strict=True):
+        nbytes = sum(copy.nbytes for copy in copies if copy is not None)
+        assert nbytes == (0 if path else bucket_.part.nbytes), "one shard of the weights, or none"
+    return found
+
+
+@pytest.mark.parametrize("files", [False, True])
+def test_predict_keeps_a_shard_and_gathers_a_unit(pool: Pool, tmp_path: Path, files: bool) -> None:
+    want = single_trainer().predict(GPT(1, depth=8))
+    found = pool.run(2, _predict, 2, str(tmp_path) if files else "")
+    assert torch.equal(
+        torch.cat([f for rank in zip(*found, strict=True) for f in rank]).sort(0)[0], torch.cat(want).sort(0)[0]
+    )  # type: ignore[arg-type]
+
+
+def _predict_and_fit(stage: int, precision: str, path: str) -> None:
+    zero = {"offload_param": {"device": "nvme", "nvme_path": path}} if path else {}
+    runs = []
+    for first in (False, True):
+        module = GPT(dist.get_world_size(), "adamw")
+        if first:
+            sharded_trainer(stage, zero, precision=precision).predict(module)
+        trainer = sharded_trainer(stage, zero, precision=precision, max_epochs=2)
+        trainer.fit(module)
+        trainer.predict(module)
+        trainer.validate(module, verbose=False)
+        runs.append(weights(trainer))
+    for name, value in runs[0].items():
+        assert (runs[1][name] == value).all(), (stage, precision, name)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "files"),
+    [(3, "32-true", False), (3, "bf16-true", True), (2, "bf16-true", False), (3, "16-mixed", False)],
+)
+def test_a_fit_after_predict_is_the_same(pool: Pool, tmp_path: Path, stage: int, precision: str, files: bool) -> None:
+    pool.run(2, _predict_and_fit, stage, precision, str(tmp_path) if files else "")

@@ -1,0 +1,193 @@
+"""States that rest in files: the same weights to the last bit, at every stage, with every optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import lt_zero
+from lt_zero.step.clip import clip_grad_norm
+from tests.support.models import Net, next_token_loss
+from tests.support.parity import STAGES, config_of, full_values
+from tests.support.pool import Pool
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"lr": 1e-2, "weight_decay": 0.1},
+    "SGD": {"lr": 0.1, "momentum": 0.9},
+    "Adagrad": {"lr": 1e-2},
+    "RAdam": {"lr": 1e-2},
+    "RMSprop": {"lr": 1e-3, "momentum": 0.5, "centered": True},
+}
+
+
+def blocks(path: str | None, params: bool = True, **more: Any) -> dict[str, Any]:
+    """The offload blocks of ``zero_optimization``."""
+    if path is None:
+        return {}
+    found: dict[str, Any] = {"offload_optimizer": {"device": "nvme", "nvme_path": path, **more}}
+    if params:
+        found["offload_param"] = {"device": "nvme", "nvme_path": path, "max_in_cpu": 0}
+    return found
+
+
+def train(
+    stage: int,
+    path: str | None,
+    optimizer: str = "AdamW",
+    steps: int = 4,
+    dtype: torch.dtype | None = None,
+    params: bool = True,
+    clip: float | None = 0.5,
+    keys: dict[str, Any] | None = None,
+    zero: dict[str, Any] | None = None,
+    **more: Any,
+) -> tuple[dict[str, Tensor], Any, Any]:
+    torch.manual_seed(0)
+    model = Net()
+    engine = lt_zero.shard(
+        model,
+        config_of(stage, zero=zero or blocks(path, params and stage == 3, **more), dtype=dtype, **(keys or {})),
+    )
+    opt = getattr(torch.optim, optimizer)(model.parameters(), **OPTIMIZERS[optimizer])
+    sharded = lt_zero.ShardedOptimizer(engine, opt)
+    for step in range(steps):
+        opt.zero_grad()
+        for micro in range(2):
+            next_token_loss(model, step, micro, dist.get_rank()).float().backward()
+        if clip is not None:
+            clip_grad_norm(sharded, clip)
+        opt.step()
+    return full_values(engine), engine, sharded
+
+
+def same(got: dict[str, Tensor], want: dict[str, Tensor], what: Any) -> None:
+    for name, value in want.items():
+        assert torch.equal(got[name], value), (what, name, (got[name].float() - value.float()).abs().max().item())
+
+
+def _equal(path: str, optimizer: str, dtype: torch.dtype | None) -> None:
+    for stage in STAGES:
+        want, _, _ = train(stage, None, optimizer, dtype=dtype)
+        for params in (True, False) if stage == 3 else (False,):
+            got, engine, sharded = train(stage, path, optimizer, dtype=dtype, params=params)
+            same(got, want, (stage, params))
+            homes = [h for b in engine.buckets for h in b.shelf.homes.values()]
+            assert homes
+            assert not any(h.takes_memory for h in homes), "everything is away after a step"
+            kinds = {kind for b in engine.buckets for kind in b.shelf.homes}
+            assert kinds >= {"master"}
+            if optimizer == "AdamW":
+                assert kinds >= {"state exp_avg", "state exp_avg_sq"}
+            engine.shelves.close()
+    dist.barrier()
+    assert not list(Path(path).glob("lt_zero-*")), "files go with the run"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_same_bits_as_in_memory(pool: Pool, tmp_path: Path, world: int) -> None:
+    pool.run(world, _equal, str(tmp_path), "AdamW", None)
+
+
+@pytest.mark.parametrize("optimizer", sorted(set(OPTIMIZERS) - {"AdamW"}))
+def test_any_optimizer(pool: Pool, tmp_path: Path, optimizer: str) -> None:
+    pool.run(2, _equal, str(tmp_path), optimizer, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits(pool: Pool, tmp_path: Path, dtype: torch.dtype) -> None:
+    pool.run(2, _equal, str(tmp_path), "AdamW", dtype)
+
+
+def _options(path: str) -> None:
+    want, _, _ = train(3, None)
+    for more in (
+        {"buffer_count": 1},
+        {"buffer_count": 2},
+        {"pipeline_read": False},
+        {"pipeline_write": False},
+        {"ratio": 0.5},
+        {"ratio": 0.0},
+    ):
+        got, engine, _ = train(3, path, params=False, **more)
+        same(got, want, more)
+        resting = sum(b.layout.numel for b in engine.buckets if b.shelf.homes)
+        whole = sum(b.layout.numel for b in engine.buckets)
+        assert resting <= more.get("ratio", 1.0) * whole
+        assert (resting > 0) == (more.get("ratio", 1.0) > 0)
+        engine.shelves.close()
+    for aio in ({"block_size": 8192, "thread_count": 1}, {"single_submit": True}, {"checksum": True}):
+        got, engine, _ = train(3, path, keys={"aio": aio})
+        same(got, want, aio)
+        engine.shelves.close()
+
+
+def test_options(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _options, str(tmp_path))
+
+
+# ---- host memory ---------------------------------------------------------------------------------------------------
+
+
+def _host(optimizer: str, dtype: torch.dtype | None) -> None:
+    """As with a GPU: host memory apart from the device's, although both are the same here."""
+    import lt_zero.engine.bucket_store as shelf
+
+    for stage in STAGES:
+        want, plain, one = train(stage, None, optimizer, dtype=dtype)
+        for params in ("cpu", "none") if stage == 3 else ("none",):
+            shelf._apart = True
+            try:
+                zero = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": params}}
+                got, engine, sharded = train(stage, None, optimizer, dtype=dtype, zero=zero)
+            finally:
+                shelf._apart = False
+            same(got, want, (stage, params))
+            assert all(b.shelf.host_optim for b in engine.buckets)
+            assert all(b.shelf.host_params == (params == "cpu") for b in engine.buckets if b.sharding.params)
+            for bucket in engine.buckets:
+                assert bucket.weights.master is not None
+                assert bucket.weights.master.untyped_storage().data_ptr() != bucket.flat.untyped_storage().data_ptr()
+            with lt_zero.gathered(engine.root, write=True), torch.no_grad():
+                for p in engine.root.parameters():
+                    p.mul_(0.5)
+            before = full_values(engine)
+            for name, value in full_values(plain).items():
+                assert torch.equal(before[name], (value * 0.5).to(before[name].dtype)) or dtype is not None
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", pytest.param("SGD", marks=pytest.mark.slow)])
+def test_host_memory_apart_from_the_device(pool: Pool, optimizer: str) -> None:
+    for world in (1, 2, 3):
+        pool.run(world, _host, optimizer, None)
+
+
+def test_host_memory_with_sixteen_bits(pool: Pool) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        pool.run(2, _host, "AdamW", dtype)
+
+
+def _files_apart(path: str, optimizer: str, dtype: torch.dtype | None) -> None:
+    """As with a GPU and NVMe: what comes from files has to go to the device."""
+    import lt_zero.engine.bucket_store as shelf
+
+    for stage in STAGES:
+        want, _, _ = train(stage, None, optimizer, dtype=dtype)
+        for params in (True, False) if stage == 3 else (False,):
+            shelf._apart = True
+            try:
+                got, engine, _ = train(stage, path, optimizer, dtype=dtype, params=params)
+            finally:
+                shelf._apart = False
+            same(got, want, (stage, params))
+            engine.shelves.close()
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_files_apart_from_the_device(pool: Pool, tmp_path: Path, dtype: torch.dtype | None, optimizer: str) -> None:
+    pool.run(2, _files_apart, str(tmp_path), optimizer, dtype)

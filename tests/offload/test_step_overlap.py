@@ -1,0 +1,476 @@
+"""Steps beside backward and beside the next forward (overlap.py): the same bits as in the plain order.
+
+The kernel is slowed down in the background, so that whoever forgets to wait reads weights of the step before.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch import Tensor
+
+import lt_zero
+import lt_zero.engine.bucket_store as shelf
+from lt_zero import ops
+from lt_zero.engine.full_params import full_state_dict
+from lt_zero.io import block_transfer as io
+from lt_zero.io.thread_pool import SwapError
+from lt_zero.step.clip import clip_grad_norm
+from tests.offload.test_offload import same
+from tests.support.lightning_tools import FULL, GPT, sharded_trainer, weights
+from tests.support.models import Net, next_token_loss
+from tests.support.offload_tools import fail_with
+from tests.support.parity import config_of, full_values
+from tests.support.pool import Pool
+
+LAZY = 0.002  # seconds that each kernel call in the background takes longer
+
+
+class Watch:
+    """Where the kernel ran."""
+
+    def __init__(self) -> None:
+        self.beside = 0  # calls in the background
+        self.here = 0
+
+
+@contextmanager
+def slowed(apart: bool) -> Iterator[Watch]:
+    """The kernel is slow in the background; with ``apart`` host memory counts as apart from the device's."""
+    watch, kernel = Watch(), ops.adam_step
+
+    def adam_step(*args: Any, **kwargs: Any) -> None:
+        if threading.current_thread().name == "lt_zero-step":
+            watch.beside += 1
+            time.sleep(LAZY)
+        else:
+            watch.here += 1
+        kernel(*args, **kwargs)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(ops, "adam_step", adam_step)
+    patch.setattr(shelf, "_apart", apart)
+    try:
+        yield watch
+    finally:
+        patch.undo()
+
+
+def offload(path: str | None, overlap: Any, params: bool) -> dict[str, Any]:
+    where = {"device": "nvme", "nvme_path": path} if path else {"device": "cpu"}
+    found: dict[str, Any] = {"offload_optimizer": {**where, "overlap_step": overlap}}
+    if params:
+        found["offload_param"] = {**where, "max_in_cpu": 0}
+    return found
+
+
+def train(
+    stage: int,
+    zero: dict[str, Any],
+    beside: bool = False,
+    clip: float | None = None,
+    steps: int = 4,
+    dtype: torch.dtype | None = None,
+    model: type[Net] = Net,
+) -> tuple[dict[str, Tensor], Any, Any]:
+    torch.manual_seed(0)
+    net = model()
+    engine = lt_zero.shard(net, config_of(stage, zero=zero, dtype=dtype))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1)
+    sharded = lt_zero.ShardedOptimizer(engine, optimizer)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        next_token_loss(net, step, 0, dist.get_rank()).float().backward()
+        with sharded.overlap.beside_backward() if beside else nullcontext():
+            next_token_loss(net, step, 1, dist.get_rank()).float().backward()
+        if clip is not None:
+            clip_grad_norm(sharded, clip)
+        optimizer.step()
+        schedule.step()
+    return full_values(engine), engine, sharded
+
+
+def _beside_backward(path: str | None, apart: bool, dtype: torch.dtype | None) -> None:
+    for stage in (3,) if path else (0, 1, 2, 3):
+        for params in (True, False) if stage == 3 else (False,):
+            with slowed(apart) as watch:
+                want, _, _ = train(stage, offload(path, False, params), dtype=dtype)
+                assert watch.beside == 0
+                for overlap in ("auto", True):
+                    watch.beside = watch.here = 0
+                    got, engine, _ = train(stage, offload(path, overlap, params), beside=True, dtype=dtype)
+                    same(got, want, (stage, params, overlap))
+                    assert watch.beside >= 3 * (len(engine.buckets) - 1), "all but the first step"
+                    engine.shelves.close()
+
+
+WHERE = {"host": (False, True), "files": (True, False), "files, apart": (True, True)}  # in files, apart from the device
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("where", WHERE)
+def test_beside_backward(pool: Pool, tmp_path: Path, where: str, world: int) -> None:
+    files, apart = WHERE[where]
+    pool.run(world, _beside_backward, str(tmp_path) if files else None, apart, None)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_beside_backward_in_bf16(pool: Pool, tmp_path: Path, where: str) -> None:
+    files, apart = WHERE[where]
+    pool.run(2, _beside_backward, str(tmp_path) if files else None, apart, torch.bfloat16)
+
+
+def _beside_forward(path: str | None, apart: bool, dtype: torch.dtype | None) -> None:
+    for stage in (0, 1, 2, 3):
+        for params in (True, False) if stage == 3 else (False,):
+            with slowed(apart) as watch:
+                memory, _, _ = train(stage, {}, clip=0.5, dtype=dtype)
+                want, _, _ = train(stage, offload(path, False, params), clip=0.5, dtype=dtype)
+                same(want, memory, (stage, params, "offloaded"))
+                got, engine, sharded = train(stage, offload(path, True, params), clip=0.5, dtype=dtype)
+                same(got, want, (stage, params))
+                assert watch.beside >= 2 * (len(engine.buckets) - 1), "all but the first steps"
+                engine.shelves.close()
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", WHERE)
+def test_beside_the_next_forward(pool: Pool, tmp_path: Path, where: str, world: int) -> None:
+    files, apart = WHERE[where]
+    pool.run(world, _beside_forward, str(tmp_path) if files else None, apart, None)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_beside_the_next_forward_in_bf16(pool: Pool, tmp_path: Path, where: str) -> None:
+    files, apart = WHERE[where]
+    pool.run(2, _beside_forward, str(tmp_path) if files else None, apart, torch.bfloat16)
+
+
+# ---- what must not be stepped early ----------------------------------------------------------------------------------
+
+
+class Branching(Net):
+    """The second rank leaves a block out in some steps."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if dist.get_rank() == 1 and tokens.sum() % 2:
+            return self.head(self.blocks[0](self.embedding(tokens) * self.scale))
+        return super().forward(tokens)
+
+
+def _unused() -> None:
+    for stage in (0, 1, 2):
+        with slowed(apart=True) as watch:
+            want, _, _ = train(stage, offload(None, False, False), model=Branching)
+            for overlap in ("auto", True):
+                got, engine, _ = train(stage, offload(None, overlap, False), beside=True, model=Branching)
+                same(got, want, (stage, overlap))
+                assert watch.beside > 0
+                engine.shelves.close()
+
+
+def test_a_bucket_that_a_rank_did_not_use_waits_for_the_step(pool: Pool) -> None:
+    pool.run(2, _unused)
+
+
+def _partly(beside: bool, path: str | None) -> None:
+    """Frozen parameters and those of another optimizer lie in buckets that are stepped; bf16 goes through slots."""
+    for stage in (3,) if path else (0, 2, 3):
+        runs = []
+        for overlap in (False, "auto", True):
+            with slowed(apart=path is None) as watch:
+                torch.manual_seed(0)
+                model = Net()
+                for block in model.blocks:
+                    block.norm.requires_grad_(False)
+                engine = lt_zero.shard(
+                    model, config_of(stage, zero=offload(path, overlap, path is not None), dtype=torch.bfloat16)
+                )
+                ups = [block.up.weight for block in model.blocks]
+                rest = [p for p in model.parameters() if p.requires_grad and all(p is not up for up in ups)]
+                pair = [torch.optim.AdamW(rest, lr=1e-2), torch.optim.AdamW(ups, lr=3e-2)]
+                both = [lt_zero.ShardedOptimizer(engine, optimizer) for optimizer in pair]
+                for step in range(5):
+                    for optimizer in pair:
+                        optimizer.zero_grad()
+                    with both[0].overlap.beside_backward() if beside else nullcontext():
+                        next_token_loss(model, step, 0, dist.get_rank()).float().backward()
+                    for optimizer in pair:
+                        optimizer.step()
+                engine.finish_steps()
+                flats = [bucket.flat.clone() for bucket in engine.buckets if not bucket.sharding.params]
+                runs.append((full_values(engine), flats, watch.beside))
+        for values, flats, _ in runs[1:]:
+            same(values, runs[0][0], stage)
+            assert all(map(torch.equal, flats, runs[0][1])), "gaps and all"
+        assert runs[2][2] > 0
+
+
+@pytest.mark.parametrize("files", [False, True])
+@pytest.mark.parametrize("beside", [False, True])
+def test_buckets_that_are_stepped_in_part(pool: Pool, tmp_path: Path, beside: bool, files: bool) -> None:
+    pool.run(2, _partly, beside, str(tmp_path) if files else None)
+
+
+def _other_optimizers() -> None:
+    """Only the kernel steps in the background; with others every setting is the plain order."""
+    with slowed(apart=True) as watch:
+        runs = []
+        for overlap in (False, True):
+            torch.manual_seed(0)
+            model = Net()
+            engine = lt_zero.shard(model, config_of(3, zero=offload(None, overlap, True)))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            sharded = lt_zero.ShardedOptimizer(engine, optimizer)
+            for step in range(3):
+                optimizer.zero_grad()
+                with sharded.overlap.beside_backward():
+                    next_token_loss(model, step, 0, dist.get_rank()).backward()
+                optimizer.step()
+            runs.append(full_values(engine))
+        same(runs[1], runs[0], "SGD")
+        assert watch.beside == 0
+
+
+def test_other_optimizers_step_as_ever(pool: Pool) -> None:
+    pool.run(2, _other_optimizers)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ValueError("no gradient today")
+
+
+def _torn(overlap: Any) -> None:
+    with slowed(apart=True):
+        torch.manual_seed(0)
+        model = Net(depth=6)
+        engine = lt_zero.shard(model, config_of(3, zero=offload(None, overlap, True)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        sharded = lt_zero.ShardedOptimizer(engine, optimizer)
+
+        def backward(step: int) -> None:
+            optimizer.zero_grad()
+            loss = next_token_loss(model, step, 0, dist.get_rank())
+            with sharded.overlap.beside_backward():
+                loss.backward()
+
+        for step in range(2):
+            backward(step)
+            optimizer.step()
+        hook = model.blocks[0].register_forward_pre_hook(lambda module, args: (Fails.apply(*args),))
+        with pytest.raises(ValueError, match="no gradient"):
+            backward(2)
+        hook.remove()
+        next_token_loss(model, 3, 0, dist.get_rank()).backward()
+        if overlap is False:
+            optimizer.step()
+            full_values(engine)
+            return
+        with pytest.raises(RuntimeError, match=r"of 7 buckets \(.*\) stepped beside it.*overlap_step=false"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="Load a checkpoint"):
+            full_state_dict(engine)
+        with pytest.warns(UserWarning, match="load a checkpoint"):
+            lt_zero.ShardedOptimizer(engine, torch.optim.AdamW(model.parameters()))
+        full_state_dict(engine)
+
+
+@pytest.mark.parametrize("overlap", ["auto", False])
+def test_a_backward_that_fails_half_way(pool: Pool, overlap: Any) -> None:
+    pool.run(2, _torn, overlap)
+
+
+def _again() -> None:
+    with slowed(apart=True):
+        _, engine, _ = train(3, offload(None, "auto", True), steps=1)
+        engine.gatherer.release_all()
+        bucket = next(b for b in engine.buckets if not b.resident)
+        bucket.stepped_early = True
+        with pytest.raises(RuntimeError, match="needed again after its gradients were complete"):
+            bucket.gather()
+
+
+def test_weights_that_are_needed_again_are_an_error(pool: Pool) -> None:
+    pool.run(1, _again)
+
+
+def _bad_kernel(*args: Any, **kwargs: Any) -> None:
+    raise ArithmeticError("no steps today")
+
+
+def _failing(path: str | None, kind: str) -> None:
+    """Rank 1's disk or kernel fails in the background: both ranks raise, and say where it was."""
+    with slowed(apart=path is None) as watch:
+        torch.manual_seed(0)
+        model = Net()
+        dtype = torch.bfloat16 if kind == "kernel in bf16" else None
+        engine = lt_zero.shard(model, config_of(3, zero=offload(path, True, dtype is None), dtype=dtype))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        sharded = lt_zero.ShardedOptimizer(engine, optimizer)
+
+        def step(number: int) -> None:
+            optimizer.zero_grad()
+            with sharded.overlap.beside_backward():
+                next_token_loss(model, number, 0, dist.get_rank()).float().backward()
+            optimizer.step()
+
+        for number in range(3):
+            step(number)
+        engine.finish_steps()
+        patch = pytest.MonkeyPatch()
+        if dist.get_rank() == 1 and kind.startswith("kernel"):
+            patch.setattr(ops, "adam_step", _bad_kernel)
+        elif dist.get_rank() == 1:
+            patch.setattr(io, f"{kind}_some", fail_with(errno.EIO))
+        found = ""
+        for number in range(3, 6):
+            try:
+                step(number)
+            except SwapError as error:
+                found = str(error)
+                break
+        patch.undo()
+        assert "rank 1: " in found
+        assert ("no steps today" if kind.startswith("kernel") else "EIO") in found
+        assert number < 5, "at the next step at the latest"
+        assert watch.beside > 0
+        engine.shelves.close()
+        assert not [t for t in threading.enumerate() if t.name == "lt_zero-step"], "it waits for something"
+
+
+@pytest.mark.parametrize("kind", ["write", "read", "kernel", "kernel in bf16"])
+def test_errors_in_the_background_are_errors_of_all(pool: Pool, tmp_path: Path, kind: str) -> None:
+    pool.run(2, _failing, str(tmp_path) if kind in ("read", "write") else None, kind)
+
+
+def test_overlap_needs_something_offloaded() -> None:
+    with pytest.raises(ValueError, match=r"overlap_step=true needs offload_optimizer.device='cpu' or 'nvme'"):
+        config_of(3, zero={"offload_optimizer": {"overlap_step": True}})
+    assert config_of(3, zero={"offload_optimizer": {"overlap_step": "auto"}})
+
+
+# ---- the Trainer -----------------------------------------------------------------------------------------------------
+
+
+class Reader(Callback):
+    """Reads weights in every way right after a step."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.seen = folder, list[Any]()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        number = len(self.seen)
+        weight = pl_module.net.blocks[1].up.weight
+        if number % 5 == 0:
+            found = weight.norm() if trainer.strategy.stage < 3 else full_state_dict(trainer.strategy.engine)
+        elif number % 5 == 1:
+            with lt_zero.gathered(weight):
+                found = weight.data.clone()
+        elif number % 5 == 2:
+            found = trainer.strategy.full_state_dict()
+        elif number % 5 == 3:
+            trainer.save_checkpoint(f"{self.folder}/{number}.ckpt")
+            found = torch.load(f"{self.folder}/{number}.ckpt", weights_only=False) if trainer.is_global_zero else None
+            config = found["lt_zero"].pop("config") if found is not None else None  # in which the runs differ
+            assert config is None or config["zero_optimization"]["stage"] == trainer.strategy.stage
+        else:
+            found = trainer.optimizers[0].state_dict()["state"]
+            found = {p: {key: value.clone() for key, value in state.items()} for p, state in found.items()}
+        self.seen.append(found)
+
+
+class Looks(Callback):
+    def on_after_backward(self, *args: Any) -> None:
+        """Might look at gradients."""
+
+
+class EveryOther(GPT):
+    """Steps in every second batch only, in the way of Lightning's documentation."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+def _fit(stage: int, zero: dict[str, Any], folder: str, options: dict[str, Any]) -> Any:
+    os.makedirs(folder, exist_ok=True)
+    cls, look = options.pop("cls", "GPT"), options.pop("look", False)
+    with slowed(apart=zero["offload_optimizer"]["device"] == "cpu") as watch:
+        reader = Reader(folder)
+        module = {"GPT": GPT, "EveryOther": EveryOther}[cls](dist.get_world_size(), "adamw")
+        callbacks: list[Callback] = [reader, Looks()] if look else [reader]
+        trainer = sharded_trainer(stage, zero, FULL, max_epochs=4, callbacks=callbacks, **options)
+        trainer.fit(module)
+        trainer.validate(module, verbose=False)
+        return weights(trainer), _plain(reader.seen), watch.beside, _plain(dict(trainer.callback_metrics))
+
+
+def _plain(value: Any) -> Any:
+    """What two runs have to have in common, as numpy arrays."""
+    if isinstance(value, Tensor):
+        return value.detach().float().numpy().copy()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (int, float)) else None
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    return len(a) == len(b) and all(map(_equal, a, b)) if isinstance(a, list) else bool(a == b)
+
+
+CASES: dict[str, tuple[dict[str, Any], bool]] = {  # options, whether backward may be overlapped
+    "plain": ({}, True),
+    "accumulate": ({"accumulate_grad_batches": 2}, True),
+    "clip": ({"gradient_clip_val": 0.1}, False),
+    "hook": ({"look": True}, False),
+    "every other": ({"cls": "EveryOther"}, True),
+}
+
+
+@pytest.mark.parametrize("files", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_trainer(pool: Pool, tmp_path: Path, case: str, files: bool) -> None:
+    options, early = CASES[case]
+    path = str(tmp_path) if files else None
+    for stage in (3,) if files else (2, 3):
+        plain, *others = (
+            pool.run(2, _fit, stage, offload(path, overlap, stage == 3), f"{tmp_path}/{stage}{overlap}", options)
+            for overlap in (False, "auto", True)
+        )
+        assert plain[0][2] == 0
+        for results, overlapped in zip(others, (early, True), strict=True):
+            for got, want in zip(results, plain, strict=True):
+                assert _equal(got[0], want[0])
+                assert _equal(got[1], want[1])
+                assert _equal(got[3], want[3])
+                assert (got[2] > 0) == overlapped

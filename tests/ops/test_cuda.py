@@ -1,0 +1,96 @@
+"""The CUDA kernels: they compile everywhere, and on a GPU they give the bits of the CPU's."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lt_zero import ops
+from lt_zero.ops import compiler, library
+from tests.ops.test_ops import LOW, STEPS, options_of, rows
+
+SIZES = [0, 1, 7, 33, 4097, 70_001, 1_000_003]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+def test_they_compile_without_a_warning_and_export_the_abi(tmp_path: Path) -> None:
+    made = compiler.build(compiler.recipe_of("cuda", arches=["sm_90"]), tmp_path)
+    logs = "".join(file.read_text() for file in tmp_path.glob("*.log"))
+    assert "warning" not in logs
+    lib = ctypes.CDLL(str(made.path))
+    header = (compiler.CSRC / "lt_zero.h").read_text()
+    for name in set(re.findall(r"\b(lt_cuda_\w+)\(", header)):
+        assert hasattr(lib, name), name
+    lib = library.declare(lib, "cuda")
+    assert lib.lt_cuda_adam_step(None, None, None) == 1  # LT_BAD_ARGUMENT, before anything is launched
+    assert lib.lt_cuda_error(1)
+
+
+def on(device: str, lists: list[list[Tensor]]) -> list[list[Tensor]]:
+    return [[tensor.clone().to(device) for tensor in tensors] for tensors in lists]
+
+
+def assert_equal(cuda: list[list[Tensor]], cpu: list[list[Tensor]]) -> None:
+    for a, b in zip(cuda, cpu, strict=True):
+        for x, y in zip(a, b, strict=True):
+            torch.testing.assert_close(x.cpu(), y, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("seed", range(6))
+def test_steps_equal_the_cpu(name: str, seed: int) -> None:
+    assert ops.available(torch.device("cuda")), library.status("cuda").why
+    rng, offset = random.Random(f"{name} {seed}"), seed % 4
+    torch.manual_seed(seed)
+    state = rng.choice([torch.float32, torch.bfloat16])
+    lists = [rows(SIZES, torch.float32, offset), rows(SIZES, rng.choice(LOW), offset)]
+    lists += [rows(SIZES, state, offset, torch.rand) for _ in range({"adam_step": 2, "lamb_update": 2}.get(name, 1))]
+    lists += [rows(SIZES, torch.float32 if name == "lamb_update" else rng.choice(LOW), offset)]
+    options: dict[str, Any] = options_of(name, rng) | {"maximize": seed % 2 == 1}
+    scale = torch.tensor(0.37) if seed % 3 else None
+    ours, theirs = on("cuda", lists), on("cpu", lists)
+    norms = getattr(ops, name)(*ours, **options, scale=scale.cuda() if scale is not None else None)
+    expected = getattr(ops, name)(*theirs, **options, scale=scale)
+    assert_equal(ours, theirs)
+    if norms is not None:
+        torch.testing.assert_close(norms.cpu(), expected, rtol=1e-12, atol=0)
+    before = [[t.clone() for t in tensors] for tensors in ours]
+    getattr(ops, name)(*ours, **options, found_inf=torch.ones((), device="cuda"))
+    assert_equal(before, [[t.cpu() for t in tensors] for tensors in ours])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_other_passes_equal_the_cpu(offset: int) -> None:
+    torch.manual_seed(offset)
+    for source in LOW:
+        values = rows(SIZES, source, offset)
+        norm = ops.norm_squared(on("cuda", [values])[0])
+        torch.testing.assert_close(norm.cpu(), ops.norm_squared(values), rtol=1e-12, atol=0)
+        for target in LOW:
+            outs = rows(SIZES, target, offset)
+            for operation in [ops.cast_scale] + [ops.accumulate] * (target == torch.float32):
+                for factor in (1.0, 0.3):
+                    ours, theirs = on("cuda", [outs, values]), on("cpu", [outs, values])
+                    operation(*ours, factor=factor)
+                    operation(*theirs, factor=factor)
+                    assert_equal(ours, theirs)
+    bad = torch.ones(10_001, device="cuda")
+    for position in (0, 5, 10_000):
+        bad[position] = float("nan")
+        assert not ops.norm_squared([bad]).isfinite()
+        bad[position] = 1.0
+    params, updates = rows(SIZES, torch.float32, offset), rows(SIZES, torch.float32, offset)
+    ours, theirs, trust = on("cuda", [params, updates]), on("cpu", [params, updates]), torch.rand(len(SIZES))
+    ops.lamb_apply(*ours, trust.cuda(), lr=0.1)
+    ops.lamb_apply(*theirs, trust, lr=0.1)
+    assert_equal(ours, theirs)

@@ -1,0 +1,449 @@
+"""The CUDA kernels: that they compile, what they compile to, and, without a GPU, that every kernel does what it should.
+
+Note [Emulation]
+    ``tests/support/cuda_on_cpu`` stands in for the CUDA headers, so that a C++ compiler makes a library of the same
+    sources that runs every block and thread on the CPU. The operators of ``lt_zero.ops`` then run on CPU tensors with
+    it, and the results must have the bits of the torch references. With a GPU the same tests run there too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lt_zero import ops
+from lt_zero.ops import library
+from lt_zero.ops.compiler import CSRC, Job, build, load, recipe_of, run
+from tests.support.paths import SUPPORT
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+BAD_ARGUMENT, CUDA_ERROR = 1, 1000  # lt_zero.h
+STRICT = "-Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror"
+
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+without_gpu = pytest.mark.skipif(bool(glob.glob("/dev/nvidia*")), reason="there is a GPU")
+
+
+# ---- compiled ------------------------------------------------------------------------------------------------------
+
+
+def compile_strictly(folder: Path, arches: list[str] | None) -> Path:
+    """The library for ``arches``, with warnings as errors; nvcc's PTX stays in ``folder``/ptx."""
+    (folder / "ptx").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NVCC", f"nvcc {STRICT} --keep --keep-dir {folder / 'ptx'}")
+        return build(recipe_of("cuda", arches=arches), folder).path
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """The library for one architecture."""
+    folder = tmp_path_factory.mktemp("cuda")
+    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    path = compile_strictly(folder, [f"sm_{major}{minor}"])
+    ptx = {file.stem: file.read_text() for file in (folder / "ptx").glob("*.ptx")}
+    return SimpleNamespace(path=path, ptx=ptx, library=library.declare(load(path, "cuda"), "cuda"))
+
+
+@needs_nvcc
+def test_exports_the_abi_and_nothing_else(compiled: SimpleNamespace) -> None:
+    declared = set(re.findall(r"\b(lt_cuda_\w+)\(", (CSRC / "lt_zero.h").read_text()))
+    symbols = subprocess.run(["nm", "-D", "--defined-only", compiled.path], capture_output=True, text=True, check=True)
+    assert {line.split()[-1] for line in symbols.stdout.splitlines()} == declared
+
+
+@needs_nvcc
+@pytest.mark.parametrize("source", ["adam", "steps", "lamb", "norm", "pairs"])
+def test_arithmetic_is_neither_fused_nor_approximate(compiled: SimpleNamespace, source: str) -> None:
+    arithmetic = set(
+        re.findall(r"\b((?:add|sub|mul|fma|div|sqrt|rcp|rsqrt)\.[a-z0-9.]*f(?:32|64))\b", compiled.ptx[source])
+    )
+    # A product or sum without a rounding mode may be fused when machine code is made of PTX.
+    assert arithmetic
+    assert all(re.fullmatch(r"[a-z]+\.rn\.f(32|64)", instruction) for instruction in arithmetic)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("source", ["adam", "steps", "lamb", "norm", "pairs"])
+def test_memory_is_accessed_16_bytes_at_a_time(compiled: SimpleNamespace, source: str) -> None:
+    accesses = set(re.findall(r"\b((?:ld|st)\.[a-z0-9.]+)", compiled.ptx[source]))
+    accesses = {access for access in accesses if not access.startswith("ld.param")}
+    assert "ld.global.v4.f32" in accesses
+    assert source not in ("norm", "pairs") or "ld.global.v4.u32" in accesses  # eight 16-bit elements
+    assert source == "norm" or "st.global.v4.f32" in accesses
+    # Nothing in a thread's own (slow) memory, and the compiler knows that all pointers are to global memory.
+    assert {access.split(".")[1] for access in accesses} <= {"global", "shared"}
+
+
+@needs_nvcc
+def test_bad_arguments_are_refused(compiled: SimpleNamespace) -> None:
+    refuses_bad_arguments(compiled.library)
+
+
+@needs_nvcc
+@without_gpu
+def test_a_launch_without_a_gpu_is_an_error_with_a_text(compiled: SimpleNamespace) -> None:
+    lib, x = compiled.library, torch.zeros(5)
+    pairs = pairs_of(x)
+    for _ in range(2):
+        code = lib.lt_cuda_cast_scale(ctypes.byref(pairs), None)
+        assert code > CUDA_ERROR
+        with pytest.raises(RuntimeError, match=r"CUDA|device|driver"):
+            library.check(lib, code)
+    assert lib.lt_cuda_norm_squared(ctypes.byref(library.Mixed()), x.data_ptr(), None, None) == code
+
+
+@needs_nvcc
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_all_architectures_compile(tmp_path: Path) -> None:
+    assert load(compile_strictly(tmp_path, None), "cuda").lt_cuda_abi() == 1
+
+
+# ---- emulated, or on a GPU -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The sources as a library for the CPU; misaligned accesses and overrun arrays are reported on stderr."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++")
+    folder, here = tmp_path_factory.mktemp("emulated"), SUPPORT
+    checks = ("-fsanitize=alignment,bounds", "-fPIC")
+    flags = ("-std=c++17", "-O1", "-ffp-contract=off", "-Wno-unknown-pragmas", f"-I{here / 'cuda_on_cpu'}")
+    jobs = []
+    for source in sorted((CSRC / "cuda").glob("*.cu")):
+        made = folder / f"{source.stem}.o"
+        jobs.append(Job((compiler, *flags, *checks, "-x", "c++", "-c", str(source), "-o", str(made)), made))
+    linked = folder / "emulated.so"
+    link = Job((compiler, "-shared", *checks, *[str(job.makes) for job in jobs], "-o", str(linked)), linked)
+    for step in (jobs, [link]):
+        run(step, 100.0)
+        assert all(job.code == 0 for job in step), "\n".join(job.output for job in step)
+    return library.declare(load(linked, "cuda"), "cuda")
+
+
+class InPlaceOfCpu:
+    """Looks like the library for the CPU, but runs the emulated CUDA kernels."""
+
+    def __init__(self, cuda: ctypes.CDLL) -> None:
+        self.lt_cpu_error = cuda.lt_cuda_error
+        for name in library.OPERATIONS:
+            setattr(self, f"lt_cpu_{name}", self._operation(cuda, name))
+
+    @staticmethod
+    def _operation(cuda: ctypes.CDLL, name: str) -> Callable[..., int]:
+        def operation(*args: Any) -> int:
+            run = getattr(cuda, f"lt_cuda_{name}")
+            if name not in ("lamb_update", "norm_squared"):
+                return run(*args[:-1], None)
+            tensors = args[0]._obj
+            nbytes = cuda.lt_cuda_scratch(tensors.count, tensors.numel)
+            scratch = torch.full((nbytes // 8,), torch.nan, dtype=torch.float64)  # nothing may rely on its content
+            return run(*args[:-1], scratch.data_ptr(), None)
+
+        return operation
+
+
+@pytest.fixture(params=["emulated", pytest.param("gpu", marks=[needs_nvcc, pytest.mark.gpu])])
+def device(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[torch.device]:
+    """Where the operators of lt_zero.ops run the CUDA kernels."""
+    if request.param == "gpu":
+        if not torch.cuda.is_available():
+            pytest.skip("no GPU")
+        cuda = request.getfixturevalue("compiled").library
+        monkeypatch.setattr(library, "cuda", lambda force=False: cuda)
+        yield torch.device("cuda")
+        torch.cuda.synchronize()
+    else:
+        stand_in = InPlaceOfCpu(request.getfixturevalue("emulated"))
+        monkeypatch.setattr(library, "cpu", lambda: stand_in)
+        yield torch.device("cpu")
+        assert "runtime error" not in capfd.readouterr().err
+
+
+# Around the sizes of an access, a block's pass and a chunk; several passes of a grid of 8 blocks; nothing.
+SIZES = [
+    *(0, 1025, 8193, 1027, 2049, 5000, 8192, 4097),
+    *(90000, 1, 3, 4, 5, 7, 16384, 8),
+    *(30001, 0, 9, 31, 255, 1023, 8191, 1024, 0),
+]
+MANY = [n % 11 for n in range(300)]  # several batches
+
+
+class Arena:
+    """One list of tensors in one buffer, with gaps that nothing may write to.
+
+    Of eight tensors, two are aligned in all lists, one in none; the others are unaligned in one list of five each.
+    """
+
+    def __init__(self, sizes: list[int], dtype: torch.dtype, seed: int, kind: str = "normal") -> None:
+        generator = torch.Generator().manual_seed(seed)
+        starts, at = [], 0
+        for number, size in enumerate(sizes):
+            starts.append(at + (number % 8 in (seed + 1, 7)))
+            at += (size + 1 + 15) // 16 * 16 + 16
+        flat = torch.randn(at + 16, generator=generator)
+        flat *= torch.logspace(-9, 2, 997).repeat(flat.numel() // 997 + 1)[: flat.numel()]  # small and large
+        if kind == "squares":
+            flat = flat.square()
+        self.flat, self.ranges = flat.to(dtype), list(zip(starts, sizes, strict=True))
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        return [flat[start : start + size] for start, size in self.ranges]
+
+
+def same_bits(actual: Tensor, expected: Tensor) -> bool:
+    ordered = ~expected.isnan()
+    integers = {4: torch.int32, 2: torch.int16}[expected.element_size()]
+    actual = actual.cpu()
+    same = actual.view(integers) == expected.view(integers)
+    return bool((actual.isnan() == expected.isnan()).all() and same[ordered].all())
+
+
+def compare(name: str, device: torch.device, arenas: list[Any], **options: Any) -> tuple[Any, Any]:
+    """Run operator ``name`` and its reference on the same lists; all buffers must be equal, gaps too. Their results."""
+    expected = [arena.flat.clone() if arena else None for arena in arenas]
+    actual = [arena.flat.to(device, copy=True) if arena else None for arena in arenas]
+    on_device = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in options.items()}
+
+    def lists(flats: list[Any]) -> list[Any]:
+        return [arena.views(flat) if arena else [] for arena, flat in zip(arenas, flats, strict=True)]
+
+    results = (
+        getattr(ops, name)(*lists(actual), **on_device),
+        getattr(ops, f"{name}_reference")(*lists(expected), **options),
+    )
+    for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        assert one is None or same_bits(one, other), f"list {number} of {name}"
+    return results
+
+
+ADAM = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3.0}
+LION = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
+ADAGRAD = {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.01}
+SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01, "nesterov": False, "first": False}
+RULES: list[tuple[str, dict[str, Any], str]] = [  # operator, options, the kinds of its states
+    ("adam_step", ADAM | {"decoupled": True}, "ns"),
+    ("adam_step", ADAM | {"decoupled": False}, "ns"),
+    ("lion_step", LION, "n"),
+    ("adagrad_step", ADAGRAD, "s"),
+    ("sgd_step", SGD, "n"),
+    ("sgd_step", SGD | {"first": True}, "n"),
+    ("sgd_step", SGD | {"dampening": 0.0, "nesterov": True}, "n"),
+]
+DTYPES = [(FP32, FP32, None), (BF16, FP32, BF16), (FP16, BF16, FP16), (BF16, BF16, None), (FP16, FP32, FP32)]
+
+
+def step_arenas(sizes: list[int], dtypes: tuple[Any, ...], states: str) -> list[Arena | None]:
+    grad, state, out = dtypes
+    kinds = [Arena(sizes, state, 2 + n, "squares" if kind == "s" else "normal") for n, kind in enumerate(states)]
+    return [Arena(sizes, FP32, 0), Arena(sizes, grad, 1), *kinds, Arena(sizes, out, 4) if out else None]
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule[0])
+def test_steps(device: torch.device, rule: tuple[str, dict[str, Any], str], dtypes: tuple[Any, ...]) -> None:
+    name, options, states = rule
+    compare(name, device, step_arenas(SIZES, dtypes, states), **options)
+
+
+@pytest.mark.parametrize("given", [("scale",), ("clip",), ("scale", "clip")], ids=str)
+def test_gradients_are_scaled_clipped_and_flipped(device: torch.device, given: tuple[str, ...]) -> None:
+    scalars = {name: torch.tensor(value) for name, value in (("scale", 1 / 3), ("clip", 0.7)) if name in given}
+    for maximize in (False, True):
+        arenas = step_arenas(SIZES, (BF16, FP32, BF16), "ns")
+        compare("adam_step", device, arenas, **ADAM, **scalars, maximize=maximize)
+
+
+def test_many_small_tensors(device: torch.device) -> None:
+    compare("adam_step", device, step_arenas(MANY, (BF16, FP32, BF16), "ns"), **ADAM)
+    compare("cast_scale", device, [Arena(MANY, BF16, 0), Arena(MANY, FP32, 1)])
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule[0])
+def test_nothing_is_written_after_an_overflow(device: torch.device, rule: tuple[str, dict[str, Any], str]) -> None:
+    name, options, states = rule
+    for found_inf in (1.0, 0.0):
+        arenas = step_arenas(MANY, (BF16, FP32, BF16), states)
+        compare(name, device, arenas, **options, found_inf=torch.tensor(found_inf))
+
+
+def test_sgd_without_momentum_has_no_state(device: torch.device) -> None:
+    arenas = step_arenas(SIZES, (FP16, FP32, BF16), "")
+    options = SGD | {"momentum": 0.0, "dampening": 0.0}
+    compare("sgd_step", device, [*arenas[:2], None, arenas[-1]], **options)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "grad", "state", "found_inf"),
+    [
+        (SIZES, FP32, FP32, 0.0),
+        (SIZES, BF16, BF16, 0.0),
+        (SIZES, FP16, FP32, 1.0),
+        (MANY[:70], BF16, FP32, 0.0),  # two batches
+    ],
+    ids=["fp32", "bf16", "skipped", "many"],
+)
+def test_lamb(device: torch.device, sizes: list[int], grad: torch.dtype, state: torch.dtype, found_inf: float) -> None:
+    options = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.01, "step": 2.0}
+    skip = torch.tensor(found_inf)
+    param, update, out = Arena(sizes, FP32, 0), Arena(sizes, FP32, 4), Arena(sizes, BF16, 1)
+    moments = [Arena(sizes, state, 2), Arena(sizes, state, 3, "squares")]
+    arenas = [param, Arena(sizes, grad, 1), *moments, update]
+    norms, expected = compare("lamb_update", device, arenas, **options, scale=torch.tensor(0.3), found_inf=skip)
+    torch.testing.assert_close(norms.cpu(), expected, rtol=1e-14, atol=0.0)
+
+    trust = torch.rand(len(sizes), generator=torch.Generator().manual_seed(6)) + 0.5
+    trust_ratios = SimpleNamespace(flat=trust, views=lambda flat: flat)
+    compare("lamb_apply", device, [param, update, trust_ratios, out], lr=1e-3, found_inf=skip)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+def test_accumulate(device: torch.device, dtype: torch.dtype) -> None:
+    for options in ({}, {"factor": 1 / 3}, {"factor": 2.0, "scale": torch.tensor(0.3)}):
+        compare("accumulate", device, [Arena(SIZES, FP32, 0), Arena(SIZES, dtype, 1)], **options)
+
+
+@pytest.mark.parametrize("src", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("dst", [FP32, BF16, FP16], ids=str)
+def test_cast_scale(device: torch.device, dst: torch.dtype, src: torch.dtype) -> None:
+    for options in ({}, {"factor": 1 / 3}, {"scale": torch.tensor(1.7)}):
+        compare("cast_scale", device, [Arena(SIZES, dst, 0), Arena(SIZES, src, 1)], **options)
+
+
+@pytest.mark.parametrize("dst", [BF16, FP16], ids=str)
+def test_rounding_of_every_kind_of_number(device: torch.device, dst: torch.dtype) -> None:
+    bits = torch.arange(-(2**31), 2**31, 7919, dtype=torch.int64).to(torch.int32)  # NaNs, infinities, denormals
+    ties = (torch.arange(2**16) << 16 | 0x8000).to(torch.int32)  # halfway between two bf16 numbers
+    values = torch.cat([bits, ties, ties >> 3]).view(FP32)
+    actual = torch.empty(values.numel(), dtype=dst, device=device)
+    ops.cast_scale([actual], [values.to(device)])
+    assert same_bits(actual, values.to(dst))
+    assert dst is FP16 or bool((actual.cpu().view(torch.int16)[values.isnan()] == 0x7FC0).all())
+
+
+# ---- sums ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [SIZES, MANY, [0], []], ids=["sizes", "many", "empty", "none"])
+def test_norm_squared(device: torch.device, sizes: list[int]) -> None:
+    arenas = [Arena(sizes, dtype, seed) for seed, dtype in enumerate((FP32, BF16, FP16))]
+    tensors = [view for arena in arenas for view in arena.views(arena.flat)][::-1]
+    actual = ops.norm_squared([tensor.to(device) for tensor in tensors]).cpu()
+    torch.testing.assert_close(actual, ops.norm_squared_reference(tensors), rtol=1e-14, atol=0.0)
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("place", [0, 3, 8191, 8192, 20000])
+def test_one_bad_element_spoils_the_norm(device: torch.device, value: float, place: int) -> None:
+    for dtype in (FP32, BF16, FP16):
+        tensors = [torch.ones(5000, device=device), torch.full((20001,), 3e38 if dtype != FP16 else 6e4, dtype=dtype)]
+        tensors[1] = tensors[1].to(device)
+        assert ops.norm_squared(tensors).isfinite()
+        tensors[1][place] = value
+        assert not ops.norm_squared(tensors).isfinite()
+
+
+def test_sums_do_not_depend_on_the_size_of_the_gpu(emulated: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = InPlaceOfCpu(emulated)
+    monkeypatch.setattr(library, "cpu", lambda: stand_in)
+    tensors = Arena([300001, 5, 70000], FP32, 1)
+    sums = []
+    for processors in (1, 2, 7):
+        emulated.emulation_processors(processors)
+        sums.append(ops.norm_squared(tensors.views(tensors.flat)).item())
+    emulated.emulation_processors(1)
+    assert sums[0] == sums[1] == sums[2]
+
+
+# ---- arguments -----------------------------------------------------------------------------------------------------
+
+
+def pairs_of(x: Tensor, **changes: Any) -> library.Pairs:
+    one = (ctypes.c_void_p * 1)(x.data_ptr())
+    sizes = (ctypes.c_int64 * 1)(x.numel())
+    return library.Pairs(**({"count": 1, "numel": sizes, "dst": one, "src": one, "factor": 1.0} | changes))
+
+
+def refuses_bad_arguments(lib: ctypes.CDLL) -> None:
+    x = torch.zeros(4)
+    one, sizes, dtype = (ctypes.c_void_p * 1)(x.data_ptr()), (ctypes.c_int64 * 1)(4), (ctypes.c_int32 * 1)(0)
+    null, negative, unknown = (ctypes.c_void_p * 1)(), (ctypes.c_int64 * 1)(-1), (ctypes.c_int32 * 1)(3)
+    lists: dict[str, Any] = dict.fromkeys(("param", "grad", "state1", "state2", "out"), one)
+    good = {"count": 1, "numel": sizes, **lists}
+    bad = [{"count": -1}, {"numel": negative}, {"numel": None}, {"grad_dtype": 3}, {"grad_dtype": -1}]
+    bad += [{"state_dtype": 2}, {"out_dtype": 7}, {"param": None}, {"grad": null}]
+    adam, lion, adagrad = library.Adam(step=1.0), library.Lion(), library.Adagrad()
+    sgd, lamb, by = library.Sgd(momentum=0.9), library.Lamb(step=1.0), ctypes.byref
+    here = x.data_ptr()
+
+    def codes(t: library.Tensors, states: int) -> list[int]:
+        steps = [
+            lib.lt_cuda_adam_step(by(t), by(adam), None),
+            lib.lt_cuda_lamb_update(by(t), by(lamb), one, here, here, None),
+        ]
+        if states < 2:
+            steps += [lib.lt_cuda_lion_step(by(t), by(lion), None), lib.lt_cuda_sgd_step(by(t), by(sgd), None)]
+            steps += [lib.lt_cuda_adagrad_step(by(t), by(adagrad), None)]
+        if states < 1:
+            steps += [lib.lt_cuda_lamb_apply(by(t), here, 0.1, None)]
+        return steps
+
+    for change in bad:
+        assert set(codes(library.Tensors(**(good | change)), 0)) == {BAD_ARGUMENT}, change
+    assert set(codes(library.Tensors(**(good | {"state1": None})), 1)) == {BAD_ARGUMENT}
+    assert set(codes(library.Tensors(**(good | {"state2": null})), 2)) == {BAD_ARGUMENT}
+    tensors = library.Tensors(**good)
+    assert lib.lt_cuda_adam_step(None, by(adam), None) == BAD_ARGUMENT
+    assert lib.lt_cuda_adam_step(by(tensors), None, None) == BAD_ARGUMENT
+    for update, norms, scratch in ((None, here, here), (null, here, here), (one, None, here), (one, here, None)):
+        assert lib.lt_cuda_lamb_update(by(tensors), by(lamb), update, norms, scratch, None) == BAD_ARGUMENT
+    assert lib.lt_cuda_lamb_apply(by(tensors), None, 0.1, None) == BAD_ARGUMENT
+    half = library.Tensors(**(good | {"grad_dtype": 2}))
+    assert lib.lt_cuda_lamb_apply(by(half), here, 0.1, None) == BAD_ARGUMENT
+
+    for change in (
+        {"count": -1},
+        {"numel": negative},
+        {"dst": None},
+        {"src": null},
+        {"dst_dtype": 3},
+        {"src_dtype": 9},
+    ):
+        assert lib.lt_cuda_cast_scale(by(pairs_of(x, **change)), None) == BAD_ARGUMENT, change
+        assert lib.lt_cuda_accumulate(by(pairs_of(x, **change)), None) == BAD_ARGUMENT, change
+    assert lib.lt_cuda_accumulate(by(pairs_of(x, dst_dtype=1)), None) == BAD_ARGUMENT
+
+    mixed = {"count": 1, "numel": sizes, "data": one, "dtype": dtype}
+    for change in ({"count": -1}, {"numel": negative}, {"data": null}, {"dtype": unknown}, {"dtype": None}):
+        assert lib.lt_cuda_norm_squared(by(library.Mixed(**(mixed | change))), here, here, None) == BAD_ARGUMENT, change
+    assert lib.lt_cuda_norm_squared(by(library.Mixed(**mixed)), None, here, None) == BAD_ARGUMENT
+    assert lib.lt_cuda_norm_squared(by(library.Mixed(**mixed)), here, None, None) == BAD_ARGUMENT
+
+    # Nothing to do is no error, and needs no launch.
+    nothing = library.Tensors(**(good | {"numel": (ctypes.c_int64 * 1)(0)} | dict.fromkeys(lists, null)))
+    assert lib.lt_cuda_adam_step(by(nothing), by(adam), None) == 0
+    assert lib.lt_cuda_adam_step(by(library.Tensors()), by(adam), None) == 0
+    assert lib.lt_cuda_scratch(0, None) == 0
+    assert lib.lt_cuda_scratch(1, negative) == -1
+    assert b"bad argument" in lib.lt_cuda_error(BAD_ARGUMENT)
+    assert lib.lt_cuda_error(999)
+
+
+def test_bad_arguments_are_refused_when_emulated(emulated: ctypes.CDLL) -> None:
+    refuses_bad_arguments(emulated)

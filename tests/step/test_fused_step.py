@@ -1,0 +1,231 @@
+"""The user's Adam through the kernel: same weights, torch's state, factors that wait for the kernel."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lt_zero
+from lt_zero import ops
+from lt_zero.step.clip import clip_grad_norm, grad_norm
+from tests.support.models import Net, next_token_loss
+from tests.support.parity import STAGES, config_of, full_values
+from tests.support.pool import Pool
+
+
+def train(
+    stage: int,
+    fused: bool,
+    optimizer: str = "AdamW",
+    steps: int = 4,
+    clip: float = 0.5,
+    dtype: Any = None,
+    **keywords: Any,
+) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Net()
+    engine = lt_zero.shard(model, config_of(stage, dtype=dtype, fused_step=fused))
+    groups = [{"params": [p], "weight_decay": 0.1 * (p.dim() > 1)} for p in model.parameters()]
+    opt = getattr(torch.optim, optimizer)(groups, lr=1e-2, **keywords)
+    sharded = lt_zero.ShardedOptimizer(engine, opt)
+    assert (sharded.fused is not None) == fused
+    for step in range(steps):
+        opt.zero_grad()
+        next_token_loss(model, step, 0, dist.get_rank()).backward()
+        clip_grad_norm(sharded, clip)
+        for group in opt.param_groups:
+            group["lr"] = 1e-2 / (1 + step)
+        opt.step()
+    for parameter, state in opt.state.items():
+        assert isinstance(parameter, nn.Parameter)
+        assert state["step"].item() == steps
+        assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
+    return full_values(engine)
+
+
+def _compare(optimizer: str, **keywords: Any) -> None:
+    for stage in STAGES:
+        ours, torchs = (train(stage, fused, optimizer, **keywords) for fused in (True, False))
+        for name, value in ours.items():
+            torch.testing.assert_close(value, torchs[name], rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "AdamW"])
+def test_weights_are_those_of_torch(pool: Pool, optimizer: str) -> None:
+    pool.run(2, _compare, optimizer)
+
+
+def _maximize() -> None:
+    _compare("AdamW", maximize=True)
+
+
+def test_maximize(pool: Pool) -> None:
+    pool.run(3, _maximize)
+
+
+def _calls(stage: int, dtype: Any) -> None:
+    """One kernel call for all parameters, and the accumulators wait for it unscaled."""
+    torch.manual_seed(0)
+    model = Net()
+    engine = lt_zero.shard(model, config_of(stage, dtype=dtype))
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    sharded = lt_zero.ShardedOptimizer(engine, opt)
+    next_token_loss(model, 0, 0, dist.get_rank()).backward()
+    raw = grad_norm(sharded)
+    clip_grad_norm(sharded, 0.1)
+    assert any(bucket.grads.factor is not None for bucket in engine.buckets)
+    calls, original = [], ops.adam_step
+
+    def counted(params: list[Tensor], *args: Any, **kwargs: Any) -> None:
+        calls.append(sum(p.numel() for p in params))
+        original(params, *args, **kwargs)
+
+    ops.adam_step = counted  # type: ignore[assignment]
+    try:
+        opt.step()
+    finally:
+        ops.adam_step = original  # type: ignore[assignment]
+    dtypes = {(bucket.dtype, bucket.grads.dtype) for bucket in engine.buckets}
+    assert len(calls) <= len(dtypes)
+    assert sum(calls) >= sum(piece.numel for bucket in engine.buckets for piece in bucket.pieces())
+    # Somebody who reads the gradients afterwards finds them clipped.
+    assert raw > 0.2
+    torch.testing.assert_close(grad_norm(sharded), torch.tensor(0.1), rtol=1e-3, atol=0)
+    assert all(bucket.grads.factor is None for bucket in engine.buckets)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_one_call_takes_the_deferred_factor(pool: Pool, dtype: Any) -> None:
+    pool.run(2, _calls, 2, dtype)
+    pool.run(3, _calls, 3, dtype)
+
+
+def _read_before_step() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    engine = lt_zero.shard(model, config_of(2))
+    sharded = lt_zero.ShardedOptimizer(engine, torch.optim.Adam(model.parameters()))
+    next_token_loss(model, 0, 0, dist.get_rank()).backward()
+    clip_grad_norm(sharded, 0.1)
+    squares = [p.grad.norm() ** 2 for p in model.parameters() if p.grad is not None]
+    torch.testing.assert_close(torch.stack(squares).sum().sqrt(), torch.tensor(0.1), rtol=1e-3, atol=0)
+
+
+def test_gradients_read_before_the_step_are_clipped(pool: Pool) -> None:
+    pool.run(2, _read_before_step)
+
+
+def _persistent(dtype: torch.dtype) -> None:
+    """Stage 3 with parameters that stay whole beside such that are released."""
+    for clip in (0.1, 1e9):
+        torch.manual_seed(0)
+        results = []
+        for fused in (True, False):
+            torch.manual_seed(0)
+            model = Net()
+            zero = {"stage3_param_persistence_threshold": 40}
+            engine = lt_zero.shard(model, config_of(3, zero, dtype=dtype, fused_step=fused))
+            assert {bucket.sharding.params for bucket in engine.buckets} == {True, False}
+            opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            sharded = lt_zero.ShardedOptimizer(engine, opt)
+            for step in range(3):
+                opt.zero_grad()
+                next_token_loss(model, step, 0, dist.get_rank()).backward()
+                clip_grad_norm(sharded, clip)
+                opt.step()
+            results.append(full_values(engine))
+        for name, value in results[0].items():
+            torch.testing.assert_close(value, results[1][name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_persistent_parameters_beside_released_ones(pool: Pool, dtype: torch.dtype) -> None:
+    pool.run(2, _persistent, dtype)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return (self.a if which == 0 else self.b)(x).square().sum()
+
+
+def _counts(stage: int) -> None:
+    """A parameter without a gradient neither moves nor counts a step; saved state goes on elsewhere."""
+    torch.manual_seed(0)
+    model, other = Two(), Two()
+    other.load_state_dict(model.state_dict())
+    engine = lt_zero.shard(model, config_of(stage))
+    opt, expected = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, other))
+    lt_zero.ShardedOptimizer(engine, opt)
+    x = torch.randn(4, 5)
+    for step, which in enumerate([0, 1, 1, 0, 1]):
+        for each, o in ((model, opt), (other, expected)):
+            o.zero_grad()
+            each(x, which).backward()
+            o.step()
+        if step == 2:
+            opt.load_state_dict(opt.state_dict())  # other tensors, same values
+    for name, value in full_values(engine).items():
+        torch.testing.assert_close(value, dict(other.named_parameters())[name].detach(), rtol=1e-5, atol=1e-7)
+    steps = {state["step"].item() for state in opt.state.values()}
+    assert steps <= {2.0, 3.0}
+    opt.state.clear()
+    opt.zero_grad()
+    model(x, 0).backward()
+    opt.step()
+    assert {state["step"].item() for state in opt.state.values()} <= {0.0, 1.0}
+
+
+def test_steps_are_counted_per_parameter(pool: Pool) -> None:
+    for stage in STAGES:
+        pool.run(2, _counts, stage)
+
+
+class Mine(torch.optim.AdamW):
+    """A subclass may compute something else."""
+
+
+@pytest.mark.parametrize(
+    ("make", "fused"),
+    [
+        (lambda params: torch.optim.AdamW(params), True),
+        (lambda params: torch.optim.AdamW(params, fused=True), True),
+        (lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.1)), True),
+        (lambda params: torch.optim.AdamW(params, amsgrad=True), False),
+        (lambda params: torch.optim.NAdam(params), False),
+        (lambda params: Mine(params), False),
+    ],
+)
+def test_only_plain_adam_is_replaced(make: Any, fused: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(3, 3)
+    engine = lt_zero.shard(model, config_of(0))
+    opt = make(model.parameters())
+    lt_zero.ShardedOptimizer(engine, opt)
+    before = model.weight.detach().clone()
+    with caplog.at_level(logging.INFO, "lt_zero"):
+        model(torch.ones(3)).sum().backward()
+        opt.step()
+    assert ("fused_step=false" in caplog.text) == fused
+    assert not torch.equal(before, model.weight)
+
+
+def test_torch_steps_where_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lt_zero.ops.library.cpu", lambda: None)
+    model = nn.Linear(3, 3)
+    reference = nn.Linear(3, 3)
+    reference.load_state_dict(model.state_dict())
+    engine = lt_zero.shard(model, config_of(0))
+    for each, o in [(m, torch.optim.AdamW(m.parameters())) for m in (model, reference)]:
+        if each is model:
+            lt_zero.ShardedOptimizer(engine, o)
+        each(torch.ones(3)).sum().backward()
+        o.step()
+    assert torch.equal(model.weight, reference.weight)

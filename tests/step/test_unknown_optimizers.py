@@ -1,0 +1,241 @@
+"""Optimizers that nobody here has heard of: what cannot work on pieces is found out by a trial, before training."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
+from torch.optim import Optimizer
+
+import lt_zero
+from lt_zero.step.supported_optimizers import divides
+from tests.support.models import Net, next_token_loss
+from tests.support.parity import STAGES, Case, check, config_of, full_values
+from tests.support.pool import Pool
+
+
+class Plain(Optimizer):
+    """Momentum; ``lr`` is all that it lets its groups have."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.05, **more: Any) -> None:
+        super().__init__(params, {"lr": lr, **more})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    old = self.state[p].get("momentum")
+                    self.state[p]["momentum"] = p.grad.clone() if old is None else self.merge(old, p.grad)
+                    p.sub_(self.update(p, self.state[p]["momentum"]), alpha=group["lr"])
+
+    def merge(self, old: Tensor, grad: Tensor) -> Tensor:
+        return 0.9 * old + grad
+
+    def update(self, p: Tensor, momentum: Tensor) -> Tensor:
+        return momentum
+
+
+class Trusting(Plain):
+    """As LARS: steps in proportion to the norm of each parameter."""
+
+    def update(self, p: Tensor, momentum: Tensor) -> Tensor:
+        return momentum * (p.norm() / (momentum.norm() + 1e-6)).clamp(max=2)
+
+
+class Coarse(Plain):
+    """A state of 8 bits with one scale per tensor, for tensors that are worth it."""
+
+    def merge(self, old: Tensor, grad: Tensor) -> Tensor:
+        merged = super().merge(old, grad)
+        scale = merged.abs().max() / 127
+        return (merged / scale).round() * scale if merged.numel() >= 4096 else merged
+
+
+class Together(Plain):
+    """As Prodigy: a step size for all parameters, from all of them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        total = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt() if grads else torch.ones(())
+        for grad in grads:
+            grad.div_(total)
+        return super().step()
+
+
+class Noisy(Plain):
+    def update(self, p: Tensor, momentum: Tensor) -> Tensor:
+        return momentum + 1e-3 * torch.randn_like(momentum)
+
+
+class MyAdam(torch.optim.Adam):
+    """Of an element-wise parent, and not element-wise."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.sub_(p.grad.mean())
+        return super().step()
+
+
+def _told(cls: type[Optimizer], stage: int, zero: dict[str, Any], **options: Any) -> str:
+    """The error or the warning, before training."""
+    engine = lt_zero.shard(Net(), config_of(stage, zero))
+    optimizer = cls(engine.root.parameters(), **options)  # type: ignore[call-arg]
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            lt_zero.ShardedOptimizer(engine, optimizer)
+        except TypeError as error:
+            return str(error)
+    assert torch.equal(before, torch.get_rng_state())
+    return "; ".join(str(w.message) for w in seen if "lt_zero" in str(w.message))
+
+
+PIECES = "on pieces of a parameter .* zero_optimization.shard_along=parameter"
+
+
+@pytest.mark.parametrize(
+    ("cls", "by_default", "along_parameters"),
+    [
+        (Plain, "^$", "^$"),
+        (Trusting, f"Trusting computes something else {PIECES}", "^$"),
+        (Coarse, f"Coarse computes something else {PIECES}", "^$"),
+        (MyAdam, f"MyAdam computes something else {PIECES}", "^$"),
+        (Together, "Together .* all parameters at once .* stage 0", "Together .* all parameters at once .* stage 0"),
+        (Noisy, "Noisy is not known", "Noisy is not known"),
+    ],
+)
+def test_a_trial_tells(pool: Pool, cls: type[Optimizer], by_default: str, along_parameters: str) -> None:
+    for zero, match in (({}, by_default), ({"shard_along": "parameter"}, along_parameters)):
+        for told in pool.run(2, _told, cls, 2, zero):
+            assert re.search(match, told), told
+
+
+def test_nothing_is_tried_where_nothing_is_sharded(pool: Pool) -> None:
+    assert pool.run(2, _told, Together, 0, {}) == ["", ""]
+
+
+def test_each_group_is_tried(pool: Pool) -> None:
+    class Free(Trusting):
+        def update(self, p: Tensor, momentum: Tensor) -> Tensor:
+            return super().update(p, momentum) if self.param_groups[0]["lars"] else momentum
+
+    for lars, refused in ((True, True), (False, False)):
+        plain = Free([torch.nn.Parameter(torch.zeros(2))], lars=False)
+        plain.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))], "lars": lars})
+        assert divides(plain, whole=False) is not refused
+
+
+def _trusting(stage: int) -> None:
+    case = Case(Net, next_token_loss, stage, lambda model: Trusting(model.parameters()))
+    check(Case(**{**vars(case), "zero": {"shard_along": "parameter"}, "rtol": 1e-4, "atol": 1e-5}))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_whole_parameters_are_the_remedy(pool: Pool, stage: int) -> None:
+    pool.run(2, _trusting, stage)
+
+
+# ---- schedule-free ---------------------------------------------------------------------------------------------
+
+
+class ScheduleFree(Optimizer):
+    """SGD whose weights are those of the gradients (y) in train mode, and their average (x) in eval mode."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": False})
+
+    @torch.no_grad()
+    def eval(self) -> str:
+        return self._switch(False, lambda beta: 1 - 1 / beta)
+
+    @torch.no_grad()
+    def train(self) -> str:
+        return self._switch(True, lambda beta: 1 - beta)
+
+    def _switch(self, mode: bool, weight: Any) -> str:
+        for group in self.param_groups:
+            if group["train_mode"] is not mode:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(end=self.state[p]["z"], weight=weight(group["beta"]))
+            group["train_mode"] = mode
+        self.last = mode  # an attribute that has to arrive at the optimizer itself
+        return "switched"
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            assert group["train_mode"], "call train() first"
+            share = 1 / (group["k"] + 1)
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, share)
+                p.add_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - share) - 1))
+                z.sub_(p.grad, alpha=group["lr"])
+            group["k"] += 1
+
+
+def _schedule_free(stage: int, keys: dict[str, Any], zero: dict[str, Any], tolerance: float) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    model = Net()
+    reference = copy.deepcopy(model)
+    engine = lt_zero.shard(model, config_of(stage, zero, **keys))
+    optimizer, expected = ScheduleFree(model.parameters()), ScheduleFree(reference.parameters())
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    wrapper: Any = LightningOptimizer(optimizer)  # what ``self.optimizers()`` returns
+
+    def compare(what: str) -> None:
+        got = full_values(engine)
+        for name, p in reference.named_parameters():
+            torch.testing.assert_close(
+                got[name].float(), p.detach(), rtol=tolerance, atol=tolerance, msg=lambda t: what + t
+            )
+
+    for step in range(3):
+        assert wrapper.train() == "switched"
+        expected.train()
+        assert optimizer.last is True
+        compare(f"train mode {step} ")
+        next_token_loss(model, step, 0, rank).backward()
+        for r in range(world):
+            (next_token_loss(reference, step, 0, r) / world).backward()
+        for mine in (optimizer, expected):
+            mine.step()
+            mine.zero_grad()
+        compare(f"step {step} ")
+        for mine in (optimizer, expected):
+            mine.eval()
+        compare(f"eval mode {step} ")
+        assert all(p is q for p, q in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_schedule_free(pool: Pool, stage: int) -> None:
+    pool.run(2, _schedule_free, stage, {}, {}, 1e-5)
+
+
+def test_schedule_free_in_sixteen_bits(pool: Pool) -> None:
+    keys = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+    pool.run(2, _schedule_free, 2, keys, {}, 3e-2)
+
+
+def test_schedule_free_with_states_in_files(pool: Pool, tmp_path: Any) -> None:
+    pool.run(2, _schedule_free, 3, {}, {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}, 1e-5)

@@ -1,0 +1,57 @@
+"""A training script that prints one JSON line per rank; started by the launchers in tests/e2e/test_launchers.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+import lt_zero
+
+
+class Model(BoringModel):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 1 and FAIL and self.global_rank == 1:
+            raise ValueError("broken on purpose")
+        return self.layer(batch).square().mean()
+
+
+def main(strategy: str | lt_zero.ZeroStrategy) -> None:
+    warnings.filterwarnings("ignore")
+    pl.seed_everything(1)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_steps=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = Model()
+    trainer.fit(model)
+    with torch.no_grad(), lt_zero.gathered(model):
+        total = sum(float(p.double().sum()) for p in model.parameters())
+    line = {
+        "rank": trainer.global_rank,
+        "world": trainer.world_size,
+        "sum": round(total, 6),
+        "mpi": "mpi4py" in sys.modules,
+    }
+    print("RESULT " + json.dumps(line), flush=True)
+
+
+FAIL = "--fail" in sys.argv
+
+if __name__ == "__main__":
+    start_method = sys.argv[1]
+    config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    if start_method == "name":
+        main("zero_2_spawn")
+    else:
+        main(lt_zero.ZeroStrategy(config=config, start_method=start_method))  # type: ignore[arg-type]

@@ -1,0 +1,126 @@
+"""A session-wide pool of gloo worker processes: start-up is paid once, a test with several ranks costs milliseconds.
+
+Each task gets a fresh process group. Workers end with ``os._exit``: a process that ran backward with gloo may abort in
+its destructors after everything passed. A task that hangs or fails on one rank has its workers replaced.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+TASK_TIMEOUT_S = 90.0
+GRACE_S = 5.0  # for the other ranks, once one has failed
+
+
+class WorkerError(AssertionError):
+    """At least one rank failed; the message holds the tracebacks."""
+
+
+def _serve(connection: Connection) -> None:
+    gc.freeze()  # what is imported lives for ever: a collection after each task need not look at it
+    os.environ.update(OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            task = connection.recv()
+        except EOFError:
+            os._exit(0)
+        connection.send(_run(*task))
+
+
+def _run(rank: int, world: int, store: str, fn: Callable[..., Any], args: Any, env: dict[str, str]) -> tuple[bool, Any]:
+    import torch
+    import torch.distributed as dist
+
+    saved = dict(os.environ)
+    os.environ.update(env)
+    try:
+        timeout = timedelta(seconds=60)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+        dist.barrier()  # a rank that leaves a task without collectives must not hang up on one that still connects
+        torch.manual_seed(0)
+        return True, fn(*args)
+    except BaseException:
+        return False, traceback.format_exc()
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()  # a process group lives, with its threads, as long as cycles through the engine do
+
+
+class Pool:
+    """Worker processes that are started when first needed."""
+
+    def __init__(self) -> None:
+        # Workers are forked from a process that has imported what takes seconds, and has started no thread.
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.support.preload"])
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def _ensure(self, count: int) -> None:
+        while len(self._workers) < count:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def run(self, world: int, fn: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> list[Any]:
+        """``fn(*args)`` on ``world`` ranks; the results by rank.
+
+        Raises:
+            WorkerError: a rank raised or did not answer in time.
+        """
+        self._ensure(world)
+        with tempfile.TemporaryDirectory() as folder:
+            store = os.path.join(folder, "store")
+            connections = [connection for _, connection in self._workers[:world]]
+            for rank, connection in enumerate(connections):
+                connection.send((rank, world, store, fn, args, env or {}))
+            results = self._collect(connections)
+        bad = {r: text for r, (ok, text) in results.items() if not ok}
+        if bad or len(results) < world:
+            missing = [r for r in range(world) if r not in results]
+            self._replace(world)
+            lines = [f"--- rank {r} ---\n{text}" for r, text in sorted(bad.items())]
+            raise WorkerError("\n".join([*lines, f"no answer from ranks {missing}" if missing else ""]))
+        return [results[r][1] for r in range(world)]
+
+    def _collect(self, connections: list[Connection]) -> dict[int, tuple[bool, Any]]:
+        results: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + TASK_TIMEOUT_S
+        open_ranks = dict(enumerate(connections))
+        while open_ranks and time.monotonic() < deadline:
+            for ready in wait(list(open_ranks.values()), timeout=max(0.0, deadline - time.monotonic())):
+                rank = next(r for r, c in open_ranks.items() if c is ready)
+                try:
+                    results[rank] = open_ranks[rank].recv()
+                except EOFError:
+                    results[rank] = (False, "the worker died")
+                del open_ranks[rank]
+                if not results[rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return results
+
+    def _replace(self, count: int) -> None:
+        for process, connection in self._workers[:count]:
+            connection.close()
+            process.kill()
+            process.join()
+        del self._workers[:count]
+
+    def close(self) -> None:
+        self._replace(len(self._workers))

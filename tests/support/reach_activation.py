@@ -1,0 +1,92 @@
+"""Where the values of ``activation_checkpointing`` are looked for: in an engine's modules, and in a backward."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from lt_zero.activation import stores
+from lt_zero.activation.install import installed
+from lt_zero.common.compat import DispatchMode
+from lt_zero.engine import bucket_store
+from lt_zero.offload import reuse
+from tests.support.models import tokens
+from tests.support.reach_engine import Config, Lab, engine_of
+
+
+class Operators(DispatchMode):
+    """Counts the operators that are called while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.counts[op.name()] = self.counts.get(op.name(), 0) + 1
+        return op(*args, **kwargs)
+
+
+def recomputed(loss: torch.Tensor) -> list[str]:
+    """Which kinds of forward operators run in the backward of ``loss``: products of linear layers, activations."""
+    with Operators() as seen:
+        loss.backward()
+    return [kind for kind, name in (("products", "aten::addmm"), ("cheap", "aten::gelu")) if name in seen.counts]
+
+
+def again(lab: Lab, config: Config) -> Any:
+    return recomputed(engine_of(lab, config).root(tokens(0, 0, 0)).square().mean())
+
+
+def checkpointed(lab: Lab, config: Config) -> Any:
+    """Names of the modules."""
+    found = installed(engine_of(lab, config))
+    return [name for name, _ in found.found.chosen] if found else []
+
+
+def _stored(lab: Lab, config: Config) -> Any:
+    """The store of an engine whose device has memory of its own, after a forward, and its loss; None without one."""
+    with (
+        mock.patch.object(bucket_store, "_apart", True),
+        mock.patch.object(stores, "Saved", partial(stores.Saved, least=1)),
+    ):
+        engine = engine_of(lab, config)
+        loss = engine.root(tokens(0, 0, 0)).square().mean()
+    found = installed(engine)
+    return (found.store if found else None), loss
+
+
+def place(lab: Lab, config: Config) -> Any:
+    """What keeps saved inputs."""
+    store, _ = _stored(lab, config)
+    return type(store.rest).__name__ if store else None
+
+
+def slots(lab: Lab, config: Config) -> Any:
+    """How many saved inputs the block of memory has room for, beside the spare ones."""
+    store, loss = _stored(lab, config)
+    stats = store.stats()
+    assert loss.requires_grad
+    each = reuse.rounded(stats["bytes"] // stats["stored"], reuse._ALIGN)
+    return stats["memory"] // each - stores._SPARE
+
+
+def waits(lab: Lab, config: Config) -> Any:
+    """How often the device is waited for around the three blocks, in forward and in backward."""
+    engine = engine_of(lab, config)
+    boundary = engine and installed(engine).boundary
+    with mock.patch.object(torch.cuda, "synchronize") as synchronize:
+        if boundary is not None:
+            boundary._gpu = True
+        engine.root(tokens(0, 0, 0)).square().mean().backward()
+    return synchronize.call_count
+
+
+def timed(lab: Lab, config: Config) -> Any:
+    """Modules of which times are known after a backward."""
+    engine = engine_of(lab, config)
+    engine.root(tokens(0, 0, 0)).square().mean().backward()
+    boundary = installed(engine).boundary
+    return list(boundary.times) if boundary else []

@@ -1,0 +1,19 @@
+"""Where zero_optimization.shard_along is looked for: in what two ranks hold."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tests.support.pool import Pool
+from tests.support.reach_engine import Config, Lab, engine_of
+
+
+def _cut(config: Config, folder: Any) -> bool:
+    buckets = engine_of(Lab(folder, Pool()), config).buckets
+    return any(p.numel < math.prod(b.shapes[p.index]) for b in buckets for p in b.pieces())
+
+
+def cut(lab: Lab, config: Config) -> Any:
+    """Whether a rank holds a part of a parameter only."""
+    return all(lab.pool.run(2, _cut, config, lab.folder))
