@@ -219,5 +219,5 @@ def test_a_device_has_its_number_everywhere(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr("lt_zero.build.open_shelves", note)
     with pytest.raises(ZeroDivisionError):
-        lt_zero.shard(Net(), config_of(0), torch.device("cuda"), communicator=Comm.for_world(torch.device("cpu")))
+        lt_zero.shard(Net(), config_of(0), torch.device("cuda"), comm=Comm.for_world(torch.device("cpu")))
     assert seen == [torch.device("cuda", 3)]
