@@ -13,14 +13,14 @@ import torch.distributed as dist
 import lt_zero
 from lt_zero import ZeroConfig, ZeroStrategy
 from lt_zero.build import _check_kernels
-from lt_zero.config.errors import ConfigError
-from lt_zero.core.comm import Comm
-from lt_zero.core.guard import is_guarded
-from lt_zero.ops import build, library
+from lt_zero.comm.communicator import Comm
+from lt_zero.common.errors import ConfigError
+from lt_zero.engine.guard import is_guarded
+from lt_zero.ops import compiler, library
 from lt_zero.ops.library import Loader, Status
-from tests.lightning_tools import GPT, QUIET
-from tests.models import Net, next_token_loss
-from tests.pool import Pool
+from tests.support.lightning_tools import GPT, QUIET
+from tests.support.models import Net, next_token_loss
+from tests.support.pool import Pool
 
 THERE = Status("cpu", True, Path("kernels.so"), "from the cache", "avx512")
 NOT_THERE = Status("cpu", False, None, "no C++ compiler: there is none of c++.")
@@ -160,6 +160,6 @@ def test_packages_have_the_sources_of_the_kernels() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["lt_zero"]
     packed = {path for pattern in patterns for path in (ROOT / "lt_zero").glob(pattern)}
-    sources = {path for path in build.CSRC.rglob("*") if path.is_file()}
+    sources = {path for path in compiler.CSRC.rglob("*") if path.is_file()}
     assert len(sources) > 10
     assert sources <= packed
