@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_zero import ZeroPrecision
+from lt_zero.checkpoint.native.full_states import full_optimizer_state
+from lt_zero.lightning.precision import sharded_of
 from tests.support.import_tools import CASES, expected_of, imported, makers, module_for, source_of
 from tests.support.lightning_tools import sharded_trainer
 from tests.support.pool import Pool, WorkerError
@@ -26,8 +28,21 @@ def tokens(rank: int) -> Tensor:
     return torch.randint(7, (4,), generator=torch.Generator().manual_seed(100 + rank))
 
 
+def states_of(optimizer: Any, module: pl.LightningModule) -> dict[str, dict[str, Any]]:
+    """The full optimizer states by the parameters' names, as numpy arrays; {} on other ranks than 0. Collective."""
+    sharded = sharded_of(optimizer)
+    assert sharded is not None
+    names = {id(p): name for name, p in module.named_parameters()}
+    numbered = [names[id(p)] for p in sharded.parameters()]
+    states = full_optimizer_state(sharded).get("state", {})
+    return {
+        numbered[number]: {key: torch.as_tensor(value).numpy() for key, value in state.items()}
+        for number, state in states.items()
+    }
+
+
 def resume(case: str, path: str, steps: int, config: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
-    """One more step from ``path``; the weights, moments and settings after it (rank 0)."""
+    """One more step from ``path``; the weights, optimizer states (by name) and settings after it (rank 0)."""
     stage = int(re.sub(r".*stage(\d).*|.*", r"\1", case) or 3)
     module = module_for(case, **how)
     trainer = sharded_trainer(stage, None, config, max_steps=steps, max_epochs=9, **OPTIONS)
@@ -35,19 +50,18 @@ def resume(case: str, path: str, steps: int, config: dict[str, Any], how: dict[s
     trainer.fit(module, torch.utils.data.DataLoader([batch], batch_size=None), ckpt_path=path)
     assert trainer.global_step == steps
     (optimizer,) = trainer.optimizers
-    moments = trainer.strategy.optimizer_state(optimizer)
     weights = trainer.strategy.full_state_dict()
     return {
         "epoch": trainer.current_epoch,
         "weights": {name: value.numpy() for name, value in weights.items()},
-        "moments": moments if "format" in str(config) else None,
+        "states": states_of(optimizer, module),
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
         "schedules": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
     }
 
 
-def reference(case: str) -> dict[str, Tensor]:
-    """One more step by plain torch in one process, from what the fixture is known to hold."""
+def reference(case: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Weights and optimizer states by name, as numpy arrays: one more step by plain torch in one process."""
     make, expected = makers("deepspeed"), expected_of(case)
     model = make.Tiny()
     model.load_state_dict(expected["weights"])
@@ -63,16 +77,28 @@ def reference(case: str) -> dict[str, Tensor]:
     for rank in range(2):
         (model(tokens(rank)) / 2).backward()
     optimizer.step()
-    return dict(model.named_parameters())
+    named = dict(model.named_parameters())
+    states = {name: {key: value.numpy() for key, value in optimizer.state[p].items()} for name, p in named.items()}
+    return {name: p.detach().numpy() for name, p in named.items()}, states
 
 
-def same_weights(one: dict[str, Any], two: dict[str, Any], exact: bool = True) -> None:
+def same(one: dict[str, Any], two: dict[str, Any], exact: bool = True) -> None:
     assert one.keys() == two.keys()
     for name in one:
         if exact:
             np.testing.assert_array_equal(one[name], two[name], err_msg=name)
         else:
             np.testing.assert_allclose(one[name], two[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def same_states(one: dict[str, Any], two: dict[str, Any], exact: bool = True) -> None:
+    assert one.keys() == two.keys()
+    for name in one:
+        same(
+            {f"{key} of {name}": value for key, value in one[name].items()},
+            {f"{key} of {name}": value for key, value in two[name].items()},
+            exact,
+        )
 
 
 PLAIN = [case for case in CASES if case.startswith("deepspeed/stage") and not case.endswith(("stage0", "fp16"))]
@@ -89,14 +115,14 @@ def test_resuming_an_import_of_plain_deepspeed(case: str, tmp_path: Path, pool: 
         assert [group["weight_decay"] for group in found["groups"]] == [0.7, 0.7]
         return
     assert [group["weight_decay"] for group in found["groups"]] == [0.1, 0.0]
-    wanted = reference(case)
-    names = [name for name in found["weights"] if name in wanted]
-    assert len(names) == 8
-    same_weights(
-        {name: found["weights"][name] for name in names},
-        {name: wanted[name].detach().numpy() for name in names},
-        exact=False,
-    )
+    weights, states = reference(case)
+    assert len(weights) == 8
+    kinds = {"momentum_buffer"} if case == "deepspeed/stage3" else {"step", "exp_avg", "exp_avg_sq"}
+    trained = {name: state for name, state in states.items() if state}
+    assert len(trained) == 7
+    assert all(state.keys() == kinds for state in trained.values())
+    same_states({name: found["states"][name] for name in trained}, trained, exact=False)
+    same({name: found["weights"][name] for name in weights}, weights, exact=False)
 
 
 @pytest.mark.parametrize("case", ["deepspeed/lightning_stage2", "deepspeed/lightning_stage3_bf16", "fsdp/fsdp"])
@@ -105,7 +131,9 @@ def test_resuming_directly_is_resuming_an_import(case: str, tmp_path: Path, pool
     how = {"everything": True} if "lightning" in case else {}
     direct = pool.run(2, resume, case, str(source_of(case)), 4, {}, how)[0]
     ours = pool.run(2, resume, case, str(out), 4, {}, how)[0]
-    same_weights(direct["weights"], ours["weights"])
+    same(direct["weights"], ours["weights"])
+    same_states(direct["states"], ours["states"])
+    assert {float(state["step"]) for state in direct["states"].values()} == {4.0}  # 3 before, 1 here
     assert direct["groups"] == ours["groups"]
     assert direct["schedules"] == ours["schedules"]
     assert direct["schedules"][0]["last_epoch"] == 2
@@ -122,7 +150,7 @@ def test_the_weights_alone(case: str, tmp_path: Path, pool: Pool) -> None:
     config = {"checkpoint": {"load_module_only": True}}
     paths = [str(source_of(case)), str(imported(case, tmp_path))]
     direct, ours = (pool.run(2, resume, case, path, 1, config, {"rate": 1e-2})[0] for path in paths)
-    same_weights(direct["weights"], ours["weights"])
+    same(direct["weights"], ours["weights"])
     assert direct["epoch"] == 1
     frozen = expected_of(case)["weights"]["frozen.weight"].float().numpy()
     np.testing.assert_array_equal(direct["weights"]["frozen.weight"], frozen)

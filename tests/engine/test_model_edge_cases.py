@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 import lt_zero
@@ -244,29 +243,42 @@ class Normed(GPT):
         return super().loss(batch) + self.norm(self.net(batch).flatten(0, 1)).square().mean()
 
 
-class Watch(Callback):
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        assert isinstance(pl_module.norm, nn.SyncBatchNorm), "synchronised in every fit"
+class Watched(Normed):
+    """Notes its kind of batch norm and skips the batch: SyncBatchNorm runs forward on a GPU only."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__(world)
+        self.kinds: list[type] = []
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int:
+        self.kinds.append(type(self.norm))
+        return -1
 
 
-def _synchronised(stage: int) -> Any:
+def _local_batch_norm(stage: int) -> Any:
     trainer, model = _both(stage, Normed, max_epochs=1, sync_batchnorm=False)
     return weights(trainer)
 
 
 def _sync_twice(stage: int) -> None:
-    trainer = sharded_trainer(stage, max_epochs=1, sync_batchnorm=True, callbacks=[Watch()])
-    model = Normed(dist.get_world_size())
+    trainer = sharded_trainer(stage, max_epochs=1, sync_batchnorm=True, num_sanity_val_steps=0)
+    model = Watched(dist.get_world_size())
     trainer.validate(model)
-    # SyncBatchNorm itself needs a GPU to run forward, so the wrapped layer is checked and not trained.
-    layer_sync: Any = trainer.strategy._layer_sync
-    assert isinstance(layer_sync.apply(model).norm, nn.SyncBatchNorm)
+    assert not isinstance(model.norm, nn.SyncBatchNorm), "only a fit synchronises"
+    for fits in (1, 2):
+        trainer.fit_loop.max_epochs = fits
+        trainer.fit(model)
+        assert model.kinds == [nn.SyncBatchNorm] * fits, "synchronised in every fit"
+        assert not isinstance(model.norm, nn.SyncBatchNorm), "taken back after each fit"
 
 
-def test_batch_norm(pool: Pool) -> None:
-    states = [pool.run(2, _synchronised, stage)[0] for stage in STAGES]
+def test_batch_norm_is_the_same_at_every_stage(pool: Pool) -> None:
+    states = [pool.run(2, _local_batch_norm, stage)[0] for stage in STAGES]
     for state in states[1:]:
         assert_same(state, states[0])
+
+
+def test_batch_norm_is_synchronised_in_every_fit(pool: Pool) -> None:
     pool.run(2, _sync_twice, 2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 
 import lt_zero
 from tests.support.models import VOCAB, WIDTH, Block, Net, next_token_loss, tokens
@@ -141,13 +143,27 @@ def test_compiled_blocks(pool: Pool, stage: int, zero: dict[str, Any]) -> None:
 
 def _recompiled(stage: int) -> None:
     torch._dynamo.reset()
-    net = Net()
+    torch.manual_seed(0)
+    net, traced = Net(), []
+
+    def backend(graph: Any, inputs: list[Tensor]) -> Any:
+        traced.append(torch.is_grad_enabled())
+        return aot_eager(graph, inputs)
+
+    plain = copy.deepcopy(net)
     for block in net.blocks:
-        block.compile(backend="aot_eager")
+        block.compile(backend=backend)
     lt_zero.shard(net, config_of(stage))
     next_token_loss(net, 0, 0, 0).backward()
+    next_token_loss(plain, 0, 0, 0).backward()
+    assert True in traced
+    assert False not in traced
     with torch.no_grad():  # traced again, now with stand-ins in p.grad
-        net(tokens(0, 0, 0))
+        assert all(p.grad is not None for p in net.parameters())
+        torch.testing.assert_close(net(tokens(0, 0, 0)), plain(tokens(0, 0, 0)))
+    assert False in traced
+    for (name, mine), theirs in zip(net.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.norm(), theirs.grad.norm(), msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("stage", STAGES)

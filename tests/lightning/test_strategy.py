@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -17,70 +19,94 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import FSDPPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import grad_norm
+from torch import Tensor
 
 import lt_zero
-from tests.support.lightning_tools import FULL, GPT, QUIET, ROWS, assert_same, sharded_trainer, single_trainer, weights
+from tests.support.lightning_tools import (
+    BATCH,
+    FULL,
+    GPT,
+    QUIET,
+    ROWS,
+    assert_same,
+    sharded_trainer,
+    single_trainer,
+    weights,
+)
 from tests.support.pool import Pool
 
 STAGES = [0, 1, 2, 3]
 
 
-def _fit(stage: int, optimizer: str, zero: dict[str, Any], options: dict[str, Any]) -> tuple[Any, dict[str, float]]:
-    trainer = sharded_trainer(stage, zero, **options)
-    trainer.fit(GPT(dist.get_world_size(), optimizer))
-    return weights(trainer), {k: float(v) for k, v in trainer.callback_metrics.items()}
+def _fit(stage: int, rows: int, options: dict[str, Any]) -> tuple[Any, int, dict[str, float]]:
+    trainer = sharded_trainer(stage, **options)
+    trainer.fit(GPT(dist.get_world_size(), rows=rows))
+    return weights(trainer), trainer.global_step, {k: float(v) for k, v in trainer.callback_metrics.items()}
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("batches", "options", "steps"),
     [
-        {},
-        {"accumulate_grad_batches": 2, "max_epochs": 3},  # 2 batches of 12 per epoch... and a short last window
-        {"gradient_clip_val": 0.3},
-        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        (2, {}, 4),
+        (3, {"accumulate_grad_batches": 2, "max_epochs": 3}, 6),  # a window of 2 batches and one of 1 in each epoch
+        (2, {"gradient_clip_val": 0.3}, 4),
+        (2, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, 4),
     ],
     ids=["plain", "accumulate", "clip-norm", "clip-value"],
 )
 @pytest.mark.parametrize("stage", STAGES)
-def test_fit_equals_single_process(pool: Pool, stage: int, options: dict[str, Any]) -> None:
-    options = {"max_epochs": 2, **options}
+def test_fit_equals_single_process(pool: Pool, stage: int, batches: int, options: dict[str, Any], steps: int) -> None:
+    options, rows = {"max_epochs": 2, **options}, batches * 3 * BATCH
     reference = single_trainer(**options)
-    reference.fit(GPT())
+    reference.fit(GPT(rows=rows))
     for world in (2, 3):
-        got, metrics = pool.run(world, _fit, stage, "sgd", {}, options)[0]
+        got, made, metrics = pool.run(world, _fit, stage, rows, options)[0]
+        assert made == reference.global_step == steps
         assert_same(got, weights(reference))
         assert metrics["val/dataloader_idx_1"] == pytest.approx(
             float(reference.callback_metrics["val/dataloader_idx_1"]), rel=1e-4
         )
 
 
-def _everything(stage: int, folder: str) -> dict[str, Any]:
-    trainer = sharded_trainer(stage, {"stage3_max_reuse_distance": 0}, max_epochs=1, num_sanity_val_steps=2)
-    module = GPT(dist.get_world_size(), "adamw")
-    first = trainer.validate(module)
+class Logits(GPT):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch)
+
+
+def _everything(trainer: pl.Trainer, module: pl.LightningModule, path: str) -> dict[str, Any]:
+    """Each of the Trainer's entry points, the losses they report and the weights they leave."""
+    found: dict[str, Any] = {"validated": trainer.validate(module)}
     assert not trainer.optimizers, "evaluation builds no optimizer"
     trainer.fit(module)
-    tested = trainer.test(module)
-    predicted = trainer.predict(module)
-    assert predicted is not None
-    path = f"{folder}/all.ckpt"
+    found |= {"tested": trainer.test(module), "fitted": copy.deepcopy(weights(trainer))}
+    found["predicted"] = torch.cat(trainer.predict(module)).numpy()  # type: ignore[arg-type]
     trainer.save_checkpoint(path)
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module)
-    after = trainer.validate(module, ckpt_path=path)
-    return {"first": first, "test": tested, "after": after, "weights": weights(trainer)}
+    found["fitted on"] = copy.deepcopy(weights(trainer))
+    found["restored"] = trainer.validate(module, ckpt_path=path)
+    return found | {"of the checkpoint": weights(trainer)}
+
+
+def _sharded_everything(stage: int, path: str) -> dict[str, Any]:
+    trainer = sharded_trainer(stage, {"stage3_max_reuse_distance": 0}, max_epochs=1, num_sanity_val_steps=2)
+    return _everything(trainer, Logits(dist.get_world_size(), "adamw"), path)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_any_order_on_one_trainer(pool: Pool, stage: int, tmp_path: Path) -> None:
-    got = pool.run(2, _everything, stage, str(tmp_path))[0]
-    trainer, module = single_trainer(max_epochs=1), GPT(1, "adamw")
-    first = trainer.validate(module)
-    trainer.fit(module)
-    tested = trainer.test(module)
-    for name, value in first[0].items():
-        assert got["first"][0][name] == pytest.approx(value, rel=1e-5)
-    assert got["test"][0]["test"] == pytest.approx(tested[0]["test"], rel=1e-5)
+    want = _everything(single_trainer(max_epochs=1), Logits(1, "adamw"), str(tmp_path / "one.ckpt"))
+    ranks = pool.run(2, _sharded_everything, stage, str(tmp_path / "two.ckpt"))
+    for rank, got in enumerate(ranks):
+        for name in ("validated", "tested", "restored"):
+            for mine, theirs in zip(got[name], want[name], strict=True):
+                assert mine == pytest.approx(theirs, rel=1e-5), (rank, name)
+        # The sampler deals the rows out in turn.
+        np.testing.assert_allclose(got["predicted"], want["predicted"][rank::2], rtol=1e-4, atol=1e-5)
+    for name in ("fitted", "fitted on", "of the checkpoint"):
+        assert_same(ranks[0][name], want[name], rtol=1e-4, atol=1e-5)
+    assert_same(want["of the checkpoint"], want["fitted"])
+    assert not np.array_equal(want["fitted"]["net.scale"], want["fitted on"]["net.scale"])
 
 
 def _save(stage: int, path: str) -> None:

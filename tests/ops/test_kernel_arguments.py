@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -256,12 +257,21 @@ class WithEmpty(nn.Module):
 
 
 def _empty(stage: int) -> None:
+    torch.manual_seed(0)
     model = WithEmpty()
-    _, optimizer, _ = _sharded(stage, model)
-    model().backward()
-    optimizer.zero_grad(set_to_none=False)
-    model().backward()
-    optimizer.step()
+    plain = copy.deepcopy(model)
+    engine, optimizer, _ = _sharded(stage, model)
+    expected = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for each, its in ((model, optimizer), (plain, expected)):
+        each().backward()
+        its.zero_grad(set_to_none=False)
+        assert each.nothing.grad is not None
+        assert each.nothing.grad.shape == (0, 4)
+        each().backward()
+        its.step()
+    values = full_values(engine)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(values[name], parameter.detach(), msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_a_parameter_without_elements(pool: Pool) -> None:

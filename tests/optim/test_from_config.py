@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -291,32 +293,103 @@ VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dic
 PARAMS = st.dictionaries(st.sampled_from(NAMES.split()) | st.text(max_size=4) | st.integers(), VALUES, max_size=4)
 
 
-@settings(max_examples=120, deadline=None)
-@given(st.sampled_from(OPTIMIZERS) | st.text(max_size=4).filter(lambda s: "." not in s), PARAMS | VALUES)
-def test_optimizers_raise_configuration_errors_only(kind: str, params: Any) -> None:
-    problems = check_optimizer(kind, params)
-    assert all(problem.message for problem in problems)
-    try:
-        build_optimizer(kind, params, [Parameter(torch.zeros(2))])
-    except ConfigError:
-        return
-    assert not problems
+# Half of the blocks are nearly right: with anything at all, next to none would be built.
+RATES = st.sampled_from([0.1, "1e-3", 0, 1])
+PLAUSIBLE: dict[str, Any] = {
+    "lr": RATES,
+    "weight_decay": RATES,
+    "betas": st.sampled_from([[0.9, 0.99], ("0.5", 0), [0.9, 1.0]]),
+    "foreach": st.booleans(),
+    "momentum": RATES,
+    "gamma": RATES,
+    "warmup_min_lr": RATES,
+    "warmup_num_steps": st.integers(0, 5),
+    "total_num_steps": st.integers(4, 9),
+    "step_size": st.integers(0, 3),
+    "total_iters": st.integers(1, 3),
+    "last_epoch": st.just(-1),
+}
 
 
-@settings(max_examples=120, deadline=None)
-@given(st.sampled_from(SCHEDULERS) | st.text(max_size=4), PARAMS | VALUES)
+TAKES = {kind: "lr weight_decay betas foreach" for kind in OPTIMIZERS[:4]} | {
+    "SGD": "lr weight_decay momentum",
+    "WarmupLR": "warmup_num_steps warmup_min_lr last_epoch",
+    "WarmupDecayLR": "total_num_steps warmup_num_steps",
+    "StepLR": "step_size gamma",
+    "PolynomialLR": "total_iters last_epoch",
+}
+
+
+def near(kinds: list[str]) -> Any:
+    """An example of (type, params) that may be right."""
+
+    def params(kind: str) -> Any:
+        return st.fixed_dictionaries({}, optional={name: PLAUSIBLE[name] for name in TAKES[kind].split()})
+
+    return st.sampled_from([k for k in kinds if k in TAKES]).flatmap(
+        lambda kind: st.tuples(st.just(kind), params(kind))
+    )
+
+
+def blocks(kinds: list[str]) -> Any:
+    """An example of (type, params)."""
+    texts = st.text(max_size=4).filter(lambda text: "." not in text)
+    return near(kinds) | st.tuples(st.sampled_from(kinds) | texts, PARAMS | VALUES)
+
+
+class Outcomes:
+    """Tries blocks, and counts which are built with values of their own and which are refused for theirs."""
+
+    def __init__(self, block: str) -> None:
+        self.block, self.built, self.refused = block, 0, 0
+
+    def take(self, params: Any, problems: list[Problem], build: Callable[[], Any]) -> None:
+        found = keys(problems)
+        try:
+            build()
+        except ConfigError as error:
+            raised = keys(list(error.problems))
+            assert raised
+            assert all(key.startswith(f"{self.block}.") for key in raised)
+            assert set(found) <= set(raised), "what the check finds, building finds"
+            self.refused += f"{self.block}.type" not in raised
+        else:
+            assert not problems
+            self.built += bool(params)
+
+
+def test_optimizers_raise_configuration_errors_only() -> None:
+    outcomes = Outcomes("optimizer")
+
+    @settings(max_examples=150, deadline=None, derandomize=True)
+    @given(blocks(OPTIMIZERS))
+    def take(block: tuple[str, Any]) -> None:
+        build = functools.partial(build_optimizer, *block, [Parameter(torch.zeros(2))])
+        outcomes.take(block[1], check_optimizer(*block), build)
+
+    take()
+    assert outcomes.built > 10
+    assert outcomes.refused > 10
+
+
 @pytest.mark.filterwarnings("ignore:total_num_steps")
-def test_schedulers_raise_configuration_errors_only(kind: str, params: Any) -> None:
-    problems = check_scheduler(kind, params)
-    assert all(problem.message for problem in problems)
-    try:
-        optimizer = make("AdamW")
-        scheduler = build_scheduler(kind, params, optimizer)
-        optimizer.step()
-        scheduler.step()
-    except ConfigError:
-        return
-    assert not problems
+def test_schedulers_raise_configuration_errors_only() -> None:
+    outcomes = Outcomes("scheduler")
+
+    @settings(max_examples=150, deadline=None, derandomize=True)
+    @given(blocks(SCHEDULERS))
+    def take(block: tuple[str, Any]) -> None:
+        def build() -> None:
+            optimizer = make("AdamW")
+            scheduler = build_scheduler(*block, optimizer)
+            optimizer.step()
+            scheduler.step()
+
+        outcomes.take(block[1], check_scheduler(*block), build)
+
+    take()
+    assert outcomes.built > 10
+    assert outcomes.refused > 10
 
 
 def test_public_configurations() -> None:

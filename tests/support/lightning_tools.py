@@ -69,12 +69,12 @@ class Rows(Dataset[Tensor]):
 class GPT(pl.LightningModule):
     """The small Net as a LightningModule with a parameter of its own."""
 
-    def __init__(self, world: int = 1, optimizer: str = "sgd", **net: Any) -> None:
+    def __init__(self, world: int = 1, optimizer: str = "sgd", rows: int = ROWS, **net: Any) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.net = Net(**net)
         self.temperature = nn.Parameter(torch.ones(3, VOCAB))
-        self.world, self.optimizer = world, optimizer
+        self.world, self.optimizer, self.rows = world, optimizer, rows
         self.seen: list[float] = []
 
     def loss(self, batch: Tensor) -> Tensor:
@@ -106,8 +106,9 @@ class GPT(pl.LightningModule):
     def loader(self) -> DataLoader[Tensor]:
         # Lightning's own sampler would shuffle the training rows; with this one the ranks' batches of a step are
         # together the batch of the single process.
-        sampler = DistributedSampler(Rows(), shuffle=False) if self.world > 1 else None
-        return DataLoader(Rows(), batch_size=BATCH * 3 // self.world, sampler=sampler, shuffle=False)
+        rows = Rows(self.rows)
+        sampler = DistributedSampler(rows, shuffle=False) if self.world > 1 else None
+        return DataLoader(rows, batch_size=BATCH * 3 // self.world, sampler=sampler, shuffle=False)
 
     train_dataloader = loader
 
