@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow lint bench bench-ops bench-offload bench-checkpoint bench-activation gpu docs clean
@@ -45,15 +46,20 @@ gpu: $(STAMP) ## On a machine with a GPU: build the CUDA kernels, test them agai
 		tests/activation/test_cuda.py
 	$(BIN)/python benchmarks/ops.py --device cuda
 
-docs: $(STAMP) ## Write docs/config.md, the list of all keys, from the schema and the table
+docs: $(DOCS_STAMP) ## Write docs/config.md from the schema and the table of keys, build the documentation into site/
 	$(BIN)/python -m lt_zero.config.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## Remove the virtual environment, caches and outputs
-	rm -rf $(VENV) build dist out lightning_logs *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist out site lightning_logs *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,examples]"
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
 	@touch $@

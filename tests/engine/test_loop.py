@@ -1,10 +1,9 @@
-"""The loop without a Trainer that the README shows, and what it may be given."""
+"""The loop without a Trainer that docs/concepts.md shows, and what it may be given."""
 
 from __future__ import annotations
 
 import copy
 import os
-import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
+from tests.support.docs_tools import BLOCKS
 from tests.support.lightning_tools import torchrun_env
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of, full_values
-from tests.support.paths import ROOT
 from tests.support.pool import Pool
-
-README = ROOT / "README.md"
 
 
 def _text() -> str:
-    section = README.read_text().split("## Without a Trainer", 1)[1]
-    found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
-    assert found is not None
-    return found.group(1)
+    (block,) = (b for b in BLOCKS if b.page == "docs/concepts.md" and b.marks.get("run by") == "test_loop")
+    return block.text
 
 
 def _run(text: str, folder: Path, port: int) -> None:
@@ -36,7 +31,7 @@ def _run(text: str, folder: Path, port: int) -> None:
     dist.destroy_process_group()  # the text makes one
     os.chdir(folder)
     try:
-        exec(compile(text, "README.md", "exec"), {"__name__": "__main__"})
+        exec(compile(text, "docs/concepts.md", "exec"), {"__name__": "__main__"})
     finally:
         os.chdir("/")
 
@@ -54,7 +49,7 @@ def _expected() -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def test_the_loop_of_the_readme_trains_as_one_process(pool: Pool, tmp_path: Path) -> None:
+def test_the_documented_loop_trains_as_one_process(pool: Pool, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -68,6 +68,6 @@ def test_the_learning_rate_finder_is_ddps(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_batch_size_finding_is_refused_by_name() -> None:
-    # By Lightning, for every subclass of DDPStrategy, at one rank too: the README says what to do in its place.
+    # By Lightning, for every subclass of DDPStrategy, at one rank too: docs/limits.md says what to do in its place.
     with pytest.raises(ValueError, match="not supported with distributed strategies"):
         Tuner(single_trainer(strategy=ZeroStrategy(stage=3))).scale_batch_size(Tuned())

@@ -1,0 +1,249 @@
+"""What README.md and the pages of docs/ show works: code runs, configurations are valid, commands and links exist."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import typer
+import yaml
+from hydra import compose, initialize_config_dir
+from typer.testing import CliRunner
+
+import lt_zero
+import lt_zero.conf
+from lt_zero.cli import app
+from lt_zero.config import ZeroConfig
+from tests.support.docs_tools import BLOCKS, PAGES, ROOT, Block, SmallTrainer, execute, execute_in, run_text
+from tests.support.pool import Pool
+
+LANGUAGES = {"python", "bash", "yaml", "json", "text", "console"}
+FILES = {"ds_config.json": '{"zero_optimization": {"stage": 2}}', "zero3.yaml": "zero_optimization: {stage: 3}\n"}
+TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
+
+
+def of(*languages: str, mark: str | None = None) -> Any:
+    """The blocks of these languages, as parameters: all, or those with a mark."""
+    found = [b for b in BLOCKS if b.language in languages and (mark is None or mark in b.marks)]
+    assert found
+    return pytest.mark.parametrize("block", found, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+
+
+# ---- Python ----------------------------------------------------------------------------------------------------
+
+
+@of("python")
+def test_python_runs(block: Block, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pool: Pool) -> None:
+    ranks = block.marks.get("ranks", "1")
+    if "run by" in block.marks:
+        (test,) = ROOT.glob(f"tests/**/{block.marks['run by']}.py")
+        assert Path(block.page).name in test.read_text()
+    elif "not run" in block.marks:
+        compile(block.text, str(block), "exec")
+    elif ranks == "2":
+        pool.run(2, execute_in, tmp_path, block)
+    else:
+        assert ranks in ("1", "script")
+        monkeypatch.setattr(L, "Trainer", SmallTrainer)
+        execute(block)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.marks.get("ranks") == "script"], ids=str)
+def test_scripts_run_as_they_stand(block: Block, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(block.text)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "train.py"], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "MEMBER: 2/2" in done.stderr
+    assert any(tmp_path.glob("model*"))
+
+
+def test_few_blocks_are_left_out() -> None:
+    assert [str(block) for block in BLOCKS if "not run" in block.marks] == []
+    assert {block.language for block in BLOCKS} <= LANGUAGES, "a block without a language is not tested"
+
+
+@of("text", mark="printed by")
+def test_printed_text(block: Block) -> None:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        run_text(block.marks["printed by"], str(block), {"lt_zero": lt_zero})
+    assert block.text.split() == out.getvalue().split()
+
+
+# ---- configurations --------------------------------------------------------------------------------------------
+
+
+@of("yaml", "json")
+def test_configurations_are_valid(block: Block) -> None:
+    content = json.loads(block.text) if block.language == "json" else yaml.safe_load(block.text)
+    if "trainer" in content:  # of LightningCLI
+        lt_zero.ZeroStrategy(**content["trainer"]["strategy"]["init_args"])
+    elif "defaults" in content:  # of Hydra
+        assert content["hydra"]["searchpath"] == ["pkg://lt_zero.conf"]
+        groups = [entry for entry in content["defaults"] if isinstance(entry, dict)]
+        assert groups
+        for ((group, option),) in (entry.items() for entry in groups):
+            assert (Path(lt_zero.conf.__file__).parent / group / f"{option}.yaml").exists(), f"{group}={option}"
+    else:
+        ZeroConfig.of(content)
+
+
+BLOCK_NAMES = [name for name in ZeroConfig.model_fields if name not in ("optimizer", "scheduler")]
+KEYS = re.compile(rf"`((?:{'|'.join(BLOCK_NAMES)})(?:\.[a-z0-9_]+)+)`")
+
+
+def test_keys_that_are_named_exist() -> None:
+    all_keys = TEXTS[ROOT / "docs/config.md"]
+    named = {(page.name, key) for page, text in TEXTS.items() if page.name != "config.md" for key in KEYS.findall(text)}
+    assert len(named) > 25
+    assert {(page, key) for page, key in named if f"`{key}`" not in all_keys and f"`{key}." not in all_keys} == set()
+
+
+def test_variables_of_the_environment_are_listed() -> None:
+    pattern = re.compile(r"LT_ZERO_[A-Z_]+")
+    sources = [path for folder in ("lt_zero", "conf") for path in (ROOT / folder).rglob("*") if path.is_file()]
+    texts = [path.read_text() for path in sources if path.suffix in (".py", ".yaml")]
+    used = {name for text in texts for name in pattern.findall(text)} - {"LT_ZERO_JOB_RESULT"}  # between processes
+    table = TEXTS[ROOT / "docs/configuration.md"].split("## Environment variables")[1]
+    assert set(pattern.findall(table)) == used
+
+
+# ---- commands --------------------------------------------------------------------------------------------------
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    for line in block.text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line.removeprefix("$ "), comments=True)
+        yield words[: words.index(">")] if ">" in words else words
+
+
+def parse(typer_app: typer.Typer, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a command or an option does not exist, or an argument is missing; runs nothing."""
+    command: Any = typer.main.get_command(typer_app)
+    while hasattr(command, "commands"):
+        assert arguments[0] in command.commands, arguments
+        command, arguments = command.commands[arguments[0]], arguments[1:]
+    context = command.make_context("lt-zero", list(arguments))
+    if not command.allow_extra_args:
+        return
+    inner: list[tuple[typer.Typer, list[str]]] = []  # of a command that is imported when it is called
+    with monkeypatch.context() as patch:
+        patch.setattr(typer.Typer, "__call__", lambda self, args, **_: inner.append((self, args)))
+        command.invoke(context)
+    (found,) = inner
+    parse(found[0], found[1], monkeypatch)
+
+
+@of("bash", "console")
+def test_commands_exist(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in commands(block):
+        if not words:
+            continue
+        if words[0] == "lt-zero":
+            parse(app, words[1:], monkeypatch)
+        elif words[0] == "make":
+            assert_target(words[1])
+        elif words[:2] == ["python", "examples/train_gpt.py"]:
+            assert_composes(words[2:])
+        else:
+            assert words[:2] == ["pip", "install"], f"nothing checks {' '.join(words)!r}"
+
+
+def assert_target(name: str) -> None:
+    assert re.search(rf"^{name}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"make {name}"
+
+
+def assert_composes(arguments: list[str]) -> None:
+    sweep = "-m" in arguments
+    overrides = [word for word in arguments if word not in ("-m", "--cfg", "job")]
+    choices = [word.split("=")[1].split(",") for word in overrides] if sweep else [[]]
+    with initialize_config_dir(str(ROOT / "examples/conf"), version_base="1.3"):
+        for choice in choices[0] or [None]:
+            given = overrides if choice is None else [f"{overrides[0].split('=')[0]}={choice}"]
+            assert compose("train_gpt", given)["zero_optimization"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_sentences_exist(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for line in re.findall(r"`(lt-zero [^`|]+)`", TEXTS[page]):
+        parse(app, shlex.split(line)[1:], monkeypatch)
+    for name in re.findall(r"`make ([a-z-]+)`", TEXTS[page]):
+        assert_target(name)
+    for script in re.findall(r"`(?:python )?((?:benchmarks|examples)/[^` ]+)", TEXTS[page]):
+        assert (ROOT / script).exists(), script
+
+
+@of("text", mark="output of")
+def test_output_of_commands(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [b for b in BLOCKS if b.page == block.page and b.language == "json" and b.line < block.line]
+    if before:
+        Path("ds_config.json").write_text(before[-1].text)
+    monkeypatch.setenv("COLUMNS", "200")
+    done = CliRunner().invoke(app, shlex.split(block.marks["output of"])[1:])
+    assert done.exit_code == 0, done.output
+    assert block.text.strip() in "\n".join(line.rstrip() for line in done.output.splitlines())
+
+
+# ---- the site --------------------------------------------------------------------------------------------------
+
+
+def anchor(title: str) -> str:
+    """As Python-Markdown and GitHub make it, for titles without other punctuation than `.,:`."""
+    return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```", "", TEXTS[page], flags=re.DOTALL | re.MULTILINE)
+    for target, _, fragment in (link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", prose)):
+        if target.startswith("http"):
+            continue
+        file = page if not target else (page.parent / target).resolve()
+        assert file.exists(), f"{page.name}: {target}"
+        if page.parent.name != ROOT.name and page.is_relative_to(ROOT / "docs"):
+            assert file.is_relative_to(ROOT / "docs"), f"{page.name}: {target} is not part of the site"
+        if fragment and not fragment.startswith("lt_zero"):  # those of the API reference are made from the code
+            titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+            assert fragment in map(anchor, titles), f"{page.name}: {target}#{fragment}"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    listed = re.findall(r"[\w/-]+\.md", text.split("nav:")[1])
+    assert sorted(listed) == sorted(
+        str(page.relative_to(ROOT / "docs")) for page in PAGES if ROOT / "docs" in page.parents
+    )
+
+
+def test_the_api_reference_has_all_public_names() -> None:
+    shown = {}
+    for path in re.findall(r"^::: (\S+)$", TEXTS[ROOT / "docs/api.md"], re.MULTILINE):
+        parts = path.split(".")
+        module = importlib.import_module(".".join(parts[:-1]))
+        shown[parts[-1]] = getattr(module, parts[-1])
+    assert shown == {name: getattr(lt_zero, name) for name in lt_zero.__all__}
+
+
+def test_the_readme_is_short() -> None:
+    assert len(TEXTS[ROOT / "README.md"].splitlines()) <= 120
