@@ -19,7 +19,7 @@ from lt_zero import gathered
 from lt_zero.common.module_hooks import no_hook
 from lt_zero.engine.guard import is_guarded
 from tests.support.lightning_tools import GPT, sharded_trainer
-from tests.support.models import tokens
+from tests.support.models import Net, tokens
 from tests.support.pool import Pool
 
 WATCHED: dict[str, Any] = {
@@ -79,17 +79,21 @@ class Copying(Callback):
         assert type(copy.deepcopy(loader)) is torch.utils.data.DataLoader
 
 
-def _is_plain(made: nn.Module, module: nn.Module) -> None:
+def _is_plain(made: Any, module: nn.Module) -> None:
     assert all(hook is no_hook for hook in hooks_of(made))
     for (name, theirs), mine in zip(made.named_parameters(), module.parameters(), strict=True):
         assert type(theirs) is nn.Parameter, name
         assert torch.equal(theirs.detach(), mine.detach()), name
-    batch = tokens(0, 0, dist.get_rank())
-    net: Any = made.net
-    torch.testing.assert_close(net(batch), net(batch))
+    batch, net, plain = tokens(0, 0, dist.get_rank()), made.net, Net()
+    plain.load_state_dict(net.state_dict())
+    outputs = [each(batch) for each in (net, plain)]
+    torch.testing.assert_close(*outputs)
     if torch.is_grad_enabled():
-        net(batch).sum().backward()
-        assert all(p.grad is not None for p in net.parameters())
+        net.zero_grad()
+        for output in outputs:
+            output.square().sum().backward()
+        for (name, mine), theirs in zip(net.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def _copies(stage: int, folder: Path) -> None:

@@ -54,6 +54,7 @@ def _reads() -> None:
         lambda: p.data,
         lambda: p.detach().clone(),
         lambda: p.detach().cpu(),
+        lambda: p.detach().to("cpu"),
         lambda: copy.deepcopy(p.detach()),
         lambda: torch.equal(p.detach(), torch.zeros(p.shape)),
         lambda: p.detach().data.sum(),
