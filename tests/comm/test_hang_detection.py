@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,25 +23,14 @@ from lightning.pytorch.callbacks import Callback
 import lt_zero
 from lt_zero.comm import hang_detection
 from lt_zero.comm.communicator import Comm
-from lt_zero.comm.hang_detection import Patience
 from lt_zero.comm.work import Launch
 from lt_zero.engine.engine import Engine
-from tests.support.lightning_tools import GPT, sharded_trainer
+from tests.support.lightning_tools import error_of_fit, quick
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of
 from tests.support.pool import Pool
 
-QUICK = Patience(poll=0.05, ask=0.1, stuck=0.3)
 SOCKETS = {"LT_ZERO_SHARED_MEMORY": "0"}
-
-
-@contextlib.contextmanager
-def quick(patience: Patience = QUICK) -> Iterator[None]:
-    before, hang_detection.PATIENCE = hang_detection.PATIENCE, patience
-    try:
-        yield
-    finally:
-        hang_detection.PATIENCE = before
 
 
 def sharded(stage: int = 3) -> Engine:
@@ -66,12 +54,8 @@ class SavesAlone(Callback):
             trainer.save_checkpoint(self.path)  # the line that is named
 
 
-def _under_trainer(stage: int, path: str) -> str:
-    with quick():
-        trainer = sharded_trainer(stage, max_epochs=1, callbacks=[SavesAlone(path)])
-        with pytest.raises(RuntimeError) as caught:
-            trainer.fit(GPT(dist.get_world_size()))
-    return str(caught.value)
+def _saves_alone(stage: int, path: str) -> str:
+    return error_of_fit(stage, SavesAlone(path))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +64,7 @@ def _under_trainer(stage: int, path: str) -> str:
 def test_rank_0_saves_alone_in_training(
     pool: Pool, tmp_path: Path, world: int, stage: int, env: dict[str, str]
 ) -> None:
-    messages = pool.run(world, _under_trainer, stage, str(tmp_path / "a.ckpt"), env=env)
+    messages = pool.run(world, _saves_alone, stage, str(tmp_path / "a.ckpt"), env=env)
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     number = next(i for i, line in enumerate(lines, 1) if "the line that is named" in line)
     for message in messages:
@@ -221,7 +205,7 @@ def test_two_operations_at_a_time(pool: Pool, world: int) -> None:
 
 
 def _out_of_time() -> str:
-    with quick(Patience(poll=0.05, ask=0.1, stuck=0.3, limit=0.5)):
+    with quick(limit=0.5):
         comm = Comm.for_world(torch.device("cpu"))
     if dist.get_rank() == 1:
         time.sleep(1.0)

@@ -12,15 +12,13 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero.comm.communicator import Comm
-from lt_zero.common.flat_storage import FlatStorage
-from lt_zero.engine import bucket
 from lt_zero.engine.bucket import State
 from lt_zero.engine.guard import guard, is_guarded
 from lt_zero.engine.materialize import ConstructionSharder
 from lt_zero.lightning.model_report import memory_report
 from tests.support.lightning_tools import GPT, sharded_trainer, weights
 from tests.support.models import Net, next_token_loss
-from tests.support.parity import STAGES, config_of, full_values
+from tests.support.parity import STAGES, config_of, counted_storages, full_values
 from tests.support.pool import Pool
 
 
@@ -271,35 +269,11 @@ def test_a_collective_refuses_tensors_of_another_device() -> None:
             act()
 
 
-class Counted(FlatStorage):
-    """Counts the bytes of all storages that could be freed."""
-
-    live = most = 0
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.there = False
-        self._there(True)
-
-    def _there(self, there: bool) -> None:
-        Counted.live += self._nbytes * (there - self.there)
-        Counted.most, self.there = max(Counted.most, Counted.live), there
-
-    def allocate(self) -> None:
-        super().allocate()
-        self._there(True)
-
-    def free(self) -> None:
-        super().free()
-        self._there(False)
-
-
 def _bucket_by_bucket() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucket, "FlatStorage", Counted)
+    with counted_storages() as counted:
         engine = lt_zero.shard(Net(depth=8), config_of(3, dtype=torch.bfloat16))
-    assert Counted.live == 0
-    assert 0 < Counted.most <= max(b.layout.numel * 2 for b in engine.buckets)
+    assert counted.live == 0
+    assert 0 < counted.most <= max(b.layout.numel * 2 for b in engine.buckets)
 
 
 def test_one_bucket_at_a_time_is_whole_while_a_model_is_sharded(pool: Pool) -> None:

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,10 +25,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import HashStore
 
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.comm import hang_detection
 from lt_zero.comm.agreement import Agreement
-from lt_zero.comm.hang_detection import Patience
-from tests.support.lightning_tools import GPT, assert_same, sharded_trainer, weights
+from tests.support.lightning_tools import GPT, assert_same, quick, sharded_trainer, weights
 from tests.support.paths import ROOT, SUPPORT
 from tests.support.pool import Pool
 
@@ -41,13 +41,10 @@ SLURM = {
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quick() -> Iterator[None]:
     """In the process of the test, whose workers call ``quick`` themselves."""
-    quick(monkeypatch)
-
-
-def quick(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(hang_detection, "PATIENCE", Patience(poll=0.05, ask=0.1, stuck=0.3))
+    with quick():
+        yield
 
 
 class Kept(OnExceptionCheckpoint):
@@ -100,8 +97,7 @@ class Stopped(GPT):
 
 
 def _stops(stage: int, rank: int | None, when: str, folder: str) -> tuple[int, int, bool, bool]:
-    with pytest.MonkeyPatch.context() as patch:
-        quick(patch)
+    with quick():
         before = signal.getsignal(signal.SIGTERM)
         callbacks = [Signal(rank, when), Kept(folder, "stopped")]
         trainer = sharded_trainer(stage, callbacks=callbacks, enable_checkpointing=True, **MANY)
@@ -180,9 +176,7 @@ def _requeues(folder: str, asynchronous: bool) -> tuple[int, list[list[str]], An
         calls.append(command)
         return 0
 
-    with pytest.MonkeyPatch.context() as patch:
-        quick(patch)
-        patch.setattr(signal_connector, "call", call)
+    with quick(), mock.patch.object(signal_connector, "call", call):
         options = {"default_root_dir": folder, "plugins": [SLURMEnvironment()], **MANY, "max_epochs": 9}
         trainer = sharded_trainer(3, {}, config, callbacks=[Signal(1, "step", signal.SIGUSR1)], **options)
         trainer.fit(GPT(dist.get_world_size()))
@@ -244,9 +238,9 @@ def sharded_trainer_here(**kwargs: Any) -> Any:
 # ---- agreeing ------------------------------------------------------------------------------------------------------
 
 
-def _ranks(count: int = 2) -> list[Agreement]:
+def _ranks(count: int = 2, **arguments: Any) -> list[Agreement]:
     store = HashStore()
-    made = [Agreement(store, rank, count) for rank in range(count)]
+    made = [Agreement(store, rank, count, **arguments) for rank in range(count)]
     for agreement in made:
         agreement.begin()
     return made
@@ -280,6 +274,21 @@ def test_a_late_wish_is_for_the_next_time() -> None:
     assert first.passed(True) == second.passed(True) == ["requeue"]
 
 
+def test_a_later_round_waits_for_its_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(ranks: list[int]) -> None:
+        raise RuntimeError(f"waits for {ranks}")
+
+    monkeypatch.setattr("lt_zero.comm.agreement._LONG", 0.02)
+    first, second = _ranks(check=check)
+    first.wish("stop")
+    first.look()
+    second.look()
+    assert first.passed(True) == second.passed(True) == ["stop"]
+    first.wish("stop")
+    with pytest.raises(RuntimeError, match=r"waits for \[1\]"):
+        first.passed(True)
+
+
 def test_points_beside_training_may_differ_in_number() -> None:
     first, second = _ranks()
     for agreement, others in ((first, 3), (second, 1)):
@@ -306,6 +315,18 @@ def test_who_is_done_stops_nobody() -> None:
     first.look()
     second.look()
     assert first.passed(True) == second.passed(True) == ["stop"]
+
+
+def test_a_late_wish_of_a_run_that_is_over_is_dropped() -> None:
+    first, second = _ranks()
+    first.wish("stop")
+    first.look()
+    first.wish("requeue")
+    for agreement in (first, second):
+        agreement.begin()
+    first.look()
+    second.look()
+    assert first.passed(True) == second.passed(True) == []
 
 
 def test_who_waits_for_a_rank_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

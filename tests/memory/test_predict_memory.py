@@ -9,48 +9,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lt_zero.common.flat_storage import FlatStorage
-from lt_zero.engine import bucket
 from tests.support.lightning_tools import GPT, sharded_trainer, single_trainer, weights
+from tests.support.parity import counted_storages
 from tests.support.pool import Pool
-
-
-class Gathered(FlatStorage):
-    """Counts the bytes of gathered weights."""
-
-    live = most = 0
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.there = False
-        self._there(True)
-
-    def _there(self, there: bool) -> None:
-        Gathered.live += self._nbytes * (there - self.there)
-        Gathered.most, self.there = max(Gathered.most, Gathered.live), there
-
-    def allocate(self) -> None:
-        super().allocate()
-        self._there(True)
-
-    def free(self) -> None:
-        super().free()
-        self._there(False)
 
 
 def _predict(world: int, path: str) -> Any:
     zero = {"offload_param": {"device": "nvme", "nvme_path": path}} if path else {}
     module = GPT(world, depth=8)
     trainer = sharded_trainer(3, zero)
-    Gathered.live = Gathered.most = 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucket, "FlatStorage", Gathered)
+    with counted_storages() as gathered:
         found = trainer.predict(module)
     engine: Any = trainer.strategy.engine  # type: ignore[attr-defined]
     sizes = {unit.name: sum(b.layout.numel * 4 for b in unit.sharded) for unit in [*engine.units, engine.root_unit]}
     root = sizes.pop("")
-    assert Gathered.live == 0
-    assert Gathered.most <= root + 2 * max(sizes.values()), "the unit at hand, and one that is moved in"
+    assert gathered.live == 0
+    assert 0 < gathered.most <= root + 2 * max(sizes.values()), "the unit at hand, and one that is moved in"
     kept = [(b.weights._master, b.weights._home, b.weights._source) for b in engine.buckets if b.sharding.params]
     for bucket_, copies in zip([b for b in engine.buckets if b.sharding.params], kept, strict=True):
         nbytes = sum(copy.nbytes for copy in copies if copy is not None)

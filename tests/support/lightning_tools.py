@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -17,6 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lt_zero import ZeroStrategy
+from lt_zero.comm import hang_detection
+from lt_zero.comm.hang_detection import Patience
 from tests.support.models import VOCAB, Net
 
 QUIET: dict[str, Any] = {
@@ -53,6 +59,23 @@ def sharded_trainer(
 def single_trainer(**kwargs: Any) -> pl.Trainer:
     warnings.filterwarnings("ignore")
     return pl.Trainer(**{**QUIET, "devices": 1, "strategy": "auto", **kwargs})
+
+
+@contextmanager
+def quick(**seconds: float) -> Iterator[None]:
+    """Process groups that are made inside find out soon who does not come; ``seconds`` are fields of ``Patience``."""
+    patience = Patience(**{"poll": 0.05, "ask": 0.1, "stuck": 0.3, **seconds})
+    with mock.patch.object(hang_detection, "PATIENCE", patience):
+        yield
+
+
+def error_of_fit(stage: int, callback: pl.Callback) -> str:
+    """The message with which a fit ends on this rank, whose callback diverges from that of others."""
+    with quick():
+        trainer = sharded_trainer(stage, max_epochs=1, callbacks=[callback])
+        with pytest.raises(RuntimeError) as caught:
+            trainer.fit(GPT(dist.get_world_size()))
+    return str(caught.value)
 
 
 class Rows(Dataset[Tensor]):

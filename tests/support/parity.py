@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch.optim import Optimizer
 
 import lt_zero
 from lt_zero import ZeroConfig
+from lt_zero.common.flat_storage import FlatStorage
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_parameters, gather_own
 
@@ -68,6 +71,37 @@ def make_optimizer(case: Case, model: nn.Module) -> Optimizer:
     if callable(case.optimizer):
         return case.optimizer(model)
     return OPTIMIZERS[case.optimizer]([p for p in model.parameters() if p.requires_grad])
+
+
+class CountedStorage(FlatStorage):
+    """Counts the bytes of all storages that could be freed: those there are, and the most at a time."""
+
+    live = most = 0
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.there = False
+        self._there(True)
+
+    def _there(self, there: bool) -> None:
+        CountedStorage.live += self._nbytes * (there - self.there)
+        CountedStorage.most, self.there = max(CountedStorage.most, CountedStorage.live), there
+
+    def allocate(self) -> None:
+        super().allocate()
+        self._there(True)
+
+    def free(self) -> None:
+        super().free()
+        self._there(False)
+
+
+@contextmanager
+def counted_storages() -> Iterator[type[CountedStorage]]:
+    """Buckets that are made inside are counted, from 0, as long as they live."""
+    CountedStorage.live = CountedStorage.most = 0
+    with mock.patch("lt_zero.engine.bucket.FlatStorage", CountedStorage):
+        yield CountedStorage
 
 
 def full_grads(engine: Engine) -> dict[str, Tensor]:
