@@ -68,7 +68,7 @@ def run(name: str, depth: int, width: int, steps: int, path: str) -> dict[str, A
         model = GPT(depth, width)
     engine = lt_zero.shard(model, lt_zero.ZeroConfig.of(config_of(CASES[name], path)), torch.device("cpu"))
     sharded = lt_zero.ShardedOptimizer(engine, torch.optim.AdamW(model.parameters(), lr=1e-4))
-    data, tier = batches(0), engine.shelves.optim
+    data, tier = batches(0), engine.offload_manager.optim
     raw = [probe(tier.folder, tier.pool, 512 << 20)] if tier is not None else []
     phases: list[tuple[float, float, float]] = []
     losses, clips = [], CASES[name].get("clip", True)
@@ -88,7 +88,9 @@ def run(name: str, depth: int, width: int, steps: int, path: str) -> dict[str, A
         phases.append((middle - start, clipped - middle, end - clipped))
     raw += [probe(tier.folder, tier.pool, 512 << 20)] if tier is not None else []
     alone = tier is not None and (clips or CASES[name].get("overlap") is False) and not CASES[name].get("overlap")
-    elements = sum(b.own[1] - b.own[0] for b in engine.buckets) if alone else 0  # the disk works for the step only
+    elements = (
+        sum(b.shard_range[1] - b.shard_range[0] for b in engine.buckets) if alone else 0
+    )  # the disk works for the step only
     reads, writes = 16 * elements, 12 * elements  # master, two moments; the gradient is read only
     compute, norm, step = (statistics.median(row[i] for row in phases[1:]) for i in range(3))
     found = {

@@ -21,12 +21,12 @@ from lt_zero.activation.install import install
 from lt_zero.comm.collective_check import debug_enabled
 from lt_zero.comm.communicator import Comm, with_index
 from lt_zero.common.errors import ConfigError, Problem
-from lt_zero.common.progress_bar import Work, waiting
+from lt_zero.common.progress_bar import ProgressBar, progress_bar
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks.precision import DtypePolicy, dtype_policy, resolve_mode
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.fp32_modules import Islands, find_islands, install_islands
+from lt_zero.engine.fp32_modules import Fp32Modules, find_fp32_modules, install_fp32_modules
 from lt_zero.engine.full_params import install_load_hooks
 from lt_zero.engine.gather_order import Residency
 from lt_zero.engine.grad_reducer import Reducer
@@ -34,7 +34,7 @@ from lt_zero.engine.guard import Owner, weak_owner
 from lt_zero.engine.hidden_size import with_sizes
 from lt_zero.engine.hooks import Unit
 from lt_zero.engine.materialize import Materializer
-from lt_zero.engine.offload_manager import open_shelves
+from lt_zero.engine.offload_manager import open_offload_manager
 from lt_zero.engine.partition import BucketPlan, EnginePlan, plan_engine, warn_of_padding
 from lt_zero.io.pinned import return_freed_memory
 from lt_zero.memory.check import check_build
@@ -91,24 +91,26 @@ def shard(
     materializer = Materializer(module, comm)
     parts = [make(unit.buckets) for unit in plan.units]
     rest = make(plan.rest)
-    shelves = open_shelves([*itertools.chain(*parts), *rest], config, device)
+    offload_manager = open_offload_manager([*itertools.chain(*parts), *rest], config, device)
     count = sum(map(len, parts)) + len(rest)
-    with waiting(f"Sharding {len(plan.units)} units ({count} buckets)", count, rank=comm.rank) as work:
+    with progress_bar(f"Sharding {len(plan.units)} units ({count} buckets)", count, rank=comm.rank) as work:
         units, root = _move_in(plan, parts, rest, materializer, module, work, training)
         materializer.fill_buffers()
     if policy.buffers is not None:
         names = config.data_types.keep_in_fp32_modules if policy.low or policy.compute is None else ()
-        _cast_buffers(module, policy.buffers, plan.islands, names)
+        _cast_buffers(module, policy.buffers, plan.fp32_modules, names)
     buckets = [b for u in reversed(units) for b in u.buckets] + root.buckets
     reducer = Reducer(comm, buckets, zero.overlap_comm, zero.reduce_bucket_size)
     residency = Residency(
         zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size
     )
     engine = Engine(module, units, root, comm, reducer, residency, config, policy, training)
-    engine.use_files(shelves)
-    engine.kept = find_islands(module, policy.keep_fp32).parameters
+    engine.attach_offload_manager(offload_manager)
+    engine.kept = find_fp32_modules(module, policy.keep_fp32).parameters
     if policy.low and policy.compute is not None:
-        engine.handles += install_islands(plan.islands, policy.compute, device.type, cast_back=not policy.autocast)
+        engine.handles += install_fp32_modules(
+            plan.fp32_modules, policy.compute, device.type, cast_back=not policy.autocast
+        )
     engine_ref.append(weak_owner(engine))  # type: ignore[arg-type]
     install_load_hooks(engine)
     if training:
@@ -122,7 +124,7 @@ def _move_in(
     rest: list[Bucket],
     materializer: Materializer,
     module: nn.Module,
-    work: Work,
+    work: ProgressBar,
     training: bool,
 ) -> tuple[list[Unit], Unit]:
     """Make values and move them into buckets, unit by unit; returns the units that have parameters, and the root."""
@@ -181,14 +183,14 @@ def _configure_reductions(comm: Comm, config: ZeroConfig) -> None:
         comm.predivide = config.gradient_predivide_factor
 
 
-def _cast_buffers(root: nn.Module, dtype: torch.dtype, islands: Islands, names: str | tuple[str, ...]) -> None:
-    kept = {child for _, module in islands.modules for child in module.modules()}
+def _cast_buffers(root: nn.Module, dtype: torch.dtype, fp32_modules: Fp32Modules, names: str | tuple[str, ...]) -> None:
+    kept = {child for _, module in fp32_modules.modules for child in module.modules()}
     if isinstance(names, str):  # "auto": transformers' models say it themselves
         names = tuple(n for m in root.modules() for n in getattr(m, "_keep_in_fp32_modules", None) or ())
     for path, module in root.named_modules():
         if any(fnmatchcase(part, name) for part in path.split(".") for name in names):
             kept |= set(module.modules())
-    kept |= {m for m in root.modules() if any(p in islands.parameters for p in m.parameters(recurse=False))}
+    kept |= {m for m in root.modules() if any(p in fp32_modules.parameters for p in m.parameters(recurse=False))}
     for module in root.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point() and module not in kept:

@@ -41,7 +41,7 @@ class Installed:
             engine.after_step.append(self.boundary.end_step)
         if store is not None:
             engine.after_backward.append(store.end_backward)
-            engine.shelves.others.append(self._problem)
+            engine.offload_manager.others.append(self._problem)
 
     def _problem(self) -> SwapError | None:
         return self.store.problem if self.store is not None else None
@@ -57,7 +57,7 @@ class Installed:
             engine.after_step.remove(self.boundary.end_step)
         if self.store is not None and self.store.end_backward in engine.after_backward:
             engine.after_backward.remove(self.store.end_backward)
-            engine.shelves.others.remove(self._problem)
+            engine.offload_manager.others.remove(self._problem)
             self.store.close()
 
 

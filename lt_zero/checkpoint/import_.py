@@ -31,7 +31,7 @@ from lt_zero.checkpoint.output import bar, check_space
 from lt_zero.checkpoint.source import Foreign, Source, Spec
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import CheckpointError
-from lt_zero.common.progress_bar import waiting
+from lt_zero.common.progress_bar import progress_bar
 from lt_zero.engine.lazy_tensor import LazyTensor
 
 _PER_TENSOR = 4096  # bytes at most that a directory adds to a tensor
@@ -63,7 +63,7 @@ def import_checkpoint(
     need = sum(spec.nbytes + _PER_TENSOR for spec in _specs(opened))
     if not is_url(made):
         check_space(Path(made).parent, need, "import", "")
-    with waiting(f"Checking {source}", rank=0, shown=progress):
+    with progress_bar(f"Checking {source}", rank=0, shown=progress):
         _verify(opened)
     comm = Comm(None, None, torch.device("cpu"))
     with bar(f"Importing {os.path.basename(made)}", progress) as (begin, tick):

@@ -79,8 +79,8 @@ def _gather(engine: Engine, number: int) -> Tensor:
 
 def _flat(engine: Engine, number: int) -> Tensor:
     flat = full_flat(engine.buckets[number])
-    engine.buckets[number].shelf.tidy()
-    engine.shelves.check(engine.comm, "weights in files")
+    engine.buckets[number].store.tidy()
+    engine.offload_manager.check(engine.comm, "weights in files")
     return flat
 
 
@@ -108,7 +108,7 @@ def export_engine(
         CheckpointError, ValueError: on all ranks; what was at ``path`` is there.
     """
     engine.finish_steps()
-    engine.shelves.refuse_torn(engine.comm)
+    engine.offload_manager.refuse_partially_stepped(engine.comm)
     problem: Exception | None = None
     if engine.comm.rank == 0:
         kept = {id(p) for p in engine.kept}

@@ -20,7 +20,7 @@ from pathlib import Path
 from lt_zero.checkpoint.native.directory import sync_folder
 from lt_zero.checkpoint.native.torchfile import Write
 from lt_zero.common.errors import CheckpointError
-from lt_zero.common.progress_bar import waiting
+from lt_zero.common.progress_bar import progress_bar
 from lt_zero.io.block_transfer import free_bytes, in_words
 from lt_zero.io.sequential_writer import Blocks, FileSink
 
@@ -138,5 +138,5 @@ def _stamp() -> str:
 @contextmanager
 def bar(what: str, shown: bool) -> Iterator[tuple[Callable[[int], object], Callable[[int], object]]]:
     """Gives what to call with all bytes at first, and with those of each piece."""
-    with waiting(what, rank=0, in_bytes=True, shown=shown) as work:
+    with progress_bar(what, rank=0, in_bytes=True, shown=shown) as work:
         yield work.expect, work.advance

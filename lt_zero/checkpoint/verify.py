@@ -9,7 +9,7 @@ from lt_zero.checkpoint.native import manifest
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.open import found_at
 from lt_zero.common.errors import CheckpointError
-from lt_zero.common.progress_bar import waiting
+from lt_zero.common.progress_bar import progress_bar
 
 _SHOWN = ("stage", "ranks", "precision", "created", "imported_from", "torch")  # of what the run has told
 
@@ -36,7 +36,7 @@ def verify(path: str | os.PathLike[str]) -> dict[str, Any]:
     archive = Archive(found)
     try:
         total = sum(record.nbytes for record in archive.manifest.files.values())
-        with waiting(f"Reading all of {found}", total, rank=0, in_bytes=True) as work:
+        with progress_bar(f"Reading all of {found}", total, rank=0, in_bytes=True) as work:
             nbytes = archive.verify(work.advance)
         run, meta = archive.manifest.run, archive.meta
         facts: dict[str, Any] = {key: run[key] for key in _SHOWN if key in run}

@@ -31,7 +31,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lt_zero.comm.communicator import Comm
-from lt_zero.comm.work import Done, Pending
+from lt_zero.comm.work import Done, Work
 from lt_zero.config.blocks.profiling import CommsLogger
 
 
@@ -220,7 +220,7 @@ def comm_table(records: Iterable[CommRecord], rank: int = 0) -> Table:
 class _Logged:
     """A pending collective that is recorded when it was waited for."""
 
-    def __init__(self, log: CommLog, opened: _Open, pending: Pending) -> None:
+    def __init__(self, log: CommLog, opened: _Open, pending: Work) -> None:
         self._log, self._opened, self._pending = log, opened, pending
         self._over = False
 
@@ -241,7 +241,7 @@ class LoggedComm(Comm):
         show = (lambda text: print(text, flush=True)) if self.rank == 0 else None
         self.log = CommLog(device, self.world, show)
 
-    def _later(self, operation: str, name: str, nbytes: int, launch: Callable[[], Pending], host: bool = False) -> Any:
+    def _later(self, operation: str, name: str, nbytes: int, launch: Callable[[], Work], host: bool = False) -> Any:
         opened = self.log.open(operation, name, nbytes, host) if self.world > 1 else None
         if opened is None:
             return launch()
@@ -258,36 +258,34 @@ class LoggedComm(Comm):
         if opened is not None:
             self.log.close(opened, opened.launched)
 
-    def all_gather(self, flat: Tensor, name: str, own: Tensor | None = None) -> Pending:
+    def all_gather(self, flat: Tensor, name: str, own: Tensor | None = None) -> Work:
         launch = super().all_gather
-        pending: Pending = self._later("all_gather", name, flat.nbytes, lambda: launch(flat, name, own))
+        pending: Work = self._later("all_gather", name, flat.nbytes, lambda: launch(flat, name, own))
         return pending
 
-    def reduce_scatter(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Pending:
+    def reduce_scatter(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Work:
         launch = super().reduce_scatter
-        pending: Pending = self._later(
-            "reduce_scatter", name, flat.nbytes, lambda: launch(out, flat, scratch, add, name)
-        )
+        pending: Work = self._later("reduce_scatter", name, flat.nbytes, lambda: launch(out, flat, scratch, add, name))
         return pending
 
-    def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Pending:
+    def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Work:
         launch = super().all_reduce
-        pending: Pending = self._later("all_reduce", name, flat.nbytes, lambda: launch(out, flat, scratch, add, name))
+        pending: Work = self._later("all_reduce", name, flat.nbytes, lambda: launch(out, flat, scratch, add, name))
         return pending
 
-    def publish(self, flat: Tensor | None) -> Pending:
+    def publish(self, flat: Tensor | None) -> Work:
         launch = super().publish
         if flat is None:
             if not self.shares_memory:
                 return launch(flat)
-            pending: Pending = self._later("barrier", "background", 0, lambda: launch(flat))
+            pending: Work = self._later("barrier", "background", 0, lambda: launch(flat))
         else:
             pending = self._later("all_gather", "background", flat.nbytes, lambda: launch(flat))
         return pending
 
-    def host_max(self, flags: Tensor, name: str) -> Pending:
+    def host_max(self, flags: Tensor, name: str) -> Work:
         launch = super().host_max
-        pending: Pending = self._later("all_reduce", name, flags.nbytes, lambda: launch(flags, name), host=True)
+        pending: Work = self._later("all_reduce", name, flags.nbytes, lambda: launch(flags, name), host=True)
         return pending
 
     def broadcast(self, tensor: Tensor, name: str, src: int = 0) -> None:

@@ -33,9 +33,9 @@ from torch import Tensor
 from lt_zero.comm.agreement import Agreement
 from lt_zero.comm.collective_check import Sequence
 from lt_zero.comm.ended_ranks import in_collective
-from lt_zero.comm.hang_detection import RollCall, user_line
+from lt_zero.comm.hang_detection import HangDetector, user_line
 from lt_zero.comm.shared_memory import SharedArena, supported, wide
-from lt_zero.comm.work import CALL, FENCE, All, Done, Launch, Pending, Watch
+from lt_zero.comm.work import CALL, FENCE, All, Done, Launch, Watch, Work
 from lt_zero.common.flat_storage import flat_empty
 from lt_zero.common.module_hooks import Here
 
@@ -89,7 +89,7 @@ class Comm(Here):
         self._sequences = {"collective": Sequence(), "reduction": Sequence()}
         self._agreements = 0
         self._watch = Watch()
-        self._roll_call: RollCall | None = None
+        self._roll_call: HangDetector | None = None
         self.agreement = Agreement()  # of this rank alone, unless there are others
         self._background: dist.ProcessGroup | None = None  # see ``allow_background``
         self._saving: dist.ProcessGroup | None = None  # see ``saving_group``
@@ -110,7 +110,7 @@ class Comm(Here):
         groups = [dist.new_group(), dist.new_group()]
         comm = cls(groups[0], groups[1], device, check)
         assert comm._host is not None
-        comm._roll_call = calls = RollCall.over(groups, comm._host, comm._watch)
+        comm._roll_call = calls = HangDetector.over(groups, comm._host, comm._watch)
         if calls is not None:
             comm.agreement, comm._watch.cause = calls.agreement, calls.ended.explain
         if comm._gloo and device.type == "cpu":
@@ -204,7 +204,7 @@ class Comm(Here):
         """The next save in the background gets a group of its own."""
         self._saving = None
 
-    def publish(self, flat: Tensor | None) -> Pending:
+    def publish(self, flat: Tensor | None) -> Work:
         """In the background: fill ``flat`` as ``all_gather`` does; None: what was written to windows is complete.
 
         Not compared in debug mode: the order does not depend on the model.
@@ -323,7 +323,7 @@ class Comm(Here):
         assert self._group is not None
         return dist.get_global_rank(self._group, rank)
 
-    def all_gather(self, flat: Tensor, name: str, own: Tensor | None = None) -> Pending:
+    def all_gather(self, flat: Tensor, name: str, own: Tensor | None = None) -> Work:
         """Fill ``flat`` (1D, world equal shards) from the ranks' own shards, which already lie in place.
 
         ``own`` is where the ranks' shards come from, if it was made by ``allocate``.
@@ -341,14 +341,14 @@ class Comm(Here):
             return Done()
         return self._gather_shards(flat, self._group, launch)
 
-    def _gather_shards(self, flat: Tensor, group: dist.ProcessGroup | None, launch: Launch | None) -> Pending:
+    def _gather_shards(self, flat: Tensor, group: dist.ProcessGroup | None, launch: Launch | None) -> Work:
         shards = flat.chunk(self.world)
         if self._gloo:
             works = [dist.broadcast(s, self._peer(r), group, async_op=True) for r, s in enumerate(shards)]
             return self._all(works, launch)
         return self._all([self._all_gather(flat, shards[self.rank], group=group, async_op=True)], launch)
 
-    def reduce_scatter(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Pending:
+    def reduce_scatter(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Work:
         """Average ``flat`` (1D, world shards) over the ranks and put this rank's shard into ``out``, or add it there.
 
         The caller has multiplied by what ``factors`` says comes before. ``flat`` and ``scratch`` (as large as ``flat``)
@@ -376,7 +376,7 @@ class Comm(Here):
         work = self._reduce_scatter(mine, flat, group=self._reductions, async_op=True)
         return self._all([work], launch, lambda: _store(out, mine, add, after))
 
-    def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Pending:
+    def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Work:
         """Average ``flat`` (1D, world shards) over the ranks and put all of it into ``out``, or add it there."""
         after = self.factors(flat.dtype)[1]
         self._require_device(flat, name)
@@ -418,7 +418,7 @@ class Comm(Here):
             self._finish(dist.all_reduce(value, op=op, group=self._group, async_op=self._gloo), launch)
         return value
 
-    def host_max(self, flags: Tensor, name: str) -> Pending:
+    def host_max(self, flags: Tensor, name: str) -> Work:
         """Element-wise maximum over the ranks of a CPU tensor, through the CPU side channel, in place."""
         if self.world == 1:
             return Done()

@@ -25,8 +25,8 @@ Note [Hanging up]
 
 Note [Life of the thread]
     It answers from ``listen`` on and ends with ``rest``; a wait that lasts starts it where it is needed. The thread
-    knows the watch and a store client of its own, not the ``RollCall``: when nobody has that any more, or at exit, the
-    thread is ended and joined, because a daemon thread inside of torch's C++ code must not meet the end of the
+    knows the watch and a store client of its own, not the ``HangDetector``: when nobody has that any more, or at exit,
+    the thread is ended and joined, because a daemon thread inside of torch's C++ code must not meet the end of the
     interpreter. A forked child has no such thread and must not use the store's connection.
 """
 
@@ -78,7 +78,7 @@ class Patience:
 PATIENCE = Patience()  # tests replace this
 
 
-class RollCall:
+class HangDetector:
     """Finds out who does not come to the collectives of one process group.
 
     Args:
@@ -107,7 +107,7 @@ class RollCall:
         self.listen()
 
     @classmethod
-    def over(cls, groups: list[dist.ProcessGroup], host: dist.ProcessGroup, watch: Watch) -> RollCall | None:
+    def over(cls, groups: list[dist.ProcessGroup], host: dist.ProcessGroup, watch: Watch) -> HangDetector | None:
         """That of ``groups``, or None where nobody is to be asked (a simulated group)."""
         if dist.get_backend(host) != "gloo":
             return None

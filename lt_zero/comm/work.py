@@ -21,7 +21,7 @@ _SLICE = 0.5  # seconds
 _REMEMBERED = 4096  # launches of a channel, for messages
 
 
-class Pending(Protocol):
+class Work(Protocol):
     """A launched collective or copy; ``wait`` returns once its result may be used on the current stream."""
 
     def wait(self) -> Any: ...
@@ -143,7 +143,7 @@ class All:
 
     def __init__(
         self,
-        works: Sequence[Pending],
+        works: Sequence[Work],
         finish: Callable[[], object] | None = None,
         watch: Watch | None = None,
         launch: Launch | None = None,

@@ -49,7 +49,7 @@ def local_rank() -> int:
     return int(found) if found.isdigit() else 0
 
 
-class Work:
+class ProgressBar:
     """Something that takes time: how much of it is done. Any thread may count.
 
     Args:
@@ -123,14 +123,14 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def waiting(
+def progress_bar(
     what: str | Callable[[], str],
     total: float | None = None,
     *,
     rank: int | None = None,
     in_bytes: bool = False,
     shown: bool = True,
-) -> Iterator[Work]:
+) -> Iterator[ProgressBar]:
     """Around what may take long: shows it on stderr from the third second on. See Note [Two ways to show it].
 
     Silent if the logger "lt_zero" shows no warnings (``log_level: error``).
@@ -141,7 +141,7 @@ def waiting(
             for what each machine does by itself.
         shown: False shows nothing.
     """
-    work = Work(what, total, in_bytes)
+    work = ProgressBar(what, total, in_bytes)
     first = (local_rank() if rank is None else rank) == 0
     if not (shown and first and log.isEnabledFor(logging.WARNING)):
         yield work
@@ -162,7 +162,7 @@ def waiting(
             watcher.join()
 
 
-def _watch(work: Work, over: threading.Event, verdict: list[str]) -> None:
+def _watch(work: ProgressBar, over: threading.Event, verdict: list[str]) -> None:
     """The thread beside a work. A display that fails is no reason for the work to fail."""
     with contextlib.suppress(Exception):
         if over.wait(FIRST):
@@ -174,7 +174,7 @@ def _watch(work: Work, over: threading.Event, verdict: list[str]) -> None:
 # ---- lines ---------------------------------------------------------------------------------------------------------
 
 
-def follow_lines(work: Work, over: Callable[[float], bool], verdict: list[str], write: Any = None) -> None:
+def follow_lines(work: ProgressBar, over: Callable[[float], bool], verdict: list[str], write: Any = None) -> None:
     """Write a line whenever one is due until the work is over, and one for its end.
 
     Args:
@@ -244,7 +244,7 @@ def _draws() -> bool:
     return not live and not _tqdm_bars()
 
 
-def follow_bar(work: Work, over: Callable[[float], bool]) -> bool:
+def follow_bar(work: ProgressBar, over: Callable[[float], bool]) -> bool:
     """Show a bar until the work is over; False if there can be none."""
     from rich.errors import LiveError
 
@@ -260,7 +260,7 @@ def follow_bar(work: Work, over: Callable[[float], bool]) -> bool:
     return True
 
 
-def _enter(work: Work) -> tuple[Progress, TaskID]:
+def _enter(work: ProgressBar) -> tuple[Progress, TaskID]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
@@ -276,7 +276,7 @@ def _enter(work: Work) -> tuple[Progress, TaskID]:
         return _display, task
 
 
-def _leave(display: Progress, task: TaskID, work: Work) -> None:
+def _leave(display: Progress, task: TaskID, work: ProgressBar) -> None:
     global _display, _shown
     with _lock:
         display.update(task, completed=work.done, far=work.far())

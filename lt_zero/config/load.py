@@ -24,7 +24,7 @@ from lt_zero.config.fields import Block, thawed
 from lt_zero.config.read import files
 from lt_zero.config.read.interpolation import resolve
 from lt_zero.config.redact import Mask
-from lt_zero.config.rename_old_keys import modernise
+from lt_zero.config.rename_old_keys import rename_old_keys
 from lt_zero.config.rules import inactive
 from lt_zero.config.schema import ZeroConfig
 from lt_zero.optim.from_config import check_optimizer, check_scheduler
@@ -140,7 +140,7 @@ def examine(
     if not isinstance(tree.get(("zero_optimization",)), bool) and tree.get(("zero_optimization", "stage")) is MISSING:
         _set_stage(tree, default_stage)
     _set_activations(tree, activations)
-    modernise(tree)
+    rename_old_keys(tree)
     autos = judge(tree, ZeroConfig)
     made = _validate(tree)
     _check_named(tree, autos)

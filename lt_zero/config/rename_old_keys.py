@@ -21,7 +21,7 @@ FORMS: Mapping[str, str] = {
 }
 
 
-def modernise(tree: Tree) -> None:
+def rename_old_keys(tree: Tree) -> None:
     """Move values from old keys to those that they mean. Each is told; a contradiction is a problem."""
     _zero_switch(tree)
     for name in ("offload_optimizer", "offload_param", "offload_params"):

@@ -23,18 +23,18 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lt_zero.comm.communicator import Comm
-from lt_zero.comm.work import All, Pending
+from lt_zero.comm.work import All, Work
 from lt_zero.common.flat_storage import FlatStorage, flat_empty
 from lt_zero.common.timing import phase
 from lt_zero.config.blocks.precision import DtypePolicy
-from lt_zero.engine.bucket_store import Shelf
+from lt_zero.engine.bucket_store import BucketStore
 from lt_zero.engine.grad_accumulator import Accumulator
 from lt_zero.engine.guard import Owner, guard, own, sentinel, unguard
-from lt_zero.engine.inplace_edits import EditWatch
+from lt_zero.engine.inplace_edits import InplaceEdits
 from lt_zero.engine.layout import BucketLayout, Piece, gaps_between, plan_bucket
 from lt_zero.engine.lazy_tensor import elements_of, whole
 from lt_zero.engine.master_weights import Weights
-from lt_zero.offload.nvme_store import FileHome, tidy
+from lt_zero.offload.nvme_store import StoredTensor, tidy
 
 
 @dataclass(frozen=True)
@@ -89,36 +89,38 @@ class Bucket:
         # What the parameters are again when the engine lets go of them. An fp64 run keeps its digits.
         self.original = [dtype if dtype == torch.float64 else p.dtype for p in self.params]
         self.step_dtype = policy.step_of(dtype)
-        self.own = self.layout.shard(comm.rank) if sharding.optim or sharding.params else (0, self.layout.numel)
-        self._pieces = self.layout.pieces(*self.own)
+        self.shard_range = self.layout.shard(comm.rank) if sharding.optim or sharding.params else (0, self.layout.numel)
+        self._pieces = self.layout.pieces(*self.shard_range)
         self._piece_of = {piece.index: piece for piece in self._pieces}  # a bucket may have thousands
         self._storage: FlatStorage | None = None
         if sharding.params:
             self._storage = FlatStorage(self.layout.numel, dtype, comm.device)
         self.flat = self._storage.tensor if self._storage else comm.allocate(self.layout.numel, dtype)  # 1D
-        self.views = [self.flat[s.lo : s.hi].view(s.shape) for s in self.layout.spans]
+        self.param_views = [self.flat[s.lo : s.hi].view(s.shape) for s in self.layout.spans]
         if self._storage is not None:
             self._storage.free()  # until ``adopt``: buckets are made before the first is filled
-        self.part = self.flat[self.own[0] : self.own[1]]  # 1D, elements [own) of the compute copy
-        gaps = gaps_between(self._pieces, self.own[1] - self.own[0])
-        self.weights = Weights(self.part, policy.master_of(dtype), sharding.params, comm, gaps)
+        self.shard = self.flat[self.shard_range[0] : self.shard_range[1]]  # 1D, elements [own) of the compute copy
+        gaps = gaps_between(self._pieces, self.shard_range[1] - self.shard_range[0])
+        self.weights = Weights(self.shard, policy.master_of(dtype), sharding.params, comm, gaps)
         accumulate, wire = policy.accumulate_of(dtype), policy.wire_of(dtype)
-        self.grads = Accumulator(name, self.params, self.layout, self.own, comm, accumulate, wire, sharding.optim)
-        self.use(Shelf())
+        self.grads = Accumulator(
+            name, self.params, self.layout, self.shard_range, comm, accumulate, wire, sharding.optim
+        )
+        self.use(BucketStore())
         self.state = State.RESIDENT
         self._owner = owner
-        self.edits = EditWatch(self)
+        self.edits = InplaceEdits(self)
         self.stepped_early = False  # in the running backward; see overlap.py, Note [Beside backward]
         self._unpublished = False  # the background brings the compute copy up to date
-        self._pending: Pending | None = None
+        self._pending: Work | None = None
 
     # ---- construction ------------------------------------------------------------------------------------------
 
-    def use(self, shelf: Shelf) -> None:
+    def use(self, store: BucketStore) -> None:
         """Let weights and gradients rest on ``shelf``, from before ``adopt`` on."""
-        self.shelf = shelf
-        self.weights.use(shelf)
-        self.grads.use(shelf)
+        self.store = store
+        self.weights.use(store)
+        self.grads.use(store)
 
     @torch.no_grad()
     def adopt(self, fetch: Callable[[Parameter], Tensor], training: bool = True) -> None:
@@ -133,9 +135,9 @@ class Bucket:
             for lo, hi in self.layout.gaps:
                 self.flat[lo:hi].zero_()
         full, wider = self.flat, any(d.itemsize > self.dtype.itemsize for d in self.original)
-        if not self.weights.aliased and (train or (wider and self.weights.master_dtype != self.dtype)):
+        if not self.weights.master_is_view and (train or (wider and self.weights.master_dtype != self.dtype)):
             full = flat_empty(self.layout.numel, self.weights.master_dtype, self.flat.device)
-        for parameter, view, span in zip(self.params, self.views, self.layout.spans, strict=True):
+        for parameter, view, span in zip(self.params, self.param_views, self.layout.spans, strict=True):
             full[span.lo : span.hi].view(span.shape).copy_(fetch(parameter))
             unguard(parameter)
             parameter.data = view
@@ -143,14 +145,14 @@ class Bucket:
         self.comm.broadcast(full, self.name)
         if full is not self.flat:
             self.flat.copy_(full)
-            self.weights.keep(full[self.own[0] : self.own[1]], train)
+            self.weights.keep(full[self.shard_range[0] : self.shard_range[1]], train)
         elif train:
             self.weights.enable_training()
         elif self.sharding.params:
-            self.weights.keep(self.part, train)
+            self.weights.keep(self.shard, train)
         self.edits.note()
         self.release()
-        self.shelf.tidy()
+        self.store.tidy()
 
     # ---- residency ---------------------------------------------------------------------------------------------
 
@@ -165,15 +167,15 @@ class Bucket:
         with torch.inference_mode(False), torch.no_grad(), phase("gather", self.name):
             assert self._storage is not None
             self._storage.allocate()
-            source = self.weights.source
-            if isinstance(source, FileHome):
+            source = self.weights.gather_source
+            if isinstance(source, StoredTensor):
                 source.prefetch()
-            elif self.shelf.host_params:
-                ticket = self.weights.send(self.part, source)
-                with self.shelf.traffic.to_device.in_line():
-                    self._pending = All([ticket, self.comm.all_gather(self.flat, self.name, source)])
+            elif self.store.host_params:
+                event = self.weights.send(self.shard, source)
+                with self.store.host_link.to_device.in_line():
+                    self._pending = All([event, self.comm.all_gather(self.flat, self.name, source)])
             else:
-                self.part.copy_(source)
+                self.shard.copy_(source)
                 self._pending = self.comm.all_gather(self.flat, self.name, source)
         self.state = State.GATHERING
 
@@ -184,7 +186,7 @@ class Bucket:
         if self.state is State.GATHERING:
             with torch.inference_mode(False), torch.no_grad(), phase("gather", self.name):
                 self._land()
-                for parameter, view in zip(self.params, self.views, strict=True):
+                for parameter, view in zip(self.params, self.param_views, strict=True):
                     unguard(parameter)
                     parameter.data = view
             self.state = State.RESIDENT
@@ -192,10 +194,10 @@ class Bucket:
 
     def _land(self) -> None:
         """Wait for a gather that was launched."""
-        source = self.weights.source
+        source = self.weights.gather_source
         if self._pending is None:
-            assert isinstance(source, FileHome)
-            self.part.copy_(source.bring(write=False))
+            assert isinstance(source, StoredTensor)
+            self.shard.copy_(source.bring(write=False))
             tidy([source])
             self._pending = self.comm.all_gather(self.flat, self.name)
         self._pending.wait()
@@ -269,9 +271,9 @@ class Bucket:
     @property
     def can_step_early(self) -> bool:
         """Whether a step changes nothing that the running backward may still read."""
-        if self.shelf.optim is not None:  # master weights come once: then the compute copy is written, too
+        if self.store.optim is not None:  # master weights come once: then the compute copy is written, too
             return self.sharding.params
-        return self.shelf.host_optim
+        return self.store.host_optim
 
     def await_publication(self) -> None:
         """The background will bring the compute copy up to date; until ``settle`` it must not be read."""
@@ -286,18 +288,18 @@ class Bucket:
 
     def _publish(self) -> None:
         flat = None if self.sharding.params else self.flat
-        if not self.shelf.host_optim:
+        if not self.store.host_optim:
             self.comm.publish(flat).wait()
             return
-        lane = self.shelf.traffic.to_device
+        lane = self.store.host_link.to_device
         with lane.in_line():
             self.comm.publish(flat).wait()
         if flat is not None:
             self.weights.arrives(lane.mark())
 
-    def settle(self) -> bool:
+    def wait_background_step(self) -> bool:
         """Wait for what the background does with the bucket; returns whether there was something."""
-        waited = self.shelf.settle()
+        waited = self.store.wait_background_step()
         if self._unpublished:
             self._unpublished = False
             self.weights.arrive()
@@ -318,15 +320,15 @@ class Bucket:
     @torch.no_grad()
     def refresh_after_step(self) -> None:
         """Bring what gathers read, or this rank's part of the compute copy, up to date."""
-        copied = self.shelf.host_optim or not self.sharding.params
+        copied = self.store.host_optim or not self.sharding.params
         # What rests in files was refreshed bucket by bucket.
-        if self.weights.trains and not self.weights.aliased and copied and self.shelf.optim is None:
+        if self.weights.trains and not self.weights.master_is_view and copied and self.store.optim is None:
             self.weights.refresh()
-            self.shelf.tidy()
+            self.store.tidy()
         self.weights.written = False
 
     @torch.no_grad()
-    def launch_publish(self) -> Pending | None:
+    def launch_publish(self) -> Work | None:
         """Start bringing the other ranks' updates into the compute copy; ``write_back`` of all buckets came before."""
         if not self.weights.trains or self.sharding.params or not self.sharding.optim:
             return None
@@ -338,11 +340,11 @@ class Bucket:
         self.comm.before_write()
         if self.state is State.RESIDENT:
             value = whole(value)
-            self.views[index].copy_(value)
+            self.param_views[index].copy_(value)
         for piece in self.pieces_of(index):
             row = elements_of(value, piece.lo, piece.hi)
-            self.weights.home_or_part()[piece.offset : piece.offset + piece.numel].copy_(row)
-            if self.shelf.homes or self.shelf.host_optim:
+            self.weights.writable_values()[piece.offset : piece.offset + piece.numel].copy_(row)
+            if self.store.stored or self.store.host_optim:
                 self.weights.follow_edit()
         self.comm.after_write()
 
@@ -358,19 +360,19 @@ class Bucket:
     @torch.no_grad()
     def keep_edits(self) -> None:
         """Take over what was changed in this rank's part of the (resident) compute copy."""
-        if not self.weights.separate:
+        if not self.weights.has_master:
             return
         # Only what was edited: the master is more precise than the copy that was shown.
-        if not self.shelf.homes and not self.shelf.host_optim:
-            home = self.weights.home
-            home.copy_(torch.where(home.to(self.dtype) != self.part, self.part.to(home.dtype), home))  # does not wait
+        if not self.store.stored and not self.store.host_optim:
+            home = self.weights.master_or_frozen
+            home.copy_(torch.where(home.to(self.dtype) != self.shard, self.shard.to(home.dtype), home))  # does not wait
             return
         kept = self.weights.values()
-        shown = self.part.to(kept.device)
+        shown = self.shard.to(kept.device)
         edited = kept.to(self.dtype) != shown
         if bool(edited.any()):
-            home = self.weights.home
+            home = self.weights.master_or_frozen
             home[edited] = shown[edited].to(home.dtype)
             self.weights.follow_edit()
         else:
-            self.shelf.tidy()
+            self.store.tidy()

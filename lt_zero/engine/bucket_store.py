@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lt_zero.common.flat_storage import flat_empty
 from lt_zero.offload.background import Job
-from lt_zero.offload.copy_streams import Lane, Slots
-from lt_zero.offload.nvme_files import Tier
-from lt_zero.offload.nvme_store import FileHome, tidy
+from lt_zero.offload.copy_streams import CopyStream, StagingBuffers
+from lt_zero.offload.nvme_files import NvmeFiles
+from lt_zero.offload.nvme_store import StoredTensor, tidy
 
 log = logging.getLogger("lt_zero")
 
@@ -20,7 +20,7 @@ _pin_failed: list[bool] = []  # that was told once
 _apart = False  # tests: host memory counts as apart from the CPU's own
 
 
-class Shelf:
+class BucketStore:
     """The homes of one bucket.
 
     Args:
@@ -35,19 +35,19 @@ class Shelf:
 
     def __init__(
         self,
-        optim: Tier | None = None,
-        params: Tier | None = None,
+        optim: NvmeFiles | None = None,
+        params: NvmeFiles | None = None,
         record: int = 0,
         *,
         host_optim: bool = False,
         host_params: bool = False,
         pin: bool = False,
-        traffic: Traffic | None = None,
+        host_link: HostLink | None = None,
     ) -> None:
         self.optim, self.params, self._record = optim, params, record
         self.host_optim, self.host_params, self._pin = host_optim, host_params, pin
-        self._traffic = traffic
-        self.homes: dict[str, FileHome] = {}
+        self._traffic = host_link
+        self.stored: dict[str, StoredTensor] = {}
         self._job: Job | None = None  # of the background, which works on what is here
         self._then: list[Callable[[], None]] = []  # to be done after it
 
@@ -65,7 +65,7 @@ class Shelf:
         """Whether what is here belongs to the background."""
         return self._job is not None
 
-    def settle(self) -> bool:
+    def wait_background_step(self) -> bool:
         """Wait until what is here is the caller's; returns whether it was not. Nothing happens in the background."""
         if self._job is None or not self._job.wait():
             return False
@@ -74,7 +74,7 @@ class Shelf:
             work()
         return True
 
-    def when_settled(self, work: Callable[[], None]) -> None:
+    def after_background_step(self, work: Callable[[], None]) -> None:
         """Do something now, or before anybody else touches what is here."""
         if self._job is None:
             work()
@@ -82,7 +82,7 @@ class Shelf:
             self._then.append(work)
 
     @property
-    def traffic(self) -> Traffic:
+    def host_link(self) -> HostLink:
         assert self._traffic is not None
         return self._traffic
 
@@ -90,33 +90,33 @@ class Shelf:
         """A 1D tensor in host memory for the life of a run; page-locked if it ``crosses`` to or from the device."""
         return host_empty(numel, dtype, self._pin and crosses)
 
-    def home(self, kind: str, dtype: torch.dtype) -> FileHome:
+    def stored_tensor(self, kind: str, dtype: torch.dtype) -> StoredTensor:
         """The home of a kind of state, which is made if there is none: here, and zero."""
-        if kind not in self.homes:
+        if kind not in self.stored:
             tier = self.params if kind == "weights" else self.optim
             assert tier is not None
-            self.homes[kind] = tier.home(kind, self._record, dtype)
-        return self.homes[kind]
+            self.stored[kind] = tier.stored_tensor(kind, self._record, dtype)
+        return self.stored[kind]
 
-    def step_homes(self) -> list[FileHome]:
+    def step_tensors(self) -> list[StoredTensor]:
         """What a step reads and writes."""
-        return [home for kind, home in self.homes.items() if kind not in ("weights", "grad")]
+        return [home for kind, home in self.stored.items() if kind not in ("weights", "grad")]
 
     def tidy(self) -> None:
         """Put everything away."""
-        tidy(list(self.homes.values()))
+        tidy(list(self.stored.values()))
 
-    def state_home(self, key: str, dtype: torch.dtype) -> FileHome | None:
+    def state_tensor(self, key: str, dtype: torch.dtype) -> StoredTensor | None:
         """Where an optimizer's element-wise states of the bucket rest, if they rest in files."""
         if self.optim is None:
             return None
         kind = f"state {key}"  # an optimizer may call a state "master"
-        if kind in self.homes and self.homes[kind].dtype != dtype:  # loaded from a run with other dtypes
-            del self.homes[kind]
-        return self.home(kind, dtype)
+        if kind in self.stored and self.stored[kind].dtype != dtype:  # loaded from a run with other dtypes
+            del self.stored[kind]
+        return self.stored_tensor(kind, dtype)
 
 
-class Traffic:
+class HostLink:
     """Between host memory and a device that has memory of its own. See offload/copy_streams.py.
 
     Args:
@@ -127,8 +127,8 @@ class Traffic:
 
     def __init__(self, device: torch.device, pin: bool, nbytes: int) -> None:
         late = device.type == "cpu"
-        self.to_host, self.to_device = Lane(device, late, limit=2), Lane(device, late)
-        self.slots = Slots(lambda count: host_empty(count, torch.uint8, pin), nbytes)
+        self.to_host, self.to_device = CopyStream(device, late, limit=2), CopyStream(device, late)
+        self.slots = StagingBuffers(lambda count: host_empty(count, torch.uint8, pin), nbytes)
 
 
 def host_empty(numel: int, dtype: torch.dtype, pin: bool) -> Tensor:

@@ -31,7 +31,7 @@ def check_identity(engine: Engine) -> None:
                 "`load_state_dict(assign=True)`). Change the model before training starts, or load by copying."
             )
         bucket, index = place
-        moved = bucket.state is State.RESIDENT and parameter.data_ptr() != bucket.views[index].data_ptr()
+        moved = bucket.state is State.RESIDENT and parameter.data_ptr() != bucket.param_views[index].data_ptr()
         if moved or parameter.dtype != bucket.dtype:
             raise RuntimeError(
                 f"Parameter {name!r} no longer lies in its bucket: it was cast, moved or assigned to after the model "

@@ -59,8 +59,8 @@ from lt_zero.engine.hooks import (
     shares_storage,
     side_outputs,
 )
-from lt_zero.engine.offload_manager import Shelves
-from lt_zero.engine.used_parameters import GradLedger
+from lt_zero.engine.offload_manager import OffloadManager
+from lt_zero.engine.used_parameters import UsedParameters
 
 
 class Engine(Here):
@@ -105,8 +105,8 @@ class Engine(Here):
         self._depth = 0  # nested forward scopes
         self._span: Span = NOTHING  # of a backward without a backward_pass context
         self._ranges = UnitRanges()  # of the running backward
-        self.ledger = GradLedger(comm, reducer, self.buckets)
-        self.shelves = Shelves()  # what rests in files
+        self.used_parameters = UsedParameters(comm, reducer, self.buckets)
+        self.offload_manager = OffloadManager()  # what rests in files
         self.after_backward: list[Callable[[], None]] = []  # called when one is over, or was given up
         self.after_step: list[Callable[[], None]] = []  # called when weights are up to date
         self.handles = [h for u in units for h in install_unit_hooks(self, u)] + install_root_hooks(self)
@@ -145,7 +145,7 @@ class Engine(Here):
             self.abort_backward()  # an exception ended it, and the caller went on
         self._depth += 1
         if self._depth == 1 and not self.in_backward:
-            self.ledger.drop_cleared()
+            self.used_parameters.drop_cleared()
             self.gatherer.begin_forward()
 
     def leave_forward(self, output: Any) -> None:
@@ -228,7 +228,7 @@ class Engine(Here):
         self._span.close()
         self.reducer.abort()
         self.finish_steps()
-        self.ledger.abort()
+        self.used_parameters.abort()
         for unit in [*self.units, self.root_unit]:
             unit.leases, unit.awaited, unit.visited = 0, 0, False
         self.gatherer.end_pass()
@@ -236,7 +236,7 @@ class Engine(Here):
 
     def _arm(self) -> None:
         if not self.in_backward:
-            self.ledger.hide(fresh=in_running_backward())  # autograd must not add to what is only shown
+            self.used_parameters.hide(fresh=in_running_backward())  # autograd must not add to what is only shown
             self.in_backward = True
             if not self._explicit:
                 self._span = phase("backward").open()
@@ -301,9 +301,9 @@ class Engine(Here):
         # torch.autograd.grad leaves no gradients behind: nothing to reduce, on any rank.
         if arrived or explicit:
             self.reducer.finish()
-            self.ledger.record()
+            self.used_parameters.record()
         else:
-            self.ledger.show_held()
+            self.used_parameters.show_held()
         for unit in [*self.units, self.root_unit]:
             unit.leases, unit.visited = 0, False
         if not again:
@@ -319,20 +319,20 @@ class Engine(Here):
     def _refuse_ungathered(self, units: list[Unit]) -> None:
         for unit in units:
             if not unit.visited and unit.backward_needs_weights:
-                refuse_ungathered(unit, self.ledger.late)
+                refuse_ungathered(unit, self.used_parameters.late)
 
     # ---- between backward and step -----------------------------------------------------------------------------
 
-    def use_files(self, shelves: Shelves) -> None:
+    def attach_offload_manager(self, offload_manager: OffloadManager) -> None:
         """States rest there. Collective.
 
         Raises:
             SwapError: a file could not be made or written.
         """
-        self.shelves = shelves
-        self.gatherer.use(shelves)
-        shelves.check(self.comm, "the files of states")
-        self.ledger.problem = shelves.find_problem
+        self.offload_manager = offload_manager
+        self.gatherer.use(offload_manager)
+        offload_manager.check(self.comm, "the files of states")
+        self.used_parameters.problem = offload_manager.find_problem
 
     def begin_training(self) -> None:
         """There will be gradients: have master weights, and keep gathered what the limits allow. Again a no-op."""
@@ -345,15 +345,15 @@ class Engine(Here):
 
     @property
     def sharded_optim(self) -> bool:
-        return any(b.own != (0, b.layout.numel) for b in self.buckets)
+        return any(b.shard_range != (0, b.layout.numel) for b in self.buckets)
 
     def finish_steps(self) -> bool:
         """Wait for all steps that run in the background; returns whether there were some."""
-        return self.shelves.overlaps and any([bucket.settle() for bucket in self.buckets])
+        return self.offload_manager.overlaps and any([bucket.wait_background_step() for bucket in self.buckets])
 
-    def settle_grads(self) -> Callable[[Bucket, int], bool]:
+    def finish_reductions(self) -> Callable[[Bucket, int], bool]:
         """Finish all reductions; returns whether parameter ``index`` of a bucket has a gradient. Collective."""
-        return self.ledger.settle()
+        return self.used_parameters.finish_reductions()
 
     @phased("publish")
     def publish(self, buckets: set[Bucket]) -> None:

@@ -42,7 +42,7 @@ DEFAULT_ISLANDS_MIXED: tuple[type, ...] = (
 
 
 @dataclass(frozen=True)
-class Islands:
+class Fp32Modules:
     """What stays in fp32.
 
     Attributes:
@@ -54,9 +54,9 @@ class Islands:
     parameters: frozenset[Parameter]
 
 
-def find_islands(
+def find_fp32_modules(
     root: nn.Module, patterns: Sequence[str], classes: tuple[type, ...] = (), keep: tuple[type, ...] = ()
-) -> Islands:
+) -> Fp32Modules:
     """The fp32 islands of ``root``, which is never one itself.
 
     Args:
@@ -84,14 +84,14 @@ def find_islands(
             search.add(module, pattern)
         search.grow(parameters, pattern)
     kept = {p for module in root.modules() if isinstance(module, keep) for p in module.parameters()}
-    return Islands(search.outermost(), frozenset(search.kept | kept))
+    return Fp32Modules(search.outermost(), frozenset(search.kept | kept))
 
 
 class _Search:
     """Grows islands until each kept parameter's owners are islands, where they can be."""
 
     def __init__(self, root: nn.Module) -> None:
-        self.islands, self.kept = set[nn.Module](), set[Parameter]()
+        self.fp32_modules, self.kept = set[nn.Module](), set[Parameter]()
         self.places: dict[nn.Module, list[str]] = {}  # a module that is registered twice has several
         for name, module in root.named_modules(remove_duplicate=False):
             self.places.setdefault(module, []).append(name)
@@ -122,13 +122,13 @@ class _Search:
             raise ValueError(
                 f"fp16_override_modules: {pattern!r} matches the whole model. Use Trainer(precision='32-true')."
             )
-        if module in self.islands:
+        if module in self.fp32_modules:
             return
         if type(module).forward is nn.Module.forward:
             for child in module.children():
                 self.add(child, pattern)
         else:
-            self.islands.add(module)
+            self.fp32_modules.add(module)
         self.grow(list(module.parameters()), pattern)
 
     def grow(self, parameters: list[Parameter], pattern: str) -> None:
@@ -144,8 +144,8 @@ class _Search:
         return [c for n, c in module.named_children() if n != "parametrizations" and self.readers.get(c) is not module]
 
     def outermost(self) -> tuple[tuple[str, nn.Module], ...]:
-        inside = tuple(f"{place}." for module in self.islands for place in self.places[module])
-        found = [m for m in self.places if m in self.islands]
+        inside = tuple(f"{place}." for module in self.fp32_modules for place in self.places[module])
+        found = [m for m in self.places if m in self.fp32_modules]
         return tuple((self.paths(m)[0], m) for m in found if not all(p.startswith(inside) for p in self.places[m]))
 
     def near(self, pattern: str) -> str:
@@ -155,7 +155,9 @@ class _Search:
         return f" Close names: {', '.join(close)}." if close else ""
 
 
-def install_islands(islands: Islands, dtype: torch.dtype, device_type: str, cast_back: bool) -> list[RemovableHandle]:
+def install_fp32_modules(
+    fp32_modules: Fp32Modules, dtype: torch.dtype, device_type: str, cast_back: bool
+) -> list[RemovableHandle]:
     """Hook the islands' forwards; a deep copy of a module shares the hooks, and is left alone.
 
     Tensors in nested tuples, lists and dicts are cast; those in other objects are not.
@@ -167,7 +169,7 @@ def install_islands(islands: Islands, dtype: torch.dtype, device_type: str, cast
         cast_back: whether fp32 outputs are cast to ``dtype``.
     """
     calls = _Calls()
-    return [h for _, m in islands.modules for h in _install(m, calls, device_type, dtype if cast_back else None)]
+    return [h for _, m in fp32_modules.modules for h in _install(m, calls, device_type, dtype if cast_back else None)]
 
 
 class _Calls(threading.local):
@@ -177,9 +179,11 @@ class _Calls(threading.local):
         self.open: list[tuple[nn.Module, torch.autocast, torch.dtype]] = []
 
 
-def _install(island: nn.Module, calls: _Calls, device_type: str, back: torch.dtype | None) -> list[RemovableHandle]:
+def _install(
+    fp32_module: nn.Module, calls: _Calls, device_type: str, back: torch.dtype | None
+) -> list[RemovableHandle]:
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if module is not island:
+        if module is not fp32_module:
             return None
         if torch.get_default_dtype() in _LOW:
             calls.open.clear()  # not inside of an island: a KeyboardInterrupt left them, no hook sees it
@@ -191,7 +195,7 @@ def _install(island: nn.Module, calls: _Calls, device_type: str, back: torch.dty
         return map_tensors(args, widen), map_tensors(kwargs, widen)
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
-        if module is not island or not calls.open or calls.open[-1][0] is not module:
+        if module is not fp32_module or not calls.open or calls.open[-1][0] is not module:
             return None
         _, context, default = calls.open.pop()
         torch.set_default_dtype(default)
@@ -202,8 +206,8 @@ def _install(island: nn.Module, calls: _Calls, device_type: str, back: torch.dty
 
     # torch.compile breaks the graph at these. The boundary lies around the module's other hooks.
     return [
-        island.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True),
-        island.register_forward_hook(Hook(after), always_call=True),
+        fp32_module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True),
+        fp32_module.register_forward_hook(Hook(after), always_call=True),
     ]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lt_zero.common.module_hooks import Hook
-from lt_zero.common.progress_bar import waiting
+from lt_zero.common.progress_bar import progress_bar
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.guard import is_guarded, owner_of
 
@@ -52,7 +52,7 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
         if engine is None or id(parameter) not in getattr(engine, "owner", {}):
             continue
         bucket = engine.owner[id(parameter)][0]
-        bucket.settle()
+        bucket.wait_background_step()
         if bucket not in found:
             found[bucket] = engine
             if not bucket.resident or is_guarded(parameter):
@@ -80,21 +80,21 @@ def full_parameters(engine: Engine) -> Iterator[FullParameter]:
 
     At most one bucket is held beyond what is resident anyway.
     """
-    engine.shelves.refuse_torn(engine.comm)
+    engine.offload_manager.refuse_partially_stepped(engine.comm)
     for bucket in engine.buckets:
         flat = full_flat(bucket)
         for parameter, span in zip(bucket.params, bucket.layout.spans, strict=True):
             yield FullParameter(span.name, parameter, flat[span.lo : span.hi].view(span.shape))
-        bucket.shelf.tidy()
-        engine.shelves.check(engine.comm, "weights in files")
+        bucket.store.tidy()
+        engine.offload_manager.check(engine.comm, "weights in files")
 
 
 @torch.no_grad()
 def full_flat(bucket: Bucket) -> Tensor:
     """All elements (1D) of the bucket's master weights. Collective."""
-    bucket.settle()
+    bucket.wait_background_step()
     bucket.edits.check(values=True)
-    if bucket.state is State.RESIDENT and not bucket.weights.separate:
+    if bucket.state is State.RESIDENT and not bucket.weights.has_master:
         return bucket.flat
     return gather_own(bucket, bucket.weights.values())
 
@@ -102,10 +102,10 @@ def full_flat(bucket: Bucket) -> Tensor:
 @torch.no_grad()
 def gather_own(bucket: Bucket, own: Tensor) -> Tensor:
     """All ranks' parts of something that lies like the master weights (a moment, the accumulator), 1D. Collective."""
-    if bucket.own == (0, bucket.layout.numel):
+    if bucket.shard_range == (0, bucket.layout.numel):
         return own
     flat = torch.empty(bucket.layout.numel, dtype=own.dtype, device=bucket.comm.device)
-    flat[bucket.own[0] : bucket.own[1]] = own
+    flat[bucket.shard_range[0] : bucket.shard_range[1]] = own
     bucket.comm.all_gather(flat, bucket.name).wait()
     return flat
 
@@ -117,7 +117,7 @@ def full_state_dict(engine: Engine) -> dict[str, Any]:
     """
     keep = engine.comm.rank == 0
     values: dict[int, Tensor] = {}
-    with waiting("Gathering weights", sum(len(b.params) for b in engine.buckets), rank=engine.comm.rank) as work:
+    with progress_bar("Gathering weights", sum(len(b.params) for b in engine.buckets), rank=engine.comm.rank) as work:
         for _, parameter, value in full_parameters(engine):
             work.advance()
             if keep:
@@ -138,7 +138,7 @@ def install_load_hooks(engine: Engine) -> None:
     Sharded parameters need none of this: their guard turns the ``copy_`` into a scatter. Where a 16-bit copy stays in
     memory, the checkpoint's own precision has to get past it.
     """
-    separate = {b for b in engine.buckets if not b.weights.aliased and not b.sharding.params}
+    separate = {b for b in engine.buckets if not b.weights.master_is_view and not b.sharding.params}
     for module in engine.root.modules():
         places = {n: engine.owner[id(p)] for n, p in module.named_parameters(recurse=False) if id(p) in engine.owner}
         places = {n: place for n, place in places.items() if place[0] in separate}
@@ -172,4 +172,4 @@ def restore_whole(engine: Engine) -> None:
             for parameter, span, dtype in rows:
                 parameter.data = flat[span.lo : span.hi].view(span.shape).to(dtype, copy=True)
     engine.detach()
-    engine.shelves.rest()  # its run may be over long ago, and reading files has started threads again
+    engine.offload_manager.rest()  # its run may be over long ago, and reading files has started threads again

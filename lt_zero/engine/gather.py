@@ -13,7 +13,7 @@ from lt_zero.comm.communicator import Comm
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.gather_order import Order, Residency
 from lt_zero.engine.hooks import Unit
-from lt_zero.engine.offload_manager import Shelves
+from lt_zero.engine.offload_manager import OffloadManager
 
 
 class Gatherer:
@@ -31,7 +31,7 @@ class Gatherer:
         self._comm = comm
         self.limit(residency)
         root_unit.keep = True
-        self._shelves = Shelves()
+        self._offload_manager = OffloadManager()
         self._forward: Order[Unit] = Order()
         self._backward: Order[Unit] = Order()
         self._pinned: dict[Bucket, None] = {}  # see Note [Pins]
@@ -44,9 +44,9 @@ class Gatherer:
         for unit, keep in zip(self._units, residency.keep_after_forward([u.numel for u in self._units]), strict=True):
             unit.keep = keep
 
-    def use(self, shelves: Shelves) -> None:
+    def use(self, offload_manager: OffloadManager) -> None:
         """States rest there."""
-        self._shelves = shelves
+        self._offload_manager = offload_manager
 
     # ---- passes ------------------------------------------------------------------------------------------------
 
@@ -81,9 +81,9 @@ class Gatherer:
 
     def gather(self, unit: Unit) -> None:
         """Make the parameters of ``unit`` readable, without a guard."""
-        if self._shelves.overlaps:
+        if self._offload_manager.overlaps:
             for bucket in unit.buckets:
-                bucket.settle()
+                bucket.wait_background_step()
         for bucket in unit.sharded:
             if bucket.state is State.RELEASED:
                 bucket.launch_gather()
@@ -92,13 +92,13 @@ class Gatherer:
             bucket.unguard()
 
     def _prefetch(self, order: Order[Unit]) -> None:
-        if not self._comm.gathers_in_background and self._shelves.params is None:
+        if not self._comm.gathers_in_background and self._offload_manager.params is None:
             return
         ahead = [u for u in self._units if any(b.state is State.GATHERING for b in u.sharded)]
         flying, live = sum(u.numel for u in ahead), sum(u.numel for u in self._units if u.resident)
         limit, count, units = self._residency.prefetch, sum(len(u.sharded) for u in ahead), len(ahead)
-        if self._shelves.params is not None:
-            limit = min(limit, self._shelves.param_blocks.buffer_size)
+        if self._offload_manager.params is not None:
+            limit = min(limit, self._offload_manager.param_blocks.buffer_size)
         for unit in order.upcoming():
             if unit.resident:
                 continue
@@ -108,7 +108,7 @@ class Gatherer:
             flying, live, count = flying + unit.numel, live + unit.numel, count + len(unit.sharded)
             if flying > limit or live > self._residency.max_live:
                 return
-            if self._shelves.params is not None and count > self._shelves.param_blocks.buffer_count:
+            if self._offload_manager.params is not None and count > self._offload_manager.param_blocks.buffer_count:
                 return
             for bucket in unit.sharded:
                 if bucket.state is State.RELEASED:

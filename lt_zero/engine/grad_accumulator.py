@@ -17,11 +17,11 @@ from torch.nn import Parameter
 
 from lt_zero import ops
 from lt_zero.comm.communicator import Comm
-from lt_zero.comm.work import All, Pending
+from lt_zero.comm.work import All, Work
 from lt_zero.common.flat_storage import flat_empty
-from lt_zero.engine.bucket_store import Shelf
+from lt_zero.engine.bucket_store import BucketStore
 from lt_zero.engine.layout import BucketLayout, Piece
-from lt_zero.offload.copy_streams import Ticket
+from lt_zero.offload.copy_streams import CopyEvent
 from lt_zero.offload.nvme_store import tidy
 
 
@@ -55,7 +55,7 @@ class Accumulator:
         self._numel, self._pieces = own[1] - own[0], layout.pieces(*own)
         self._whole = own == (0, layout.numel)
         self._wire, self._sharded = wire, sharded
-        self._shelf = Shelf()
+        self._store = BucketStore()
         self._grad: Tensor | None = None  # 1D, elements [own); None if there is none, or it rests in a file
         self.changes = 0  # of the gradients, so far
         self._dropping = False  # ``_drop`` is due
@@ -63,12 +63,12 @@ class Accumulator:
         self.factor: Tensor | None = None  # 0D fp32; see fused_step.py, Note [Deferred factor]
         self.valid: set[int] = set()  # parameters that were reduced since their gradient was cleared
         self.used: set[int] = set()  # those of them that had a gradient on this rank
-        self._coming: tuple[Ticket, Tensor, Tensor | None] | None = None  # to host memory; what is to be added then
+        self._coming: tuple[CopyEvent, Tensor, Tensor | None] | None = None  # to host memory; what is to be added then
         self.local: Tensor | None = None  # 1D, all elements: gradients not reduced yet (stages 0 and 1)
 
-    def use(self, shelf: Shelf) -> None:
+    def use(self, store: BucketStore) -> None:
         """Rest on ``shelf``."""
-        self._shelf = shelf
+        self._store = store
 
     # ---- from the parameters to the accumulator ----------------------------------------------------------------
 
@@ -125,22 +125,22 @@ class Accumulator:
             self.local = torch.empty(self._layout.numel, dtype=self.dtype, device=self._comm.device)
         self.take(self.local, add)
 
-    def launch_reduce(self, send: Tensor, scratch: Tensor) -> Pending:
+    def launch_reduce(self, send: Tensor, scratch: Tensor) -> Work:
         """Start averaging ``send`` (1D, all elements) over the ranks into the accumulator."""
-        shelf = self._shelf
+        store = self._store
         self._own()
-        if not self.accumulated and shelf.optim is None:
-            make = shelf.host_empty if shelf.host_optim else partial(flat_empty, device=send.device)
+        if not self.accumulated and store.optim is None:
+            make = store.host_empty if store.host_optim else partial(flat_empty, device=send.device)
             self.grad = make(self._numel, self.dtype)
         elif not self.accumulated:
-            shelf.home("grad", self.dtype).hold()
+            store.stored_tensor("grad", self.dtype).hold()
             self.accumulated = True
-        self.settle_factor()
+        self.apply_deferred_scale()
         add, out = bool(self.valid), self.grad
         assert out is not None
         self.valid.update(i for i, p in enumerate(self._params) if p.requires_grad)
         collective = self._comm.all_reduce if self._whole else self._comm.reduce_scatter
-        if not shelf.host_optim:
+        if not store.host_optim:
             return collective(out, send, scratch, add, self._name)
         landing = flat_empty(self._numel, out.dtype, send.device)
         pending = collective(landing, send, scratch, False, self._name)
@@ -149,25 +149,25 @@ class Accumulator:
     def _send(self, out: Tensor, landing: Tensor, add: bool) -> None:
         """Start moving what was reduced on the device to host memory."""
         target = torch.empty_like(out, pin_memory=out.is_pinned()) if add else out
-        self._coming = (self._shelf.traffic.to_host.copy(target, landing), out, target if add else None)
+        self._coming = (self._store.host_link.to_host.copy(target, landing), out, target if add else None)
 
     def arrive(self) -> None:
         """Wait for what is on its way to host memory, unless the background has it, which waits for itself."""
-        if not self._shelf.handed_over:
+        if not self._store.handed_over:
             self._arrive()
 
     @torch.no_grad()
     def _arrive(self) -> None:
         # One thread at a time: who does not have the bucket would take the copy from under the one that steps it.
         if self._coming is not None:
-            (ticket, out, addend), self._coming = self._coming, None
-            ticket.synchronize()
+            (event, out, addend), self._coming = self._coming, None
+            event.synchronize()
             if addend is not None:
                 out.add_(addend)
 
     def _own(self) -> None:
         """Nobody else works on the accumulator now, and all of it is there."""
-        self._shelf.settle()
+        self._store.wait_background_step()
         self._arrive()
 
     # ---- the accumulator ---------------------------------------------------------------------------------------
@@ -179,22 +179,22 @@ class Accumulator:
         self.changes += 1
         if not self.accumulated or self._grad is not None:
             return self._grad
-        return self._shelf.homes["grad"].bring()
+        return self._store.stored["grad"].bring()
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if self.rests:
-            self._shelf.homes["grad"].discard()
+            self._store.stored["grad"].discard()
         self._grad, self.accumulated = value, value is not None
 
     def read(self) -> Tensor:
         """``grad``, which is there, for reading only."""
         self._own()
-        return self._grad if self._grad is not None else self._shelf.homes["grad"].bring(write=False)
+        return self._grad if self._grad is not None else self._store.stored["grad"].bring(write=False)
 
     def of(self, piece: Piece, write: bool = True) -> Tensor:
         """The accumulated gradient (1D) of one of this rank's pieces; without ``write`` for reading only."""
-        self.settle_factor()
+        self.apply_deferred_scale()
         grad = self.grad if write else self.read()
         assert grad is not None
         return grad[piece.offset : piece.offset + piece.numel]
@@ -213,9 +213,9 @@ class Accumulator:
         if not self.valid and not self.used:
             if not self._dropping:
                 self._dropping = True
-                self._shelf.when_settled(self._drop)  # the next reduction starts from zero
+                self._store.after_background_step(self._drop)  # the next reduction starts from zero
             return
-        self._shelf.settle()
+        self._store.wait_background_step()
         for index in indices:
             span = self._layout.spans[index]
             if self.local is not None:
@@ -242,18 +242,18 @@ class Accumulator:
         """Start writing an accumulator that rests in a file; ``stow`` ends it."""
         self._own()
         if self.rests:
-            self._shelf.homes["grad"].put_away()
+            self._store.stored["grad"].put_away()
 
     def stow(self) -> None:
         """Have no memory for an accumulator that rests in a file."""
         self._own()
         if self.rests:
-            tidy([self._shelf.homes["grad"]])
+            tidy([self._store.stored["grad"]])
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory of the accumulator."""
-        home = self._shelf.homes.get("grad")
+        home = self._store.stored.get("grad")
         if self._grad is None and home is not None:
             return home.nbytes if home.takes_memory else 0
         return self._grad.nbytes if self._grad is not None else 0
@@ -263,14 +263,14 @@ class Accumulator:
     def defer(self, factor: Tensor) -> None:
         """Multiply the accumulated gradients by ``factor`` (0D fp32) when somebody needs them."""
         self.changes += 1
-        if self._shelf.moves_optim:
+        if self._store.moves_optim:
             factor = factor.cpu()  # now: in the background it would wait for what the device has to do by then
         self.factor = factor if self.factor is None else self.factor * factor
 
     @torch.no_grad()
-    def settle_factor(self) -> None:
+    def apply_deferred_scale(self) -> None:
         """Multiply by what was deferred."""
-        self._shelf.settle()
+        self._store.wait_background_step()
         factor, self.factor = self.factor, None
         if factor is not None and self.accumulated:
             self.widen_fp16()

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.shared_memory import SEND_BUFFERS
-from lt_zero.comm.work import Pending
+from lt_zero.comm.work import Work
 from lt_zero.common.flat_storage import flat_empty
 from lt_zero.common.timing import phase
 from lt_zero.engine.bucket import Bucket
@@ -50,7 +50,7 @@ class Reducer:
         self._learnt = False
         self._slots: dict[torch.dtype, deque[tuple[Tensor, Tensor]]] = {}  # free (send, scratch) pairs
         self._made: dict[torch.dtype, int] = {}  # how many of them exist, free or not
-        self._flying: deque[tuple[Bucket, Pending, tuple[Tensor, Tensor] | None]] = deque()
+        self._flying: deque[tuple[Bucket, Work, tuple[Tensor, Tensor] | None]] = deque()
         self._leaving: deque[Accumulator] = deque()  # are being written to files
         self._arriving: deque[Accumulator] = deque()  # are being copied to host memory
         self.on_landed: Callable[[Bucket], bool] | None = None  # may take a bucket whose gradients are reduced
@@ -153,12 +153,12 @@ class Reducer:
         with torch.no_grad(), phase("reduce", bucket.name):
             pending.wait()
         taken = self.on_landed is not None and self.on_landed(bucket)
-        if bucket.shelf.optim is not None and not taken:
+        if bucket.store.optim is not None and not taken:
             bucket.grads.put_away()
             self._leaving.append(bucket.grads)
             if len(self._leaving) > 1:
                 self._leaving.popleft().stow()
-        elif bucket.shelf.host_optim and not taken:
+        elif bucket.store.host_optim and not taken:
             self._arriving.append(bucket.grads)
             if len(self._arriving) > 2:
                 self._arriving.popleft().arrive()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _ROW = 1024  # words of a digest that may change places unseen
 
 
-class EditWatch:
+class InplaceEdits:
     """Looks for edits of a bucket's parameters. See Note [How edits are noticed]."""
 
     def __init__(self, bucket: Bucket) -> None:
@@ -42,9 +42,9 @@ class EditWatch:
     def note(self) -> None:
         """What the parameters hold now is right."""
         self._paused = False
-        if not self._bucket.weights.aliased:
+        if not self._bucket.weights.master_is_view:
             self._versions = [version_of(p) for p in self._bucket.params]
-            self._digest = _digest_of(self._bucket.part) if self._digests else None
+            self._digest = _digest_of(self._bucket.shard) if self._digests else None
 
     def pause(self) -> None:
         """The master weights are stepped while the compute copy stays behind, until ``note``."""
@@ -53,14 +53,16 @@ class EditWatch:
     @property
     def _digests(self) -> bool:
         bucket = self._bucket
-        cheap = bucket.weights.separate and bucket.part.device.type == "cpu"  # a comparison takes 4 times AdamW's step
-        return (bucket.shelf.moves_optim or cheap) and not bucket.sharding.params
+        cheap = (
+            bucket.weights.has_master and bucket.shard.device.type == "cpu"
+        )  # a comparison takes 4 times AdamW's step
+        return (bucket.store.moves_optim or cheap) and not bucket.sharding.params
 
     def seen(self) -> bool:
         """Whether values are not those of ``note``, as far as the versions or a digest tell."""
         if self._paused:  # the compute copy is that of another step, or is being written
             return False
-        changed = self._digests and (self._digest is None or bool(self._digest != _digest_of(self._bucket.part)))
+        changed = self._digests and (self._digest is None or bool(self._digest != _digest_of(self._bucket.shard)))
         return changed or [version_of(p) for p in self._bucket.params] != self._versions
 
     def check(self, values: bool = False) -> None:
@@ -69,7 +71,7 @@ class EditWatch:
         if not bucket.resident or self._paused:
             return
         edited = self._put_back() if not bucket.sharding.params else []
-        if not bucket.weights.separate:
+        if not bucket.weights.has_master:
             return
         pairs = zip(bucket.params, self._versions, bucket.layout.spans, strict=True)
         edited += [span.name for p, version, span in pairs if version_of(p) != version]
@@ -87,20 +89,22 @@ class EditWatch:
 
     def _equal(self, piece: Piece) -> bool:
         bucket, place = self._bucket, slice(piece.offset, piece.offset + piece.numel)
-        return torch.equal(bucket.part[place], bucket.weights.home[place].to(bucket.part.device, bucket.dtype))
+        return torch.equal(
+            bucket.shard[place], bucket.weights.master_or_frozen[place].to(bucket.shard.device, bucket.dtype)
+        )
 
     def _put_back(self) -> list[str]:
         """Parameters that were given other tensors are views again, of the same values; returns their names."""
         bucket = self._bucket
         if not self._addresses:
-            self._addresses = [view.data_ptr() for view in bucket.views]
+            self._addresses = [view.data_ptr() for view in bucket.param_views]
         pairs = enumerate(zip(bucket.params, self._addresses, strict=True))
         return [name for i, (p, address) in pairs if p.data_ptr() != address and (name := self._put(p, i))]
 
     @torch.no_grad()
     def _put(self, parameter: Parameter, index: int) -> str:
         bucket = self._bucket
-        view, name = bucket.views[index], bucket.layout.spans[index].name
+        view, name = bucket.param_views[index], bucket.layout.spans[index].name
         if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, view.dtype, view.device):
             self.lost.append(name)
             return ""

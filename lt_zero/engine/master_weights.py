@@ -27,9 +27,9 @@ from torch import Tensor
 
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.flat_storage import flat_empty
-from lt_zero.engine.bucket_store import Shelf
-from lt_zero.offload.copy_streams import Slot, Ticket
-from lt_zero.offload.nvme_store import FileHome
+from lt_zero.engine.bucket_store import BucketStore
+from lt_zero.offload.copy_streams import CopyEvent, StagingBuffer
+from lt_zero.offload.nvme_store import StoredTensor
 
 
 class Weights:
@@ -48,53 +48,53 @@ class Weights:
     ) -> None:
         self.master_dtype, self._gaps = master_dtype, gaps
         self._part, self._sharded, self._comm = part, sharded, comm
-        self._shelf = Shelf()
+        self._store = BucketStore()
         self._master: Tensor | None = None  # 1D, as ``part``; None if there is none, or it rests in a file
-        self._home: Tensor | None = None  # 1D, of a frozen bucket
-        self._source: Tensor | None = None  # 1D: what gathers read if the master is in a file
-        self._slot: Slot | None = None  # where the kernel writes the compute copy, in host memory
-        self._coming: Ticket | None = None  # the compute copy, on its way to the device
-        self._leaving: Ticket | None = None  # a gather that still reads ``source`` in host memory
+        self._frozen: Tensor | None = None  # 1D, of a frozen bucket
+        self._gather_source: Tensor | None = None  # 1D: what gathers read if the master is in a file
+        self._slot: StagingBuffer | None = None  # where the kernel writes the compute copy, in host memory
+        self._coming: CopyEvent | None = None  # the compute copy, on its way to the device
+        self._leaving: CopyEvent | None = None  # a gather that still reads ``source`` in host memory
         self._after: Any = None  # the moment from which the compute copy on the device may be written
         self.written = False  # the step at hand has put the updated weights into the compute copy already
 
-    def use(self, shelf: Shelf) -> None:
+    def use(self, store: BucketStore) -> None:
         """Rest on ``shelf``."""
-        self._shelf = shelf
+        self._store = store
 
     # ---- construction ------------------------------------------------------------------------------------------
 
     def keep(self, values: Tensor, train: bool) -> None:
         """Keep this rank's part beside the compute copy: as master weights, or as the home of frozen ones."""
-        shelf = self._shelf
+        store = self._store
         dtype = self.master_dtype if train or self._part.dtype != values.dtype else self._part.dtype
-        if train and shelf.optim:
-            shelf.home("master", dtype).tensor.copy_(values)
+        if train and store.optim:
+            store.stored_tensor("master", dtype).tensor.copy_(values)
             self._keep_source(values)
-        elif train and shelf.host_optim:
+        elif train and store.host_optim:
             crosses = self._crosses and dtype == self._part.dtype  # otherwise a cast copy does
-            self._master = shelf.host_empty(values.numel(), dtype, crosses).copy_(values)
+            self._master = store.host_empty(values.numel(), dtype, crosses).copy_(values)
             self._keep_source(values)
         elif train:
             self._master = self._copy_kept(values, dtype)
-        elif shelf.params and self._sharded:
-            shelf.home("weights", dtype).tensor.copy_(values)
-        elif shelf.host_params:
-            self._home = shelf.host_empty(values.numel(), dtype).copy_(values)
+        elif store.params and self._sharded:
+            store.stored_tensor("weights", dtype).tensor.copy_(values)
+        elif store.host_params:
+            self._frozen = store.host_empty(values.numel(), dtype).copy_(values)
         else:
-            self._home = self._copy_kept(values, dtype)
+            self._frozen = self._copy_kept(values, dtype)
 
     def _keep_source(self, values: Tensor) -> None:
         """See Note [States in files]."""
-        shelf, dtype = self._shelf, self._part.dtype
+        store, dtype = self._store, self._part.dtype
         if not self._sharded:
             return
-        if shelf.params is None and shelf.host_params:
-            self._source = shelf.host_empty(values.numel(), dtype).copy_(values)
-        elif shelf.params is None:
-            self._source = self._copy_kept(values, dtype)
-        elif "master" not in shelf.homes or self.master_dtype != dtype:
-            shelf.home("weights", dtype).tensor.copy_(values)
+        if store.params is None and store.host_params:
+            self._gather_source = store.host_empty(values.numel(), dtype).copy_(values)
+        elif store.params is None:
+            self._gather_source = self._copy_kept(values, dtype)
+        elif "master" not in store.stored or self.master_dtype != dtype:
+            store.stored_tensor("weights", dtype).tensor.copy_(values)
 
     def _copy_kept(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """A copy that stays; what gathers read lies where all ranks of the host can read it."""
@@ -110,51 +110,51 @@ class Weights:
         """Make the master weights (again a no-op when they exist); called late when frozen parameters are unfrozen."""
         if self.trains:
             return
-        if self.aliased:
+        if self.master_is_view:
             self._master = self._part
-        elif self._home is not None and self._home.dtype == self.master_dtype and not self._shelf.moves_optim:
-            self._master, self._home = self._home, None
+        elif self._frozen is not None and self._frozen.dtype == self.master_dtype and not self._store.moves_optim:
+            self._master, self._frozen = self._frozen, None
         else:
-            self.keep(self.home if self.separate or self._sharded else self._part, train=True)
-            self._home = None
-            if self._shelf.optim is None and "weights" in self._shelf.homes:
-                self._shelf.homes.pop("weights").discard()  # gathers read the master weights
-            self._shelf.tidy()  # a frozen one may never be stepped
+            self.keep(self.master_or_frozen if self.has_master or self._sharded else self._part, train=True)
+            self._frozen = None
+            if self._store.optim is None and "weights" in self._store.stored:
+                self._store.stored.pop("weights").discard()  # gathers read the master weights
+            self._store.tidy()  # a frozen one may never be stepped
 
     # ---- what there is -----------------------------------------------------------------------------------------
 
     @property
-    def aliased(self) -> bool:
+    def master_is_view(self) -> bool:
         """Whether the master weights are a slice of the compute copy. See Note [Where values rest]."""
-        return not self._sharded and self.master_dtype == self._part.dtype and not self._shelf.moves_optim
+        return not self._sharded and self.master_dtype == self._part.dtype and not self._store.moves_optim
 
     @property
     def trains(self) -> bool:
         """Whether there are master weights."""
-        return self._master is not None or "master" in self._shelf.homes
+        return self._master is not None or "master" in self._store.stored
 
     @property
-    def separate(self) -> bool:
+    def has_master(self) -> bool:
         """Whether something more precise than the compute copy, or at least apart from it, is kept."""
-        return not self.aliased and (self.trains or self._home is not None or bool(self._shelf.homes))
+        return not self.master_is_view and (self.trains or self._frozen is not None or bool(self._store.stored))
 
     @property
     def master(self) -> Tensor | None:
         """What the optimizer updates (1D, as ``part``). Read from its file if it rests there."""
-        self._shelf.settle()
-        home = self._shelf.homes.get("master")
+        self._store.wait_background_step()
+        home = self._store.stored.get("master")
         return home.bring() if home is not None else self._master
 
     @property
     def master_rows(self) -> Tensor:
         """``master`` as it lies, whether or not its values are there."""
-        home = self._shelf.homes.get("master")
+        home = self._store.stored.get("master")
         rows = home.tensor if home is not None else self._master
         assert rows is not None
         return rows
 
     @property
-    def home(self) -> Tensor:
+    def master_or_frozen(self) -> Tensor:
         """See Note [Where values rest]. Read from its file if it rests there."""
         return self._brought(write=True)
 
@@ -164,66 +164,66 @@ class Weights:
 
     def _brought(self, write: bool) -> Tensor:
         """``home``; without ``write`` nothing has to be written back."""
-        self._shelf.settle()
+        self._store.wait_background_step()
         if self._master is not None:
             return self._master
-        home = self._shelf.homes.get("master") or self._shelf.homes.get("weights")
+        home = self._store.stored.get("master") or self._store.stored.get("weights")
         if home is not None:
             return home.bring(write)
-        assert self._home is not None
-        return self._home
+        assert self._frozen is not None
+        return self._frozen
 
     @property
     def _kept(self) -> bool:
         """Whether there is a ``home``."""
-        return self.trains or self._home is not None or bool(self._shelf.homes)
+        return self.trains or self._frozen is not None or bool(self._store.stored)
 
-    def home_or_part(self) -> Tensor:
+    def writable_values(self) -> Tensor:
         """What takes new values: ``home``, or the compute copy where nothing else is kept."""
-        return self.home if self._kept else self._part
+        return self.master_or_frozen if self._kept else self._part
 
-    def precise(self) -> Tensor:
+    def master_or_shard(self) -> Tensor:
         """The values as precise as they are kept (1D, as ``part``), for reading only."""
         return self.values() if self._kept else self._part
 
     @property
     def precision(self) -> torch.dtype:
         """Of ``precise``, which need not be read for that."""
-        homes = self._shelf.homes
+        homes = self._store.stored
         if self.trains:
             return self.master_rows.dtype
         resting = homes.get("weights")
         if resting is not None:
             return resting.dtype
-        return self._home.dtype if self._home is not None else self._part.dtype
+        return self._frozen.dtype if self._frozen is not None else self._part.dtype
 
     # ---- the copy that gathers read ----------------------------------------------------------------------------
 
     @property
-    def source(self) -> Tensor | FileHome:
+    def gather_source(self) -> Tensor | StoredTensor:
         """What a gather reads. See Note [States in files]."""
-        self._shelf.settle()
+        self._store.wait_background_step()
         self.arrive()
-        if self._source is not None:
-            return self._source
-        homes = self._shelf.homes
-        return homes.get("weights") or homes.get("master") or self.home
+        if self._gather_source is not None:
+            return self._gather_source
+        homes = self._store.stored
+        return homes.get("weights") or homes.get("master") or self.master_or_frozen
 
     @property
-    def source_nbytes(self) -> int:
+    def gather_source_nbytes(self) -> int:
         """Bytes of what gathers read, if that is a tensor of its own."""
-        return self._source.nbytes if self._source is not None else 0
+        return self._gather_source.nbytes if self._gather_source is not None else 0
 
     def copy_target(self) -> Tensor | None:
         """Where the compute copy of this rank's weights stays in memory, if it does."""
         if not self._sharded:
-            return self._part if self.separate else None
-        return self._source
+            return self._part if self.has_master else None
+        return self._gather_source
 
     @property
     def _crosses(self) -> bool:
         """Whether the compute copy of a step's result has to go from host memory to the device."""
-        return self._shelf.host_optim and not (self._sharded and self._shelf.host_params)
+        return self._store.host_optim and not (self._sharded and self._store.host_params)
 
     def kernel_target(self, whole: bool) -> Tensor | None:
         """Where the kernel that updates the master weights can write the compute copy, too; None: ``refresh`` does.
@@ -240,7 +240,7 @@ class Weights:
 
     def _take_slot(self, target: Tensor) -> Tensor:
         if self._slot is None:
-            self._slot = self._shelf.traffic.slots.take(target.numel(), target.dtype)
+            self._slot = self._store.host_link.slots.take(target.numel(), target.dtype)
         return self._slot.tensor
 
     def forget_slot(self) -> None:
@@ -251,10 +251,10 @@ class Weights:
 
     def refresh(self) -> None:
         """Bring the copy that gathers read up to date with the master weights, which are in memory."""
-        self._shelf.settle()
+        self._store.wait_background_step()
         target = self.copy_target()
-        if "weights" in self._shelf.homes and self._sharded and self.trains:
-            self._shelf.homes["weights"].hold().copy_(self.master_rows)
+        if "weights" in self._store.stored and self._sharded and self.trains:
+            self._store.stored["weights"].hold().copy_(self.master_rows)
         elif target is not None and self._crosses:
             self._send(target)
         elif target is not None and not self.written:
@@ -264,10 +264,10 @@ class Weights:
     def _send(self, target: Tensor) -> None:
         if self.written and self._slot is None:
             return  # it is on its way
-        lane, written = self._shelf.traffic.to_device, self.written
+        lane, written = self._store.host_link.to_device, self.written
         if target.dtype == self.master_dtype:
             self._coming = self._leaving = lane.copy(target, self.master_rows, self._after)
-            if self._shelf.optim is not None:
+            if self._store.optim is not None:
                 self._coming.synchronize()  # its memory goes to the next bucket
             return
         into = self._take_slot(target)
@@ -280,11 +280,11 @@ class Weights:
 
     def leave(self) -> None:
         """Another thread brings the compute copy up to date; what the device has to do now is all that reads it."""
-        self._after = self._shelf.traffic.to_device.now() if self._shelf.host_optim else None
+        self._after = self._store.host_link.to_device.now() if self._store.host_optim else None
 
-    def arrives(self, ticket: Ticket) -> None:
+    def arrives(self, event: CopyEvent) -> None:
         """The compute copy is there when ``ticket`` says so."""
-        self._coming = ticket
+        self._coming = event
 
     def arrive(self) -> None:
         """What the current stream does from now on may use the compute copy."""
@@ -292,16 +292,16 @@ class Weights:
         if coming is not None:
             coming.wait()
 
-    def send(self, target: Tensor, source: Tensor) -> Ticket:
+    def send(self, target: Tensor, source: Tensor) -> CopyEvent:
         """Start copying ``source`` in host memory to ``target``, which a gather fills."""
-        self._leaving = self._shelf.traffic.to_device.copy(target, source)
+        self._leaving = self._store.host_link.to_device.copy(target, source)
         return self._leaving
 
     def follow_edit(self) -> None:
         """``home`` was changed by hand: what gathers read follows, and what rests in files is put away."""
-        if self.trains and self._shelf.moves_optim and self._sharded:
+        if self.trains and self._store.moves_optim and self._sharded:
             self.written = False
             self.refresh()
             self.written = False
             self.arrive()
-        self._shelf.tidy()
+        self._store.tidy()

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from lt_zero.comm.communicator import Comm
-from lt_zero.common.progress_bar import waiting
+from lt_zero.common.progress_bar import progress_bar
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks.offload import OffloadOptimizer, OffloadParam
 from lt_zero.config.schema import ZeroOptimization
-from lt_zero.engine.bucket_store import Shelf, Traffic, is_apart
+from lt_zero.engine.bucket_store import BucketStore, HostLink, is_apart
 from lt_zero.io.pinned import return_large_blocks
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload.background import Background
 from lt_zero.offload.disk_speed import Speed, forecast, probe
-from lt_zero.offload.nvme_files import Tier
-from lt_zero.offload.nvme_store import FileHome
+from lt_zero.offload.nvme_files import NvmeFiles
+from lt_zero.offload.nvme_store import StoredTensor
 
 if TYPE_CHECKING:
     from lt_zero.engine.bucket import Bucket
@@ -32,25 +32,25 @@ _PROBE = 256 << 20  # bytes that a look at the disk moves at most
 
 
 @dataclass
-class Shelves:
+class OffloadManager:
     """The files of one engine."""
 
-    optim: Tier | None = None
-    params: Tier | None = None
+    optim: NvmeFiles | None = None
+    params: NvmeFiles | None = None
     how: OffloadOptimizer = OffloadOptimizer()
     param_blocks: OffloadParam = OffloadParam()
     background: Background | None = None
     overlaps: bool = False  # there is, or was, a background
-    torn: str = ""  # buckets whose weights are a step ahead; see overlap.py, Note [Beside backward]
-    traffic: Traffic | None = None
+    partially_stepped: str = ""  # buckets whose weights are a step ahead; see overlap.py, Note [Beside backward]
+    host_link: HostLink | None = None
     failure: SwapError | None = None  # of the background
     others: list[Callable[[], SwapError | None]] = field(default_factory=list)  # tell what is wrong with theirs
 
-    def walk(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
+    def stream_buckets(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
         """Visit buckets with what a step needs; the next is read and the last written meanwhile."""
         assert self.optim is not None
-        groups = [homes_of(bucket) for bucket in buckets]
-        for number in self.optim.walk(groups, self.how.pipeline_read, self.how.pipeline_write):
+        groups = [stored_tensors_of(bucket) for bucket in buckets]
+        for number in self.optim.stream(groups, self.how.pipeline_read, self.how.pipeline_write):
             yield buckets[number]
 
     def note(self, error: Exception) -> None:
@@ -60,9 +60,9 @@ class Shelves:
             error = SwapError(f"a step in the background failed ({error!r}); restart from a checkpoint")
         self.failure = self.failure or error
 
-    def walking(self) -> AbstractContextManager[object]:
-        """Around visits to one bucket after the other. See offload/nvme_files.py, ``Tier.walking``."""
-        return self.optim.walking() if self.optim is not None else nullcontext()
+    def streaming(self) -> AbstractContextManager[object]:
+        """Around visits to one bucket after the other. See offload/nvme_files.py, ``NvmeFiles.streaming``."""
+        return self.optim.streaming() if self.optim is not None else nullcontext()
 
     def find_problem(self) -> SwapError | None:
         """What went wrong on this rank. See offload/nvme_files.py, Note [A failing disk]."""
@@ -81,7 +81,7 @@ class Shelves:
                 if (problem := self.find_problem()) is not None:
                     raise problem
 
-    def refuse_torn(self, comm: Comm) -> None:
+    def refuse_partially_stepped(self, comm: Comm) -> None:
         """Raise on all ranks if one of them updated weights beside a backward that no step followed. Collective.
 
         Raises:
@@ -90,10 +90,11 @@ class Shelves:
         if not self.overlaps:
             return
         with together(comm, "steps beside backward"):
-            if self.torn:
+            if self.partially_stepped:
                 raise SwapError(
-                    f"A backward that no step followed had {self.torn} stepped beside it: weights belong to no step. "
-                    "Load a checkpoint; zero_optimization.offload_optimizer.overlap_step=false steps after backward."
+                    f"A backward that no step followed had {self.partially_stepped} stepped beside it: weights belong "
+                    "to no step. Load a checkpoint; zero_optimization.offload_optimizer.overlap_step=false steps after "
+                    "backward."
                 )
 
     def require(self, comm: Comm, states: int) -> None:
@@ -121,7 +122,7 @@ class Shelves:
             return ""
         comm, read, written = buckets[0].comm, *_traffic(buckets, states)
         mine = Speed(1.0, 1.0)
-        with together(comm, "the speed of the disk"), waiting(f"Measuring the speed of {tier.folder.path.parent}"):
+        with together(comm, "the speed of the disk"), progress_bar(f"Measuring the speed of {tier.folder.path.parent}"):
             mine = probe(tier.folder, tier.pool, min(_PROBE, max(1 << 20, read)))
         slowest = Speed(
             *(min(side) for side in zip(*comm.host_gather(tuple(mine), "the speed of the disk"), strict=True))
@@ -133,7 +134,7 @@ class Shelves:
             f"per rank: about {seconds:.1f} s, part of it while others compute."
         )
 
-    def _tiers(self) -> list[Tier]:
+    def _tiers(self) -> list[NvmeFiles]:
         return list({id(t): t for t in (self.optim, self.params) if t is not None}.values())
 
     def rest(self) -> None:
@@ -157,15 +158,15 @@ def _traffic(buckets: Sequence[Bucket], states: int) -> tuple[int, int]:
     """Bytes that this rank reads and writes for one optimizer step with one backward, clipping included."""
     read = written = 0
     for bucket in buckets:
-        numel = bucket.own[1] - bucket.own[0]
+        numel = bucket.shard_range[1] - bucket.shard_range[0]
         kept = numel * (bucket.weights.master_dtype.itemsize + 4 * states)
         grad = numel * bucket.grads.dtype.itemsize
-        if "master" in bucket.shelf.homes:
+        if "master" in bucket.store.stored:
             read, written = read + kept + 2 * grad, written + kept + grad
-        source = bucket.weights.source if bucket.sharding.params else None
-        if isinstance(source, FileHome):
+        source = bucket.weights.gather_source if bucket.sharding.params else None
+        if isinstance(source, StoredTensor):
             read += 2 * numel * source.dtype.itemsize  # in forward and in backward
-            written += numel * bucket.dtype.itemsize if {"weights", "master"} <= set(bucket.shelf.homes) else 0
+            written += numel * bucket.dtype.itemsize if {"weights", "master"} <= set(bucket.store.stored) else 0
     return read, written
 
 
@@ -185,79 +186,84 @@ def together(comm: Comm, name: str) -> Iterator[None]:
         raise SwapError(" ".join(found)) from problem
 
 
-def homes_of(bucket: Bucket) -> Callable[[], list[FileHome]]:
+def stored_tensors_of(bucket: Bucket) -> Callable[[], list[StoredTensor]]:
     """What has to be here for a step of a bucket, and leaves after it."""
-    shelf = bucket.shelf
+    store = bucket.store
 
-    def homes() -> list[FileHome]:
-        copy = shelf.homes.get("weights")
-        grad = [shelf.homes["grad"]] if bucket.grads.rests else []
-        return [*shelf.step_homes(), *grad, *([copy] if copy is not None and copy.here else [])]
+    def homes() -> list[StoredTensor]:
+        copy = store.stored.get("weights")
+        grad = [store.stored["grad"]] if bucket.grads.rests else []
+        return [*store.step_tensors(), *grad, *([copy] if copy is not None and copy.here else [])]
 
     return homes
 
 
-def open_shelves(buckets: Sequence[Bucket], config: ZeroConfig, device: torch.device) -> Shelves:
+def open_offload_manager(buckets: Sequence[Bucket], config: ZeroConfig, device: torch.device) -> OffloadManager:
     """Give each bucket that is to rest in files a shelf; the others keep their states in memory.
 
     Raises:
         SwapError: a path cannot be used.
     """
-    zero, shelves = config.zero_optimization, Shelves()
+    zero, offload_manager = config.zero_optimization, OffloadManager()
     optim, params = zero.offload_optimizer, zero.param_offload
     apart = is_apart(device)
     for name, block in (("offload_optimizer", optim), ("offload_param", params)):
         if block.device == "cpu" and not apart:
             log.info("zero_optimization.%s.device=cpu: the model is on the CPU, states are there anyway", name)
     if not buckets or (optim.device, params.device) == ("none", "none"):
-        return shelves
-    shelves.how = optim
+        return offload_manager
+    offload_manager.how = optim
     if "nvme" in (optim.device, params.device):
         return_large_blocks()
-        numels, rank = [b.own[1] - b.own[0] for b in buckets], buckets[0].comm.rank
-        with together(buckets[0].comm, "the folder for states"), waiting("Preparing the files of states in nvme_path"):
-            _open_tiers(shelves, config, numels, rank)
+        numels, rank = [b.shard_range[1] - b.shard_range[0] for b in buckets], buckets[0].comm.rank
+        with (
+            together(buckets[0].comm, "the folder for states"),
+            progress_bar("Preparing the files of states in nvme_path"),
+        ):
+            _open_tiers(offload_manager, config, numels, rank)
     pin = device.type == "cuda" and optim.pin_memory and params.pin_memory
     places = resting([b.layout.numel for b in buckets], [b.sharding.params for b in buckets], zero)
     if apart:
-        shelves.traffic = Traffic(device, pin, _largest_cast(buckets, [moves for moves, _ in places]))
+        offload_manager.host_link = HostLink(device, pin, _largest_cast(buckets, [moves for moves, _ in places]))
     for record, (bucket, (moves, away)) in enumerate(zip(buckets, places, strict=True)):
-        shelf = Shelf(
-            shelves.optim if moves else None,
-            shelves.params if away else None,
+        store = BucketStore(
+            offload_manager.optim if moves else None,
+            offload_manager.params if away else None,
             record,
             host_optim=apart and moves,
             host_params=apart and bucket.sharding.params and params.device != "none",
             pin=pin,
-            traffic=shelves.traffic,
+            host_link=offload_manager.host_link,
         )
-        bucket.use(shelf)
-    if optim.overlap_step is not False and any(bucket.shelf.moves_optim for bucket in buckets):
-        walking = shelves.optim.walking if shelves.optim is not None else nullcontext
+        bucket.use(store)
+    if optim.overlap_step is not False and any(bucket.store.moves_optim for bucket in buckets):
+        walking = offload_manager.optim.streaming if offload_manager.optim is not None else nullcontext
         ways = (optim.buffer_count, optim.pipeline_read, optim.pipeline_write)
-        shelves.background, shelves.overlaps = Background(*ways, walking, device), True
+        offload_manager.background, offload_manager.overlaps = Background(*ways, walking, device), True
         if optim.overlap_step is True:
             buckets[0].comm.allow_background()
-    return shelves
+    return offload_manager
 
 
 def _largest_cast(buckets: Sequence[Bucket], moves: Sequence[bool]) -> int:
     """Bytes of the largest compute copy that master weights in host memory are cast to."""
     cast = [b for b, moved in zip(buckets, moves, strict=True) if moved and b.dtype != b.weights.master_dtype]
-    return max([(b.own[1] - b.own[0]) * b.dtype.itemsize for b in cast], default=0)
+    return max([(b.shard_range[1] - b.shard_range[0]) * b.dtype.itemsize for b in cast], default=0)
 
 
-def _open_tiers(shelves: Shelves, config: ZeroConfig, numels: list[int], rank: int) -> None:
+def _open_tiers(offload_manager: OffloadManager, config: ZeroConfig, numels: list[int], rank: int) -> None:
     zero = config.zero_optimization
     optim, params = zero.offload_optimizer, zero.param_offload
     if optim.device == "nvme":
         assert optim.nvme_path is not None
-        shelves.optim = Tier(optim.nvme_path, rank, config.aio, numels, room=optim.buffer_count)
+        offload_manager.optim = NvmeFiles(optim.nvme_path, rank, config.aio, numels, room=optim.buffer_count)
     if params.device == "nvme":
         assert params.nvme_path is not None
-        same = shelves.optim is not None and optim.nvme_path == params.nvme_path
-        shelves.params = shelves.optim if same else Tier(params.nvme_path, rank, config.aio, numels)
-        shelves.param_blocks = params
+        same = offload_manager.optim is not None and optim.nvme_path == params.nvme_path
+        offload_manager.params = (
+            offload_manager.optim if same else NvmeFiles(params.nvme_path, rank, config.aio, numels)
+        )
+        offload_manager.param_blocks = params
 
 
 def resting(numels: Sequence[int], sharded: Sequence[bool], zero: ZeroOptimization) -> list[tuple[bool, bool]]:

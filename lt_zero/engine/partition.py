@@ -23,7 +23,7 @@ from lt_zero.config.blocks.precision import DtypePolicy
 from lt_zero.config.schema import ZeroOptimization
 from lt_zero.engine.bucket import Sharding
 from lt_zero.engine.find_units import UnitPlan, UnitRules, class_matches, clean_name, find_units
-from lt_zero.engine.fp32_modules import BATCH_NORMS, DEFAULT_ISLANDS_MIXED, Islands, find_islands
+from lt_zero.engine.fp32_modules import BATCH_NORMS, DEFAULT_ISLANDS_MIXED, Fp32Modules, find_fp32_modules
 from lt_zero.engine.layout import BucketLayout, plan_bucket, split_by_size
 from lt_zero.engine.owner_assignment import Owners, join
 
@@ -91,7 +91,7 @@ class EnginePlan:
     root: nn.Module
     units: tuple[PlannedUnit, ...]
     rest: tuple[BucketPlan, ...]
-    islands: Islands
+    fp32_modules: Fp32Modules
 
     @property
     def buckets(self) -> list[BucketPlan]:
@@ -119,13 +119,13 @@ def plan_engine(root: nn.Module, config: ZeroConfig, policy: DtypePolicy, world:
         TypeError: a lazy parameter has no shape yet.
     """
     zero = config.zero_optimization
-    islands = _islands(root, policy)
+    fp32_modules = _islands(root, policy)
     leaf = zero.leaf_module
     rules = UnitRules(
         zero.stage3_param_persistence_threshold, zero.reduce_bucket_size, leaf.classes, leaf.names, leaf.name_suffixes
     )
     _check_names(root, config)
-    cutter = _Cutter(config, policy, islands.parameters, stay_whole(root, zero), world)
+    cutter = _Cutter(config, policy, fp32_modules.parameters, stay_whole(root, zero), world)
     small: list[Named] = []
     units: list[tuple[UnitPlan, list[Named]]] = []
     for plan in find_units(root, rules):
@@ -134,7 +134,7 @@ def plan_engine(root: nn.Module, config: ZeroConfig, policy: DtypePolicy, world:
         units.append((plan, large))
     cut = cutter.joined(units) if cutter.joins else [cutter.buckets(_name(plan), large) for plan, large in units]
     planned = tuple(PlannedUnit(plan, buckets) for (plan, _), buckets in zip(units, cut, strict=True))
-    return EnginePlan(root, planned, cutter.buckets("small parameters", small, stay=True), islands)
+    return EnginePlan(root, planned, cutter.buckets("small parameters", small, stay=True), fp32_modules)
 
 
 def warn_of_padding(plan: EnginePlan, zero: ZeroOptimization, world: int) -> None:
@@ -205,17 +205,17 @@ def refuse_name(key: str, name: str, why: str, known: list[str]) -> NoReturn:
     raise ConfigError([Problem(key, f"{key}: {name!r}: {why}.{hint}")])
 
 
-def _islands(root: nn.Module, policy: DtypePolicy) -> Islands:
+def _islands(root: nn.Module, policy: DtypePolicy) -> Fp32Modules:
     """What the user wants in fp32, and what cannot run with 16-bit weights."""
     if not policy.low:
-        return Islands((), frozenset())
+        return Fp32Modules((), frozenset())
     if policy.autocast:
-        found = find_islands(root, policy.keep_fp32, keep=DEFAULT_ISLANDS_MIXED)
+        found = find_fp32_modules(root, policy.keep_fp32, keep=DEFAULT_ISLANDS_MIXED)
         # Norms that users write: their functions take fp32 activations with fp32 weights only.
         own = [m for m in root.modules() if not type(m).__module__.startswith("torch.nn.")]
         vectors = {p for m in own for p in m.parameters(recurse=False) if p.dim() <= 1}
-        return Islands(found.modules, found.parameters | vectors)
-    return find_islands(root, policy.keep_fp32, classes=(ParametrizationList,), keep=BATCH_NORMS)
+        return Fp32Modules(found.modules, found.parameters | vectors)
+    return find_fp32_modules(root, policy.keep_fp32, classes=(ParametrizationList,), keep=BATCH_NORMS)
 
 
 class _Cutter:

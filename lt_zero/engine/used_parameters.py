@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lt_zero.comm.communicator import Comm
-from lt_zero.comm.work import Pending
+from lt_zero.comm.work import Work
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.timing import phase
 from lt_zero.engine.bucket import Bucket
@@ -25,13 +25,13 @@ from lt_zero.engine.visible_grads import Norms, ShardedGrad, is_view, replace_gr
 from lt_zero.io.thread_pool import SwapError
 
 
-class GradLedger:
+class UsedParameters:
     """The gradients of one engine as the optimizer side and user code see them."""
 
     def __init__(self, comm: Comm, reducer: Reducer, buckets: list[Bucket]) -> None:
         self._comm, self._reducer, self._buckets = comm, reducer, buckets
         self.late: set[Bucket] = set()  # buckets that got gradients after their reduction in the last backward
-        self._flags: tuple[Pending, Tensor] | None = None  # which parameters had a gradient on any rank
+        self._flags: tuple[Work, Tensor] | None = None  # which parameters had a gradient on any rank
         self._hold = False  # user code is looking at p.grad: settle leaves it
         self._shown: dict[tuple[Bucket, int], Tensor | None] = {}  # in p.grad; None: a late gradient keeps its place
         self._hidden: dict[tuple[Bucket, int], ShardedGrad] = {}  # of the last backward, to be shown again
@@ -67,7 +67,7 @@ class GradLedger:
         flags = torch.tensor([*used, *news], dtype=torch.uint8)
         self._flags = (self._comm.host_max(flags, "used parameters"), flags)
 
-    def settle(self) -> Callable[[Bucket, int], bool]:
+    def finish_reductions(self) -> Callable[[Bucket, int], bool]:
         """Finish all reductions; returns whether parameter ``index`` of a bucket has a gradient. Collective.
 
         Raises:
@@ -158,7 +158,7 @@ class GradLedger:
 
         Collective. The 2-norms are computed beforehand, so that one rank alone may ask for them.
         """
-        used = self.settle()
+        used = self.finish_reductions()
         places = [(b, i) for b in self._buckets for i in range(len(b.params)) if used(b, i)]
         norms = Norms(self._comm, places)
         norms.prepare()

@@ -76,7 +76,7 @@ class Norms:
         for number, (bucket, index) in enumerate(self._places):
             if bucket.grads.local is not None:
                 continue  # not reduced: ``of`` refuses it
-            if bucket.own == (0, bucket.layout.numel) and self._comm.rank > 0:
+            if bucket.shard_range == (0, bucket.layout.numel) and self._comm.rank > 0:
                 continue  # every rank has all of it: counted once
             for grad in _local(bucket, index):
                 norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
@@ -99,13 +99,13 @@ def _local(bucket: Bucket, index: int) -> list[Tensor]:
 def _is_whole(bucket: Bucket) -> bool:
     """Whether ``_local`` is one row of all elements."""
     grads = bucket.grads
-    return bucket.own == (0, bucket.layout.numel) if grads.local is None else not grads.accumulated
+    return bucket.shard_range == (0, bucket.layout.numel) if grads.local is None else not grads.accumulated
 
 
 def is_view(bucket: Bucket) -> bool:
     """Whether ``p.grad`` shows the accumulators themselves. See Note [Stand-ins]."""
     grad = bucket.grads.local
-    if grad is None and bucket.shelf.moves_optim:
+    if grad is None and bucket.store.moves_optim:
         return False  # the accumulators are in files, or in host memory
     grad = grad if grad is not None else bucket.grads.grad
     dtype = grad.dtype if grad is not None else bucket.grads.dtype
@@ -223,6 +223,8 @@ def _open(value: Any) -> Any:
             return tensor
         bucket, index = tensor._place
         local = _local(bucket, index)  # none if it has no elements
-        return local[0].view(bucket.shapes[index]) if local else bucket.views[index].new_empty(bucket.shapes[index])
+        return (
+            local[0].view(bucket.shapes[index]) if local else bucket.param_views[index].new_empty(bucket.shapes[index])
+        )
 
     return map_tensors(value, whole)

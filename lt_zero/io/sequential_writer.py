@@ -49,7 +49,7 @@ class Sink(Protocol):
     def write(self, data: bytes | Tensor) -> None:
         """``data``: bytes, or a 1D uint8 tensor on the CPU, which is borrowed until ``settle``."""
 
-    def settle(self) -> None:
+    def wait_written(self) -> None:
         """Return when nothing is borrowed any more."""
 
     def close(self) -> FileRecord:
@@ -149,7 +149,7 @@ class FileSink:
                 self._submit(self._write_filled, self._number, self._filling)
                 self._filling, self._fill, self._number = None, 0, self._number + 1
 
-    def settle(self) -> None:
+    def wait_written(self) -> None:
         while self._pending:
             self._pending.popleft().result()
 
@@ -161,7 +161,7 @@ class FileSink:
                 length = rounded(self._fill)
                 filling[self._fill : length].zero_()
                 self._submit(self._write_filled, self._number, filling, length)
-            self.settle()
+            self.wait_written()
             os.ftruncate(self._fd, nbytes)
             os.fsync(self._fd)
         except OSError as error:
@@ -256,7 +256,7 @@ class StreamSink:
         self._stream.write(bytes(view_of(self._buffer[: self._fill])))
         self._fill = 0
 
-    def settle(self) -> None:
+    def wait_written(self) -> None:
         """Nothing is borrowed."""
 
     def close(self) -> FileRecord:

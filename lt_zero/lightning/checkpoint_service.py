@@ -16,7 +16,7 @@ from typing_extensions import override
 from lt_zero.checkpoint.export import Format
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.comm.communicator import Comm
-from lt_zero.common.progress_bar import waiting
+from lt_zero.common.progress_bar import progress_bar
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_state_dict
@@ -151,7 +151,7 @@ class CheckpointingStrategy(DDPStrategy):
             return
         if self.broadcast(self.is_global_zero and os.path.isdir(path)):  # or the others wait for rank 0
             raise IsADirectoryError(f"The checkpoint path {path!r} is a directory. Name a file, or remove it.")
-        with waiting(f"Saving {path}", rank=self.global_rank):
+        with progress_bar(f"Saving {path}", rank=self.global_rank):
             super().save_checkpoint(self.persistence.save_full(checkpoint, path), path, storage_options)
         self.persistence.export_beside(path)
 

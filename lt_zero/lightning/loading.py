@@ -33,7 +33,7 @@ from lt_zero.checkpoint.native.save import KEY
 from lt_zero.checkpoint.open import is_directory, open_source
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import CheckpointError
-from lt_zero.common.progress_bar import waiting
+from lt_zero.common.progress_bar import progress_bar
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.lazy_tensor import LazyTensor, read_now
 from lt_zero.lightning.data_position.position import KEY as PROGRESS
@@ -61,7 +61,7 @@ class Restoring:
         with self._together("opening the checkpoint"):
             if not is_directory(path):
                 return None
-            with waiting(f"Opening {path}", rank=self._strategy.global_rank):
+            with progress_bar(f"Opening {path}", rank=self._strategy.global_rank):
                 return as_lightning(open_source(path, tell=self._strategy.is_global_zero), weights_only)
 
     def load_file(self, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any] | None:
@@ -129,7 +129,7 @@ class Restoring:
         state = dict(state)
         state |= {name: held for name, (loaded, held) in early.items() if state.get(name) is loaded}
         rank = strategy.global_rank
-        with self._together("loading weights"), waiting("Loading weights", len(state), rank=rank) as work:
+        with self._together("loading weights"), progress_bar("Loading weights", len(state), rank=rank) as work:
             if strategy.built is not None and not strategy.config.zero_optimization.load_from_fp32_weights:
                 state = rounded_weights(strategy.built, state)
             load_module(module, counted(state, work.reach), strict, left_out)
@@ -150,7 +150,7 @@ class Restoring:
         ):
             return
         total = sum(len(group["params"]) for state in states for group in state.get("param_groups", []))
-        waits = waiting("Loading optimizer states", total, rank=strategy.global_rank)
+        waits = progress_bar("Loading optimizer states", total, rank=strategy.global_rank)
         with self._together("loading optimizer states"), waits as work:
             if len(states) != len(strategy.optimizers):
                 raise CheckpointError(

@@ -87,11 +87,11 @@ def _short(dtype: torch.dtype) -> str:
 def _held(bucket: Bucket) -> int:
     """Bytes of weights: the compute copy if it is in memory, and the master where it is a tensor of its own."""
     flat = 0 if bucket.state is State.RELEASED else bucket.flat.nbytes
-    homes = {kind: home for kind, home in bucket.shelf.homes.items() if kind in ("master", "weights")}
+    homes = {kind: home for kind, home in bucket.store.stored.items() if kind in ("master", "weights")}
     resting = sum(home.nbytes for home in homes.values() if home.takes_memory)
     if "master" in homes:
-        return flat + resting + bucket.weights.source_nbytes
-    separate = bucket.weights.home.nbytes if bucket.weights.separate and not homes else 0
+        return flat + resting + bucket.weights.gather_source_nbytes
+    separate = bucket.weights.master_or_frozen.nbytes if bucket.weights.has_master and not homes else 0
     return flat + separate + resting
 
 

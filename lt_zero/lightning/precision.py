@@ -24,7 +24,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks.precision import MODES, DtypePolicy, ScalerRules, dtype_policy, on_min_scale, resolve_mode
 from lt_zero.engine.materialize import parameters_in
 from lt_zero.step.loss_scale import LossScaler
-from lt_zero.step.loss_scale_controller import StepGate
+from lt_zero.step.loss_scale_controller import LossScaleController
 from lt_zero.step.per_bucket import RanClosure
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
@@ -105,19 +105,19 @@ class ZeroPrecision(HalfPrecision):
         self.device_type = device_type
         mode = resolve_mode(config, precision or self.precision, device_type)
         self.policy: DtypePolicy = dtype_policy(config, mode, self._rules if MODES[mode][0] == torch.float16 else None)
-        self.gate = StepGate(self.policy, on_min_scale(config))
+        self.loss_scale_controller = LossScaleController(self.policy, on_min_scale(config))
         self.precision: str = mode  # type: ignore[assignment]
         announce_compute_dtype(self, self.policy.compute or torch.float32)
 
     @property
     def skipped_steps(self) -> int:
         """Optimizer steps that were skipped because gradients were not finite."""
-        return self.gate.skipped
+        return self.loss_scale_controller.skipped
 
     @property
     def loss_scale(self) -> float:
         """By what the loss is multiplied now; 1 without fp16."""
-        return self.gate.scale
+        return self.loss_scale_controller.scale
 
     @property
     def device(self) -> str:
@@ -127,7 +127,7 @@ class ZeroPrecision(HalfPrecision):
     @property
     def scaler(self) -> LossScaler | None:
         """The state of loss scaling, which can be asked what a ``GradScaler`` can; None without fp16."""
-        return self.gate.scaler
+        return self.loss_scale_controller.scaler
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
@@ -181,11 +181,11 @@ class ZeroPrecision(HalfPrecision):
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         known = [sharded_of(optimizer) for optimizer in module.trainer.strategy.optimizers]
-        self.gate.before_backward([sharded for sharded in known if sharded is not None])
+        self.loss_scale_controller.before_backward([sharded for sharded in known if sharded is not None])
         if self.engine is not None:
-            self.gate.see_loss(self.engine, tensor)
-        if self.gate.scaler is not None:
-            tensor = tensor.float() * self.gate.scale  # the scaled loss itself need not fit into fp16
+            self.loss_scale_controller.see_loss(self.engine, tensor)
+        if self.loss_scale_controller.scaler is not None:
+            tensor = tensor.float() * self.loss_scale_controller.scale  # the scaled loss itself need not fit into fp16
         return super().pre_backward(tensor, module)
 
     @override
@@ -217,7 +217,7 @@ class ZeroPrecision(HalfPrecision):
             kwargs = {**kwargs, "closure": ran}
         with phase("step"):
             taken, output = self._step(optimizer, model, sharded, kwargs)
-        if taken and plain and takes_closure and not ran.called and self.gate.scaler is None:
+        if taken and plain and takes_closure and not ran.called and self.loss_scale_controller.scaler is None:
             raise MisconfigurationException(  # as without ZeRO, where there would be no gradients
                 f"The closure hasn't been executed by {ran.name}.step. HINT: pass it to the step of the parent class."
             )
@@ -227,23 +227,25 @@ class ZeroPrecision(HalfPrecision):
         self, optimizer: Any, model: LightningModule, sharded: ShardedOptimizer, kwargs: dict[str, Any]
     ) -> tuple[bool, Any]:
         """Whether the step was taken, and what it returned."""
-        self.gate.examine(sharded)
-        self.grad_norm = self.gate.norm if self.gate.norm is not None else self.grad_norm
+        self.loss_scale_controller.examine(sharded)
+        self.grad_norm = (
+            self.loss_scale_controller.norm if self.loss_scale_controller.norm is not None else self.grad_norm
+        )
         self._after_closure(model, optimizer)
-        taken, output = self.gate.proceeds(sharded), None
+        taken, output = self.loss_scale_controller.proceeds(sharded), None
         if taken:
-            self.gate.unscale(sharded)  # unless clipping did
+            self.loss_scale_controller.unscale(sharded)  # unless clipping did
             try:
                 output = optimizer.step(**kwargs)
             finally:
                 sharded.widen()
-        self.gate.conclude(sharded, _number_of(optimizer, model))
+        self.loss_scale_controller.conclude(sharded, _number_of(optimizer, model))
         self._log(model.trainer, skipped=not taken)
         return taken, output
 
     def _looked_at(self, model: LightningModule) -> bool:
         """Whether gradients are read or changed between backward and step, or kept after it."""
-        clips = bool(model.trainer.gradient_clip_val) or self.gate.checks
+        clips = bool(model.trainer.gradient_clip_val) or self.loss_scale_controller.checks
         own = any(is_overridden(hook, model) for hook in ("backward", "optimizer_zero_grad"))
         return clips or own or _looks_at_gradients(model, "on_after_backward")
 
@@ -252,9 +254,9 @@ class ZeroPrecision(HalfPrecision):
         sharded = sharded_of(optimizer)
         show = sharded is not None and _looks_at_gradients(model)
         if show and sharded is not None:
-            self.gate.unscale(sharded)
-            self.gate.norm = None  # user code may change the gradients
-        with self.engine.ledger.looked_at() if show and self.engine is not None else nullcontext():
+            self.loss_scale_controller.unscale(sharded)
+            self.loss_scale_controller.norm = None  # user code may change the gradients
+        with self.engine.used_parameters.looked_at() if show and self.engine is not None else nullcontext():
             super()._after_closure(model, optimizer)
 
     @override
@@ -263,7 +265,7 @@ class ZeroPrecision(HalfPrecision):
         if sharded is None:
             super().clip_grad_by_value(optimizer, clip_val)
         else:
-            self.gate.clip_value(sharded, float(clip_val))
+            self.loss_scale_controller.clip_value(sharded, float(clip_val))
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -271,7 +273,7 @@ class ZeroPrecision(HalfPrecision):
         if sharded is None:
             super().clip_grad_by_norm(optimizer, clip_val)
             return
-        norm = self.gate.clip_norm(sharded, float(clip_val))
+        norm = self.loss_scale_controller.clip_norm(sharded, float(clip_val))
         if norm is not None:
             self.grad_norm = norm
             self._norms = {"grad_norm": norm, "grad_norm_clipped": norm.clamp(max=float(clip_val))}
@@ -282,12 +284,14 @@ class ZeroPrecision(HalfPrecision):
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if not trainer.loggers or every == 0 or (trainer.global_step % every and not skipped):
             return
-        norms = {} if self.gate.settle() else norms  # the step was skipped on the device
+        norms = {} if self.loss_scale_controller.read_skip_flag() else norms  # the step was skipped on the device
         values = {name: value.item() for name, value in norms.items()}
-        if self.gate.scaler is not None:
-            values["loss_scale"] = self.gate.scale
-        if self.gate.checks and (self.gate.scaler is not None or self.gate.skipped):
-            values["skipped_steps"] = self.gate.skipped
+        if self.loss_scale_controller.scaler is not None:
+            values["loss_scale"] = self.loss_scale_controller.scale
+        if self.loss_scale_controller.checks and (
+            self.loss_scale_controller.scaler is not None or self.loss_scale_controller.skipped
+        ):
+            values["skipped_steps"] = self.loss_scale_controller.skipped
         for logger in trainer.loggers if values else []:
             logger.log_metrics(values, step=logged_step(trainer))
 
@@ -295,25 +299,25 @@ class ZeroPrecision(HalfPrecision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return self.gate.state_dict()
+        return self.loss_scale_controller.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.gate.load_state_dict(state_dict)
+        self.loss_scale_controller.load_state_dict(state_dict)
         if self.engine is not None:
-            self.gate.start_watching(self.engine)
+            self.loss_scale_controller.start_watching(self.engine)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go on with the scale of a run under DDP, which Lightning saves under the name of its own plugin."""
         theirs = checkpoint.get("MixedPrecision")
-        scaler = self.gate.scaler
+        scaler = self.loss_scale_controller.scaler
         if theirs and scaler is not None and scaler.rules.dynamic and type(self).__qualname__ not in checkpoint:
             scaler.scale = max(float(theirs["scale"]), scaler.rules.minimum)
 
     @override
     def teardown(self) -> None:
-        self.gate.stop_watching()
+        self.loss_scale_controller.stop_watching()
         for module, dtype in self._said:
             say_dtype(module, dtype)
         self._said = []

@@ -35,7 +35,7 @@ from lt_zero.checkpoint.native.full_states import full_optimizer_state
 from lt_zero.checkpoint.native.plain import plain, put_back
 from lt_zero.checkpoint.native.save import KEY, Bundle, bundle, stage, write
 from lt_zero.common.errors import CheckpointError
-from lt_zero.common.progress_bar import waiting
+from lt_zero.common.progress_bar import progress_bar
 from lt_zero.config.show import resolved
 from lt_zero.engine.full_params import full_state_dict
 from lt_zero.lightning.data_position.position import KEY as PROGRESS
@@ -78,7 +78,7 @@ class Persistence:
     def model_state(self) -> dict[str, Any]:
         """The module's state dict: fragments on all ranks, or full tensors on rank 0. Collective."""
         engine = self._strategy.engine
-        self._strategy.zero_precision.gate.settle()  # schedules are saved next
+        self._strategy.zero_precision.loss_scale_controller.read_skip_flag()  # schedules are saved next
         state = weight_fragments(engine) if self.sharded else full_state_dict(engine)
         self._frozen = []
         if not self._strategy.config.checkpoint.save_frozen:
@@ -92,7 +92,7 @@ class Persistence:
         sharded = sharded_of(optimizer)
         if sharded is None:
             return None
-        self._strategy.zero_precision.gate.settle()
+        self._strategy.zero_precision.loss_scale_controller.read_skip_flag()
         return optimizer_fragments(sharded) if self.sharded else full_optimizer_state(sharded)
 
     def with_progress(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class Persistence:
         made = bundle(_without_type(checkpoint), names, engine.comm, run, resolved(config), self._frozen)
         place = self._make(path)
         if not (config.checkpoint.async_save and self._may_go_on()):
-            with waiting(f"Saving {path}", made.nbytes, rank=engine.comm.rank, in_bytes=True) as work:
+            with progress_bar(f"Saving {path}", made.nbytes, rank=engine.comm.rank, in_bytes=True) as work:
                 self._write(made, place, engine.comm.saving_group(background=False), work.advance)
             return
         with Together(engine.comm, "copying the state for an asynchronous save"):
@@ -254,7 +254,7 @@ class Persistence:
             return
         pending, self._pending = self._pending, None
         after, self._after = self._after, []
-        with waiting("Waiting for the save in the background", rank=self._strategy.global_rank):
+        with progress_bar("Waiting for the save in the background", rank=self._strategy.global_rank):
             pending.result()  # fails on all ranks if it does on one
         for path in after:
             self.remove(path)
@@ -263,7 +263,7 @@ class Persistence:
         """After an error, when other ranks may be gone: do not wait for long."""
         ended = True
         if self._pending is not None and self._strategy.comm is not None:
-            with waiting("Waiting for the save in the background", rank=self._strategy.global_rank):
+            with progress_bar("Waiting for the save in the background", rank=self._strategy.global_rank):
                 ended = bool(futures.wait([self._pending], GRACE).done)
             if not ended:
                 self._strategy.comm.leave_saving_group()  # to the save that may still go on

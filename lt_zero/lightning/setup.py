@@ -22,7 +22,7 @@ from lt_zero.engine.full_params import restore_whole
 from lt_zero.engine.guard import owner_of
 from lt_zero.lightning.model_report import dtype_table, unit_table
 from lt_zero.lightning.precision import sharded_of
-from lt_zero.step.loss_scale_controller import StepGate
+from lt_zero.step.loss_scale_controller import LossScaleController
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.step.skipped_steps import hold_schedule
 from lt_zero.step.supported_optimizers import states_per_element
@@ -94,7 +94,7 @@ def show_checkpointing(engine: Engine) -> None:
         Console().print(str(checkpointing))
 
 
-def shard_optimizers(engine: Engine, optimizers: Iterable[Optimizer], gate: StepGate) -> None:
+def shard_optimizers(engine: Engine, optimizers: Iterable[Optimizer], gate: LossScaleController) -> None:
     """Shard the optimizers that step the engine's parameters, or all if steps are checked."""
     for optimizer in optimizers:
         known = sharded_of(optimizer)
@@ -103,7 +103,9 @@ def shard_optimizers(engine: Engine, optimizers: Iterable[Optimizer], gate: Step
             ShardedOptimizer(engine, optimizer)
 
 
-def hold_schedules(configs: Iterable[LRSchedulerConfig], optimizers: Sequence[Optimizer], gate: StepGate) -> None:
+def hold_schedules(
+    configs: Iterable[LRSchedulerConfig], optimizers: Sequence[Optimizer], gate: LossScaleController
+) -> None:
     """Let schedules stand still when the step of their optimizer is skipped, if steps are checked."""
     if not gate.checks:
         return
@@ -116,6 +118,6 @@ def hold_schedules(configs: Iterable[LRSchedulerConfig], optimizers: Sequence[Op
 def announce_offload(engine: Engine, optimizers: Iterable[Optimizer]) -> None:
     """Say what a step costs with states in files, if there are some. Collective."""
     states = max([states_per_element(o) for o in optimizers], default=0)
-    line = engine.shelves.announce(engine.buckets, states)
+    line = engine.offload_manager.announce(engine.buckets, states)
     if line and engine.comm.rank == 0:
         Console().print(line)

@@ -181,7 +181,7 @@ class ZeroStrategy(MonitoredStrategy):
             self.progress.watch(trainer)
             self.setup_optimizers(trainer)
             set_up.announce_offload(self.engine, self.optimizers)
-            plugin.gate.start_watching(self._engine)
+            plugin.loss_scale_controller.start_watching(self._engine)
             self.start_monitoring(self._engine is not before)
         self.setup_precision_plugin()
         self._signals = Signals(trainer, self._comm.agreement)
@@ -206,7 +206,7 @@ class ZeroStrategy(MonitoredStrategy):
         self._reconciler.lend_optimizers(trainer.lightning_module)
         super().setup_optimizers(trainer)
         self._reconciler.take_back()  # a module that is pickled or copied while it trains has nothing of ours
-        gate = self.precision_plugin.gate
+        gate = self.precision_plugin.loss_scale_controller
         set_up.shard_optimizers(self.engine, self.optimizers, gate)
         accumulates, saves = trainer.accumulate_grad_batches > 1, bool(trainer.checkpoint_callbacks)
         check_optimizers(self.engine, self.optimizers, accumulates, saves)
@@ -312,17 +312,17 @@ class ZeroStrategy(MonitoredStrategy):
         super().on_validation_end()
         self.progress.after_validation()
         self.engine.gatherer.release_all()
-        self.engine.shelves.check(self.engine.comm, "weights in files")
+        self.engine.offload_manager.check(self.engine.comm, "weights in files")
 
     @override
     def on_test_end(self) -> None:
         self.engine.gatherer.release_all()
-        self.engine.shelves.check(self.engine.comm, "weights in files")
+        self.engine.offload_manager.check(self.engine.comm, "weights in files")
 
     @override
     def on_predict_end(self) -> None:
         self.engine.gatherer.release_all()
-        self.engine.shelves.check(self.engine.comm, "weights in files")
+        self.engine.offload_manager.check(self.engine.comm, "weights in files")
 
     # ---- the end -----------------------------------------------------------------------------------------------
 
@@ -354,7 +354,7 @@ class ZeroStrategy(MonitoredStrategy):
             self._signals.give_back()
             self._signals = None
         if self._engine is not None:
-            self._engine.shelves.rest()
+            self._engine.offload_manager.rest()
         if self._comm is not None:
             self._comm.rest()
 

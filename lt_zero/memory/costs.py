@@ -37,7 +37,7 @@ def kept(rows: Sequence[Row]) -> list[Part]:
     for row in rows:
         if not row.sharding.params:
             total.append((DEVICE, WEIGHTS, row.numel * row.dtype.itemsize))
-        held = [(row.states, MASTER, row.master)] if row.trains and not row.aliased else []
+        held = [(row.states, MASTER, row.master)] if row.trains and not row.master_is_view else []
         held += [(row.weights, WEIGHTS, row.dtype)] if row.copies_weights else []
         held += [(row.weights, WEIGHTS, row.home)] if not row.trains and (row.wide or row.sharding.params) else []
         for place, kind, dtype in held:
@@ -185,7 +185,7 @@ def building(rows: Sequence[Row], setup: Setup) -> list[Part]:
     """One bucket in full precision, on its way into its shard (``Bucket.adopt``)."""
 
     def nbytes(row: Row) -> int:
-        apart = row.wide or (row.trains and not row.aliased)
+        apart = row.wide or (row.trains and not row.master_is_view)
         flat = row.numel * row.dtype.itemsize if row.sharding.params else 0
         home = rounded(row.own * row.master.itemsize) if NVME in (row.states, row.weights) else 0
         return (row.numel * row.master.itemsize if apart else 0) + flat + home

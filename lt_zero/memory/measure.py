@@ -21,15 +21,19 @@ def measured(engine: Engine, optimizers: Iterable[ShardedOptimizer] = ()) -> dic
     total: Counter[str] = Counter()
     for bucket in engine.buckets:
         total.update(_of_bucket(bucket))
-    homes = [home for bucket in engine.buckets for home in bucket.shelf.homes.values()]
+    homes = [home for bucket in engine.buckets for home in bucket.store.stored.values()]
     values = [v for s in optimizers for p in s.parameters() for v in s.optimizer.state.get(p, {}).values()]
     tensors = [v for v in values if isinstance(v, Tensor) and v.dim() > 0 and not any(h.owns(v) for h in homes)]
     states = {v.untyped_storage().data_ptr(): v for v in tensors}
     total[MOMENTS] = sum(v.untyped_storage().nbytes() for v in states.values())
-    tiers = {id(tier): tier for tier in (engine.shelves.optim, engine.shelves.params) if tier is not None}
+    tiers = {
+        id(tier): tier for tier in (engine.offload_manager.optim, engine.offload_manager.params) if tier is not None
+    }
     total[OFFLOAD] = sum(rounded(home.nbytes) for home in homes if home.takes_memory)
     total[OFFLOAD] += sum(tier.spare_nbytes for tier in tiers.values())
-    total[OFFLOAD] += engine.shelves.traffic.slots.nbytes if engine.shelves.traffic is not None else 0
+    total[OFFLOAD] += (
+        engine.offload_manager.host_link.slots.nbytes if engine.offload_manager.host_link is not None else 0
+    )
     total[REDUCE] = engine.reducer.buffer_bytes
     total[RESTING] = sum(tier.bytes_on_disk for tier in tiers.values())
     return {kind: nbytes for kind, nbytes in total.items() if nbytes}
@@ -43,8 +47,8 @@ def _of_bucket(bucket: Bucket) -> dict[str, int]:
         GRADS: grads.nbytes if not grads.rests else 0,
         LOCAL: grads.local.nbytes if grads.local is not None else 0,
     }
-    apart = weights.home.nbytes if weights.separate and not bucket.shelf.homes else 0
+    apart = weights.master_or_frozen.nbytes if weights.has_master and not bucket.store.stored else 0
     kind = MASTER if weights.trains else WEIGHTS
     held[kind] = held.get(kind, 0) + apart
-    held[WEIGHTS] = held.get(WEIGHTS, 0) + weights.source_nbytes
+    held[WEIGHTS] = held.get(WEIGHTS, 0) + weights.gather_source_nbytes
     return held

@@ -124,8 +124,8 @@ class Row:
         return self.states != DEVICE
 
     @property
-    def aliased(self) -> bool:
-        """See ``Weights.aliased``."""
+    def master_is_view(self) -> bool:
+        """See ``Weights.master_is_view``."""
         return not self.sharding.params and self.master == self.dtype and not self.moved
 
     @property

@@ -33,7 +33,7 @@ import torch
 
 from lt_zero.common.timing import phase
 from lt_zero.io.thread_pool import LOOK, SwapError, check_alive
-from lt_zero.offload.nvme_store import FileHome
+from lt_zero.offload.nvme_store import StoredTensor
 
 _in_thread = threading.local()
 _EXIT_PATIENCE = 30.0  # seconds at exit for the job that is running
@@ -52,14 +52,14 @@ class Job:
     def __init__(
         self,
         step: Callable[[], object],
-        homes: Callable[[], list[FileHome]],
+        homes: Callable[[], list[StoredTensor]],
         publish: Callable[[], object] | None,
         report: Callable[[Exception], object],
     ) -> None:
         self._step: Callable[[], object] | None = step
         self._publish, self._report = publish, report
         self._homes = homes
-        self._leaving: list[FileHome] = []
+        self._leaving: list[StoredTensor] = []
         self._ended = threading.Event()
         self._pid = os.getpid()
         self.thread: threading.Thread | None = None  # that it was handed to
@@ -128,7 +128,7 @@ class Job:
 
     def _settle(self) -> None:
         for home in self._leaving:
-            home.settle()
+            home.wait_written()
 
     def _try(self, work: Callable[[], object]) -> None:
         try:

@@ -27,7 +27,7 @@ from torch import Tensor
 from lt_zero.common.timing import phase
 
 
-class Ticket(Protocol):
+class CopyEvent(Protocol):
     """A copy on its way."""
 
     def wait(self) -> None:
@@ -44,10 +44,10 @@ class _Done:
     synchronize = wait
 
 
-DONE: Ticket = _Done()
+DONE: CopyEvent = _Done()
 
 
-class Lane:
+class CopyStream:
     """Copies in one direction.
 
     Args:
@@ -59,7 +59,7 @@ class Lane:
     def __init__(self, device: torch.device, late: bool = False, limit: int | None = None) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._late = late
-        self._limit, self._begun = limit, deque[Ticket]()
+        self._limit, self._begun = limit, deque[CopyEvent]()
         self._waiting: deque[_Late] = deque()
         self._lock = threading.RLock()
 
@@ -72,7 +72,7 @@ class Lane:
         return moment
 
     @torch.no_grad()
-    def copy(self, target: Tensor, source: Tensor, after: Any = None) -> Ticket:
+    def copy(self, target: Tensor, source: Tensor, after: Any = None) -> CopyEvent:
         """Start ``target.copy_(source)``; one of them is on the device. See Note [Order of copies].
 
         Args:
@@ -80,14 +80,14 @@ class Lane:
             source: in page-locked memory, or the host waits for the copy.
             after: the moment before which it must not begin; None: now.
         """
-        ticket = self._begin(target, source, after)
+        event = self._begin(target, source, after)
         if self._limit is not None:
-            self._begun.append(ticket)
+            self._begun.append(event)
             if len(self._begun) > self._limit:
                 self._begun.popleft().synchronize()
-        return ticket
+        return event
 
-    def _begin(self, target: Tensor, source: Tensor, after: Any) -> Ticket:
+    def _begin(self, target: Tensor, source: Tensor, after: Any) -> CopyEvent:
         if self._stream is None:
             if not self._late:
                 target.copy_(source)
@@ -115,7 +115,7 @@ class Lane:
             while self._waiting and (last is None or not last.done):
                 self._waiting.popleft().carry_out()
 
-    def mark(self) -> Ticket:
+    def mark(self) -> CopyEvent:
         """All that this lane has begun, as one."""
         if self._stream is None:
             with self._lock:  # or another thread is carrying the last one out
@@ -140,7 +140,7 @@ class _OnStream:
 
 
 class _Late:
-    def __init__(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+    def __init__(self, lane: CopyStream, target: Tensor, source: Tensor) -> None:
         self._lane, self._tensors, self.done = lane, [target, source], False
 
     def carry_out(self) -> None:
@@ -157,7 +157,7 @@ class _Late:
     synchronize = wait
 
 
-class Slots:
+class StagingBuffers:
     """A few buffers in host memory through which tensors leave for the device. Any thread may use them.
 
     Args:
@@ -168,21 +168,21 @@ class Slots:
 
     def __init__(self, make: Callable[[int], Tensor], nbytes: int, count: int = 2) -> None:
         self.nbytes = nbytes * count
-        self._free: queue.SimpleQueue[tuple[Tensor, Ticket]] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[tuple[Tensor, CopyEvent]] = queue.SimpleQueue()
         for _ in range(count):
             self._free.put((make(nbytes), DONE))
 
-    def take(self, numel: int, dtype: torch.dtype) -> Slot:
+    def take(self, numel: int, dtype: torch.dtype) -> StagingBuffer:
         """A free one; waits until there is one."""
-        buffer, ticket = self._free.get()
-        ticket.synchronize()
-        return Slot(buffer, buffer[: numel * dtype.itemsize].view(dtype), self._free)
+        buffer, event = self._free.get()
+        event.synchronize()
+        return StagingBuffer(buffer, buffer[: numel * dtype.itemsize].view(dtype), self._free)
 
 
-class Slot:
+class StagingBuffer:
     """A buffer that somebody fills."""
 
-    def __init__(self, buffer: Tensor, tensor: Tensor, free: queue.SimpleQueue[tuple[Tensor, Ticket]]) -> None:
+    def __init__(self, buffer: Tensor, tensor: Tensor, free: queue.SimpleQueue[tuple[Tensor, CopyEvent]]) -> None:
         self.tensor = tensor  # 1D
         self._buffer, self._free = buffer, free
 
@@ -190,8 +190,8 @@ class Slot:
         """It was not filled."""
         self._free.put((self._buffer, DONE))
 
-    def send(self, lane: Lane, target: Tensor, after: Any = None) -> Ticket:
+    def send(self, lane: CopyStream, target: Tensor, after: Any = None) -> CopyEvent:
         """Start ``lane.copy`` of it to ``target``; nobody may fill it any more."""
-        ticket = lane.copy(target, self.tensor, after)
-        self._free.put((self._buffer, ticket))
-        return ticket
+        event = lane.copy(target, self.tensor, after)
+        self._free.put((self._buffer, event))
+        return event

@@ -6,8 +6,9 @@ Note [Walking]
 
 Note [A failing disk]
     The disk of one rank fails while the others go on to the next collective. So nothing is raised where it happens: the
-    first problem is kept (``Tier.problem``), values that could not be read or kept become NaN, and the ranks agree on
-    raising where they meet anyway: before a step, after it, and before weights leave the engine (Shelves.check).
+    first problem is kept (``NvmeFiles.problem``), values that could not be read or kept become NaN, and the ranks agree
+    on raising where they meet anyway: before a step, after it, and before weights leave the engine
+    (OffloadManager.check).
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from pathlib import Path
 
 import torch
 
-from lt_zero.common.progress_bar import waiting
+from lt_zero.common.progress_bar import progress_bar
 from lt_zero.config.blocks.offload import Aio
 from lt_zero.io.block_transfer import in_words
 from lt_zero.io.buffer_pool import Buffers
 from lt_zero.io.direct_file import Nowhere, SwapFile
 from lt_zero.io.private_folder import SwapFolder
 from lt_zero.io.thread_pool import IoPool, SwapError
-from lt_zero.offload.nvme_store import FileHome, settle
+from lt_zero.offload.nvme_store import StoredTensor, settle
 
 
-class Tier:
+class NvmeFiles:
     """The files of one rank: one per kind of state, with a record for each bucket.
 
     Args:
@@ -51,25 +52,25 @@ class Tier:
         self._buffers = Buffers()
         self._lock = threading.Lock()  # homes are made in any thread
 
-    def home(self, kind: str, record: int, dtype: torch.dtype) -> FileHome:
+    def stored_tensor(self, kind: str, record: int, dtype: torch.dtype) -> StoredTensor:
         """A new home for ``kind`` ("master", "exp_avg") of bucket ``record``."""
         name = f"{kind}-{str(dtype).removeprefix('torch.')}"
         with self._lock:
-            return self._home(kind, name, record, dtype)
+            return self._stored_tensor(kind, name, record, dtype)
 
-    def _home(self, kind: str, name: str, record: int, dtype: torch.dtype) -> FileHome:
+    def _stored_tensor(self, kind: str, name: str, record: int, dtype: torch.dtype) -> StoredTensor:
         if name not in self._files:
             plain = re.sub(r"[^\w.-]", "_", name)  # users' optimizers name states as they like
             self._files[name] = self._make(
                 f"{len(self._files)}-{plain}"[:100], [numel * dtype.itemsize for numel in self._numels]
             )
         scratch = kind == "grad"
-        return FileHome(self._numels[record], dtype, self._files[name], record, self._buffers, self._note, scratch)
+        return StoredTensor(self._numels[record], dtype, self._files[name], record, self._buffers, self._note, scratch)
 
     def _make(self, name: str, sizes: list[int]) -> SwapFile | Nowhere:
         try:
             self.folder.require(sum(sizes))
-            with waiting(f"Reserving {in_words(sum(sizes))} in {self.folder.path}"):
+            with progress_bar(f"Reserving {in_words(sum(sizes))} in {self.folder.path}"):
                 return SwapFile(self.folder.path / name, sizes, self.pool)
         except SwapError as error:
             self._note(error)
@@ -86,7 +87,9 @@ class Tier:
         """
         self.folder.require(bytes_per_element * sum(self._numels))
 
-    def walk(self, groups: Sequence[Callable[[], list[FileHome]]], read_ahead: bool, behind: bool) -> Iterator[int]:
+    def stream(
+        self, groups: Sequence[Callable[[], list[StoredTensor]]], read_ahead: bool, behind: bool
+    ) -> Iterator[int]:
         """Visit groups of homes (one group per bucket; asked for when needed). See Note [Walking].
 
         Args:
@@ -97,15 +100,17 @@ class Tier:
         Yields:
             The number of the group that is here.
         """
-        with self.walking():
-            yield from self._walk(groups, read_ahead, behind)
+        with self.streaming():
+            yield from self._stream(groups, read_ahead, behind)
 
-    def walking(self) -> AbstractContextManager[None]:
+    def streaming(self) -> AbstractContextManager[None]:
         """Around visits to one bucket after the other: memory that one gives back is kept for the next."""
         return self._buffers.many(16)
 
-    def _walk(self, groups: Sequence[Callable[[], list[FileHome]]], read_ahead: bool, behind: bool) -> Iterator[int]:
-        leaving: deque[list[FileHome]] = deque()
+    def _stream(
+        self, groups: Sequence[Callable[[], list[StoredTensor]]], read_ahead: bool, behind: bool
+    ) -> Iterator[int]:
+        leaving: deque[list[StoredTensor]] = deque()
         for number, group in enumerate(groups):
             for home in group():
                 home.prefetch()

@@ -38,7 +38,7 @@ class _At(Enum):
     COMING = auto()
 
 
-class FileHome:
+class StoredTensor:
     """A 1D tensor in host memory that rests in a file. It starts here, with zeros.
 
     Args:
@@ -161,7 +161,7 @@ class FileHome:
             self._dirty = False
             self._start(self._file.write, self._buffer[: self._file.size_of(self._record)])
 
-    def settle(self) -> None:
+    def wait_written(self) -> None:
         """Wait until what is leaving has left."""
         if self._at is _At.LEAVING:
             self._wait()
@@ -201,13 +201,13 @@ class FileHome:
             self.tensor.fill_(torch.nan)
 
 
-def settle(homes: Iterable[FileHome]) -> None:
+def settle(homes: Iterable[StoredTensor]) -> None:
     """Wait until those that are leaving have left."""
     for home in homes:
-        home.settle()
+        home.wait_written()
 
 
-def tidy(homes: Sequence[FileHome]) -> None:
+def tidy(homes: Sequence[StoredTensor]) -> None:
     """Put homes away and wait until they have left. See Note [On demand]."""
     for home in homes:
         home.put_away()

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from lt_zero.io.pinned import rounded
-from lt_zero.offload.copy_streams import DONE, Ticket
+from lt_zero.offload.copy_streams import DONE, CopyEvent
 
 log = logging.getLogger("lt_zero")
 
@@ -45,7 +45,7 @@ class Loan:
         self.tensor, self.after = tensor, DONE
         self._back, self._returned, self._users = back, returned, 1
 
-    def give_back(self, after: Ticket = DONE) -> None:
+    def give_back(self, after: CopyEvent = DONE) -> None:
         """The holder, or a tensor that was lent, does not need it any more; ``after``: copies that still run."""
         if after is not DONE:
             self.after = after

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lt_zero.common.compat import version_of
 from lt_zero.io.thread_pool import SwapError
-from lt_zero.offload.copy_streams import DONE, Lane, Ticket
+from lt_zero.offload.copy_streams import DONE, CopyEvent, CopyStream
 from lt_zero.offload.reuse import Loan, Memory
 
 _FLYING = 4  # copies to the host that are on their way, and keep their sources alive
@@ -64,19 +64,19 @@ class Rest(Protocol):
 class Source:
     """What a copy to the host reads from. See Note [A source that changes]."""
 
-    def __init__(self, tensor: Tensor, ticket: Ticket) -> None:
-        self._tensor = None if ticket is DONE else tensor
-        self._version, self.ticket, self._changed = version_of(tensor), ticket, 0
+    def __init__(self, tensor: Tensor, event: CopyEvent) -> None:
+        self._tensor = None if event is DONE else tensor
+        self._version, self.event, self._changed = version_of(tensor), event, 0
 
-    def settle(self, host: bool = False) -> None:
+    def wait_copied(self, host: bool = False) -> None:
         """The current stream, or the host, waits for the copy; the source is let go."""
         if host:
-            self.ticket.synchronize()
+            self.event.synchronize()
         else:
-            self.ticket.wait()
+            self.event.wait()
         if self._tensor is not None:
             self._changed = version_of(self._tensor) - self._version
-        self._tensor, self.ticket = None, DONE
+        self._tensor, self.event = None, DONE
 
     def check(self) -> None:
         """Raise if it was changed before the copy was waited for."""
@@ -148,7 +148,7 @@ class InHost:
     def __init__(self, memory: Memory, device: torch.device) -> None:
         self.memory, self.device = memory, device
         late = device.type == "cpu"
-        self.to_host, self.to_device = Lane(device, late), Lane(device, late)
+        self.to_host, self.to_device = CopyStream(device, late), CopyStream(device, late)
         self._leaving: deque[Source] = deque()
 
     def put(self, source: Tensor) -> Place:
@@ -156,12 +156,12 @@ class InHost:
         leaving = Source(source, self.to_host.copy(loan.tensor[: source.numel()], source))
         self._leaving.append(leaving)
         if len(self._leaving) > _FLYING:
-            self._leaving.popleft().settle(host=True)
+            self._leaving.popleft().wait_copied(host=True)
         return _HostPlace(self, loan, source.numel(), leaving)
 
     def end_pass(self) -> None:
         while self._leaving:
-            self._leaving.popleft().settle()
+            self._leaving.popleft().wait_copied()
 
     def stats(self) -> dict[str, int]:
         return {"made": self.memory.made, "memory": self.memory.nbytes, "disk": 0}
@@ -174,17 +174,17 @@ class _HostPlace:
     def __init__(self, rest: InHost, loan: Loan, nbytes: int, source: Source) -> None:
         self._rest, self._loan, self._nbytes, self._source = rest, loan, nbytes, source
         self._target: Tensor | None = None
-        self._coming: Ticket = DONE
+        self._coming: CopyEvent = DONE
 
     def prefetch(self) -> bool:
         if self._target is None:
-            self._source.settle()
+            self._source.wait_copied()
             self._target = torch.empty(self._nbytes, dtype=torch.uint8, device=self._rest.device)
             self._coming = self._rest.to_device.copy(self._target, self._loan.tensor[: self._nbytes])
         return True
 
     def bring(self) -> Tensor:
-        self._source.settle()
+        self._source.wait_copied()
         self._source.check()
         self.prefetch()
         self._coming.wait()
@@ -193,7 +193,7 @@ class _HostPlace:
         return target
 
     def free(self) -> None:
-        self._source.settle()
+        self._source.wait_copied()
         self._coming.wait()  # or memory that is still being written would be another tensor's
         self._target = None
         self._loan.give_back(self._coming)

@@ -28,7 +28,7 @@ from lt_zero.io.direct_file import SwapFile
 from lt_zero.io.pinned import host_buffer
 from lt_zero.io.private_folder import SwapFolder
 from lt_zero.io.thread_pool import IoPool, SwapError, Transfer
-from lt_zero.offload.copy_streams import DONE, Lane, Ticket
+from lt_zero.offload.copy_streams import DONE, CopyEvent, CopyStream
 from lt_zero.offload.reuse import Loan, Stock
 from lt_zero.offload.saved_activations import Place, Source
 
@@ -119,7 +119,7 @@ class InFiles:
         self.records = _Records(self.folder, self.pool)
         self.stock = Stock(functools.partial(host_buffer, pin=device.type == "cuda"))
         late = apart and device.type == "cpu"
-        self.to_host, self.to_device = Lane(device, late), Lane(device, late)
+        self.to_host, self.to_device = CopyStream(device, late), CopyStream(device, late)
         self.problem: SwapError | None = None
         self.busy = 0  # places that have a buffer
         self._leaving: deque[_FilePlace] = deque()
@@ -142,11 +142,11 @@ class InFiles:
     def make_room(self) -> None:
         """Wait for the oldest writes, as long as too many buffers are in use."""
         while self.busy >= _ROOM and self._leaving:
-            self._leaving.popleft().settle()
+            self._leaving.popleft().wait_written()
 
     def end_pass(self) -> None:
         while self._leaving:
-            self._leaving.popleft().settle()
+            self._leaving.popleft().wait_written()
         self.records.end_pass()
 
     def stats(self) -> dict[str, int]:
@@ -155,7 +155,7 @@ class InFiles:
 
     def close(self) -> None:
         while self._leaving:
-            self._leaving.popleft().settle()
+            self._leaving.popleft().wait_written()
         self.records.close()
         self.pool.close()
         self.folder.close()
@@ -184,7 +184,7 @@ class _FilePlace:
         self._rest, self._record, self._nbytes = rest, record, source.numel()
         self._read: Transfer | None = None
         self._target: Tensor | None = None
-        self._coming: Ticket = DONE
+        self._coming: CopyEvent = DONE
         self._loan: Loan | None = self._take()
         copied = rest.to_host.copy(self._loan.tensor[: self._nbytes], source)
         self._source = Source(source, copied)
@@ -205,18 +205,18 @@ class _FilePlace:
         self._rest.busy += 1
         return self._rest.stock.take(self._record.group.size)
 
-    def _drop(self, after: Ticket = DONE) -> None:
+    def _drop(self, after: CopyEvent = DONE) -> None:
         if self._loan is not None:
             self._rest.busy -= 1
             self._loan.give_back(after)
         self._loan = None
 
-    def settle(self) -> None:
+    def wait_written(self) -> None:
         """Wait until it is written; the buffer is free then."""
         if self._left:
             return
         self._left = True
-        self._source.settle()
+        self._source.wait_copied()
         try:
             if self._gate is not None:
                 self._gate.wait()
@@ -261,7 +261,7 @@ class _FilePlace:
 
     def _send(self) -> None:
         """Start the copy to the device."""
-        self._source.settle()
+        self._source.wait_copied()
         self._finish_read()
         assert self._loan is not None
         self._target = torch.empty(self._nbytes, dtype=torch.uint8, device=self._rest.device)
@@ -270,7 +270,7 @@ class _FilePlace:
             self._drop(self._coming)
 
     def bring(self) -> Tensor:
-        self._source.settle()
+        self._source.wait_copied()
         self._source.check()
         if self._loan is None and self._target is None:
             self._start_read()
@@ -288,7 +288,7 @@ class _FilePlace:
         return target
 
     def free(self) -> None:
-        self.settle()
+        self.wait_written()
         self._finish_read()
         self._coming.wait()
         self._target = None
@@ -297,7 +297,7 @@ class _FilePlace:
 
 
 def _write(
-    device: torch.device, copied: Ticket, record: _Record, buffer: Tensor, written: list[Transfer], block: int
+    device: torch.device, copied: CopyEvent, record: _Record, buffer: Tensor, written: list[Transfer], block: int
 ) -> None:
     """In a thread: the copy from the device is waited for where nobody else waits."""
     # A thread begins on the first device, where this process may have no memory.

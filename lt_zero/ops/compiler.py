@@ -32,7 +32,7 @@ from typing import IO
 
 from filelock import FileLock, Timeout
 
-from lt_zero.common.progress_bar import waiting
+from lt_zero.common.progress_bar import progress_bar
 
 log = logging.getLogger("lt_zero")
 
@@ -233,7 +233,7 @@ def _locked(path: Path, limit: float) -> Iterator[None]:
         what = f"Waiting ({limit:.0f} s at most) for {_holder(path)}, which compiles lt_zero's kernels"
         log.info("%s: %s", what, path)
         try:
-            with waiting(what):
+            with progress_bar(what):
                 lock.acquire(timeout=limit)
         except Timeout:
             raise BuildError(f"{_holder(path)} has held {str(path)!r} for {limit:.0f} s; end it.") from None
@@ -275,7 +275,7 @@ def _compile(recipe: Recipe, compiler: Compiler, cache: Path, key: str) -> Path:
         steps = _commands(recipe, compiler, Path(folder))
         deadline, reason = time.monotonic() + limit, ""
         try:
-            with waiting(f"Compiling lt_zero's {recipe.kind} kernels", sum(map(len, steps))) as work:
+            with progress_bar(f"Compiling lt_zero's {recipe.kind} kernels", sum(map(len, steps))) as work:
                 for step in steps:
                     run(step, deadline - time.monotonic(), work.advance)
                     # Of those that wrote nothing, first those that failed: the others were stopped for that.
@@ -333,12 +333,12 @@ def run(jobs: Sequence[Job], limit: float, tick: Callable[[], object] = lambda: 
     with contextlib.ExitStack() as stack:
         # Files, not pipes: a process that outlives the compiler would keep a pipe open.
         outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in jobs]
-        waiting, running = list(zip(jobs, outputs, strict=True)), list[tuple[Job, subprocess.Popen[bytes]]]()
+        progress_bar, running = list(zip(jobs, outputs, strict=True)), list[tuple[Job, subprocess.Popen[bytes]]]()
         try:
-            while (waiting or running) and time.monotonic() < deadline and not any(job.code for job in jobs):
-                while waiting and len(running) < max(4, os.cpu_count() or 1):
-                    running.append((waiting[0][0], _start(*waiting[0])))
-                    waiting.pop(0)
+            while (progress_bar or running) and time.monotonic() < deadline and not any(job.code for job in jobs):
+                while progress_bar and len(running) < max(4, os.cpu_count() or 1):
+                    running.append((progress_bar[0][0], _start(*progress_bar[0])))
+                    progress_bar.pop(0)
                 for job, process in running:
                     job.code = process.poll()
                     if job.code is not None:
@@ -346,8 +346,8 @@ def run(jobs: Sequence[Job], limit: float, tick: Callable[[], object] = lambda: 
                 running = [(job, process) for job, process in running if job.code is None]
                 time.sleep(0.005)
         except OSError as error:  # no program for this machine
-            waiting[0][0].code = 126
-            waiting[0][1].write(str(error).encode())
+            progress_bar[0][0].code = 126
+            progress_bar[0][1].write(str(error).encode())
         finally:
             for _, process in running:
                 with contextlib.suppress(ProcessLookupError):

@@ -51,7 +51,7 @@ def clip_grad_value(sharded: ShardedOptimizer, limit: float) -> None:
     for rows in sharded.grads.by_bucket(write=True):
         for grad in rows:
             grad.clamp_(-limit, limit)
-    sharded.engine.ledger.changed()
+    sharded.engine.used_parameters.changed()
 
 
 @phased("clip")

@@ -74,7 +74,7 @@ class Run:
         self.hi = members[-1].piece.offset + members[-1].piece.numel
         device = members[0].fragment.device
         fp32, cpu = torch.float32, torch.device("cpu")
-        self._homes = [bucket.shelf.state_home(key, fp32) for key in _MOMENTS]
+        self._homes = [bucket.store.state_tensor(key, fp32) for key in _MOMENTS]
         self._own = [torch.zeros(self.hi - self.lo, dtype=fp32, device=device) for h in self._homes if h is None]  # 1D
         self.steps = torch.zeros(len(members), dtype=fp32, device=cpu)  # 1D; torch keeps its counters there, too
         self._counted = torch.zeros_like(self.steps)  # what the last step added
@@ -168,7 +168,7 @@ class FusedAdam:
             bucket
             for bucket in buckets
             if bucket.step_dtype == bucket.weights.master_dtype == torch.float32
-            and ops.available(torch.device("cpu") if bucket.shelf.moves_optim else bucket.flat.device)
+            and ops.available(torch.device("cpu") if bucket.store.moves_optim else bucket.flat.device)
         }
 
     def _is_watched(self) -> bool:
@@ -230,7 +230,7 @@ class FusedAdam:
     ) -> None:
         """Run what was planned for these buckets, whose states are here; ``write`` the compute copy, too."""
         # Who writes in place need not know whether all is written.
-        whole = {b: b.shelf.host_optim and _covers(b, parts) for b in buckets}
+        whole = {b: b.store.host_optim and _covers(b, parts) for b in buckets}
         targets = {b: b.weights.kernel_target(whole[b]) if write else None for b in buckets}
         calls: dict[tuple[Any, ...], _Call] = {}
         for part in parts:

@@ -29,7 +29,7 @@ class WholeNorms:
         """The optimizer's next step is one of these buckets: on all ranks the same ones in the same order."""
         self._row_of, self._count = {}, 0
         for bucket, mine in members.items():
-            if bucket.own != (0, bucket.layout.numel):
+            if bucket.shard_range != (0, bucket.layout.numel):
                 self._row_of.update({id(member.fragment): self._count + member.piece.index for member in mine})
                 self._count += len(bucket.params)
 

@@ -53,7 +53,7 @@ class NonFiniteError(RuntimeError):
     """Gradients are not finite, and ``on_nonfinite`` says that this is an error."""
 
 
-class StepGate:
+class LossScaleController:
     """The state of loss scaling and overflow checks of one run.
 
     Args:
@@ -89,7 +89,7 @@ class StepGate:
     @property
     def skipped(self) -> int:
         """Steps of all optimizers that were skipped. Waits for the GPU."""
-        self.settle()
+        self.read_skip_flag()
         return sum(counter.skipped for counter in self._counters)
 
     def counter(self, number: int) -> SkipCounter:
@@ -103,11 +103,11 @@ class StepGate:
         """Look whether it is finite, if nobody looks at its gradients. See Note [Unchecked steps]."""
         self._losses += 1
         if not self._told and (not loss.is_cuda or self._losses % _EVERY == 1):
-            engine.ledger.nonfinite |= not bool(torch.isfinite(loss.detach()).all())
+            engine.used_parameters.nonfinite |= not bool(torch.isfinite(loss.detach()).all())
 
     def before_backward(self, optimizers: list[ShardedOptimizer]) -> None:
         """Gradients of the current scale are about to be added. See Note [The scale that gradients carry]."""
-        self.settle()
+        self.read_skip_flag()
         self._forget()
         for sharded in optimizers:
             if sharded.loss_scale != self.scale:
@@ -124,12 +124,12 @@ class StepGate:
         """
         if self._examined is sharded:
             return
-        self.settle()
+        self.read_skip_flag()
         self._forget()
         self._examined = sharded
         if not self._told:
-            sharded.engine.settle_grads()
-            self._notice(sharded.engine, sharded.engine.ledger.nonfinite)
+            sharded.engine.finish_reductions()
+            self._notice(sharded.engine, sharded.engine.used_parameters.nonfinite)
         if self.checks:
             self._some = sharded.grads.exist()
             self.norm = grad_norm(sharded) / sharded.loss_scale
@@ -205,15 +205,15 @@ class StepGate:
             return
         counter = self.counter(number)
         if found_inf is not None:
-            counter.assume_success(self.settle)
+            counter.assume_success(self.read_skip_flag)
             self._open = Verdict(found_inf, sharded, counter)
-            sharded.before_state_dict = self.settle
+            sharded.before_state_dict = self.read_skip_flag
             return
         counter.skip() if skip else counter.succeed()
         self._account(sharded.engine, counter, skip)
         self._watching_late = False
 
-    def settle(self) -> bool:
+    def read_skip_flag(self) -> bool:
         """Read a verdict that the device holds; returns whether there was one, and it said skipped. Waits for the GPU.
 
         See Note [Verdict on the device].
@@ -270,7 +270,7 @@ class StepGate:
 
     def stop_watching(self) -> None:
         """Remove the hooks that look at module outputs."""
-        self.settle()
+        self.read_skip_flag()
         if self._watch is not None:
             self._watch.close()
             self._watch = None
@@ -286,7 +286,7 @@ class StepGate:
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers only; {} if nothing is checked."""
-        self.settle()
+        self.read_skip_flag()
         if not self.checks:
             return {}
         scaler = self.scaler.state_dict() if self.scaler is not None else None
@@ -294,7 +294,7 @@ class StepGate:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the state was taken; what the running precision has no use for is left out."""
-        self.settle()
+        self.read_skip_flag()
         if self.scaler is not None and state.get("scaler") is not None:
             self.scaler.load_state_dict(state["scaler"])
         for number, counter in enumerate(state.get("skips", [])):

@@ -164,7 +164,7 @@ def nonfinite_parameters(engine: Engine) -> list[str]:
     names, flags = [], []
     for bucket in engine.buckets:
         grads = bucket.grads
-        if grads.rests and engine.shelves.torn:
+        if grads.rests and engine.offload_manager.partially_stepped:
             continue  # stepped beside backward, maybe: not kept
         for piece in bucket.pieces():
             if grads.accumulated and piece.index in grads.valid:

@@ -6,8 +6,8 @@ Note [Beside backward]
     it is collective: a bucket with a parameter that this rank did not use waits for the step, when the ranks have
     agreed on what was used. What later backwards of this step need stays as it is: the compute copies of whole
     parameters are written by the step proper, and a unit that is gathered again after its bucket was stepped raises.
-    If backward fails half way, or the step does not follow, some buckets are a step ahead of others (``Shelves.torn``):
-    then nothing can be stepped or saved any more.
+    If backward fails half way, or the step does not follow, some buckets are a step ahead of others
+    (``OffloadManager.torn``): then nothing can be stepped or saved any more.
 
 Note [Beside the next forward]
     ``overlap_step: true``: the step plans (learning rates are those of now), hands its buckets to the thread and
@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.offload_manager import homes_of
+from lt_zero.engine.offload_manager import stored_tensors_of
 from lt_zero.offload.background import Job
 from lt_zero.step.fused_step import Member, Part
 
@@ -37,7 +37,7 @@ class Overlap:
 
     def __init__(self, sharded: ShardedOptimizer) -> None:
         self._sharded, self._engine = sharded, sharded.engine
-        self._shelves = sharded.engine.shelves
+        self._offload_manager = sharded.engine.offload_manager
         self._early: dict[Bucket, int] = {}  # stepped beside the last backward, and with which gradients
         self._backwards = 0  # that had ended when it had
         self._late: set[Bucket] = set()  # handed over by the step at hand
@@ -61,7 +61,7 @@ class Overlap:
         reducer = self._engine.reducer
         reducer.on_landed = self._landed
         try:
-            with self._shelves.walking():
+            with self._offload_manager.streaming():
                 yield
         except BaseException:
             self._end_early()
@@ -75,9 +75,9 @@ class Overlap:
     def _can_begin(self) -> bool:
         sharded = self._sharded
         self._end_early()  # of a backward that no step followed: the engine stays torn
-        if self._shelves.torn:
+        if self._offload_manager.partially_stepped:
             return False
-        if self._shelves.background is None or sharded.fused is None or sharded.loss_scale != 1.0:
+        if self._offload_manager.background is None or sharded.fused is None or sharded.loss_scale != 1.0:
             return False
         if not self._engine.reducer.sync:
             return False
@@ -115,7 +115,9 @@ class Overlap:
         self._early[bucket] = bucket.grads.changes
         bucket.stepped_early = True
         names = ", ".join(repr(bucket.name) for bucket in list(self._early)[:3])
-        self._shelves.torn = f"{len(self._early)} of {len(self._engine.buckets)} buckets ({names}, ...)"
+        self._offload_manager.partially_stepped = (
+            f"{len(self._early)} of {len(self._engine.buckets)} buckets ({names}, ...)"
+        )
         self._hand_over(bucket, lambda: self._step_early(bucket, parts), None, _WAITING if bucket.grads.rests else None)
         return True
 
@@ -125,8 +127,8 @@ class Overlap:
         self._sharded.fused.launch([bucket], parts, write=bucket.sharding.params)
         if bucket.sharding.params:
             bucket.weights.refresh()
-        if bucket.shelf.optim is not None:
-            bucket.shelf.homes["grad"].discard()  # spares writing and reading it; ``forget_early`` forgets it
+        if bucket.store.optim is not None:
+            bucket.store.stored["grad"].discard()  # spares writing and reading it; ``forget_early`` forgets it
 
     def take_early(self, members: dict[Bucket, list[Member]], used: dict[Bucket, list[int]]) -> set[Bucket]:
         """The step proper begins: leave out what was stepped already; returns it. Collective.
@@ -137,8 +139,8 @@ class Overlap:
         same = all(bucket in used and bucket.grads.changes == then for bucket, then in self._early.items())
         early = self._end_early()
         if early and same and self._backwards == self._engine.backwards and self._rules == self._rules_now():
-            self._shelves.torn = ""
-        self._shelves.refuse_torn(self._engine.comm)
+            self._offload_manager.partially_stepped = ""
+        self._offload_manager.refuse_partially_stepped(self._engine.comm)
         for bucket in early:
             members.pop(bucket, None)
         return early
@@ -161,7 +163,7 @@ class Overlap:
 
     @property
     def _publishes_late(self) -> bool:
-        return self._shelves.background is not None and self._shelves.how.overlap_step is True
+        return self._offload_manager.background is not None and self._offload_manager.how.overlap_step is True
 
     def plan_late(
         self, members: dict[Bucket, list[Member]], early: set[Bucket], used: dict[Bucket, list[int]]
@@ -173,7 +175,7 @@ class Overlap:
         """
         if not self._publishes_late or self._sharded.fused is None:
             return {}
-        taken = self._sharded.fused.takes(b for b in used if b.shelf.moves_optim)
+        taken = self._sharded.fused.takes(b for b in used if b.store.moves_optim)
         if taken:
             self._read_groups()
         plans: dict[Bucket, list[Part] | None] = {}
@@ -199,19 +201,19 @@ class Overlap:
         if parts is not None:
             assert self._sharded.fused is not None
             self._sharded.fused.launch([bucket], parts)
-            if bucket.shelf.optim is not None:
+            if bucket.store.optim is not None:
                 bucket.weights.refresh()
         bucket.refresh_after_step()
 
     def _hand_over(
         self, bucket: Bucket, step: Callable[[], None], publish: Callable[[], object] | None, limit: int | None
     ) -> None:
-        background = self._shelves.background
+        background = self._offload_manager.background
         assert background is not None
         bucket.weights.leave()
         bucket.edits.pause()
-        job = Job(step, homes_of(bucket), publish, self._shelves.note)
-        bucket.shelf.hand_over(job)
+        job = Job(step, stored_tensors_of(bucket), publish, self._offload_manager.note)
+        bucket.store.hand_over(job)
         background.hand_over(job, limit)
 
     def take_late(self) -> set[Bucket]:
@@ -221,5 +223,5 @@ class Overlap:
 
     def forget_states(self) -> None:
         """States were loaded: the next step is one of its own, which puts them where they rest."""
-        self._steady, self._shelves.torn = {}, ""
+        self._steady, self._offload_manager.partially_stepped = {}, ""
         self._end_early()

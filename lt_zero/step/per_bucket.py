@@ -80,7 +80,7 @@ class Stepper:
         """Give the planned buckets to the thread. See overlap.py, Note [Beside the next forward]."""
         for bucket, parts in plans.items():
             mine = {bucket: members.pop(bucket)} if bucket in members else {}
-            if mine and "master" in bucket.shelf.homes:
+            if mine and "master" in bucket.store.stored:
                 self.step_resting(mine)
             elif mine and self._fused is not None:
                 self._fused.step(mine)
@@ -100,10 +100,10 @@ class Stepper:
         ``method``: called in the place of ``step``.
         """
         here = {b: b in together or any(member.used for member in members[b]) for b in members}
-        resting = [b for b in members if "master" in b.shelf.homes and here[b]]
-        idle = [b for b in members if "master" in b.shelf.homes and b not in resting]
+        resting = [b for b in members if "master" in b.store.stored and here[b]]
+        idle = [b for b in members if "master" in b.store.stored and b not in resting]
         taken = self._sharded.taken(resting)
-        for bucket in self._engine.shelves.walk(resting) if resting else ():
+        for bucket in self._engine.offload_manager.stream_buckets(resting) if resting else ():
             self._step_resting_bucket(bucket, members.pop(bucket), bucket in taken, method)
         for bucket in idle:
             self._sharded.drop({id(member.fragment) for member in members.pop(bucket)})
@@ -118,14 +118,14 @@ class Stepper:
             self._sharded.drop({id(fragment) for fragment, _ in holders})
         else:
             if bucket.grads.rests:
-                bucket.shelf.homes["grad"].bring()  # torch's step may change gradients in place
+                bucket.store.stored["grad"].bring()  # torch's step may change gradients in place
             self.step_staged(bucket, members, method)
         self._shelve_state(bucket, holders)
         bucket.weights.refresh()
 
     def step_host(self, members: dict[Bucket, list[Member]]) -> None:
         """Step what the kernel takes in host memory bucket by bucket: copies go to the device meanwhile."""
-        taken, done = self._sharded.taken(b for b in members if b.shelf.host_optim), set[int]()
+        taken, done = self._sharded.taken(b for b in members if b.store.host_optim), set[int]()
         for bucket in [b for b in members if b in taken]:
             assert self._fused is not None
             mine = members.pop(bucket)
@@ -193,13 +193,13 @@ class Stepper:
         self._overlap.forget_states()
         places: dict[Bucket, list[tuple[Parameter, Piece]]] = {}
         for bucket, index, parameter in self._sharded.places():
-            if "master" in bucket.shelf.homes:
+            if "master" in bucket.store.stored:
                 places.setdefault(bucket, []).extend((parameter, piece) for piece in bucket.pieces_of(index))
         for bucket, holders in places.items():
-            for home in bucket.shelf.step_homes():
+            for home in bucket.store.step_tensors():
                 home.bring()
             self._shelve_state(bucket, holders)
-            bucket.shelf.tidy()
+            bucket.store.tidy()
 
     def _shelve_state(self, bucket: Bucket, holders: list[tuple[Parameter, Piece]]) -> None:
         """Move element-wise states that somebody else made (a first step, a checkpoint) to where the bucket's rest."""
@@ -208,7 +208,7 @@ class Stepper:
             for key, value in state.items():
                 if not isinstance(value, Tensor) or value.dim() == 0 or value.numel() != piece.numel:
                     continue
-                home = bucket.shelf.state_home(key, value.dtype)
+                home = bucket.store.state_tensor(key, value.dtype)
                 if home is not None and not home.owns(value):
                     home.bring()
                     state[key] = home.lend(piece.offset, value.shape).copy_(value)

@@ -31,7 +31,7 @@ class ReducedGrads:
 
     def used(self) -> dict[Bucket, list[int]]:
         """The parameters that have a gradient on any rank, in order. Collective."""
-        used = self._engine.settle_grads()
+        used = self._engine.finish_reductions()
         found: dict[Bucket, list[int]] = {}
         for bucket, index, _ in self._sharded.places():
             if used(bucket, index):
@@ -40,7 +40,7 @@ class ReducedGrads:
 
     def exist(self) -> bool:
         """Whether any rank has a gradient for this optimizer; the same answer on all ranks. Collective."""
-        used = self._engine.settle_grads()
+        used = self._engine.finish_reductions()
         return bool(self._foreign()) or any(used(b, i) for b, i, _ in self._sharded.places())
 
     def _foreign(self) -> list[Tensor]:
@@ -64,7 +64,7 @@ class ReducedGrads:
     def multiply(self, factor: Tensor) -> None:
         """Multiply what was reduced by one fp32 number (0D), now or in the kernel that steps it. Collective."""
         used, places = self.used(), self._sharded.places()
-        self._engine.ledger.scaled(places, factor)
+        self._engine.used_parameters.scaled(places, factor)
         deferring = self._deferring(used)
         for bucket, indices in used.items():
             if bucket in deferring:
@@ -86,7 +86,7 @@ class ReducedGrads:
     def rescale(self, factor: float) -> None:
         """Multiply what was accumulated so far, reduced or not. Not collective."""
         places = self._sharded.places()
-        self._engine.ledger.scaled(places, factor)
+        self._engine.used_parameters.scaled(places, factor)
         for bucket, index, _ in places:
             span, grads = bucket.layout.spans[index], bucket.grads
             if grads.local is not None:
@@ -110,7 +110,7 @@ def _rows(bucket: Bucket, indices: list[int], write: bool = True) -> list[Tensor
             edges[-1][1] = piece.offset + piece.numel
         else:
             edges.append([piece.offset, piece.offset + piece.numel])
-    bucket.grads.settle_factor()
+    bucket.grads.apply_deferred_scale()
     if not edges:
         return []
     grad = bucket.grads.grad if write else bucket.grads.read()

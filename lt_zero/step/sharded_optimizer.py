@@ -52,9 +52,9 @@ class ShardedOptimizer(Here):
 
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
         whole = engine.config.zero_optimization.shard_along == "parameter" or not engine.sharded_optim
-        check_supported(optimizer, engine.sharded_optim or engine.shelves.optim is not None, whole)
-        if engine.shelves.optim is not None:
-            engine.shelves.require(engine.comm, states_per_element(optimizer))
+        check_supported(optimizer, engine.sharded_optim or engine.offload_manager.optim is not None, whole)
+        if engine.offload_manager.optim is not None:
+            engine.offload_manager.require(engine.comm, states_per_element(optimizer))
         engine.begin_training()
         self.engine, self.optimizer = engine, optimizer
         self._fragments: dict[int, list[Parameter]] = {}
@@ -75,11 +75,13 @@ class ShardedOptimizer(Here):
         self.overlap = Overlap(self)
         self.grads = ReducedGrads(self)
         self.stepper = Stepper(self)
-        if engine.shelves.torn:
+        if engine.offload_manager.partially_stepped:
             warnings.warn(
-                f"Training goes on although {engine.shelves.torn} are a step ahead: load a checkpoint.", stacklevel=3
+                f"Training goes on although {engine.offload_manager.partially_stepped} are a step ahead: load a "
+                "checkpoint.",
+                stacklevel=3,
             )
-            engine.shelves.torn = ""
+            engine.offload_manager.partially_stepped = ""
         self._handles: list[RemovableHandle] = []
         self._adopt_state()
         self._install()
@@ -133,7 +135,7 @@ class ShardedOptimizer(Here):
         if id(parameter) not in self._fragments:
             bucket.weights.enable_training()
             shape = torch.Size(bucket.shapes[index])
-            home = bucket.shelf.homes.get("master")
+            home = bucket.store.stored.get("master")
             self._fragments[id(parameter)] = [
                 Parameter(_shaped(bucket.weights.master_rows[p.offset : p.offset + p.numel], shape))
                 if home is None
@@ -169,7 +171,7 @@ class ShardedOptimizer(Here):
         """Whether all of a step goes through kernels that take ``found_inf``."""
         places = self.places()
         buckets = {bucket for bucket, _, _ in places}
-        if any(bucket.shelf.moves_optim for bucket in buckets):
+        if any(bucket.store.moves_optim for bucket in buckets):
             return False  # what the kernel does not write would be copied or written all the same
         return len(places) == len(self.parameters()) and self.taken(buckets) == buckets
 
@@ -214,9 +216,9 @@ class ShardedOptimizer(Here):
         plans = self.overlap.plan_late(members, self._early, used)
         for bucket in members:
             if plans.get(bucket) is None:
-                bucket.settle()  # it is stepped here
+                bucket.wait_background_step()  # it is stepped here
         for bucket in self._early - plans.keys():
-            bucket.settle()  # it is published here
+            bucket.wait_background_step()  # it is published here
             bucket.weights.leave()  # the rest of backward may have read whole parameters meanwhile
         self.narrow()
         self._depth, self._entered = 1, self.engine.backwards
@@ -225,7 +227,7 @@ class ShardedOptimizer(Here):
             self.stepper.hand_over(plans, members)
             self.stepper.step_resting(members, used if self.norms is not None else ())
             self.stepper.step_host(members)
-            self.engine.shelves.check(self.engine.comm, "states in files")
+            self.engine.offload_manager.check(self.engine.comm, "states in files")
         except SwapError:
             self.widen()
             raise
@@ -285,7 +287,7 @@ class ShardedOptimizer(Here):
         self.engine.comm.before_write()
         try:
             self.stepper.step_resting(members, buckets, method)
-            self.engine.shelves.check(self.engine.comm, "states in files")
+            self.engine.offload_manager.check(self.engine.comm, "states in files")
             for bucket in [bucket for bucket in members if bucket.staged]:
                 self.stepper.step_staged(bucket, members.pop(bucket), method)
             result = method()
@@ -361,7 +363,7 @@ class ShardedOptimizer(Here):
         self.engine.finish_steps()
         if not self.by_bucket:
             for bucket in {bucket for bucket, _, _ in self.places()}:
-                for home in bucket.shelf.step_homes():
+                for home in bucket.store.step_tensors():
                     home.bring()  # whoever has it may edit it
 
 

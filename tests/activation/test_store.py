@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lt_zero.activation.stores import Saved, open_store
 from lt_zero.config.blocks.activation import ActivationCheckpointing
 from lt_zero.engine import bucket_store
-from lt_zero.offload.copy_streams import Lane
+from lt_zero.offload.copy_streams import CopyStream
 from tests.support.store_tools import CPU, NBYTES, PLACES, WIDTH, blocks, forward, gradients, opened, rows, same
 
 
@@ -318,14 +318,14 @@ def test_any_thread(store: Saved) -> None:
 
 
 def test_copies_come_before_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, begun, copy = opened("host", tmp_path), list[int](), Lane.copy
+    store, begun, copy = opened("host", tmp_path), list[int](), CopyStream.copy
     packed = [store.pack(torch.full((2048,), float(number))) for number in range(6)]
 
-    def spy(lane: Lane, target: Tensor, source: Tensor, after: object = None) -> object:
+    def spy(lane: CopyStream, target: Tensor, source: Tensor, after: object = None) -> object:
         begun.append(int(source.view(torch.float32)[0]) if source.view(torch.float32)[0] < 6 else -1)
         return copy(lane, target, source, after)
 
-    monkeypatch.setattr(Lane, "copy", spy)
+    monkeypatch.setattr(CopyStream, "copy", spy)
     for number in reversed(range(6)):
         begun.clear()
         assert store.unpack(packed[number]).eq(number).all()

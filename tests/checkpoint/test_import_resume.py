@@ -196,7 +196,7 @@ def scale_of(path: str) -> tuple[dict[str, Any], int]:
 
     class Look(pl.Callback):
         def on_train_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
-            gate = trainer.precision_plugin.gate
+            gate = trainer.precision_plugin.loss_scale_controller
             seen.append((gate.scaler.state_dict(), gate.counter(0).skipped))
 
     trainer.callbacks.append(Look())

@@ -244,11 +244,11 @@ def _stand_ins(stage: int) -> None:
         assert shown is not before
         assert plain.grad is not None
         assert repr(shown) == f"ShardedGrad(shape={tuple(parameter.shape)}, dtype=torch.float32, device='cpu')"
-        engine.settle_grads()
+        engine.finish_reductions()
         assert parameter.grad is shown
         torch.testing.assert_close(shown.norm(), plain.grad.norm())
         shown.mul_(3)
-        engine.settle_grads()
+        engine.finish_reductions()
         torch.testing.assert_close(shown.norm(), 3 * plain.grad.norm())
         before, parameter.grad, plain.grad = shown, None, None
 

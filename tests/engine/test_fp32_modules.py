@@ -19,9 +19,9 @@ from lt_zero.engine.fp32_modules import (
     BATCH_NORMS,
     DEFAULT_ISLANDS_MIXED,
     DEFAULT_ISLANDS_TRUE,
-    Islands,
-    find_islands,
-    install_islands,
+    Fp32Modules,
+    find_fp32_modules,
+    install_fp32_modules,
 )
 
 WIDTH = 8
@@ -70,24 +70,24 @@ class Spy(nn.Module):
         return self.fn(*args, **kwargs)
 
 
-def names(islands: Islands) -> list[str]:
-    return [name for name, _ in islands.modules]
+def names(fp32_modules: Fp32Modules) -> list[str]:
+    return [name for name, _ in fp32_modules.modules]
 
 
-def kept(root: nn.Module, islands: Islands) -> list[str]:
-    return [n for n, p in root.named_parameters() if p in islands.parameters]
+def kept(root: nn.Module, fp32_modules: Fp32Modules) -> list[str]:
+    return [n for n, p in root.named_parameters() if p in fp32_modules.parameters]
 
 
-def lower(root: nn.Module, islands: Islands, dtype: torch.dtype) -> nn.Module:
+def lower(root: nn.Module, fp32_modules: Fp32Modules, dtype: torch.dtype) -> nn.Module:
     """What the engine does: weights outside of islands in ``dtype``, buffers as they are."""
     for p in root.parameters():
-        if p not in islands.parameters:
+        if p not in fp32_modules.parameters:
             p.data = p.data.to(dtype)
     return root
 
 
-def install(root: nn.Module, islands: Islands, dtype: torch.dtype, true: bool) -> list[Any]:
-    return install_islands(lower(root, islands, dtype) and islands, dtype, "cpu", true)
+def install(root: nn.Module, fp32_modules: Fp32Modules, dtype: torch.dtype, true: bool) -> list[Any]:
+    return install_fp32_modules(lower(root, fp32_modules, dtype) and fp32_modules, dtype, "cpu", true)
 
 
 @contextmanager
@@ -106,8 +106,8 @@ def mode(dtype: torch.dtype, true: bool) -> Iterator[None]:
     assert not torch.is_autocast_enabled("cpu")
 
 
-def island_of(module: nn.Module) -> Islands:
-    return Islands((("it", module),), frozenset(module.parameters()))
+def island_of(module: nn.Module) -> Fp32Modules:
+    return Fp32Modules((("it", module),), frozenset(module.parameters()))
 
 
 # What the patterns find
@@ -118,102 +118,106 @@ def island_of(module: nn.Module) -> Islands:
 )
 def test_patterns_for_the_norms(pattern: str) -> None:
     root = Model()
-    islands = find_islands(root, [pattern])
-    assert names(islands) == ["blocks.0.norm", "blocks.1.norm"]
-    assert kept(root, islands) == [f"blocks.{i}.norm.{n}" for i in (0, 1) for n in ("weight", "bias")]
+    fp32_modules = find_fp32_modules(root, [pattern])
+    assert names(fp32_modules) == ["blocks.0.norm", "blocks.1.norm"]
+    assert kept(root, fp32_modules) == [f"blocks.{i}.norm.{n}" for i in (0, 1) for n in ("weight", "bias")]
 
 
 def test_module_islands_take_their_subtree() -> None:
     root = Model()
-    islands = find_islands(root, ["blocks.1", "Block", "blocks.1.norm"])
-    assert names(islands) == ["blocks.0", "blocks.1"]
-    assert kept(root, islands) == [n for n, _ in root.named_parameters() if n.startswith("blocks.")]
+    fp32_modules = find_fp32_modules(root, ["blocks.1", "Block", "blocks.1.norm"])
+    assert names(fp32_modules) == ["blocks.0", "blocks.1"]
+    assert kept(root, fp32_modules) == [n for n, _ in root.named_parameters() if n.startswith("blocks.")]
 
 
 def test_children_by_pattern_and_bare_parameter() -> None:
     root = Model()
-    islands = find_islands(root, ["blocks.0.*"])
-    assert names(islands) == ["blocks.0.norm", "blocks.0.up"]
-    assert kept(root, islands) == [n for n, _ in root.named_parameters() if n.startswith("blocks.0.")]
+    fp32_modules = find_fp32_modules(root, ["blocks.0.*"])
+    assert names(fp32_modules) == ["blocks.0.norm", "blocks.0.up"]
+    assert kept(root, fp32_modules) == [n for n, _ in root.named_parameters() if n.startswith("blocks.0.")]
 
 
 @pytest.mark.parametrize("pattern", ["scale", "blocks.0.gain"])
 def test_parameter_of_a_composite_module_has_no_boundary(pattern: str) -> None:
     root = Model()
-    islands = find_islands(root, [pattern])
-    assert not islands.modules
-    assert kept(root, islands) == [pattern]
+    fp32_modules = find_fp32_modules(root, [pattern])
+    assert not fp32_modules.modules
+    assert kept(root, fp32_modules) == [pattern]
 
 
 def test_containers_are_entered() -> None:
     root = Model()
     assert (
-        names(find_islands(root, ["blocks"])) == names(find_islands(root, ["ModuleList"])) == ["blocks.0", "blocks.1"]
+        names(find_fp32_modules(root, ["blocks"]))
+        == names(find_fp32_modules(root, ["ModuleList"]))
+        == ["blocks.0", "blocks.1"]
     )
     root.bank = nn.ParameterList([torch.ones(2), torch.ones(2)])
-    islands = find_islands(root, ["bank.0"])
-    assert not islands.modules
-    assert kept(root, islands) == ["bank.0", "bank.1"]
+    fp32_modules = find_fp32_modules(root, ["bank.0"])
+    assert not fp32_modules.modules
+    assert kept(root, fp32_modules) == ["bank.0", "bank.1"]
 
 
 @pytest.mark.parametrize("pattern", ["embedding", "head.weight", "Embedding", "embedding.*"])
 def test_ties_spread(pattern: str) -> None:
     root = Model(tied=True)
-    islands = find_islands(root, [pattern])
-    assert names(islands) == ["embedding", "head"]
-    assert kept(root, islands) == ["embedding.weight", "head.bias"]
+    fp32_modules = find_fp32_modules(root, [pattern])
+    assert names(fp32_modules) == ["embedding", "head"]
+    assert kept(root, fp32_modules) == ["embedding.weight", "head.bias"]
 
 
 def test_ties_spread_over_several_steps() -> None:
     a, b, c = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
     b.weight, c.bias = a.weight, b.bias
     root = nn.Sequential(a, b, c, nn.Linear(2, 2))
-    islands = find_islands(root, ["0.bias"])
-    assert names(islands) == ["0", "1", "2"]
-    assert len(islands.parameters) == len({*a.parameters(), *b.parameters(), *c.parameters()})
+    fp32_modules = find_fp32_modules(root, ["0.bias"])
+    assert names(fp32_modules) == ["0", "1", "2"]
+    assert len(fp32_modules.parameters) == len({*a.parameters(), *b.parameters(), *c.parameters()})
 
 
 def test_module_that_is_also_registered_outside_is_an_island_of_its_own() -> None:
     root = Model()
     root.norm = root.blocks[0].norm
-    islands = find_islands(root, ["Block"])
-    assert names(islands) == ["blocks.0", "blocks.0.norm", "blocks.1"]
+    fp32_modules = find_fp32_modules(root, ["Block"])
+    assert names(fp32_modules) == ["blocks.0", "blocks.0.norm", "blocks.1"]
     only_inside = Model()
     only_inside.blocks[0].again = only_inside.blocks[0].norm
-    assert names(find_islands(only_inside, ["Block", "LayerNorm"])) == ["blocks.0", "blocks.1"]
+    assert names(find_fp32_modules(only_inside, ["Block", "LayerNorm"])) == ["blocks.0", "blocks.1"]
 
 
 def test_wrappers_do_not_show() -> None:
     root = Model()
     root.blocks[0] = torch.compile(root.blocks[0], backend="eager")
-    islands = find_islands(root, ["blocks.0.norm.weight", "blocks.0.up"])
-    assert names(islands) == ["blocks.0.norm", "blocks.0.up"]
-    assert names(find_islands(root, ["blocks.0"])) == ["blocks.0"]
+    fp32_modules = find_fp32_modules(root, ["blocks.0.norm.weight", "blocks.0.up"])
+    assert names(fp32_modules) == ["blocks.0.norm", "blocks.0.up"]
+    assert names(find_fp32_modules(root, ["blocks.0"])) == ["blocks.0"]
 
 
 def test_modules_whose_weights_a_parent_reads() -> None:
     root = nn.ModuleDict({"attention": nn.MultiheadAttention(WIDTH, 2), "head": spectral_norm(nn.Linear(2, 2))})
     for pattern in ("*.out_proj.weight", "attention.in_proj_bias", "NonDynamicallyQuantizableLinear"):
-        assert names(find_islands(root, [pattern])) == ["attention"]
-    assert names(find_islands(root, ["head.bias"])) == ["head"]
-    assert names(find_islands(root, ["*.original"])) == ["head.parametrizations.weight"]
+        assert names(find_fp32_modules(root, [pattern])) == ["attention"]
+    assert names(find_fp32_modules(root, ["head.bias"])) == ["head"]
+    assert names(find_fp32_modules(root, ["*.original"])) == ["head.parametrizations.weight"]
 
 
 def test_classes_and_keep() -> None:
     root = Model()
-    islands = find_islands(root, [], classes=(nn.LayerNorm, nn.BatchNorm1d, Model), keep=(nn.Embedding, nn.GroupNorm))
-    assert names(islands) == ["blocks.0.norm", "blocks.1.norm"]
-    assert kept(root, islands)[0] == "embedding.weight"
-    assert len(islands.parameters) == 5
-    assert find_islands(root, []) == Islands((), frozenset())
+    fp32_modules = find_fp32_modules(
+        root, [], classes=(nn.LayerNorm, nn.BatchNorm1d, Model), keep=(nn.Embedding, nn.GroupNorm)
+    )
+    assert names(fp32_modules) == ["blocks.0.norm", "blocks.1.norm"]
+    assert kept(root, fp32_modules)[0] == "embedding.weight"
+    assert len(fp32_modules.parameters) == 5
+    assert find_fp32_modules(root, []) == Fp32Modules((), frozenset())
 
 
 @pytest.mark.parametrize("pattern", ["Model", "Module", "*"])
 def test_the_root_is_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match=r"fp16_override_modules: '[\w*]+' matches the whole model.*32-true"):
-        find_islands(Model(), [pattern])
+        find_fp32_modules(Model(), [pattern])
     with pytest.raises(ValueError, match="'weight' matches the whole model"):
-        find_islands(nn.Linear(2, 2), ["weight"])
+        find_fp32_modules(nn.Linear(2, 2), ["weight"])
 
 
 @pytest.mark.parametrize(
@@ -221,7 +225,7 @@ def test_the_root_is_refused(pattern: str) -> None:
 )
 def test_no_match_is_an_error(pattern: str, near: str | None) -> None:
     with pytest.raises(ValueError, match="fp16_override_modules") as error:
-        find_islands(Model(), ["Linear", pattern])
+        find_fp32_modules(Model(), ["Linear", pattern])
     assert repr(pattern) in str(error.value)
     assert ("Close names" in str(error.value)) == (near is not None)
     assert near is None or near in str(error.value)
@@ -302,7 +306,9 @@ def test_recursion_is_cast_once(true: bool) -> None:
     module = Twice()
     hand = copy.deepcopy(module)
     # The layer is an island of its own too, as if it were registered outside as well.
-    install(module, Islands((("a", module), ("b", module.layer)), frozenset(module.parameters())), torch.bfloat16, true)
+    install(
+        module, Fp32Modules((("a", module), ("b", module.layer)), frozenset(module.parameters())), torch.bfloat16, true
+    )
     x = torch.randn(2, WIDTH, dtype=torch.bfloat16)
     with mode(torch.bfloat16, true):
         out = module(x)
@@ -317,8 +323,8 @@ def test_nothing_leaks_when_forward_raises(true: bool) -> None:
 
     spy, layer = Spy(fail), nn.Linear(WIDTH, WIDTH)
     outer = nn.Sequential(layer, spy)
-    islands = Islands((("o", outer), ("s", spy)), frozenset(outer.parameters()))
-    install(outer, islands, torch.bfloat16, true)
+    fp32_modules = Fp32Modules((("o", outer), ("s", spy)), frozenset(outer.parameters()))
+    install(outer, fp32_modules, torch.bfloat16, true)
     x = torch.ones(1, WIDTH, dtype=torch.bfloat16)
     with mode(torch.bfloat16, true):
         for module in (spy, outer):
@@ -341,8 +347,8 @@ def test_a_pre_hook_that_raises_first() -> None:
         return x
 
     outer = Spy(attempt)
-    islands = Islands((("o", outer), ("i", inner)), frozenset())
-    install(nn.Sequential(outer, inner), islands, torch.bfloat16, True)
+    fp32_modules = Fp32Modules((("o", outer), ("i", inner)), frozenset())
+    install(nn.Sequential(outer, inner), fp32_modules, torch.bfloat16, True)
 
     def fail(module: nn.Module, args: Any) -> None:
         raise KeyError("hook")
@@ -405,7 +411,7 @@ def test_checkpointing(dtype: torch.dtype, true: bool, where: str) -> None:
     grads = []
     for checkpointed in (False, True):
         model = copy.deepcopy(root)
-        install(model, find_islands(model, ["Mlp"]), dtype, true)
+        install(model, find_fp32_modules(model, ["Mlp"]), dtype, true)
         x = torch.ones(2, WIDTH, dtype=dtype, requires_grad=True)
         with mode(dtype, true):
             outside = checkpointed and where == "outside"
@@ -442,7 +448,7 @@ def test_compiled_block(true: bool) -> None:
     results = []
     for compiled in (False, True):
         copied = copy.deepcopy(model)
-        install(copied, find_islands(copied, ["LayerNorm"]), dtype, true)
+        install(copied, find_fp32_modules(copied, ["LayerNorm"]), dtype, true)
         run = torch.compile(copied, backend="aot_eager") if compiled else copied
         got = []
         for _ in range(2):
@@ -464,7 +470,7 @@ def test_compiled_island_that_raises() -> None:
 
     torch.compiler.reset()
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Bad())
-    install(model, find_islands(model, ["Bad"]), torch.bfloat16, False)
+    install(model, find_fp32_modules(model, ["Bad"]), torch.bfloat16, False)
     run = torch.compile(model, backend="aot_eager")
     with mode(torch.bfloat16, False), pytest.raises(Exception, match=r"shapes|multiplied|size"):
         run(torch.ones(2, WIDTH))
@@ -491,13 +497,13 @@ FAIL_TRUE = {"BatchNorm1d", "BatchNorm2d", "SyncBatchNorm", "spectral_norm"}
 FAIL_MIXED = {*FAIL_TRUE, "InstanceNorm1d", "LayerNorm", "GroupNorm", "Bilinear"}
 
 
-def run_standard(name: str, islands: Callable[[nn.Module], Islands], dtype: torch.dtype, true: bool) -> Tensor:
+def run_standard(name: str, fp32_modules: Callable[[nn.Module], Fp32Modules], dtype: torch.dtype, true: bool) -> Tensor:
     """One forward and backward of a standard module inside of a root, as the engine would run it."""
     make, shape = STANDARD[name]
     torch.manual_seed(0)
     module = make()
     root = nn.Sequential(module)
-    found = islands(root)
+    found = fp32_modules(root)
     install(root, found, dtype, true)
     x = torch.randn(shape, dtype=dtype if true else torch.float32, requires_grad=True)
     with mode(dtype, true):
@@ -516,11 +522,11 @@ def run_standard(name: str, islands: Callable[[nn.Module], Islands], dtype: torc
 def test_standard_modules(name: str, true: bool, dtype: torch.dtype) -> None:
     """The defaults are what fails without: a torch that learns one of these makes its entry superfluous."""
     defaults = DEFAULT_ISLANDS_TRUE if true else DEFAULT_ISLANDS_MIXED
-    out = run_standard(name, lambda root: find_islands(root, [], classes=defaults), dtype, true)
+    out = run_standard(name, lambda root: find_fp32_modules(root, [], classes=defaults), dtype, true)
     assert not true or out.dtype == dtype
     if name in (FAIL_TRUE if true else FAIL_MIXED):
         with pytest.raises(RuntimeError, match="dtype|scalar type"):
-            run_standard(name, lambda root: find_islands(root, []), dtype, true)
+            run_standard(name, lambda root: find_fp32_modules(root, []), dtype, true)
 
 
 @both
@@ -528,8 +534,8 @@ def test_standard_modules(name: str, true: bool, dtype: torch.dtype) -> None:
 def test_kept_parameters_are_plain_autocast(name: str, dtype: torch.dtype) -> None:
     """Under autocast, fp32 weights without a boundary compute what plain autocast does, bit for bit."""
     everything = frozenset[nn.Parameter]
-    plain = run_standard(name, lambda root: Islands((), everything(root.parameters())), dtype, False)
-    out = run_standard(name, lambda root: find_islands(root, [], keep=DEFAULT_ISLANDS_MIXED), dtype, False)
+    plain = run_standard(name, lambda root: Fp32Modules((), everything(root.parameters())), dtype, False)
+    out = run_standard(name, lambda root: find_fp32_modules(root, [], keep=DEFAULT_ISLANDS_MIXED), dtype, False)
     assert out.dtype == plain.dtype
     if name in FAIL_MIXED:
         assert torch.equal(out, plain)
@@ -540,7 +546,7 @@ def test_kept_parameters_are_plain_autocast(name: str, dtype: torch.dtype) -> No
 @both
 @pytest.mark.parametrize("name", sorted(FAIL_TRUE))
 def test_kept_parameters_are_enough_for_batch_norms(name: str, dtype: torch.dtype) -> None:
-    def find(root: nn.Module) -> Islands:
-        return find_islands(root, [], classes=(ParametrizationList,), keep=BATCH_NORMS)
+    def find(root: nn.Module) -> Fp32Modules:
+        return find_fp32_modules(root, [], classes=(ParametrizationList,), keep=BATCH_NORMS)
 
     assert run_standard(name, find, dtype, True).dtype == dtype

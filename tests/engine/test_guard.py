@@ -112,7 +112,7 @@ def _load(stage: int, low: bool) -> None:
         assert torch.equal(value, state[name]), f"{name}: the checkpoint's own precision reaches the master weights"
     engine.root.blocks[0].load_state_dict(Net().blocks[0].state_dict())
     next_token_loss(engine.root, 0, 0, dist.get_rank()).backward()
-    engine.settle_grads()
+    engine.finish_reductions()
 
 
 @pytest.mark.parametrize("low", [False, True])

@@ -20,7 +20,7 @@ from lt_zero.config.blocks.precision import DtypePolicy
 from lt_zero.lightning.model_report import dtype_table, memory_report
 from lt_zero.lightning.precision import sharded_of
 from lt_zero.step.clip import grad_norm
-from lt_zero.step.loss_scale_controller import StepGate
+from lt_zero.step.loss_scale_controller import LossScaleController
 from tests.support.lightning_tools import GPT, sharded_trainer, weights
 from tests.support.models import Net, tokens
 from tests.support.parity import OPTIMIZERS, STAGES, config_of, full_grads, full_values
@@ -261,7 +261,7 @@ def gated_run(keys: dict[str, Any], dtype: torch.dtype, stage: int, count: int, 
     engine = lt_zero.shard(model, config)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
     sharded = lt_zero.ShardedOptimizer(engine, opt)
-    gate = StepGate(engine.policy, config.on_min_scale)
+    gate = LossScaleController(engine.policy, config.on_min_scale)
     for step in range(count):
         if drop and step in bad:
             continue
@@ -310,7 +310,7 @@ def _two_scales(stage: int) -> None:
     engine = lt_zero.shard(model, config_of(stage, {}, torch.float16))
     opt = torch.optim.SGD(model.parameters(), lr=1.0)
     sharded = lt_zero.ShardedOptimizer(engine, opt)
-    gate = StepGate(engine.policy)
+    gate = LossScaleController(engine.policy)
     assert gate.scaler is not None
     for grad, scale in ((1.0, 1024.0), (2.0, 64.0), (4.0, 4096.0)):
         gate.scaler.scale = scale

@@ -243,7 +243,7 @@ def _kinds(folder: str) -> None:
             zero: dict[str, Any] = {**along, "offload_optimizer": {"device": device, "nvme_path": folder}}
             bucket_store._apart = device == "cpu"
             try:
-                check(Case(Odd, next_token_loss, stage, make, zero=zero, rtol=1e-3, atol=1e-3)).shelves.close()
+                check(Case(Odd, next_token_loss, stage, make, zero=zero, rtol=1e-3, atol=1e-3)).offload_manager.close()
             finally:
                 bucket_store._apart = False
 

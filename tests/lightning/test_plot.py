@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from lt_zero.cli import app
 from lt_zero.lightning.monitor import plot as plotting
 from lt_zero.lightning.monitor.plot import PlotError, draw, find_metrics, plot, read_run
-from lt_zero.lightning.monitor.step_metrics import Reading
+from lt_zero.lightning.monitor.step_metrics import StepMetrics
 
 
 def written(folder: Path, rows: list[tuple[int, dict[str, Any]]], **kwargs: Any) -> Path:
@@ -35,7 +35,7 @@ def a_run(folder: Path, scale: float = 1.0, steps: int = 4) -> Path:
         loss = math.nan if step == 2 else scale / (step + 1)
         known = {"loss_scale": 2.0**step, "samples_per_s": 100 + step, "tflops": 3.5, "memory_gb": 1.25}
         norm = 0.5 * step if step != 1 else None
-        reading = Reading(step + 1, None, (0.1, 0.25 / (step + 1)), loss, norm, **known)  # type: ignore[arg-type]
+        reading = StepMetrics(step + 1, None, (0.1, 0.25 / (step + 1)), loss, norm, **known)  # type: ignore[arg-type]
         rows += [(step, reading.metrics()), (step, {"train_loss": 99.0, "epoch": 0})]
     return written(folder, [*rows, (steps - 1, {"val_loss": 7.0, "epoch": 0}), (steps, {"val_loss": 6.0})])
 

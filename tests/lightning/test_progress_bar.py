@@ -22,7 +22,7 @@ import lt_zero
 from lt_zero.checkpoint import output, verify
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.common import progress_bar as room
-from lt_zero.common.progress_bar import Work, duration, follow_lines, waiting
+from lt_zero.common.progress_bar import ProgressBar, duration, follow_lines, progress_bar
 from lt_zero.config import ZeroConfig
 from lt_zero.lightning.monitor.console import logger_level
 from tests.support.lightning_tools import GPT, sharded_trainer
@@ -47,7 +47,7 @@ class Clock:
 
 def lines_of(end: float, total: float | None = None, at: Any = None, **kwargs: Any) -> list[str]:
     clock, lines = Clock(end), list[str]()
-    work = Work("Sharding 24 units", total, clock=clock, **kwargs)
+    work = ProgressBar("Sharding 24 units", total, clock=clock, **kwargs)
     clock.at = at(work) if at else clock.at
     follow_lines(work, clock.over, ["done"], lines.append)
     return [line.removeprefix("lt_zero: Sharding 24 units: ") for line in lines]
@@ -77,7 +77,7 @@ def test_lines_come_at_growing_intervals() -> None:
 
 
 def test_lines_say_how_far_it_is() -> None:
-    def count(work: Work) -> Callable[[float], None]:
+    def count(work: ProgressBar) -> Callable[[float], None]:
         return lambda seconds: work.advance(seconds - work.done)
 
     assert lines_of(12.0, 24, count) == ["2 of 24 (8 %), 2 s", "10 of 24 (42 %), 10 s", "done after 12 s"]
@@ -89,7 +89,7 @@ def test_lines_say_how_far_it_is() -> None:
 
 def test_a_late_thread_writes_one_line() -> None:
     clock, lines = Clock(80.0), list[str]()
-    work = Work(lambda: f"until {clock.now}", clock=clock)
+    work = ProgressBar(lambda: f"until {clock.now}", clock=clock)
     clock.now += 40
     follow_lines(work, clock.over, ["stopped"], lines.append)
     assert lines == ["lt_zero: until 140.0: 40 s", "lt_zero: until 180.0: stopped after 1 min 20 s"]
@@ -98,7 +98,7 @@ def test_a_late_thread_writes_one_line() -> None:
 @pytest.mark.usefixtures("at_once")
 def test_errors_end_it(capsys: pytest.CaptureFixture[str]) -> None:
     before = threading.active_count()
-    with pytest.raises(KeyError), waiting("Loading", 3) as work:  # noqa: PT012
+    with pytest.raises(KeyError), progress_bar("Loading", 3) as work:  # noqa: PT012
         work.advance(2)
         until(lambda: "lt_zero: Loading: " in sys.stderr.getvalue())  # type: ignore[attr-defined]
         raise KeyError
@@ -107,7 +107,7 @@ def test_errors_end_it(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_counting_from_many_threads() -> None:
-    work = Work("Counting")
+    work = ProgressBar("Counting")
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -130,7 +130,7 @@ def test_who_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def shows(**kwargs: Any) -> bool:
         started.clear()
-        with waiting("Working", **kwargs):
+        with progress_bar("Working", **kwargs):
             pass
         return bool(started)
 
@@ -176,10 +176,10 @@ def on_terminal() -> Iterator[Terminal]:
 @pytest.mark.usefixtures("at_once")
 def test_bar_on_a_terminal() -> None:
     with on_terminal() as terminal:
-        with pytest.raises(OSError, match="x"), waiting("Reading [/a]", 4) as work:  # noqa: PT012
+        with pytest.raises(OSError, match="x"), progress_bar("Reading [/a]", 4) as work:  # noqa: PT012
             work.advance(3)
             until(lambda: "Reading [/a]" in terminal.getvalue() and "3 of 4 (75 %)" in terminal.getvalue())
-            with waiting("Inside", 10, in_bytes=True):
+            with progress_bar("Inside", 10, in_bytes=True):
                 until(lambda: "0 bytes of 10 bytes" in terminal.getvalue())
                 assert room._shown == 2, "one display"
             assert room._shown == 1
@@ -196,7 +196,7 @@ def test_somebody_elses_live_display_is_left_alone() -> None:
         console = Console(file=terminal, force_terminal=True)
         with Progress(console=console, auto_refresh=False) as theirs:
             theirs.add_task("Theirs", total=2)
-            with waiting("Ours"):
+            with progress_bar("Ours"):
                 until(lambda: "lt_zero: Ours: 0 s" in terminal.getvalue())
                 assert room._display is None
                 theirs.advance(theirs.task_ids[0])
@@ -209,7 +209,7 @@ def test_somebody_elses_tqdm_is_left_alone() -> None:
         from tqdm import tqdm
 
         with tqdm(total=2, desc="Theirs", file=terminal, leave=False, mininterval=0) as theirs:
-            with waiting("Ours"):
+            with progress_bar("Ours"):
                 until(lambda: "lt_zero: Ours: 0 s" in terminal.getvalue())
                 assert room._display is None
             theirs.update()
@@ -219,7 +219,7 @@ def test_somebody_elses_tqdm_is_left_alone() -> None:
 
 @pytest.mark.usefixtures("at_once")
 def test_a_forked_child_is_not_stuck() -> None:
-    with on_terminal(), waiting("Outside"):
+    with on_terminal(), progress_bar("Outside"):
         until(lambda: room._display is not None)
         with room._lock:  # as the other thread may hold it
             child = os.fork()
@@ -235,10 +235,10 @@ class Seen:
     """Notes all works, and how far they came; nothing is shown."""
 
     def __init__(self) -> None:
-        self.works: list[Work] = []
+        self.works: list[ProgressBar] = []
         self.ranks: list[int | None] = []
 
-    def watch(self, work: Work, over: threading.Event, verdict: list[str]) -> None:
+    def watch(self, work: ProgressBar, over: threading.Event, verdict: list[str]) -> None:
         self.works.append(work)
 
     def far(self, start: str) -> list[tuple[float, float | None]]:
@@ -261,8 +261,8 @@ def test_files_of_states_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     config = ZeroConfig.of({"zero_optimization": {"stage": 3, "offload_optimizer": nvme}})
     engine = lt_zero.shard(nn.Linear(64, 64), config, comm=single())
-    engine.shelves.announce(engine.buckets, 2)
-    engine.shelves.close()
+    engine.offload_manager.announce(engine.buckets, 2)
+    engine.offload_manager.close()
     told = [work.what.partition(str(tmp_path))[0] for work in seen.works]
     order = [start for start in ("Preparing", "Reserving", "Sharding", "Measuring") if any(start in t for t in told)]
     assert order == ["Preparing", "Reserving", "Sharding", "Measuring"]

@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lt_zero import ZeroPrecision
 from lt_zero.config.blocks.monitor import CsvMonitor
 from lt_zero.lightning.monitor.console import StepPrinter
-from lt_zero.lightning.monitor.step_metrics import Reading, memory_gb
+from lt_zero.lightning.monitor.step_metrics import StepMetrics, memory_gb
 from tests.lightning.test_console import Clock, Observed, _observe, monitored, parsed
 from tests.support.lightning_tools import GPT, single_trainer
 from tests.support.pool import Pool
@@ -126,7 +126,7 @@ def test_interval_of_the_trainer_without_printing(every: int) -> None:
 
 
 def test_names_of_groups_and_optimizers() -> None:
-    same, two = Reading(1, None, (0.1, 0.1)), Reading(1, 1, (0.1, 0.2), loss=float("nan"))
+    same, two = StepMetrics(1, None, (0.1, 0.1)), StepMetrics(1, 1, (0.1, 0.2), loss=float("nan"))
     assert same.metrics() == {"zero/lr": 0.1}
     assert same.metrics(apart=True) == {"zero/lr_0": 0.1, "zero/lr_1": 0.1}
     assert list(two.metrics()) == ["zero/loss", "zero/optimizer_1/lr_0", "zero/optimizer_1/lr_1"]

@@ -26,7 +26,7 @@ from lt_zero.memory.costs import COPY, FILE, GATHERED, GRADS, LOCAL, MASTER, MOM
 from lt_zero.memory.estimate import states_of
 from lt_zero.memory.measure import RESTING, measured
 from lt_zero.memory.rows import DEVICE, HOST, NVME
-from lt_zero.offload.nvme_store import FileHome
+from lt_zero.offload.nvme_store import StoredTensor
 from tests.support.models import VOCAB, Block, tokens
 from tests.support.pool import Pool
 
@@ -68,11 +68,11 @@ class Peaks:
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.gathered, self.homes = engine, 0, 0
-        self.tiers = {t for t in (engine.shelves.optim, engine.shelves.params) if t is not None}
+        self.tiers = {t for t in (engine.offload_manager.optim, engine.offload_manager.params) if t is not None}
 
     def __enter__(self) -> Peaks:
         self.patch = pytest.MonkeyPatch()
-        for cls, name in ((Bucket, "launch_gather"), (FileHome, "prefetch"), (FileHome, "hold")):
+        for cls, name in ((Bucket, "launch_gather"), (StoredTensor, "prefetch"), (StoredTensor, "hold")):
             self.patch.setattr(cls, name, self.noting(getattr(cls, name)))
         return self
 
@@ -84,7 +84,7 @@ class Peaks:
             result = method(this)
             buckets = self.engine.buckets
             here = [b for b in buckets if b.sharding.params and b.state is not State.RELEASED]
-            homes = [h for b in buckets for h in b.shelf.homes.values() if h.takes_memory]
+            homes = [h for b in buckets for h in b.store.homes.values() if h.takes_memory]
             self.gathered = max(self.gathered, sum(b.flat.nbytes for b in here))
             spare = sum(t.spare_nbytes for t in self.tiers)
             self.homes = max(self.homes, spare + sum(rounded(h.nbytes) for h in homes))
@@ -136,13 +136,13 @@ def _compare(mode: str, path: str) -> None:
             close(have.get(kind, 0), want[HOST].get(kind, 0), (*case, kind))
         close(have.get(RESTING, 0), sum(want[NVME].values()), (*case, "files"), slack=0)
         close(peaks.gathered, want[HOST].get(GATHERED, 0), (*case, "gathered"))
-        homes = [home for bucket in engine.buckets for home in bucket.shelf.homes.values()]
+        homes = [home for bucket in engine.buckets for home in bucket.store.homes.values()]
         assert not any(home.takes_memory for home in homes), (*case, "nothing stays in memory after a step")
         assert peaks.homes <= want[HOST].get(OFFLOAD, 0), (*case, peaks.homes, want[HOST].get(OFFLOAD))
         assert have.get(OFFLOAD, 0) <= want[HOST].get(OFFLOAD, 0), case
         if offload == "optimizer":
             assert peaks.homes >= 0.6 * want[HOST][OFFLOAD], (*case, peaks.homes, want[HOST][OFFLOAD])
-        engine.shelves.close()
+        engine.offload_manager.close()
 
 
 @pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "bf16-true"])
@@ -161,7 +161,7 @@ def _overlapped(path: str) -> None:
         engine.finish_steps()
         want = cast.need_of_rank("backward", HOST)[OFFLOAD]
         assert 0.3 * want <= peaks.homes <= want, (overlap, peaks.homes, want)
-        engine.shelves.close()
+        engine.offload_manager.close()
 
 
 def test_overlapped_steps(pool: Pool, tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def _read_ahead(path: str) -> None:
     close(peaks.gathered, cast.kinds(HOST)[GATHERED], "gathered")
     assert peaks.gathered <= 2 * block, "one in use, one ahead"
     assert peaks.homes <= cast.kinds(HOST)[OFFLOAD]
-    engine.shelves.close()
+    engine.offload_manager.close()
 
 
 def test_read_ahead(pool: Pool, tmp_path: Path) -> None:

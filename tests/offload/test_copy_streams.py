@@ -7,7 +7,7 @@ import threading
 import torch
 from torch import Tensor
 
-from lt_zero.offload.copy_streams import DONE, Lane, Slots
+from lt_zero.offload.copy_streams import DONE, CopyStream, StagingBuffers
 
 CPU = torch.device("cpu")
 
@@ -18,29 +18,29 @@ def pair(value: float = 1.0) -> tuple[Tensor, Tensor]:
 
 def test_without_streams_a_copy_is_done_at_once() -> None:
     target, source = pair()
-    assert Lane(CPU).copy(target, source) is DONE
+    assert CopyStream(CPU).copy(target, source) is DONE
     assert target.eq(1).all()
 
 
 def test_late_copies_happen_when_somebody_waits() -> None:
-    lane = Lane(CPU, late=True)
+    lane = CopyStream(CPU, late=True)
     (first, a), (second, b), (third, c) = pair(1), pair(2), pair(3)
     lane.copy(first, a)
-    ticket = lane.copy(second, b)
+    event = lane.copy(second, b)
     last = lane.copy(third, c)
     b.fill_(5)  # too early
     assert first.eq(0).all()
-    ticket.wait()
+    event.wait()
     assert first.eq(1).all(), "copies keep their order"
     assert second.eq(5).all()
     assert third.eq(0).all()
     last.synchronize()
-    ticket.wait()
+    event.wait()
     assert third.eq(3).all()
 
 
 def test_what_is_launched_in_line_comes_after_the_copies() -> None:
-    lane = Lane(CPU, late=True)
+    lane = CopyStream(CPU, late=True)
     target, source = pair()
     lane.copy(target, source)
     with lane.in_line():
@@ -53,7 +53,7 @@ def test_what_is_launched_in_line_comes_after_the_copies() -> None:
 
 
 def test_a_limit_bounds_what_is_on_its_way() -> None:
-    lane = Lane(CPU, late=True, limit=2)
+    lane = CopyStream(CPU, late=True, limit=2)
     pairs = [pair(number) for number in range(1, 6)]
     for number, (target, source) in enumerate(pairs):
         lane.copy(target, source)
@@ -62,13 +62,13 @@ def test_a_limit_bounds_what_is_on_its_way() -> None:
 
 
 def test_slots_are_reused_when_their_copy_is_done() -> None:
-    lane, made = Lane(CPU, late=True), list[Tensor]()
+    lane, made = CopyStream(CPU, late=True), list[Tensor]()
 
     def make(nbytes: int) -> Tensor:
         made.append(torch.zeros(nbytes, dtype=torch.uint8))
         return made[-1]
 
-    slots = Slots(make, 16)
+    slots = StagingBuffers(make, 16)
     assert slots.nbytes == 32
     targets = [torch.zeros(4, dtype=torch.bfloat16) for _ in range(5)]
     for number, target in enumerate(targets):
@@ -81,7 +81,11 @@ def test_slots_are_reused_when_their_copy_is_done() -> None:
 
 
 def test_who_finds_no_slot_waits() -> None:
-    lane, slots, got = Lane(CPU), Slots(lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8), 8), threading.Event()
+    lane, slots, got = (
+        CopyStream(CPU),
+        StagingBuffers(lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8), 8),
+        threading.Event(),
+    )
     held = [slots.take(2, torch.float32) for _ in range(2)]
 
     def take() -> None:

@@ -70,7 +70,7 @@ def test_the_same_weights(tmp_path: Path, stage: int, files: bool, mode: str) ->
                 grad = engine.buckets[0].grads.grad
                 assert grad is not None
                 assert grad.is_pinned()
-            engine.shelves.close()
+            engine.offload_manager.close()
         for name, value in runs[0].items():
             assert torch.equal(runs[1][name], value), (name, "beside backward")
             assert torch.equal(runs[2][name], value), (name, "beside forward")

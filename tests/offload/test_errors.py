@@ -47,7 +47,7 @@ def test_parameters_are_not_offloaded_below_stage_3(stage: int, tmp_path: Path) 
             config = ZeroConfig.of({"zero_optimization": {"stage": stage, "offload_param": block}})
         assert config.zero_optimization.param_offload.device == "none"
         engine = lt_zero.shard(Net(), config)
-        assert engine.shelves.params is None
+        assert engine.offload_manager.params is None
         assert not list(tmp_path.iterdir())
         engine.detach()
     assert of({"offload_param": {"device": "cpu"}}, 3).param_offload.device == "cpu"
@@ -172,7 +172,7 @@ def _corrupted(path: str) -> str:
     """Some other program writes to the files of rank 1."""
     _, engine, sharded = train(3, path, keys={"aio": {"checksum": True}})
     if dist.get_rank() == 1:
-        tier = engine.shelves.optim
+        tier = engine.offload_manager.optim
         for file in tier.folder.path.iterdir():
             change(file, 100, b"\xff")
     dist.barrier()
@@ -182,7 +182,7 @@ def _corrupted(path: str) -> str:
     except SwapError as error:
         return str(error)
     finally:
-        engine.shelves.close()
+        engine.offload_manager.close()
     return ""
 
 
@@ -222,7 +222,7 @@ def _away(path: str) -> None:
         for key in ("exp_avg", "exp_avg_sq"):
             assert state[key].shape == p.shape or state[key].dim() == 1
             assert state[key].isnan().all(), "never zeros that look like values"
-    engine.shelves.close()
+    engine.offload_manager.close()
 
 
 def test_states_that_are_away_read_nan(pool: Pool, tmp_path: Path) -> None:
@@ -231,9 +231,9 @@ def test_states_that_are_away_read_nan(pool: Pool, tmp_path: Path) -> None:
 
 def _announced(path: str) -> tuple[str, str]:
     _, engine, _ = train(3, path)
-    line = engine.shelves.announce(engine.buckets, 2)
-    engine.shelves.close()
-    return line, lt_zero.shard(Net(), config_of(3)).shelves.announce([], 2)
+    line = engine.offload_manager.announce(engine.buckets, 2)
+    engine.offload_manager.close()
+    return line, lt_zero.shard(Net(), config_of(3)).offload_manager.announce([], 2)
 
 
 def test_the_forecast(pool: Pool, tmp_path: Path) -> None:

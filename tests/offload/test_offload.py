@@ -76,14 +76,14 @@ def _equal(path: str, optimizer: str, dtype: torch.dtype | None) -> None:
         for params in (True, False) if stage == 3 else (False,):
             got, engine, sharded = train(stage, path, optimizer, dtype=dtype, params=params)
             same(got, want, (stage, params))
-            homes = [h for b in engine.buckets for h in b.shelf.homes.values()]
+            homes = [h for b in engine.buckets for h in b.store.homes.values()]
             assert homes
             assert not any(h.takes_memory for h in homes), "everything is away after a step"
-            kinds = {kind for b in engine.buckets for kind in b.shelf.homes}
+            kinds = {kind for b in engine.buckets for kind in b.store.homes}
             assert kinds >= {"master"}
             if optimizer == "AdamW":
                 assert kinds >= {"state exp_avg", "state exp_avg_sq"}
-            engine.shelves.close()
+            engine.offload_manager.close()
     dist.barrier()
     assert not list(Path(path).glob("lt_zero-*")), "files go with the run"
 
@@ -115,15 +115,15 @@ def _options(path: str) -> None:
     ):
         got, engine, _ = train(3, path, params=False, **more)
         same(got, want, more)
-        resting = sum(b.layout.numel for b in engine.buckets if b.shelf.homes)
+        resting = sum(b.layout.numel for b in engine.buckets if b.store.homes)
         whole = sum(b.layout.numel for b in engine.buckets)
         assert resting <= more.get("ratio", 1.0) * whole
         assert (resting > 0) == (more.get("ratio", 1.0) > 0)
-        engine.shelves.close()
+        engine.offload_manager.close()
     for aio in ({"block_size": 8192, "thread_count": 1}, {"single_submit": True}, {"checksum": True}):
         got, engine, _ = train(3, path, keys={"aio": aio})
         same(got, want, aio)
-        engine.shelves.close()
+        engine.offload_manager.close()
 
 
 def test_options(pool: Pool, tmp_path: Path) -> None:
@@ -135,20 +135,20 @@ def test_options(pool: Pool, tmp_path: Path) -> None:
 
 def _host(optimizer: str, dtype: torch.dtype | None) -> None:
     """As with a GPU: host memory apart from the device's, although both are the same here."""
-    import lt_zero.engine.bucket_store as shelf
+    import lt_zero.engine.bucket_store as store
 
     for stage in STAGES:
         want, plain, one = train(stage, None, optimizer, dtype=dtype)
         for params in ("cpu", "none") if stage == 3 else ("none",):
-            shelf._apart = True
+            store._apart = True
             try:
                 zero = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": params}}
                 got, engine, sharded = train(stage, None, optimizer, dtype=dtype, zero=zero)
             finally:
-                shelf._apart = False
+                store._apart = False
             same(got, want, (stage, params))
-            assert all(b.shelf.host_optim for b in engine.buckets)
-            assert all(b.shelf.host_params == (params == "cpu") for b in engine.buckets if b.sharding.params)
+            assert all(b.store.host_optim for b in engine.buckets)
+            assert all(b.store.host_params == (params == "cpu") for b in engine.buckets if b.sharding.params)
             for bucket in engine.buckets:
                 assert bucket.weights.master is not None
                 assert bucket.weights.master.untyped_storage().data_ptr() != bucket.flat.untyped_storage().data_ptr()
@@ -174,18 +174,18 @@ def test_host_memory_with_sixteen_bits(pool: Pool) -> None:
 
 def _files_apart(path: str, optimizer: str, dtype: torch.dtype | None) -> None:
     """As with a GPU and NVMe: what comes from files has to go to the device."""
-    import lt_zero.engine.bucket_store as shelf
+    import lt_zero.engine.bucket_store as store
 
     for stage in STAGES:
         want, _, _ = train(stage, None, optimizer, dtype=dtype)
         for params in (True, False) if stage == 3 else (False,):
-            shelf._apart = True
+            store._apart = True
             try:
                 got, engine, _ = train(stage, path, optimizer, dtype=dtype, params=params)
             finally:
-                shelf._apart = False
+                store._apart = False
             same(got, want, (stage, params))
-            engine.shelves.close()
+            engine.offload_manager.close()
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])

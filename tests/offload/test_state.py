@@ -35,7 +35,7 @@ def _go_on(engine: Any, sharded: Any, first: int, steps: int = 2) -> dict[str, T
 
 
 def _resting(engine: Any) -> bool:
-    return not any(home.takes_memory for bucket in engine.buckets for home in bucket.shelf.homes.values())
+    return not any(home.takes_memory for bucket in engine.buckets for home in bucket.store.homes.values())
 
 
 def _fresh(stage: int, path: str, optimizer: str) -> Any:
@@ -84,7 +84,7 @@ def _life(path: str, stage: int, optimizer: str) -> None:
     restore_whole(loaded)
     same(dict(loaded.root.named_parameters()), want, "restored")
     for engine in (resting, loaded):
-        engine.shelves.close()
+        engine.offload_manager.close()
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
@@ -107,10 +107,10 @@ def _frozen(path: str) -> None:
             p.requires_grad_(True)
         results.append((first, _go_on(engine, sharded, 2)))
         if where:
-            frozen = [b for b in engine.buckets if "weights" in b.shelf.homes]
+            frozen = [b for b in engine.buckets if "weights" in b.store.stored]
             assert frozen
             assert _resting(engine)
-            engine.shelves.close()
+            engine.offload_manager.close()
     for got, want in zip(results[1], results[0], strict=True):
         same(got, want, "frozen")
 
@@ -126,24 +126,24 @@ def _memory(path: str) -> tuple[int, int]:
     engine = lt_zero.shard(model, config_of(3, zero=zero))
     sharded = lt_zero.ShardedOptimizer(engine, torch.optim.AdamW(model.parameters(), lr=1e-3))
     most = 0
-    group = max(4 * 4 * (b.own[1] - b.own[0]) for b in engine.buckets)
+    group = max(4 * 4 * (b.shard_range[1] - b.shard_range[0]) for b in engine.buckets)
     for _ in range(2):
         model(torch.ones(2, 512)).sum().backward()
-        homes = [h for b in engine.buckets for h in b.shelf.homes.values()]
+        homes = [h for b in engine.buckets for h in b.store.stored.values()]
         for home in homes:
             bring = home.bring
 
             def counted(write: bool = True, bring: Any = bring) -> Tensor:
                 nonlocal most
                 value: Tensor = bring(write)
-                now = sum(h.nbytes for b in engine.buckets for h in b.shelf.homes.values() if h.takes_memory)
+                now = sum(h.nbytes for b in engine.buckets for h in b.store.stored.values() if h.takes_memory)
                 most = max(most, now)
                 return value
 
             home.bring = counted  # type: ignore[method-assign]
         sharded.optimizer.step()
         sharded.optimizer.zero_grad()
-    engine.shelves.close()
+    engine.offload_manager.close()
     return most, group
 
 

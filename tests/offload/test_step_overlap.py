@@ -22,7 +22,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 import lt_zero
-import lt_zero.engine.bucket_store as shelf
+import lt_zero.engine.bucket_store as store
 from lt_zero import ops
 from lt_zero.engine.full_params import full_state_dict
 from lt_zero.io import block_transfer as io
@@ -61,7 +61,7 @@ def slowed(apart: bool) -> Iterator[Watch]:
 
     patch = pytest.MonkeyPatch()
     patch.setattr(ops, "adam_step", adam_step)
-    patch.setattr(shelf, "_apart", apart)
+    patch.setattr(store, "_apart", apart)
     try:
         yield watch
     finally:
@@ -114,7 +114,7 @@ def _beside_backward(path: str | None, apart: bool, dtype: torch.dtype | None) -
                     got, engine, _ = train(stage, offload(path, overlap, params), beside=True, dtype=dtype)
                     same(got, want, (stage, params, overlap))
                     assert watch.beside >= 3 * (len(engine.buckets) - 1), "all but the first step"
-                    engine.shelves.close()
+                    engine.offload_manager.close()
 
 
 WHERE = {"host": (False, True), "files": (True, False), "files, apart": (True, True)}  # in files, apart from the device
@@ -143,7 +143,7 @@ def _beside_forward(path: str | None, apart: bool, dtype: torch.dtype | None) ->
                 got, engine, sharded = train(stage, offload(path, True, params), clip=0.5, dtype=dtype)
                 same(got, want, (stage, params))
                 assert watch.beside >= 2 * (len(engine.buckets) - 1), "all but the first steps"
-                engine.shelves.close()
+                engine.offload_manager.close()
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
@@ -179,7 +179,7 @@ def _unused() -> None:
                 got, engine, _ = train(stage, offload(None, overlap, False), beside=True, model=Branching)
                 same(got, want, (stage, overlap))
                 assert watch.beside > 0
-                engine.shelves.close()
+                engine.offload_manager.close()
 
 
 def test_a_bucket_that_a_rank_did_not_use_waits_for_the_step(pool: Pool) -> None:
@@ -356,7 +356,7 @@ def _failing(path: str | None, kind: str) -> None:
         assert ("no steps today" if kind.startswith("kernel") else "EIO") in found
         assert number < 5, "at the next step at the latest"
         assert watch.beside > 0
-        engine.shelves.close()
+        engine.offload_manager.close()
         assert not [t for t in threading.enumerate() if t.name == "lt_zero-step"], "it waits for something"
 
 

@@ -206,7 +206,7 @@ def _one_rank_only() -> None:
         with pytest.raises(ValueError, match="no gradient"):
             run.backward(2)
         hook.remove()
-        assert bool(run.engine.shelves.torn) == (dist.get_rank() == 0)
+        assert bool(run.engine.offload_manager.partially_stepped) == (dist.get_rank() == 0)
         run.backward(3, beside=False)
         with pytest.raises(SwapError, match="rank 0: .* belong to no step"):
             run.optimizer.step()
@@ -299,7 +299,7 @@ def _alone(kind: str, path: str | None) -> None:
             run.optimizer.step()
             run.steps(4, 6, beside=False)
             runs.append(full_values(run.engine))
-            run.engine.shelves.close()
+            run.engine.offload_manager.close()
     same(runs[1], runs[0], kind)
 
 
@@ -375,7 +375,7 @@ def slow_copies() -> Iterator[None]:
     patch.setattr(copy_streams._Late, "synchronize", wait_long)
     patch.setattr(FusedAdam, "launch", launch_late)
     patch.setattr(
-        copy_streams.Lane, "copy", lambda lane, to, source, after=None: lane._begin(to, source, after)
+        copy_streams.CopyStream, "copy", lambda lane, to, source, after=None: lane._begin(to, source, after)
     )  # no limit
     try:
         yield

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lt_zero
 from lt_zero import ops
 from lt_zero.config.blocks.precision import DtypePolicy
-from lt_zero.step.loss_scale_controller import StepGate
+from lt_zero.step.loss_scale_controller import LossScaleController
 from tests.lightning.test_precision import Overflowing, make_trainer, plugin_of
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of, full_values
@@ -28,10 +28,10 @@ class Reading(Callback):
         self.on_device, self.open = on_device, 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        plugin_of(trainer).gate.on_device = self.on_device
+        plugin_of(trainer).loss_scale_controller.on_device = self.on_device
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.open += plugin_of(trainer).gate._open is not None
+        self.open += plugin_of(trainer).loss_scale_controller._open is not None
 
 
 def _run(mode: str, stage: int, bad: set[int], on_device: bool, options: dict[str, Any]) -> Any:
@@ -129,7 +129,7 @@ def _waits(on_device: bool) -> tuple[int, dict[str, Tensor]]:
     engine = lt_zero.shard(model, config_of(2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     sharded = lt_zero.ShardedOptimizer(engine, optimizer)
-    gate = StepGate(DtypePolicy(compute=torch.bfloat16, check_overflow=True))
+    gate = LossScaleController(DtypePolicy(compute=torch.bfloat16, check_overflow=True))
     gate.on_device, waits = on_device, Waits()
     for step in range(4):
         gate.before_backward([sharded])
@@ -164,7 +164,7 @@ def _changed() -> None:
     engine = lt_zero.shard(model, config_of(1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     sharded = lt_zero.ShardedOptimizer(engine, optimizer)
-    gate = StepGate(DtypePolicy(check_overflow=True))
+    gate = LossScaleController(DtypePolicy(check_overflow=True))
     gate.on_device = True
     before = full_values(engine)
     (next_token_loss(model, 0, 0, dist.get_rank()) * float("inf")).backward()
@@ -187,7 +187,7 @@ def _unsettled() -> tuple[float, float]:
     engine = lt_zero.shard(model, config_of(1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     sharded = lt_zero.ShardedOptimizer(engine, optimizer)
-    gate = StepGate(DtypePolicy(check_overflow=True))
+    gate = LossScaleController(DtypePolicy(check_overflow=True))
     gate.on_device = True
     for factor in (1.0, float("inf")):
         optimizer.zero_grad()

@@ -135,9 +135,9 @@ def _resting(path: str) -> None:
         for overlap in (False, True) if stage == 3 else (False,):
             nvme = {"device": "nvme", "nvme_path": path, "overlap_step": overlap, "ratio": 1.0 if overlap else 0.7}
             got, engine, _ = train(stage, {"offload_optimizer": nvme}, clip=0.5)
-            assert any("state exp_avg_sq" in b.shelf.homes for b in engine.buckets) or dist.get_rank() > 0
+            assert any("state exp_avg_sq" in b.store.homes for b in engine.buckets) or dist.get_rank() > 0
             close(got, want, (stage, "nvme"))
-            engine.shelves.close()
+            engine.offload_manager.close()
             bucket_store._apart = True
             try:
                 got, engine, _ = train(
@@ -146,7 +146,7 @@ def _resting(path: str) -> None:
             finally:
                 bucket_store._apart = False
             close(got, want, (stage, "cpu"))
-            engine.shelves.close()
+            engine.offload_manager.close()
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -252,9 +252,9 @@ def _go_on(stage: int, path: str, zero: dict[str, Any]) -> Any:
     start = torch.load(path, weights_only=True)
     loaded, engine, _ = train(stage, zero, start=start, steps=range(0))
     close(loaded, start[0], "loaded")
-    engine.shelves.close()
+    engine.offload_manager.close()
     got, engine, _ = train(stage, zero, start=start, steps=range(4, 7))
-    engine.shelves.close()
+    engine.offload_manager.close()
     return {name: value.numpy() for name, value in got.items()}
 
 

@@ -17,7 +17,7 @@ from lt_zero.build import shard
 from lt_zero.checkpoint.native.full_states import full_optimizer_state, load_full_optimizer_state
 from lt_zero.config.blocks.precision import dtype_policy
 from lt_zero.engine.full_params import restore_whole
-from lt_zero.step.loss_scale_controller import StepGate
+from lt_zero.step.loss_scale_controller import LossScaleController
 from tests.engine.test_low_precision import Constant
 from tests.lightning.test_precision import Overflowing, make_trainer, plugin_of
 from tests.support.lightning_tools import GPT
@@ -84,7 +84,7 @@ def _tiny(stage: int, keys: dict[str, Any]) -> float:
     engine = lt_zero.shard(model, config)
     opt = torch.optim.SGD(model.parameters(), lr=1e6)
     sharded = lt_zero.ShardedOptimizer(engine, opt)
-    gate = StepGate(engine.policy)
+    gate = LossScaleController(engine.policy)
     assert gate.scaler is not None
     gate.scaler.scale = 2.0**20
     gate.before_backward([sharded])

@@ -355,7 +355,7 @@ def _nonfinite(stage: int) -> None:
     for block in (net["z"], *net["rest"]):
         x = block(x)
     x.sum().backward()
-    engine.settle_grads()
+    engine.finish_reductions()
     assert nonfinite_parameters(engine) == []
     held = [
         (b, p, b.layout.spans[p.index].name) for b in engine.buckets for p in b.pieces() if p.index in b.grads.valid

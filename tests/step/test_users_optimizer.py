@@ -45,7 +45,7 @@ def _class_stays(stage: int) -> None:
         other.zero_grad()
     wrapper.zero_grad()
     assert all(p.grad is None for p in engine.root.parameters())
-    engine.settle_grads()
+    engine.finish_reductions()
     assert not any(bucket.grads.valid for bucket in engine.buckets), "the wrapper's zero_grad has to reach everything"
 
 

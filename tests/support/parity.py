@@ -106,7 +106,7 @@ def counted_storages() -> Iterator[type[CountedStorage]]:
 
 def full_grads(engine: Engine) -> dict[str, Tensor]:
     """The averaged gradients of all parameters that have an accumulator. Collective."""
-    engine.settle_grads()
+    engine.finish_reductions()
     grads: dict[str, Tensor] = {}
     for bucket in engine.buckets:
         if bucket.grads.grad is None:

@@ -147,7 +147,7 @@ def ahead(lab: Lab, config: Config) -> Any:
     with torch.no_grad():
         for _ in range(2):
             engine.root(tokens(0, 0, 0))
-    engine.shelves.close()
+    engine.offload_manager.close()
     return seen[1]
 
 
@@ -173,7 +173,7 @@ def weights(lab: Lab, config: Config) -> Any:
 
 
 def master(lab: Lab, config: Config) -> Any:
-    return {short(bucket.weights.home.dtype) for bucket in engine_of(lab, config).buckets}
+    return {short(bucket.weights.master_or_frozen.dtype) for bucket in engine_of(lab, config).buckets}
 
 
 def accumulated(lab: Lab, config: Config) -> Any:
@@ -225,7 +225,7 @@ def scales(*outcomes: bool) -> Any:
     """A look that notes the loss scale after each step; ``outcomes`` says which of them overflow."""
 
     def look(lab: Lab, config: Config) -> Any:
-        gate, seen = plugin_of(lab, config)[1].gate, []
+        gate, seen = plugin_of(lab, config)[1].loss_scale_controller, []
         assert gate.scaler is not None
         for overflow in outcomes:
             gate.scaler.update(overflow)
@@ -267,5 +267,5 @@ def trained(lab: Lab, config: Config) -> dict[str, Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     found = full_values(engine)
-    engine.shelves.close()
+    engine.offload_manager.close()
     return found

@@ -20,7 +20,7 @@ def files(lab: Lab, config: Config) -> Any:
     """Files in the folder of the test, by what they hold."""
     engine = engine_of(lab, config)
     found = {path.name.split("-")[1] for path in lab.folder.rglob("*") if path.is_file() and path.name[0].isdigit()}
-    engine.shelves.close()
+    engine.offload_manager.close()
     return sorted(found)
 
 
@@ -28,15 +28,15 @@ def folder(lab: Lab, config: Config) -> Any:
     """Where the files are."""
     engine = engine_of(lab, config)
     found = {path.relative_to(lab.folder).parts[0] for path in lab.folder.rglob("*") if path.is_file()}
-    engine.shelves.close()
+    engine.offload_manager.close()
     return found
 
 
 def resting(lab: Lab, config: Config) -> Any:
     """How many buckets have files: for the optimizer, for gathers."""
     engine = engine_of(lab, config)
-    found = [[b.shelf.optim is not None, b.shelf.params is not None] for b in engine.buckets]
-    engine.shelves.close()
+    found = [[b.store.optim is not None, b.store.params is not None] for b in engine.buckets]
+    engine.offload_manager.close()
     return [sum(column) for column in zip(*found, strict=True)]
 
 
@@ -50,41 +50,41 @@ def pinned(lab: Lab, config: Config) -> Any:
             "lt_zero.engine.bucket_store.torch.empty", lambda *_, pin_memory=False, **__: asked.append(pin_memory)
         ),
     ):
-        offload_manager.open_shelves(engine.buckets, made, torch.device("cuda"))
-        engine.buckets[0].shelf.host_empty(1, torch.float32)
+        offload_manager.open_offload_manager(engine.buckets, made, torch.device("cuda"))
+        engine.buckets[0].store.host_empty(1, torch.float32)
     return asked
 
 
 def walked(lab: Lab, config: Config) -> Any:
     """While the third bucket is stepped: do the one before, itself, and the next one take memory?"""
     engine = engine_of(lab, config)
-    homes = [bucket.shelf.homes["master"] for bucket in engine.buckets]
-    visits = [[home.takes_memory for home in homes] for _ in engine.shelves.walk(engine.buckets)]
-    engine.shelves.close()
+    homes = [bucket.store.stored["master"] for bucket in engine.buckets]
+    visits = [[home.takes_memory for home in homes] for _ in engine.offload_manager.stream_buckets(engine.buckets)]
+    engine.offload_manager.close()
     return visits[2][1:4]
 
 
 def requests(lab: Lab, config: Config) -> Any:
     """How many requests 64 KiB take."""
     engine, seen, submit = engine_of(lab, config), [], IoPool.submit
-    assert engine.shelves.optim is not None
+    assert engine.offload_manager.optim is not None
 
     def look(pool: IoPool, count: int, *args: Any, **kwargs: Any) -> Any:
         seen.append(count)
         return submit(pool, count, *args, **kwargs)
 
     with mock.patch.object(IoPool, "submit", look):
-        file = SwapFile(lab.folder / "file", [65536], engine.shelves.optim.pool)
+        file = SwapFile(lab.folder / "file", [65536], engine.offload_manager.optim.pool)
         file.write(0, noise(65536)).wait()
     file.close()
-    engine.shelves.close()
+    engine.offload_manager.close()
     return seen
 
 
 def in_flight(lab: Lab, config: Config) -> Any:
     """How many requests of one transfer are worked on at a time, when none of them ends."""
     engine = engine_of(lab, config)
-    assert engine.shelves.optim is not None
+    assert engine.offload_manager.optim is not None
     lock, release, running = threading.Lock(), threading.Event(), 0
 
     def move(block: int) -> None:
@@ -93,22 +93,22 @@ def in_flight(lab: Lab, config: Config) -> Any:
             running += 1
         release.wait()
 
-    pool = engine.shelves.optim.pool
+    pool = engine.offload_manager.optim.pool
     transfer, until = pool.submit(32, move, lambda error: None, None), time.monotonic() + 30
     while running < min(pool.threads, transfer._handed_out) and time.monotonic() < until:
         time.sleep(0.001)
     now = running
     release.set()
     transfer.wait()
-    engine.shelves.close()
+    engine.offload_manager.close()
     return now
 
 
 def damage(lab: Lab, config: Config) -> Any:
     """Whether a file that somebody has changed is found out."""
     engine = engine_of(lab, config)
-    assert engine.shelves.optim is not None
-    file = SwapFile(lab.folder / "file", [65536], engine.shelves.optim.pool)
+    assert engine.offload_manager.optim is not None
+    file = SwapFile(lab.folder / "file", [65536], engine.offload_manager.optim.pool)
     file.write(0, noise(65536)).wait()
     change(lab.folder / "file", 77, b"changed")
     try:
@@ -117,5 +117,5 @@ def damage(lab: Lab, config: Config) -> Any:
         return "found"
     finally:
         file.close()
-        engine.shelves.close()
+        engine.offload_manager.close()
     return "taken as it is"

@@ -28,10 +28,10 @@ def weight_fragments(engine: Engine) -> dict[str, Any]:
     Other entries (buffers, parameters of somebody else) are themselves.
     """
     engine.finish_steps()
-    engine.shelves.refuse_torn(engine.comm)
+    engine.offload_manager.refuse_partially_stepped(engine.comm)
     made: dict[int, Fragment] = {}
     for bucket in engine.buckets:
-        bucket.settle()
+        bucket.wait_background_step()
         bucket.edits.check(values=True)
         for index, parameter in enumerate(bucket.params):
             made[id(parameter)] = _weight(bucket, index)
@@ -45,11 +45,11 @@ def weight_fragments(engine: Engine) -> dict[str, Any]:
 
 def _weight(bucket: Bucket, index: int) -> Fragment:
     weights, piece = bucket.weights, _piece(bucket, index)
-    resting = bool(bucket.shelf.homes)
+    resting = bool(bucket.store.stored)
 
     def local() -> Tensor:
         assert piece is not None
-        return weights.precise()[piece.offset : piece.offset + piece.numel]
+        return weights.master_or_shard()[piece.offset : piece.offset + piece.numel]
 
     return _fragment(bucket, index, piece, local, weights.precision, resting)
 
@@ -66,7 +66,7 @@ def _fragment(
     shape = tuple(bucket.shapes[index])
     if 0 in shape:
         local = partial(torch.empty, 0, dtype=dtype)
-    return Fragment(local, shape, lo, hi, dtype, bucket.shelf.tidy if resting else None)
+    return Fragment(local, shape, lo, hi, dtype, bucket.store.tidy if resting else None)
 
 
 def optimizer_fragments(sharded: ShardedOptimizer) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def _unpack(rest: dict[int, dict[str, Any]], scalars: _Scalars) -> dict[int, dic
 def _states(bucket: Bucket, index: int, state: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a parameter on this rank, which holds a piece of it."""
     piece = _piece(bucket, index)
-    alone = piece is not None and bucket.own != (0, bucket.layout.numel) and _is_whole(bucket, piece)
+    alone = piece is not None and bucket.shard_range != (0, bucket.layout.numel) and _is_whole(bucket, piece)
     made: dict[str, Any] = {}
     for key, value in state.items():
         if piece is not None and is_elementwise(bucket, index, value):
@@ -146,7 +146,7 @@ def _is_whole(bucket: Bucket, piece: Piece) -> bool:
 
 
 def _state(bucket: Bucket, index: int, piece: Piece, key: str, value: Tensor) -> Fragment:
-    home = bucket.shelf.homes.get(f"state {key}")
+    home = bucket.store.stored.get(f"state {key}")
 
     def local() -> Tensor:
         if home is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lt_zero.checkpoint.native.collect import is_elementwise, is_foreign, packed_states, parameter_numbers
-from lt_zero.common.progress_bar import waiting
+from lt_zero.common.progress_bar import progress_bar
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.full_params import gather_own
 from lt_zero.engine.layout import Piece
@@ -28,19 +28,19 @@ def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
     packed, numbers = packed_states(sharded)
     keep = engine.comm.rank == 0
     state: dict[int, dict[str, Any]] = {}
-    with waiting("Gathering optimizer states", len(engine.buckets), rank=engine.comm.rank) as work:
+    with progress_bar("Gathering optimizer states", len(engine.buckets), rank=engine.comm.rank) as work:
         for bucket in engine.buckets:
             mine = {i: p for i, p in enumerate(bucket.params) if id(p) in numbers}
             local = {i: optimizer.state[p] for i, p in mine.items() if p in optimizer.state}
-            for home in bucket.shelf.step_homes() if local else ():
+            for home in bucket.store.step_tensors() if local else ():
                 home.bring(write=False)
             for key, dtype in sorted(_keys(bucket, local).items()):
                 for index, value in _collect(bucket, local, key, dtype).items():
                     if keep and index in mine:
                         state.setdefault(numbers[id(mine[index])], {})[key] = value
-            bucket.shelf.tidy()
+            bucket.store.tidy()
             work.advance()
-    engine.shelves.check(engine.comm, "optimizer states in files")
+    engine.offload_manager.check(engine.comm, "optimizer states in files")
     if not keep:
         return {}
     foreign = {numbers[id(p)]: optimizer.state[p] for p in sharded.parameters() if is_foreign(engine, p, optimizer)}
@@ -73,7 +73,9 @@ def _collect(bucket: Bucket, local: dict[int, dict[str, Any]], key: str, dtype: 
         holders |= set(other_rows)
     if not dtype:
         return every
-    own = torch.zeros(bucket.own[1] - bucket.own[0], dtype=getattr(torch, dtype), device=bucket.flat.device)
+    own = torch.zeros(
+        bucket.shard_range[1] - bucket.shard_range[0], dtype=getattr(torch, dtype), device=bucket.flat.device
+    )
     for index, value in rows.items():
         (piece,) = bucket.pieces_of(index)
         own[piece.offset : piece.offset + piece.numel] = value.reshape(-1)
@@ -117,7 +119,7 @@ def load_full_optimizer_state(
             for key, value in state.items():
                 if not _spans(value, bucket.shapes[index]):
                     cut[number][key] = whole(value)
-                elif bucket.shelf.optim is not None:
+                elif bucket.store.optim is not None:
                     resting.setdefault(bucket, []).append(_Resting(parameter, piece, key, value))
                 else:
                     cut[number][key] = _piece_of(bucket, piece, value)
@@ -129,7 +131,7 @@ def load_full_optimizer_state(
             # torch casts state to the parameter's dtype; ours belongs to the master weights.
             loaded = sharded.optimizer.state[parameter]
             place = engine.owner.get(id(parameter))
-            moves = place is not None and place[0].shelf.moves_optim
+            moves = place is not None and place[0].store.moves_optim
             if isinstance(value, Tensor) and (loaded[key].dtype != value.dtype or moves):
                 loaded[key] = value.to("cpu" if moves else loaded[key].device, copy=True)
     _load_resting(sharded, resting, tick)
@@ -165,11 +167,11 @@ def _load_resting(
     for bucket, states in resting.items():
         for state in states:
             row = _piece_of(bucket, state.piece, state.value)
-            home = bucket.shelf.state_home(state.key, row.dtype)
+            home = bucket.store.state_tensor(state.key, row.dtype)
             assert home is not None
             home.bring()
             kept = home.lend(state.piece.offset, row.shape).copy_(row)
             sharded.optimizer.state[state.parameter][state.key] = kept
-        bucket.shelf.tidy()
+        bucket.store.tidy()
         for _ in {id(state.parameter) for state in states}:
             tick()

@@ -180,7 +180,7 @@ class DirectoryWriter(StorageWriter):
     def _leave(self, holder: Callable[[], object]) -> None:
         """What rests in files is about to make room for the next."""
         for output in self._outputs.values():
-            output.sink.settle()
+            output.sink.wait_written()
         holder()
 
     # ---- rank 0 ----------------------------------------------------------------------------------------------------

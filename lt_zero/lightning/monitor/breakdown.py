@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lt_zero.common.compat import logged_step
 from lt_zero.common.timing import NOTHING, PARTS, STAGES, Clock, Span, Times, phase
-from lt_zero.lightning.monitor.run_observer import Watcher
+from lt_zero.lightning.monitor.run_observer import RunObserver
 
 if TYPE_CHECKING:
     from lt_zero.lightning.strategy import ZeroStrategy
@@ -28,7 +28,7 @@ _LINE = "line"  # the part of ``rest`` in which ranks tell each other their time
 _TOGETHER = ("gather", "reduce", "publish", _LINE)  # what ranks do together, where a fast one waits for a slow one
 
 
-class StepClock(Watcher):
+class StepClock(RunObserver):
     """``wall_clock_breakdown``: rank 0 prints, and all loggers get, the times of the steps since the last line.
 
     * ``total``: from the end of one optimizer step to the end of the next, without validation; with accumulation over
@@ -121,7 +121,7 @@ def _mean(values: list[float]) -> float:
 # ---- memory --------------------------------------------------------------------------------------------------------
 
 
-class MemoryPhases(Watcher):
+class MemoryPhases(RunObserver):
     """``memory_breakdown``: rank 0 prints its memory at the phases of the first step and of every ``every``-th one.
 
     On a GPU what torch has allocated and reserved, and the most it had allocated since the process began or somebody

@@ -31,8 +31,8 @@ from lt_zero.engine.engine import Engine
 from lt_zero.lightning.batch_size import rows_of
 from lt_zero.lightning.model_report import memory_report
 from lt_zero.lightning.monitor.flops import FlopCount
-from lt_zero.lightning.monitor.run_observer import Watcher
-from lt_zero.lightning.monitor.step_metrics import Reading, memory_gb
+from lt_zero.lightning.monitor.run_observer import RunObserver
+from lt_zero.lightning.monitor.step_metrics import StepMetrics, memory_gb
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
@@ -50,7 +50,7 @@ class _Step:
     logged: int  # the step under which Lightning logs
 
 
-class StepPrinter(Watcher):
+class StepPrinter(RunObserver):
     """``steps_per_print``: rank 0 prints a line at every ``every``-th optimizer step, and loggers get its numbers.
 
     * ``loss``: what ``training_step`` returned, mean over the micro-batches since the last step and over the ranks.
@@ -175,15 +175,15 @@ class StepPrinter(Watcher):
             several = len(trainer.strategy.optimizers) > 1
             shared: dict[str, Any] = {
                 "loss": loss / losses if losses else None,
-                "loss_scale": plugin.loss_scale if plugin.gate.scaler is not None else None,
-                "skipped_steps": skipped if plugin.gate.checks else None,
+                "loss_scale": plugin.loss_scale if plugin.loss_scale_controller.scaler is not None else None,
+                "skipped_steps": skipped if plugin.loss_scale_controller.checks else None,
                 "samples_per_s": samples / seconds if seconds and counted == world else None,
                 "tflops": operations / world / seconds / 1e12 if seconds and known == world else None,
                 "memory_gb": memory_gb(device),
             }
             for step in self._due:
                 number, norm = step.optimizer if several else None, _norm_of(step, plugin)
-                self._show(module, step, Reading(step.number, number, step.rates, grad_norm=norm, **shared))
+                self._show(module, step, StepMetrics(step.number, number, step.rates, grad_norm=norm, **shared))
         self._since, self._samples, self._batches = time.perf_counter(), 0, 0
 
     def _operations(self) -> float | None:
@@ -193,7 +193,7 @@ class StepPrinter(Watcher):
         by_rows = self.count.flops_of(self._samples) if self._samples is not None else None
         return self.count.flops_per_micro_batch * self._batches if by_rows is None else by_rows
 
-    def _show(self, module: pl.LightningModule, step: _Step, reading: Reading) -> None:
+    def _show(self, module: pl.LightningModule, step: _Step, reading: StepMetrics) -> None:
         if self.every is not None:
             module.print(reading.line())
         if len(set(step.rates)) > 1:
@@ -205,7 +205,7 @@ class StepPrinter(Watcher):
 
 def _norm_of(step: _Step, plugin: ZeroPrecision) -> float | None:
     norm = step.norm.item() if step.norm is not None else None
-    skipped = norm is not None and plugin.gate.checks and not math.isfinite(norm)
+    skipped = norm is not None and plugin.loss_scale_controller.checks and not math.isfinite(norm)
     return None if skipped else norm
 
 

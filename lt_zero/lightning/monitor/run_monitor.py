@@ -31,15 +31,15 @@ from lt_zero.lightning.monitor.console import StepPrinter, dump_state, gc_disabl
 from lt_zero.lightning.monitor.flops import FlopCount
 from lt_zero.lightning.monitor.flops_profiler import Profiler
 from lt_zero.lightning.monitor.loggers import attach_loggers
-from lt_zero.lightning.monitor.run_observer import Watcher
+from lt_zero.lightning.monitor.run_observer import RunObserver
 from lt_zero.lightning.precision import sharded_of
 
 
 class MonitoredStrategy(CheckpointingStrategy):
     """Calls the monitors of the configuration where they have something to see; none is a Callback.
 
-    Those that only look are ``Watcher``s. What counts or times goes around a call (``FlopCount``, ``Profiler``), and
-    what is recorded everywhere is another class of collectives (``LoggedComm``).
+    Those that only look are ``RunObserver``s. What counts or times goes around a call (``FlopCount``, ``Profiler``),
+    and what is recorded everywhere is another class of collectives (``LoggedComm``).
     """
 
     _of_a_run = CheckpointingStrategy._of_a_run | {"flops", "_profiler", "_watchers", "_for_this_run", "_clean"}
@@ -52,7 +52,7 @@ class MonitoredStrategy(CheckpointingStrategy):
         watched = logs or every is not None
         self.flops = FlopCount() if watched or profiles.enabled else None  # of a micro-batch, on this rank
         self._profiler = Profiler(profiles, self.flops) if profiles.enabled and self.flops is not None else None
-        self._watchers: list[Watcher] = []
+        self._watchers: list[RunObserver] = []
         if config.wall_clock_breakdown:
             self._watchers.append(StepClock(every or EVERY))
         if config.memory_breakdown:

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 
 
-class Watcher:
+class RunObserver:
     """Is told where a fit is, on every rank. Nothing by itself."""
 
     def start(self, strategy: Any) -> None:

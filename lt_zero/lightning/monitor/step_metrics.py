@@ -12,7 +12,7 @@ PREFIX = "zero/"
 
 
 @dataclass(frozen=True)
-class Reading:
+class StepMetrics:
     """What is known of a step; None: it is not. ``StepPrinter`` tells what each number means.
 
     Attributes:
