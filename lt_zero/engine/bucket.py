@@ -276,7 +276,7 @@ class Bucket:
         return self.store.host_optim
 
     def await_publication(self) -> None:
-        """The background will bring the compute copy up to date; until ``settle`` it must not be read."""
+        """The background will bring the compute copy up to date; until ``wait_background_step`` it must not be read."""
         if not self.sharding.params:
             self._unpublished = True
             for parameter in self.params:

@@ -57,7 +57,7 @@ class BucketStore:
         return self.host_optim or self.optim is not None
 
     def hand_over(self, job: Job) -> None:
-        """What is here belongs to the background until ``settle``."""
+        """What is here belongs to the background until ``wait_background_step``."""
         self._job = job
 
     @property

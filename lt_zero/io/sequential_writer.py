@@ -7,7 +7,7 @@ Note [Two ways into a block]
     a checkpoint is as large as memory and nobody reads it soon.
 
 Note [Borrowed tensors]
-    A tensor belongs to the threads until ``settle`` or ``close`` has returned.
+    A tensor belongs to the threads until ``wait_written`` or ``close`` has returned.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Sink(Protocol):
     """Takes the bytes of one file, in order."""
 
     def write(self, data: bytes | Tensor) -> None:
-        """``data``: bytes, or a 1D uint8 tensor on the CPU, which is borrowed until ``settle``."""
+        """``data``: bytes, or a 1D uint8 tensor on the CPU, which is borrowed until ``wait_written``."""
 
     def wait_written(self) -> None:
         """Return when nothing is borrowed any more."""

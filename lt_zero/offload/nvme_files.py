@@ -29,7 +29,7 @@ from lt_zero.io.buffer_pool import Buffers
 from lt_zero.io.direct_file import Nowhere, SwapFile
 from lt_zero.io.private_folder import SwapFolder
 from lt_zero.io.thread_pool import IoPool, SwapError
-from lt_zero.offload.nvme_store import StoredTensor, settle
+from lt_zero.offload.nvme_store import StoredTensor, wait_all_written
 
 
 class NvmeFiles:
@@ -124,9 +124,9 @@ class NvmeFiles:
             for home in leaving[-1]:
                 home.put_away()
             while len(leaving) > (max(0, min(1, self._room - 2)) if behind else 0):
-                settle(leaving.popleft())
+                wait_all_written(leaving.popleft())
         for rest in leaving:
-            settle(rest)
+            wait_all_written(rest)
 
     def rest(self) -> None:
         """End the threads until the next access."""

@@ -150,7 +150,7 @@ class StoredTensor:
         return self.tensor
 
     def put_away(self) -> None:
-        """Start writing, if values were changed. ``settle`` ends it and gives the memory back."""
+        """Start writing, if values were changed. ``wait_written`` ends it and gives the memory back."""
         if self._at is _At.COMING:
             self.bring(write=False)
         if self._at is not _At.HERE:
@@ -201,7 +201,7 @@ class StoredTensor:
             self.tensor.fill_(torch.nan)
 
 
-def settle(homes: Iterable[StoredTensor]) -> None:
+def wait_all_written(homes: Iterable[StoredTensor]) -> None:
     """Wait until those that are leaving have left."""
     for home in homes:
         home.wait_written()
@@ -211,4 +211,4 @@ def tidy(homes: Sequence[StoredTensor]) -> None:
     """Put homes away and wait until they have left. See Note [On demand]."""
     for home in homes:
         home.put_away()
-    settle(homes)
+    wait_all_written(homes)

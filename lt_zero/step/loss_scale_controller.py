@@ -11,7 +11,7 @@ Note [One pass]
 
 Note [Verdict on the device]
     On a GPU the host need not wait for the norm: the kernel gets the verdict as a tensor and writes nothing if it is
-    bad. The host goes on as if the step had been taken, and reads the verdict (``settle``) when it matters: before
+    bad. The host goes on as if the step had been taken, and reads the verdict (``read_skip_flag``) when it matters: before
     the next backward, whose loss is scaled, and before anything is saved. By then the next forward is queued. If the
     step was skipped after all, step counters and schedules are put back. Only where all of a step goes through the
     kernel, and not while an overflow would have to be explained: who is to blame is looked up at once.
@@ -193,7 +193,7 @@ class LossScaleController:
     def conclude(self, sharded: ShardedOptimizer, number: int) -> None:
         """Account for the step of optimizer ``number`` that was taken or skipped. Collective if it was skipped.
 
-        If only the device knows, it counts as taken until ``settle``.
+        If only the device knows, it counts as taken until ``read_skip_flag``.
 
         Raises:
             LossScaleError: overflow at the minimum scale, if ``on_min_scale`` says so.

@@ -84,7 +84,7 @@ class Peaks:
             result = method(this)
             buckets = self.engine.buckets
             here = [b for b in buckets if b.sharding.params and b.state is not State.RELEASED]
-            homes = [h for b in buckets for h in b.store.homes.values() if h.takes_memory]
+            homes = [h for b in buckets for h in b.store.stored.values() if h.takes_memory]
             self.gathered = max(self.gathered, sum(b.flat.nbytes for b in here))
             spare = sum(t.spare_nbytes for t in self.tiers)
             self.homes = max(self.homes, spare + sum(rounded(h.nbytes) for h in homes))
@@ -136,7 +136,7 @@ def _compare(mode: str, path: str) -> None:
             close(have.get(kind, 0), want[HOST].get(kind, 0), (*case, kind))
         close(have.get(RESTING, 0), sum(want[NVME].values()), (*case, "files"), slack=0)
         close(peaks.gathered, want[HOST].get(GATHERED, 0), (*case, "gathered"))
-        homes = [home for bucket in engine.buckets for home in bucket.store.homes.values()]
+        homes = [home for bucket in engine.buckets for home in bucket.store.stored.values()]
         assert not any(home.takes_memory for home in homes), (*case, "nothing stays in memory after a step")
         assert peaks.homes <= want[HOST].get(OFFLOAD, 0), (*case, peaks.homes, want[HOST].get(OFFLOAD))
         assert have.get(OFFLOAD, 0) <= want[HOST].get(OFFLOAD, 0), case

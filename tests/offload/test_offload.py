@@ -76,10 +76,10 @@ def _equal(path: str, optimizer: str, dtype: torch.dtype | None) -> None:
         for params in (True, False) if stage == 3 else (False,):
             got, engine, sharded = train(stage, path, optimizer, dtype=dtype, params=params)
             same(got, want, (stage, params))
-            homes = [h for b in engine.buckets for h in b.store.homes.values()]
+            homes = [h for b in engine.buckets for h in b.store.stored.values()]
             assert homes
             assert not any(h.takes_memory for h in homes), "everything is away after a step"
-            kinds = {kind for b in engine.buckets for kind in b.store.homes}
+            kinds = {kind for b in engine.buckets for kind in b.store.stored}
             assert kinds >= {"master"}
             if optimizer == "AdamW":
                 assert kinds >= {"state exp_avg", "state exp_avg_sq"}
@@ -115,7 +115,7 @@ def _options(path: str) -> None:
     ):
         got, engine, _ = train(3, path, params=False, **more)
         same(got, want, more)
-        resting = sum(b.layout.numel for b in engine.buckets if b.store.homes)
+        resting = sum(b.layout.numel for b in engine.buckets if b.store.stored)
         whole = sum(b.layout.numel for b in engine.buckets)
         assert resting <= more.get("ratio", 1.0) * whole
         assert (resting > 0) == (more.get("ratio", 1.0) > 0)

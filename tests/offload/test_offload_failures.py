@@ -46,7 +46,7 @@ def _turns(stage: int, path: str | None, make: Any, turns: list[tuple[tuple[str,
         if save and number == 1:
             full_state_dict(engine)
             full_optimizer_state(sharded)
-    assert not any(home.takes_memory for bucket in engine.buckets for home in bucket.store.homes.values())
+    assert not any(home.takes_memory for bucket in engine.buckets for home in bucket.store.stored.values())
     found = full_values(engine)
     engine.offload_manager.close()
     return found

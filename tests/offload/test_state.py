@@ -35,7 +35,7 @@ def _go_on(engine: Any, sharded: Any, first: int, steps: int = 2) -> dict[str, T
 
 
 def _resting(engine: Any) -> bool:
-    return not any(home.takes_memory for bucket in engine.buckets for home in bucket.store.homes.values())
+    return not any(home.takes_memory for bucket in engine.buckets for home in bucket.store.stored.values())
 
 
 def _fresh(stage: int, path: str, optimizer: str) -> Any:

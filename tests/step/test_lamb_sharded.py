@@ -135,7 +135,7 @@ def _resting(path: str) -> None:
         for overlap in (False, True) if stage == 3 else (False,):
             nvme = {"device": "nvme", "nvme_path": path, "overlap_step": overlap, "ratio": 1.0 if overlap else 0.7}
             got, engine, _ = train(stage, {"offload_optimizer": nvme}, clip=0.5)
-            assert any("state exp_avg_sq" in b.store.homes for b in engine.buckets) or dist.get_rank() > 0
+            assert any("state exp_avg_sq" in b.store.stored for b in engine.buckets) or dist.get_rank() > 0
             close(got, want, (stage, "nvme"))
             engine.offload_manager.close()
             bucket_store._apart = True
