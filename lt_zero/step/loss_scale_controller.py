@@ -11,9 +11,9 @@ Note [One pass]
 
 Note [Verdict on the device]
     On a GPU the host need not wait for the norm: the kernel gets the verdict as a tensor and writes nothing if it is
-    bad. The host goes on as if the step had been taken, and reads the verdict (``read_skip_flag``) when it matters: before
-    the next backward, whose loss is scaled, and before anything is saved. By then the next forward is queued. If the
-    step was skipped after all, step counters and schedules are put back. Only where all of a step goes through the
+    bad. The host goes on as if the step had been taken, and reads the verdict (``read_skip_flag``) when it matters:
+    before the next backward, whose loss is scaled, and before anything is saved. By then the next forward is queued. If
+    the step was skipped after all, step counters and schedules are put back. Only where all of a step goes through the
     kernel, and not while an overflow would have to be explained: who is to blame is looked up at once.
 
 Note [Unchecked steps]
