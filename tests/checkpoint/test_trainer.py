@@ -192,7 +192,7 @@ def _stale(folder: str) -> None:
     """Weights of a run that failed before they were loaded are not those of the next."""
     train(3, config=SHARDED).save_checkpoint(f"{folder}/one")
     patch = pytest.MonkeyPatch()
-    patch.setattr(strategy_module.attach, "check_callbacks", _refuses)
+    patch.setattr(strategy_module.set_up, "check_callbacks", _refuses)
     trainer = sharded_trainer(3, max_steps=1, limit_val_batches=0)
     error_of(trainer.fit, GPT(2, "adamw"), ckpt_path=f"{folder}/one")
     patch.undo()
