@@ -39,6 +39,7 @@ def _later(name: str, module: str, summary: str) -> None:
 
 
 _later("config", "lt_zero.config.cli", "Check, show, convert and explain configurations.")
+_later("doctor", "lt_zero.doctor", "What this machine has for training, and what to do about what is missing.")
 _CHECKPOINTS = "lt_zero.checkpoint.cli"
 _later(
     "estimate",

@@ -18,7 +18,7 @@ FLOORS = (
     {"activation", "checkpoint", "memory"},
     {"build"},
     {"lightning"},
-    {"__init__", "cli", "sweep"},
+    {"__init__", "cli", "doctor", "sweep"},
 )
 KNOW_LIGHTNING = {"lightning", "__init__", "cli", "common/compat"}
 COLLECTIVES = ("comm/", "common/compat")

@@ -24,6 +24,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -452,6 +453,24 @@ class Comm(Here):
         box: list[Any] = [None] * self.world
         dist.all_gather_object(box, _packed(value), group=self._host)
         return [pickle.loads(packed) for packed in box]
+
+
+def try_gloo() -> None:
+    """Open a gloo group of this process alone, and close it: most failures are those of the network interface.
+
+    Raises:
+        RuntimeError: torch is built without gloo, or gloo cannot use the network interface.
+    """
+    if not dist.is_available() or not dist.is_gloo_available():
+        raise RuntimeError("torch is built without gloo.")
+    dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))  # type: ignore[attr-defined]
+
+
+def nccl_version() -> str:
+    """The version of torch's NCCL; "" if it is built without."""
+    if not dist.is_available() or not dist.is_nccl_available():
+        return ""
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 class _Pickler(pickle.Pickler):

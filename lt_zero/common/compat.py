@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins import HalfPrecision  # only the strategy imports lightning at run time
 
 
+# By package, the first and the last version that internals were checked on; `lt-zero doctor` compares.
+CHECKED: dict[str, tuple[str, str]] = {
+    "torch": ("2.10", "2.13"),
+    "lightning": ("2.5", "2.6"),
+    "omegaconf": ("2.3", "2.3"),
+    "hydra-core": ("1.3.2", "1.3.8"),
+}
+
+
 # What torch.compile asks about a parameter's gradient when it traces a module. Checked on torch 2.13.
 TRACED = {torch.Tensor._is_view, torch.Tensor.is_conj, torch.Tensor.is_neg, torch.Tensor.untyped_storage}
 
