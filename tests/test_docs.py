@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import io
@@ -109,6 +110,32 @@ def test_configurations_are_valid(block: Block) -> None:
         ZeroConfig.of(content)
 
 
+INLINE = re.compile(r"`([a-z_0-9.]+: [^`]+)`")
+WORKING = re.findall(r"^\| `([a-z0-9_.]+)` \|", TEXTS[ROOT / "docs/config.md"].split('## "auto"')[0], re.MULTILINE)
+NOT_ALONE = {  # values of several keys, or within free ones
+    "device: nvme",
+    "offload_param: true",
+    "overlap_step: true",
+    "adam_w_mode: false",
+    "params: {monitor: val_loss}",
+    "lt_zero.gather: transformer.h.3",
+}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "config.md"], ids=lambda page: page.name)
+def test_settings_in_sentences_are_valid(page: Path) -> None:
+    for text in INLINE.findall(TEXTS[page]):
+        if "..." in text or text in NOT_ALONE:
+            continue
+        ((key, value),) = yaml.safe_load(text).items()
+        first = f"{key}.{next(iter(value))}" if isinstance(value, dict) else key
+        (whole, *_) = [name for name in WORKING if f".{name}".endswith(f".{first}")] or [None]
+        assert whole is not None, f"{page.name}: {text}"
+        for name in reversed(whole.removesuffix(first).split(".")[:-1] + key.split(".")):
+            value = {name: value}
+        ZeroConfig.of(value, default_stage=3)
+
+
 BLOCK_NAMES = [name for name in ZeroConfig.model_fields if name not in ("optimizer", "scheduler")]
 KEYS = re.compile(rf"`((?:{'|'.join(BLOCK_NAMES)})(?:\.[a-z0-9_]+)+)`")
 
@@ -127,6 +154,29 @@ def test_variables_of_the_environment_are_listed() -> None:
     used = {name for text in texts for name in pattern.findall(text)} - {"LT_ZERO_JOB_RESULT"}  # between processes
     table = TEXTS[ROOT / "docs/configuration.md"].split("## Environment variables")[1]
     assert set(pattern.findall(table)) == used
+
+
+# ---- messages --------------------------------------------------------------------------------------------------
+
+FOREIGN = {
+    "expected scalar type Float but found Half",
+    "The Batch size finder is not supported with distributed strategies",
+}
+
+
+def literals(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_messages_that_are_quoted_exist() -> None:
+    said = "\0".join(text for path in (ROOT / "lt_zero").rglob("*.py") for text in literals(path))
+    symptoms = re.findall(r"^\| ([^|]+) \|", TEXTS[ROOT / "docs/troubleshooting.md"], re.MULTILINE)
+    quoted = {quote for symptom in symptoms for quote in re.findall(r"`([^`]+)`", symptom)} - FOREIGN
+    messages = [quote.split("...") for quote in quoted if quote.count(" ") > 2]
+    assert len(messages) > 12
+    assert [parts for parts in messages if not all(part.strip() in said for part in parts)] == []
 
 
 # ---- commands --------------------------------------------------------------------------------------------------
@@ -226,6 +276,12 @@ def test_links_lead_somewhere(page: Path) -> None:
         if fragment and not fragment.startswith("lt_zero"):  # those of the API reference are made from the code
             titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
             assert fragment in map(anchor, titles), f"{page.name}: {target}#{fragment}"
+
+
+def test_the_architecture_names_every_package() -> None:
+    table = TEXTS[ROOT / "docs/internals/index.md"].split("## Floors")[1].split("## ")[0]
+    packages = {path.parent.name for path in (ROOT / "lt_zero").glob("*/__init__.py")} - {"conf"}
+    assert set(re.findall(r"`(\w+)/`", table)) - {"csrc"} == packages
 
 
 def test_every_page_is_in_the_navigation() -> None:
