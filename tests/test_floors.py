@@ -151,3 +151,10 @@ def test_collectives_are_in_one_place() -> None:
             if room(file) == "checkpoint":
                 found = [name for name in found if not name.startswith(SAVES)]
             assert not found, file
+
+
+def test_no_test_imports_a_test() -> None:
+    root = ROOT.parent / "tests"
+    for path in sorted(root.rglob("*.py")):
+        imported = {name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) for name in names(node)}
+        assert not [name for name in imported if name.startswith("tests.") and ".test_" in name], path

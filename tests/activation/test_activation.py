@@ -4,38 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import lt_zero
-from lt_zero import ActivationCheckpointing
 from lt_zero.activation.apply import apply
+from tests.support.checkpointed_nets import FULL, MODES, Elaborate, ElaborateNet, net, run, same
 from tests.support.models import WIDTH, Block, Net, next_token_loss, tokens
-from tests.support.parity import RELEASE, STAGES, config_of, full_grads
+from tests.support.parity import STAGES
 from tests.support.pool import Pool
-
-MODES = ("full", "selective")
-FULL = ActivationCheckpointing(mode="full")
-
-
-class Dropping(Block):
-    """Notes how often its forward began."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(0.3)
-        self.began = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.began += 1
-        return x + self.drop(self.mlp(self.drop(x)))
 
 
 class Writing(nn.Module):
@@ -64,30 +45,6 @@ class Attending(nn.Module):
         return x + F.dropout(self.out(heads.transpose(1, 2).flatten(2)), 0.3)
 
 
-@dataclass
-class Output:
-    x: Tensor
-    aux: Tensor
-
-
-class Elaborate(Dropping):
-    """Tensors in keywords, dicts and tuples; a dataclass is returned."""
-
-    def forward(self, x: Tensor, *, mask: Tensor, more: dict[str, Any]) -> Output:  # type: ignore[override]
-        x = super().forward(x * mask) + more["context"][0] * len(more["context"])
-        return Output(x, x.square().mean())
-
-
-class ElaborateNet(Net):
-    def forward(self, batch: Tensor) -> Tensor:
-        x = self.embedding(batch) * self.scale
-        context, aux = x.mean(1, keepdim=True), torch.zeros(())
-        for block in self.blocks:
-            output = block(x, mask=torch.full((WIDTH,), 0.5), more={"context": (context, 2)})
-            x, aux = output.x, aux + output.aux
-        return self.head(x) + aux
-
-
 class Nested(Block):
     def forward(self, x: Tensor) -> Tensor:
         return x + checkpoint(self.mlp, x, use_reentrant=False)
@@ -102,13 +59,6 @@ class Whole(nn.Module):
 
     def forward(self, batch: Tensor) -> Tensor:
         return self.net(batch)
-
-
-def net(block: Callable[[], nn.Module] = Dropping, cls: type[Net] = Net, twice: bool = False) -> Net:
-    torch.manual_seed(0)
-    made = cls(twice=twice)
-    made.blocks = nn.ModuleList(block() for _ in range(3))
-    return made
 
 
 def frozen() -> nn.Module:
@@ -137,39 +87,6 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 def _autocast(model: nn.Module) -> Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return next_token_loss(model, 0, 0, 0)
-
-
-Look = dict[str, Tensor]
-
-
-def run(
-    model: nn.Module,
-    stage: int,
-    block: dict[str, Any],
-    loss: Callable[[nn.Module], Tensor] | None = None,
-    backward: Callable[[Tensor], None] = Tensor.backward,
-    forwards: int = 1,
-    **keys: Any,
-) -> Look:
-    """Gradients and buffers after forwards and then their backwards."""
-    config = config_of(stage, RELEASE if stage == 3 else {}, activation_checkpointing=block, **keys)
-    engine = lt_zero.shard(model, config)
-    torch.manual_seed(5)
-    rank = dist.get_rank()
-    found = [loss(model) if loss else next_token_loss(model, 0, micro, rank) for micro in range(forwards)]
-    for entry in found:
-        backward(entry)
-    seen = {**full_grads(engine), **{name: buffer.clone() for name, buffer in model.named_buffers()}}
-    assert seen
-    engine.detach()
-    return seen
-
-
-def same(got: Look, want: Look, what: Any) -> None:
-    assert got.keys() == want.keys(), what
-    for name in want:
-        assert torch.equal(got[name], want[name]), (what, name)
-        assert torch.isfinite(got[name]).all(), (what, name)
 
 
 def compare(make: Callable[[], nn.Module], stage: int, what: Any, block: dict[str, Any], **options: Any) -> None:

@@ -21,7 +21,7 @@ from lt_zero.activation.stores import Saved
 from lt_zero.engine import bucket_store
 from lt_zero.engine.engine import Engine
 from lt_zero.io.thread_pool import SwapError
-from tests.activation.test_activation import net, run, same
+from tests.support.checkpointed_nets import net, run, same
 from tests.support.models import next_token_loss
 from tests.support.offload_tools import change
 from tests.support.parity import RELEASE, config_of, full_values

@@ -21,7 +21,7 @@ from lt_zero.activation.install import installed
 from lt_zero.activation.selective import keeps
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.engine import Engine
-from tests.activation.test_activation import FULL, MODES, Elaborate, ElaborateNet, net
+from tests.support.checkpointed_nets import FULL, MODES, Elaborate, ElaborateNet, net
 from tests.support.models import VOCAB, WIDTH, Block, next_token_loss, tokens
 from tests.support.parity import config_of
 from tests.support.pool import Pool

@@ -188,7 +188,7 @@ def test_modifiers_switch_nothing_on(modifier: dict[str, Any]) -> None:
 
 def test_from_the_command_line_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse, which is not a dependency")
-    from tests.lightning.test_cli_lightning import CLASS, strategy_of
+    from tests.support.cli_tools import CLASS, strategy_of
 
     monkeypatch.setattr("sys.argv", ["train.py"])
     run = tmp_path / "run.yaml"

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 
 from lt_zero import ZeroStrategy
 from lt_zero.common.errors import ConfigError
-from tests.lightning.test_reconcile import SGD, Plain
 from tests.support.lightning_tools import QUIET, torchrun_env
+from tests.support.plain_module import SGD, Plain
 from tests.support.pool import Pool
 
 AUTO: dict[str, Any] = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lt_zero import ZeroConfig
-from tests.lightning.test_reconcile import AUTO, Plain, run
+from tests.support.plain_module import AUTO, Plain, run
 
 
 @pytest.mark.parametrize("form", ["sharded", "full"])

@@ -21,6 +21,7 @@ from lt_zero.lightning.model_report import dtype_table, memory_report
 from lt_zero.lightning.precision import sharded_of
 from lt_zero.step.clip import grad_norm
 from lt_zero.step.loss_scale_controller import LossScaleController
+from tests.support.constant_module import Constant
 from tests.support.lightning_tools import GPT, sharded_trainer, weights
 from tests.support.models import Net, tokens
 from tests.support.parity import OPTIMIZERS, STAGES, config_of, full_grads, full_values
@@ -81,17 +82,6 @@ def test_error_is_that_of_plain_pytorch(pool: Pool, dtype: torch.dtype, optimize
 
 
 # ---- on the wire ---------------------------------------------------------------------------------------------------
-
-
-class Constant(nn.Module):
-    """Its gradient is what it is called with."""
-
-    def __init__(self, numel: int = 13) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(numel))
-
-    def forward(self, grad: Tensor) -> Tensor:
-        return (self.weight.float() * grad).sum()
 
 
 def _reduced(

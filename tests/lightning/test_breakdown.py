@@ -27,7 +27,7 @@ from lt_zero.common.timing import PARTS, STAGES
 from lt_zero.io import block_transfer
 from lt_zero.lightning.monitor import breakdown
 from lt_zero.lightning.monitor.breakdown import EVERY, memory_now, peak_rss
-from tests.lightning.test_timing import Time
+from tests.support.fake_time import Time
 from tests.support.lightning_tools import QUIET, torchrun_env
 from tests.support.pool import Pool
 

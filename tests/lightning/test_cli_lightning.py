@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 
-import lt_zero
-from tests.support.lightning_tools import GPT, QUIET
-
-CLASS = "lt_zero.ZeroStrategy"
+from tests.support.cli_tools import CLASS, strategy_of
 
 pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse, which is not a dependency")
 
@@ -19,21 +16,6 @@ pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse, whi
 @pytest.fixture(autouse=True)
 def _no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["train.py"])  # Lightning warns if there are some
-
-
-def strategy_of(*arguments: str) -> lt_zero.ZeroStrategy:
-    from lightning.pytorch.cli import LightningCLI
-
-    cli = LightningCLI(
-        GPT,
-        args=list(arguments),
-        run=False,
-        save_config_callback=None,
-        seed_everything_default=False,
-        trainer_defaults={**QUIET, "devices": 1},
-    )
-    assert isinstance(cli.trainer.strategy, lt_zero.ZeroStrategy)
-    return cli.trainer.strategy
 
 
 def test_from_a_file(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from lt_zero import ZeroPrecision
 from lt_zero.config.blocks.monitor import CsvMonitor
 from lt_zero.lightning.monitor.console import StepPrinter
 from lt_zero.lightning.monitor.step_metrics import StepMetrics, memory_gb
-from tests.lightning.test_console import Clock, Observed, _observe, monitored, parsed
+from tests.support.console_tools import Clock, Observed, _observe, monitored, parsed
 from tests.support.lightning_tools import GPT, single_trainer
 from tests.support.pool import Pool
 

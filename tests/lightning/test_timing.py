@@ -11,21 +11,9 @@ import torch
 
 from lt_zero.common import timing as clocks
 from lt_zero.common.timing import NOTHING, Clock, phase, phased, unit_range
+from tests.support.fake_time import Time
 
 CPU = torch.device("cpu")
-
-
-class Time:
-    """Stands in for the module ``time``."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def passes(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from lt_zero.io import block_transfer as io
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.step.clip import clip_grad_norm
 from lt_zero.step.supported_optimizers import states_per_element
-from tests.offload.test_offload import blocks, train
 from tests.support.models import Net, next_token_loss
+from tests.support.offload_runs import blocks, train
 from tests.support.offload_tools import change
 from tests.support.parity import config_of
 from tests.support.pool import Pool

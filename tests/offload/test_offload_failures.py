@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero.checkpoint.native.full_states import full_optimizer_state
 from lt_zero.engine.full_params import full_state_dict
-from tests.offload.test_offload import blocks, same
+from tests.support.offload_runs import blocks, same
 from tests.support.parity import config_of, full_values
 from tests.support.pool import Pool
 

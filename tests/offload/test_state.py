@@ -16,10 +16,10 @@ import lt_zero
 from lt_zero.checkpoint.native.full_states import full_optimizer_state, load_full_optimizer_state
 from lt_zero.engine.full_params import full_state_dict, restore_whole
 from lt_zero.step.clip import clip_grad_norm
-from tests.lightning.test_precision import make_trainer
-from tests.offload.test_offload import OPTIMIZERS, blocks, same, train
 from tests.support.lightning_tools import GPT, weights
 from tests.support.models import Net, next_token_loss
+from tests.support.offload_runs import OPTIMIZERS, blocks, same, train
+from tests.support.overflowing import make_trainer
 from tests.support.parity import config_of, full_values
 from tests.support.pool import Pool
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,85 +20,17 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 import lt_zero
-import lt_zero.engine.bucket_store as store
 from lt_zero import ops
 from lt_zero.engine.full_params import full_state_dict
 from lt_zero.io import block_transfer as io
 from lt_zero.io.thread_pool import SwapError
-from lt_zero.step.clip import clip_grad_norm
-from tests.offload.test_offload import same
 from tests.support.lightning_tools import FULL, GPT, sharded_trainer, weights
 from tests.support.models import Net, next_token_loss
+from tests.support.offload_runs import same
 from tests.support.offload_tools import fail_with
+from tests.support.overlap_runs import Fails, offload, slowed, train
 from tests.support.parity import config_of, full_values
 from tests.support.pool import Pool
-
-LAZY = 0.002  # seconds that each kernel call in the background takes longer
-
-
-class Watch:
-    """Where the kernel ran."""
-
-    def __init__(self) -> None:
-        self.beside = 0  # calls in the background
-        self.here = 0
-
-
-@contextmanager
-def slowed(apart: bool) -> Iterator[Watch]:
-    """The kernel is slow in the background; with ``apart`` host memory counts as apart from the device's."""
-    watch, kernel = Watch(), ops.adam_step
-
-    def adam_step(*args: Any, **kwargs: Any) -> None:
-        if threading.current_thread().name == "lt_zero-step":
-            watch.beside += 1
-            time.sleep(LAZY)
-        else:
-            watch.here += 1
-        kernel(*args, **kwargs)
-
-    patch = pytest.MonkeyPatch()
-    patch.setattr(ops, "adam_step", adam_step)
-    patch.setattr(store, "_apart", apart)
-    try:
-        yield watch
-    finally:
-        patch.undo()
-
-
-def offload(path: str | None, overlap: Any, params: bool) -> dict[str, Any]:
-    where = {"device": "nvme", "nvme_path": path} if path else {"device": "cpu"}
-    found: dict[str, Any] = {"offload_optimizer": {**where, "overlap_step": overlap}}
-    if params:
-        found["offload_param"] = {**where, "max_in_cpu": 0}
-    return found
-
-
-def train(
-    stage: int,
-    zero: dict[str, Any],
-    beside: bool = False,
-    clip: float | None = None,
-    steps: int = 4,
-    dtype: torch.dtype | None = None,
-    model: type[Net] = Net,
-) -> tuple[dict[str, Tensor], Any, Any]:
-    torch.manual_seed(0)
-    net = model()
-    engine = lt_zero.shard(net, config_of(stage, zero=zero, dtype=dtype))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1)
-    sharded = lt_zero.ShardedOptimizer(engine, optimizer)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
-    for step in range(steps):
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        next_token_loss(net, step, 0, dist.get_rank()).float().backward()
-        with sharded.overlap.beside_backward() if beside else nullcontext():
-            next_token_loss(net, step, 1, dist.get_rank()).float().backward()
-        if clip is not None:
-            clip_grad_norm(sharded, clip)
-        optimizer.step()
-        schedule.step()
-    return full_values(engine), engine, sharded
 
 
 def _beside_backward(path: str | None, apart: bool, dtype: torch.dtype | None) -> None:
@@ -250,16 +180,6 @@ def test_other_optimizers_step_as_ever(pool: Pool) -> None:
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise ValueError("no gradient today")
 
 
 def _torn(overlap: Any) -> None:

@@ -23,11 +23,11 @@ from lt_zero.offload import copy_streams
 from lt_zero.offload.background import Background, Job
 from lt_zero.step.clip import clip_grad_norm
 from lt_zero.step.fused_step import FusedAdam
-from tests.offload.test_offload import same
-from tests.offload.test_step_overlap import Fails, offload, slowed, train
 from tests.support.lightning_tools import GPT, sharded_trainer, weights
 from tests.support.models import Net, next_token_loss
+from tests.support.offload_runs import same
 from tests.support.offload_tools import in_child
+from tests.support.overlap_runs import Fails, offload, slowed, train
 from tests.support.parity import config_of, full_values
 from tests.support.pool import Pool
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lt_zero import ops
 from lt_zero.ops import compiler, library
-from tests.ops.test_ops import LOW, STEPS, options_of, rows
+from tests.support.kernel_inputs import LOW, STEPS, options_of, rows
 
 SIZES = [0, 1, 7, 33, 4097, 70_001, 1_000_003]
 

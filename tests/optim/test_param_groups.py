@@ -24,9 +24,9 @@ from lt_zero.config import groups as ready
 from lt_zero.config.load import examine
 from lt_zero.config.show import clean, to_yaml, with_origins
 from lt_zero.optim import build_grouped, check_optimizer, param_groups
-from tests.lightning.test_reconcile import Plain, run
 from tests.support.lightning_tools import GPT, assert_same, sharded_trainer, single_trainer, weights
 from tests.support.models import Net
+from tests.support.plain_module import Plain, run
 from tests.support.pool import Pool
 
 Entries = list[dict[str, Any]]

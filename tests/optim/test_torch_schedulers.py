@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler as torchs
 
 from lt_zero.common.errors import ConfigError
 from lt_zero.optim import build_scheduler, check_scheduler
-from tests.lightning.test_reconcile import Own, run
+from tests.support.plain_module import Own, run
 
 WORKS: dict[str, dict[str, Any]] = {
     "StepLR": {"step_size": 3, "gamma": 0.5},

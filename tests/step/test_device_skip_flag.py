@@ -15,8 +15,8 @@ import lt_zero
 from lt_zero import ops
 from lt_zero.config.blocks.precision import DtypePolicy
 from lt_zero.step.loss_scale_controller import LossScaleController
-from tests.lightning.test_precision import Overflowing, make_trainer, plugin_of
 from tests.support.models import Net, next_token_loss
+from tests.support.overflowing import Overflowing, make_trainer, plugin_of
 from tests.support.parity import config_of, full_values
 from tests.support.pool import Pool
 

@@ -18,10 +18,10 @@ from lt_zero.checkpoint.native.full_states import full_optimizer_state, load_ful
 from lt_zero.config.blocks.precision import dtype_policy
 from lt_zero.engine.full_params import restore_whole
 from lt_zero.step.loss_scale_controller import LossScaleController
-from tests.engine.test_low_precision import Constant
-from tests.lightning.test_precision import Overflowing, make_trainer, plugin_of
+from tests.support.constant_module import Constant
 from tests.support.lightning_tools import GPT
 from tests.support.models import Net, next_token_loss, tokens
+from tests.support.overflowing import Overflowing, make_trainer, plugin_of
 from tests.support.parity import STAGES, config_of, full_values
 from tests.support.pool import Pool
 

@@ -1,0 +1,98 @@
+"""Training with steps beside backward."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import lt_zero
+import lt_zero.engine.bucket_store as store
+from lt_zero import ops
+from lt_zero.step.clip import clip_grad_norm
+from tests.support.models import Net, next_token_loss
+from tests.support.parity import config_of, full_values
+
+LAZY = 0.002  # seconds that each kernel call in the background takes longer
+
+
+class Watch:
+    """Where the kernel ran."""
+
+    def __init__(self) -> None:
+        self.beside = 0  # calls in the background
+        self.here = 0
+
+
+@contextmanager
+def slowed(apart: bool) -> Iterator[Watch]:
+    """The kernel is slow in the background; with ``apart`` host memory counts as apart from the device's."""
+    watch, kernel = Watch(), ops.adam_step
+
+    def adam_step(*args: Any, **kwargs: Any) -> None:
+        if threading.current_thread().name == "lt_zero-step":
+            watch.beside += 1
+            time.sleep(LAZY)
+        else:
+            watch.here += 1
+        kernel(*args, **kwargs)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(ops, "adam_step", adam_step)
+    patch.setattr(store, "_apart", apart)
+    try:
+        yield watch
+    finally:
+        patch.undo()
+
+
+def offload(path: str | None, overlap: Any, params: bool) -> dict[str, Any]:
+    where = {"device": "nvme", "nvme_path": path} if path else {"device": "cpu"}
+    found: dict[str, Any] = {"offload_optimizer": {**where, "overlap_step": overlap}}
+    if params:
+        found["offload_param"] = {**where, "max_in_cpu": 0}
+    return found
+
+
+def train(
+    stage: int,
+    zero: dict[str, Any],
+    beside: bool = False,
+    clip: float | None = None,
+    steps: int = 4,
+    dtype: torch.dtype | None = None,
+    model: type[Net] = Net,
+) -> tuple[dict[str, Tensor], Any, Any]:
+    torch.manual_seed(0)
+    net = model()
+    engine = lt_zero.shard(net, config_of(stage, zero=zero, dtype=dtype))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1)
+    sharded = lt_zero.ShardedOptimizer(engine, optimizer)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        next_token_loss(net, step, 0, dist.get_rank()).float().backward()
+        with sharded.overlap.beside_backward() if beside else nullcontext():
+            next_token_loss(net, step, 1, dist.get_rank()).float().backward()
+        if clip is not None:
+            clip_grad_norm(sharded, clip)
+        optimizer.step()
+        schedule.step()
+    return full_values(engine), engine, sharded
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ValueError("no gradient today")
