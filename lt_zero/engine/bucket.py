@@ -1,15 +1,13 @@
-"""One bucket: a flat tensor with its parameters as views, which is gathered and released as a whole.
+"""One bucket: a flat tensor with its parameters as views, gathered and released as a unit.
 
-Note [Storages of a bucket]
-    ``flat``     the compute copy, all elements. Parameters are views of it. With sharded parameters its memory is
-                 given back unless the bucket is gathered (flat_storage.py); views survive that, so autograd's saved
-                 views are valid again after every gather.
-    ``weights``  this rank's master weights, or what else is kept apart from the compute copy (master_weights.py).
-    ``grads``    the gradient accumulator (grad_accumulator.py).
+``flat``     the compute copy, all elements; parameters are views of it. With sharded parameters its memory is freed
+             unless the bucket is gathered (flat_storage.py). Views survive that, so the views that autograd saved are
+             valid again after every gather.
+``weights``  this rank's master weights, or the shard of frozen weights (master_weights.py).
+``grads``    the gradient accumulator (grad_accumulator.py).
 
-Note [Data, not nn.Parameter views]
-    ``p.data = view`` keeps a parameter's identity and gives it a version counter of its own. A view that shared the
-    flat tensor's counter would make autograd report "modified by an inplace operation" after each refill.
+Parameters are set by ``p.data = view``: that keeps their identity and gives each a version counter of its own. If
+they shared the flat tensor's counter, autograd would report "modified by an inplace operation" after each refill.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from lt_zero.offload.nvme_store import StoredTensor, tidy
 
 @dataclass(frozen=True)
 class Sharding:
-    """A ZeRO stage (arXiv:1910.02054, section 5) as data: what each rank holds only a shard of."""
+    """A ZeRO stage (arXiv:1910.02054, section 5) as data: what is sharded over the ranks."""
 
     optim: bool
     grads: bool
@@ -60,14 +58,14 @@ class Bucket:
     """Parameters of one dtype that are gathered, reduced and released together.
 
     Args:
-        name: of the unit, for messages.
-        parameters: with their names.
-        dtype: of the gathered weights.
-        sharding: what a rank holds only a shard of.
+        name: name of the unit, for messages.
+        parameters: the parameters and their names.
+        dtype: dtype of the gathered weights.
+        sharding: what is sharded.
         comm: the collectives.
-        owner: who answers for released parameters.
-        policy: dtypes of master weights, accumulators and gradients on the wire.
-        owners: the rank of each parameter; None: shards cut through parameters.
+        owner: returns the engine that handles uses of released parameters.
+        policy: dtypes of master weights, accumulators and gradients in collectives.
+        owners: the rank that owns each parameter; None: shards cut through parameters.
     """
 
     def __init__(
@@ -86,7 +84,7 @@ class Bucket:
         self.layout: BucketLayout = plan_bucket([(n, p.shape) for n, p in parameters], comm.world, owners)
         self.shapes = [span.shape for span in self.layout.spans]
         self.dtype, policy = dtype, policy or DtypePolicy()
-        # What the parameters are again when the engine lets go of them. An fp64 run keeps its digits.
+        # Dtypes to restore when the engine is removed; an fp64 run stays fp64.
         self.original = [dtype if dtype == torch.float64 else p.dtype for p in self.params]
         self.step_dtype = policy.step_of(dtype)
         self.shard_range = self.layout.shard(comm.rank) if sharding.optim or sharding.params else (0, self.layout.numel)
@@ -98,8 +96,8 @@ class Bucket:
         self.flat = self._storage.tensor if self._storage else comm.allocate(self.layout.numel, dtype)  # 1D
         self.param_views = [self.flat[s.lo : s.hi].view(s.shape) for s in self.layout.spans]
         if self._storage is not None:
-            self._storage.free()  # until ``adopt``: buckets are made before the first is filled
-        self.shard = self.flat[self.shard_range[0] : self.shard_range[1]]  # 1D, elements [own) of the compute copy
+            self._storage.free()  # until ``adopt``: all buckets are made before the first is filled
+        self.shard = self.flat[self.shard_range[0] : self.shard_range[1]]  # 1D, elements [shard_range) of ``flat``
         gaps = gaps_between(self._pieces, self.shard_range[1] - self.shard_range[0])
         self.weights = Weights(self.shard, policy.master_of(dtype), sharding.params, comm, gaps)
         accumulate, wire = policy.accumulate_of(dtype), policy.wire_of(dtype)
@@ -111,25 +109,27 @@ class Bucket:
         self._owner = owner
         self.edits = InplaceEdits(self)
         self.stepped_early = False  # in the running backward; see overlap.py, Note [Beside backward]
-        self._unpublished = False  # the background brings the compute copy up to date
+        self._unpublished = False  # the background step has yet to update the compute copy
         self._pending: Work | None = None
 
     # ---- construction ------------------------------------------------------------------------------------------
 
     def use(self, store: BucketStore) -> None:
-        """Let weights and gradients rest on ``shelf``, from before ``adopt`` on."""
+        """Keep weights and gradients in ``store``; to be called before ``adopt``."""
         self.store = store
         self.weights.use(store)
         self.grads.use(store)
 
     @torch.no_grad()
     def adopt(self, fetch: Callable[[Parameter], Tensor], training: bool = True) -> None:
-        """Move the parameters' values into the bucket, agree with rank 0, and keep what this rank owns.
+        """Copy the parameters' values into the bucket, broadcast them from rank 0, and keep this rank's shard.
 
-        ``fetch`` returns a parameter's full value. Without ``training`` there are no master weights yet.
+        Args:
+            fetch: returns a parameter's full value.
+            training: make master weights; without it they are made by ``Weights.enable_training``.
         """
         train = training and self.wants_grad
-        # Digits that the compute copy has no room for are kept: in the master weights, or beside frozen weights.
+        # Values wider than the compute dtype are kept: in the master weights, or in a copy of frozen weights.
         if self._storage is not None:
             self._storage.allocate()
             for lo, hi in self.layout.gaps:
@@ -204,12 +204,12 @@ class Bucket:
         self._pending = None
 
     def release(self) -> None:
-        """To RELEASED, if the parameters are sharded: give the memory back, leave sentinels."""
+        """To RELEASED, if the parameters are sharded: free the memory and replace parameters by sentinels."""
         if not self.sharding.params or self.state is State.RELEASED:
             return
         if self.state is State.GATHERING:
             with phase("gather", self.name):
-                self._land()  # freeing memory that is being written into corrupts whoever gets it next
+                self._land()  # a collective still writes into the memory that is freed below
             self.state = State.RELEASED
         else:
             self.edits.check()
@@ -227,7 +227,7 @@ class Bucket:
         return self.state is State.RESIDENT
 
     def guard(self) -> None:
-        """Keep the values but watch for uses outside of the owning unit's forward. See guard.py."""
+        """Keep the values, but intercept uses outside of the owning unit's forward. See guard.py."""
         if self.sharding.params and self.state is State.RESIDENT:
             for parameter in self.params:
                 guard(parameter, self._owner)
@@ -241,11 +241,11 @@ class Bucket:
     # ---- parameters --------------------------------------------------------------------------------------------
 
     def pieces(self) -> tuple[Piece, ...]:
-        """What this rank's master and accumulator hold of each parameter."""
+        """The piece of each parameter that this rank's master weights and accumulator hold."""
         return self._pieces
 
     def pieces_of(self, index: int) -> list[Piece]:
-        """What this rank holds of parameter ``index``: nothing or one piece."""
+        """This rank's piece of parameter ``index``: none or one."""
         piece = self._piece_of.get(index)
         return [piece] if piece is not None else []
 
@@ -254,7 +254,7 @@ class Bucket:
         return any(p.requires_grad for p in self.params)
 
     def has_grads(self) -> bool:
-        """Whether a parameter has a gradient that was not taken yet."""
+        """Whether a parameter has a gradient that is not in the accumulator yet."""
         return any(p.grad is not None for p in self.params)
 
     def grads_complete(self) -> bool:
@@ -270,20 +270,20 @@ class Bucket:
 
     @property
     def can_step_early(self) -> bool:
-        """Whether a step changes nothing that the running backward may still read."""
-        if self.store.optim is not None:  # master weights come once: then the compute copy is written, too
+        """Whether a step leaves alone what the running backward may still read."""
+        if self.store.optim is not None:  # master weights are read once, so the compute copy is written with them
             return self.sharding.params
         return self.store.host_optim
 
     def await_publication(self) -> None:
-        """The background will bring the compute copy up to date; until ``wait_background_step`` it must not be read."""
+        """Guard the compute copy until ``wait_background_step``: the background step updates it."""
         if not self.sharding.params:
             self._unpublished = True
             for parameter in self.params:
                 guard(parameter, self._owner)
 
     def publication(self) -> Callable[[], object] | None:
-        """What the background does when this rank's part is up to date. Collective."""
+        """What the background calls after this rank's shard was stepped; None if nothing is sharded. Collective."""
         return self._publish if self.sharding.optim or self.sharding.params else None
 
     def _publish(self) -> None:
@@ -291,14 +291,14 @@ class Bucket:
         if not self.store.host_optim:
             self.comm.publish(flat).wait()
             return
-        lane = self.store.host_link.to_device
-        with lane.in_line():
+        stream = self.store.host_link.to_device
+        with stream.in_line():
             self.comm.publish(flat).wait()
         if flat is not None:
-            self.weights.arrives(lane.mark())
+            self.weights.arrives(stream.mark())
 
     def wait_background_step(self) -> bool:
-        """Wait for what the background does with the bucket; returns whether there was something."""
+        """Wait for this bucket's background step; returns whether one was running."""
         waited = self.store.wait_background_step()
         if self._unpublished:
             self._unpublished = False
@@ -312,16 +312,16 @@ class Bucket:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Put the updated master weights into the compute copy; a gathered copy of sharded parameters is dropped."""
+        """Copy the updated master weights to the compute copy; sharded parameters are released first."""
         if self.sharding.params:
             self.release()
         self.refresh_after_step()
 
     @torch.no_grad()
     def refresh_after_step(self) -> None:
-        """Bring what gathers read, or this rank's part of the compute copy, up to date."""
+        """Copy the master weights to what gathers read, or to this rank's shard of the compute copy."""
         copied = self.store.host_optim or not self.sharding.params
-        # What rests in files was refreshed bucket by bucket.
+        # Stored tensors were refreshed during the step, bucket by bucket.
         if self.weights.trains and not self.weights.master_is_view and copied and self.store.optim is None:
             self.weights.refresh()
             self.store.tidy()
@@ -329,7 +329,7 @@ class Bucket:
 
     @torch.no_grad()
     def launch_publish(self) -> Work | None:
-        """Start bringing the other ranks' updates into the compute copy; ``write_back`` of all buckets came before."""
+        """Start gathering the other ranks' updates into the compute copy, after ``write_back`` of all buckets."""
         if not self.weights.trains or self.sharding.params or not self.sharding.optim:
             return None
         return self.comm.all_gather(self.flat, self.name, self.flat)
@@ -350,7 +350,7 @@ class Bucket:
 
     @torch.no_grad()
     def adopt_edits(self) -> None:
-        """Take rank 0's values of the (resident) compute copy into the master weights of all ranks."""
+        """Copy rank 0's values of the (resident) compute copy to the master weights of all ranks."""
         self.comm.before_write()
         self.comm.broadcast(self.flat, self.name)
         self.comm.after_write()
@@ -359,20 +359,21 @@ class Bucket:
 
     @torch.no_grad()
     def keep_edits(self) -> None:
-        """Take over what was changed in this rank's part of the (resident) compute copy."""
+        """Copy edits of this rank's shard of the (resident) compute copy to the master weights."""
         if not self.weights.has_master:
             return
-        # Only what was edited: the master is more precise than the copy that was shown.
+        # Only edited elements: the others are more precise in the master weights.
         if not self.store.stored and not self.store.host_optim:
-            home = self.weights.master_or_frozen
-            home.copy_(torch.where(home.to(self.dtype) != self.shard, self.shard.to(home.dtype), home))  # does not wait
+            master = self.weights.master_or_frozen
+            edited = master.to(self.dtype) != self.shard
+            master.copy_(torch.where(edited, self.shard.to(master.dtype), master))  # does not wait for the GPU
             return
         kept = self.weights.values()
         shown = self.shard.to(kept.device)
         edited = kept.to(self.dtype) != shown
         if bool(edited.any()):
-            home = self.weights.master_or_frozen
-            home[edited] = shown[edited].to(home.dtype)
+            master = self.weights.master_or_frozen
+            master[edited] = shown[edited].to(master.dtype)
             self.weights.follow_edit()
         else:
             self.store.tidy()

@@ -1,4 +1,4 @@
-"""What of a bucket rests in files, or lives in host memory apart from the device."""
+"""Where the tensors of one bucket are kept: on the device, in host memory, or in files."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from lt_zero.offload.nvme_store import StoredTensor, tidy
 
 log = logging.getLogger("lt_zero")
 
-_pin_failed: list[bool] = []  # that was told once
-_apart = False  # tests: host memory counts as apart from the CPU's own
+_pin_failed: list[bool] = []  # not empty once pinning failed and the user was told
+_apart = False  # set by tests: treat the CPU as a device with memory of its own
 
 
 class BucketStore:
-    """The homes of one bucket.
+    """The stored tensors of one bucket, and its allocations in host memory.
 
     Args:
-        optim: keeps master weights and the optimizer's states; None: they stay in memory.
-        params: keeps the weights that gathers read; None: they stay in memory.
+        optim: files of master weights and optimizer states; None: they stay in memory.
+        params: files of the weights that gathers read; None: they stay in memory.
         record: the bucket's number in the files.
-        host_optim: master weights, the optimizer's states and gradients live in host memory, apart from the device.
-        host_params: so do the weights that gathers read.
-        pin: use page-locked host memory if the device is a GPU.
-        traffic: between host memory and the device; needed if something lives in host memory.
+        host_optim: keep master weights, optimizer states and gradients in host memory, off the device.
+        host_params: keep the weights that gathers read in host memory, off the device.
+        pin: pin host memory that is copied to or from the device.
+        host_link: copy streams and staging buffers; needed if ``host_optim`` or ``host_params``.
     """
 
     def __init__(
@@ -46,27 +46,27 @@ class BucketStore:
     ) -> None:
         self.optim, self.params, self._record = optim, params, record
         self.host_optim, self.host_params, self._pin = host_optim, host_params, pin
-        self._traffic = host_link
+        self._host_link = host_link
         self.stored: dict[str, StoredTensor] = {}
-        self._job: Job | None = None  # of the background, which works on what is here
-        self._then: list[Callable[[], None]] = []  # to be done after it
+        self._job: Job | None = None  # the background step of this bucket
+        self._then: list[Callable[[], None]] = []  # callbacks for after it
 
     @property
     def moves_optim(self) -> bool:
-        """Whether what the optimizer works on is not where the bucket is: in host memory, or in files."""
+        """Whether master weights and optimizer states are offloaded to host memory or files."""
         return self.host_optim or self.optim is not None
 
     def hand_over(self, job: Job) -> None:
-        """What is here belongs to the background until ``wait_background_step``."""
+        """Give the bucket to the background step ``job`` until ``wait_background_step``."""
         self._job = job
 
     @property
     def handed_over(self) -> bool:
-        """Whether what is here belongs to the background."""
+        """Whether a background step has the bucket."""
         return self._job is not None
 
     def wait_background_step(self) -> bool:
-        """Wait until what is here is the caller's; returns whether it was not. Nothing happens in the background."""
+        """Wait for this bucket's background step; returns whether one was running. No-op in the background thread."""
         if self._job is None or not self._job.wait():
             return False
         self._job, then, self._then = None, self._then, []
@@ -75,7 +75,7 @@ class BucketStore:
         return True
 
     def after_background_step(self, work: Callable[[], None]) -> None:
-        """Do something now, or before anybody else touches what is here."""
+        """Call ``work`` now, or when the background step is waited for."""
         if self._job is None:
             work()
         else:
@@ -83,15 +83,15 @@ class BucketStore:
 
     @property
     def host_link(self) -> HostLink:
-        assert self._traffic is not None
-        return self._traffic
+        assert self._host_link is not None
+        return self._host_link
 
     def host_empty(self, numel: int, dtype: torch.dtype, crosses: bool = True) -> Tensor:
-        """A 1D tensor in host memory for the life of a run; page-locked if it ``crosses`` to or from the device."""
+        """A 1D tensor in host memory for the life of a run; ``crosses``: it is copied to or from the device."""
         return host_empty(numel, dtype, self._pin and crosses)
 
     def stored_tensor(self, kind: str, dtype: torch.dtype) -> StoredTensor:
-        """The home of a kind of state, which is made if there is none: here, and zero."""
+        """The stored tensor of a kind of state; a new one is in memory and zero."""
         if kind not in self.stored:
             tier = self.params if kind == "weights" else self.optim
             assert tier is not None
@@ -99,15 +99,15 @@ class BucketStore:
         return self.stored[kind]
 
     def step_tensors(self) -> list[StoredTensor]:
-        """What a step reads and writes."""
-        return [home for kind, home in self.stored.items() if kind not in ("weights", "grad")]
+        """The stored tensors that a step reads and writes: master weights and optimizer states."""
+        return [tensor for kind, tensor in self.stored.items() if kind not in ("weights", "grad")]
 
     def tidy(self) -> None:
-        """Put everything away."""
+        """Write all stored tensors and free their buffers."""
         tidy(list(self.stored.values()))
 
     def state_tensor(self, key: str, dtype: torch.dtype) -> StoredTensor | None:
-        """Where an optimizer's element-wise states of the bucket rest, if they rest in files."""
+        """The stored tensor of the optimizer's element-wise state ``key``; None if states are in memory."""
         if self.optim is None:
             return None
         kind = f"state {key}"  # an optimizer may call a state "master"
@@ -117,12 +117,12 @@ class BucketStore:
 
 
 class HostLink:
-    """Between host memory and a device that has memory of its own. See offload/copy_streams.py.
+    """Copy streams and staging buffers between host memory and a device. See offload/copy_streams.py.
 
     Args:
         device: the device.
-        pin: page-locked buffers.
-        nbytes: of the largest tensor that changes its dtype on the way to the device.
+        pin: pin the staging buffers.
+        nbytes: size of the largest tensor that is cast on its way to the device.
     """
 
     def __init__(self, device: torch.device, pin: bool, nbytes: int) -> None:
@@ -132,13 +132,13 @@ class HostLink:
 
 
 def host_empty(numel: int, dtype: torch.dtype, pin: bool) -> Tensor:
-    """A 1D tensor in host memory for the life of a run; page-locked if ``pin``, and there is enough of that."""
+    """A 1D tensor in host memory for the life of a run; pinned if ``pin``, and pageable where that fails."""
     if pin and not _pin_failed:
         try:
             return torch.empty(numel, dtype=dtype, pin_memory=True)
-        except RuntimeError as error:  # too much locked memory; torch reports it as a CUDA error
+        except RuntimeError as error:  # over the limit on locked memory; torch reports a CUDA error
             _pin_failed.append(True)
-            text = "Page-locked memory is not to be had (%s); pageable memory is used, and copies take longer."
+            text = "Cannot allocate pinned memory (%s); using pageable memory, copies will be slower."
             log.warning(text, str(error).splitlines()[0])
     return flat_empty(numel, dtype, torch.device("cpu"))
 

@@ -1,4 +1,4 @@
-"""Whether a model still is what was sharded, and the buffers that are not sharded at all."""
+"""Checks that the model still has the parameters that were sharded; broadcast of buffers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def owns_all(engine: Engine) -> bool:
 
 
 def check_identity(engine: Engine) -> None:
-    """Make sure that the model still has the engine's parameters, in their places.
+    """Check that the model still has the engine's parameters, in their buckets.
 
     Raises:
         RuntimeError: a parameter was replaced or moved (``load_state_dict(assign=True)``, ``.double()``, ...).

@@ -4,8 +4,8 @@ Note [Life of a unit in a step]
     pre-forward   gather; inputs that need a gradient are replaced by aliases whose hook marks the end of the unit's
                   backward (hooks.py, Note [Aliases])
     post-forward  release, or keep and guard (schedule.Residency); hook the autograd nodes of the outputs
-    backward      output node: take a lease, gather. Inputs' hook: all gradients are in, hand the bucket to the
-                  reducer, drop the lease; released at zero leases
+    backward      output node: take a lease, gather. Inputs' hook: all gradients are there, mark the bucket as ready,
+                  drop the lease; released at zero leases
     end           reduce what is left in fixed order, release everything (Note [End of backward])
 
 Note [Leases]
@@ -15,13 +15,13 @@ Note [Leases]
     the end of backward.
 
 Note [End of backward]
-    Hooks queue a callback that runs when the running backward is over. A caller that knows the bounds of a backward
+    Hooks queue an autograd callback for the end of the running backward. A caller that knows the bounds of a backward
     (the strategy) uses ``backward_pass`` instead, which also covers models without a single unit.
 
 Note [Recomputation]
     Activation checkpointing runs a unit's forward inside backward, and stops it in the middle by an exception. So
-    inside backward the pre-forward hook gathers and nothing else, the post-forward hook does nothing, and the lease
-    of the original call releases.
+    inside backward the pre-forward hook only gathers, the post-forward hook does nothing, and the weights are released
+    with the lease of the original call.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ class Engine(Here):
     Args:
         root: the model.
         units: all units but the root, in registration order.
-        root_unit: what belongs to no unit, is shared by several, or is too small to shard.
+        root_unit: parameters that belong to no unit, are shared by several, or are too small to shard.
         comm: the collectives.
-        reducer: gradient reductions; knows all buckets.
+        reducer: gradient reductions of all buckets.
         residency: limits on what stays gathered.
-        config: what the engine was built from.
-        policy: which dtype is used for what.
-        training: whether there will be gradients, or only later (``begin_training``).
+        config: the configuration that the engine was built from.
+        policy: dtypes of weights, gradients and master weights.
+        training: train from the start; otherwise from ``begin_training`` on.
     """
 
     def __init__(
@@ -92,23 +92,23 @@ class Engine(Here):
     ) -> None:
         self.residency, self.training = residency, training
         self.config, self.policy = config, policy
-        self.kept: frozenset[Parameter] = frozenset()  # what the user wants in fp32, exports included
+        self.kept: frozenset[Parameter] = frozenset()  # parameters that the user keeps in fp32, in exports as well
         self.root, self.units, self.root_unit = root, units, root_unit
         self.comm, self.reducer = comm, reducer
         self.buckets = [b for u in [*units, root_unit] for b in u.buckets]
         self.owner = {id(p): (b, i) for b in self.buckets for i, p in enumerate(b.params)}
         self.gatherer = Gatherer(units, root_unit, comm, residency if training else residency.without_training())
         self.in_backward = False
-        self.backwards = 0  # that have ended
+        self.backwards = 0  # backwards that have ended
         self._explicit = False  # a backward_pass context is open
-        self._create_graph = False  # the running backward builds a graph that will be walked again
+        self._create_graph = False  # the running backward builds a graph for another backward
         self._depth = 0  # nested forward scopes
-        self._span: Span = NOTHING  # of a backward without a backward_pass context
-        self._ranges = UnitRanges()  # of the running backward
+        self._span: Span = NOTHING  # timing of a backward without a backward_pass context
+        self._ranges = UnitRanges()  # timing of units in the running backward
         self.used_parameters = UsedParameters(comm, reducer, self.buckets)
-        self.offload_manager = OffloadManager()  # what rests in files
-        self.after_backward: list[Callable[[], None]] = []  # called when one is over, or was given up
-        self.after_step: list[Callable[[], None]] = []  # called when weights are up to date
+        self.offload_manager = OffloadManager()
+        self.after_backward: list[Callable[[], None]] = []  # called at the end of a backward, also of a failed one
+        self.after_step: list[Callable[[], None]] = []  # called when the compute copies are up to date
         self.handles = [h for u in units for h in install_unit_hooks(self, u)] + install_root_hooks(self)
         self.handles += hook_bare_parameters(root, self.owner, self._arm)
 
@@ -126,14 +126,14 @@ class Engine(Here):
 
     @property
     def running(self) -> bool:
-        """Whether a forward or a backward is going on."""
+        """Whether a forward or a backward is running."""
         return self._depth > 0 or self.in_backward or in_running_backward()
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def forward_scope(self) -> Iterator[None]:
-        """Around code that runs the model (a training step): root parameters are readable inside."""
+        """Context for code that runs the model (a training step): root parameters are readable inside."""
         self.enter_forward()
         try:
             yield
@@ -142,7 +142,7 @@ class Engine(Here):
 
     def enter_forward(self) -> None:
         if self.in_backward and not in_running_backward() and not self._explicit:
-            self.abort_backward()  # an exception ended it, and the caller went on
+            self.abort_backward()  # an exception ended it, and the caller caught that
         self._depth += 1
         if self._depth == 1 and not self.in_backward:
             self.used_parameters.drop_cleared()
@@ -150,7 +150,7 @@ class Engine(Here):
 
     def leave_forward(self, output: Any) -> None:
         if self._depth == 0:
-            return  # an always-called hook after an error in front of enter_forward
+            return  # always-called hook after an error before enter_forward
         self._depth -= 1
         if self.in_backward:
             return
@@ -190,14 +190,14 @@ class Engine(Here):
         call = unit.calls.pop() if unit.calls else Call()
         call.range.close()
         given, call.inputs = call.inputs, None
-        put = given.write_back() if given is not None else []
+        written = given.write_back() if given is not None else []
         if torch.is_grad_enabled():
-            seen = (output, put, side_outputs(unit.module)) if unit.sharded else (output, put)
+            seen = (output, written, side_outputs(unit.module)) if unit.sharded else (output, written)
             hook_nodes(seen, lambda: self._pre_backward(unit, call), given)
         if not unit.sharded:
             return
         for bucket in unit.sharded:
-            if any(shares_storage(t, bucket.flat) for t in iter_tensors((output, put))):
+            if any(shares_storage(t, bucket.flat) for t in iter_tensors((output, written))):
                 self.gatherer.pin_in_backward(bucket)  # a weight, or a view of one, left the unit
                 self.gatherer.pin(bucket)
         if unit.calls:
@@ -211,7 +211,7 @@ class Engine(Here):
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
-        """Around one call of backward, on every rank alike. See Note [End of backward]."""
+        """Context for one backward, on all ranks. See Note [End of backward]."""
         self._explicit = True
         self._arm()
         try:
@@ -222,7 +222,7 @@ class Engine(Here):
         self.end_backward()
 
     def abort_backward(self) -> None:
-        """Forget a backward that ended with an exception, so that the next step starts clean."""
+        """Drop the state of a backward that ended with an exception."""
         self.in_backward = self._explicit = self._create_graph = False
         self._ranges.leave()
         self._span.close()
@@ -236,7 +236,7 @@ class Engine(Here):
 
     def _arm(self) -> None:
         if not self.in_backward:
-            self.used_parameters.hide(fresh=in_running_backward())  # autograd must not add to what is only shown
+            self.used_parameters.hide(fresh=in_running_backward())  # autograd must not add to visible gradients
             self.in_backward = True
             if not self._explicit:
                 self._span = phase("backward").open()
@@ -261,7 +261,7 @@ class Engine(Here):
             self.gatherer.visit(unit, backward=True)
 
     def unit_done(self, unit: Unit, call: Call) -> None:
-        """The gradients of a call's inputs are there. See grad_reducer.py, Note [When a bucket is ready]."""
+        """Called when a call's input gradients are there. See grad_reducer.py, Note [When a bucket is ready]."""
         if not self.in_backward:
             return
         self._ranges.leave(unit.name)
@@ -278,17 +278,17 @@ class Engine(Here):
             self.gatherer.release(unit)
 
     def _keep_for_new_graph(self, unit: Unit) -> None:
-        """With create_graph the nodes of this backward save weights, and no hook sits in front of those nodes."""
+        """Pin weights under create_graph: the nodes of this backward save them, and those nodes have no hooks."""
         for bucket in unit.sharded:
             self.gatherer.pin_in_backward(bucket)
             self.gatherer.pin(bucket)
 
     def _keeps_for_next_use(self, unit: Unit) -> bool:
-        """Inside an accumulation window weights do not change; with create_graph the graph will be walked again."""
+        """Whether weights stay gathered: in an accumulation window they do not change, and create_graph needs them."""
         return torch.is_grad_enabled() or (not self.reducer.sync and unit.keep and self.gatherer.fits_whole)
 
     def end_backward(self) -> None:
-        """Reduce what is left, wait for it, and give back what backward held."""
+        """Reduce the remaining gradients, wait for all reductions, and release what backward held."""
         if not self.in_backward:
             return
         self._ranges.leave()
@@ -324,10 +324,10 @@ class Engine(Here):
     # ---- between backward and step -----------------------------------------------------------------------------
 
     def attach_offload_manager(self, offload_manager: OffloadManager) -> None:
-        """States rest there. Collective.
+        """Attach the offload manager. Collective.
 
         Raises:
-            SwapError: a file could not be made or written.
+            SwapError: a file could not be created or written.
         """
         self.offload_manager = offload_manager
         self.gatherer.use(offload_manager)
@@ -335,7 +335,7 @@ class Engine(Here):
         self.used_parameters.problem = offload_manager.find_problem
 
     def begin_training(self) -> None:
-        """There will be gradients: have master weights, and keep gathered what the limits allow. Again a no-op."""
+        """Make master weights, and keep weights gathered as the limits allow. No-op if done before."""
         if not self.training:
             self.training = True
             self.gatherer.limit(self.residency)
@@ -348,7 +348,7 @@ class Engine(Here):
         return any(b.shard_range != (0, b.layout.numel) for b in self.buckets)
 
     def finish_steps(self) -> bool:
-        """Wait for all steps that run in the background; returns whether there were some."""
+        """Wait for all background steps; returns whether one was running."""
         return self.offload_manager.overlaps and any([bucket.wait_background_step() for bucket in self.buckets])
 
     def finish_reductions(self) -> Callable[[Bucket, int], bool]:
@@ -357,7 +357,7 @@ class Engine(Here):
 
     @phased("publish")
     def publish(self, buckets: set[Bucket]) -> None:
-        """After a step of these buckets' master weights: bring the compute copies up to date."""
+        """Update the compute copies of ``buckets`` after their master weights were stepped."""
         self.gatherer.after_step()
         for unit in self.units:
             unit.awaited = 0
@@ -365,7 +365,7 @@ class Engine(Here):
         for bucket in stepped:
             bucket.write_back()
         for bucket in stepped:
-            bucket.weights.arrive()  # before another rank may read it
+            bucket.weights.arrive()  # other ranks read it next
         self.comm.after_write()
         for pending in [bucket.launch_publish() for bucket in stepped]:
             if pending is not None:
@@ -377,7 +377,7 @@ class Engine(Here):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients that are not sharded (stages 0 and 1) are only accumulated locally inside."""
+        """Context in which unsharded gradients (stages 0 and 1) are accumulated locally and not reduced."""
         before, self.reducer.sync = self.reducer.sync, False
         try:
             yield
@@ -387,5 +387,5 @@ class Engine(Here):
     # ---- uses outside of a unit's forward ----------------------------------------------------------------------
 
     def on_guarded_use(self, parameters: list[Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A function that needs values was called on guarded parameters. See guard.py and guarded_use.py."""
+        """Handle a function that was called on guarded parameters and needs values. See guard.py, guarded_use.py."""
         return use_outside(self, parameters, func, args, kwargs)

@@ -1,10 +1,9 @@
 """The gradients of one bucket: taken from the parameters, reduced over the ranks, accumulated until the step.
 
-Note [Accumulator]
-    ``grad``    accumulator (fp32 by default) over the same elements as the master weights (master_weights.py); holds
-                something for the parameters in ``valid``, zeros in the gaps, and is still to be multiplied by
-                ``factor`` if there is one. It rests where the optimizer's states do.
-    ``local``   gradients of an accumulation window that were not reduced yet, all elements.
+``grad``   the accumulator (fp32 by default) of the same elements as the master weights (master_weights.py), stored
+           where the optimizer's states are. It is valid for the parameters in ``valid``, zero in the gaps, and has yet
+           to be multiplied by ``factor`` if there is one.
+``local``  gradients of an accumulation window that were not reduced yet, all elements.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from lt_zero.offload.nvme_store import tidy
 
 
 class Accumulator:
-    """The gradients of one bucket on this rank. In memory, unless ``use`` gives it a shelf.
+    """The gradients of one bucket on this rank. In memory, unless ``use`` gives it a bucket store.
 
     Args:
-        name: of the bucket's unit, for messages.
-        params: of the bucket, in order.
-        layout: where they lie.
-        own: the elements [lo, hi) that are accumulated here.
+        name: name of the bucket's unit, for messages.
+        params: parameters of the bucket, in order.
+        layout: their offsets in the bucket.
+        shard_range: the elements [lo, hi) that this rank accumulates.
         comm: the collectives.
-        dtype: of the accumulator.
-        wire: of gradients in collectives; None: chosen.
-        sharded: whether the optimizer is, so that each rank needs the sum of its shard only.
+        dtype: dtype of the accumulator.
+        wire: dtype of gradients in collectives; None: chosen by ``send_dtype``.
+        sharded: whether optimizer states are sharded, so that each rank needs only the sum of its shard.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class Accumulator:
         name: str,
         params: list[Parameter],
         layout: BucketLayout,
-        own: tuple[int, int],
+        shard_range: tuple[int, int],
         comm: Comm,
         dtype: torch.dtype,
         wire: torch.dtype | None,
@@ -52,44 +51,45 @@ class Accumulator:
     ) -> None:
         self.dtype = dtype
         self._name, self._params, self._layout, self._comm = name, params, layout, comm
-        self._numel, self._pieces = own[1] - own[0], layout.pieces(*own)
-        self._whole = own == (0, layout.numel)
+        self._numel, self._pieces = shard_range[1] - shard_range[0], layout.pieces(*shard_range)
+        self._whole = shard_range == (0, layout.numel)
         self._wire, self._sharded = wire, sharded
         self._store = BucketStore()
-        self._grad: Tensor | None = None  # 1D, elements [own); None if there is none, or it rests in a file
-        self.changes = 0  # of the gradients, so far
-        self._dropping = False  # ``_drop`` is due
+        self._grad: Tensor | None = None  # 1D, [shard_range); None if there is none, or it is a stored tensor
+        self.changes = 0  # counts changes of the gradients
+        self._dropping = False  # ``_drop`` is queued
         self.accumulated = False  # whether there is an accumulator
         self.factor: Tensor | None = None  # 0D fp32; see fused_step.py, Note [Deferred factor]
         self.valid: set[int] = set()  # parameters that were reduced since their gradient was cleared
-        self.used: set[int] = set()  # those of them that had a gradient on this rank
-        self._coming: tuple[CopyEvent, Tensor, Tensor | None] | None = None  # to host memory; what is to be added then
+        self.used: set[int] = set()  # parameters that had a gradient on this rank
+        # The copy of a reduced gradient to host memory: its event, the accumulator, what to add to it afterwards.
+        self._coming: tuple[CopyEvent, Tensor, Tensor | None] | None = None
         self.local: Tensor | None = None  # 1D, all elements: gradients not reduced yet (stages 0 and 1)
 
     def use(self, store: BucketStore) -> None:
-        """Rest on ``shelf``."""
+        """Keep the accumulator in ``store``."""
         self._store = store
 
     # ---- from the parameters to the accumulator ----------------------------------------------------------------
 
     def send_dtype(self, have: torch.dtype) -> torch.dtype:
-        """In which dtype gradients of dtype ``have`` are sent: if not configured, in it where that loses nothing."""
+        """Dtype in which gradients of dtype ``have`` are sent: as configured, else ``have`` if that is as precise."""
         if self._wire is not None:
             return self._wire
         return have if self._sharded and self._comm.sums_wide else self.dtype
 
     def used_flags(self) -> list[bool]:
-        """Of each parameter whether it has a gradient on this rank, taken or not."""
+        """Whether each parameter has a gradient on this rank, in ``p.grad`` or in the accumulator."""
         used = self.used
         return [index in used or p.grad is not None for index, p in enumerate(self._params)]
 
     @torch.no_grad()
     def take(self, out: Tensor, add: bool, factor: float = 1.0) -> None:
-        """Move the parameters' gradients times ``factor`` into ``out`` (1D, all elements), or add them there.
+        """Move the parameters' gradients times ``factor`` into ``out`` (1D, all elements), or add them to it.
 
-        Absent ones count as zeros.
+        Absent gradients count as zeros.
         """
-        targets, grads = [], []  # what takes two passes in torch
+        targets, grads = [], []  # for the kernel: torch would need two passes
         for index, (parameter, span) in enumerate(zip(self._params, self._layout.spans, strict=True)):
             grad, target = parameter.grad, out[span.lo : span.hi].view(span.shape)
             if grad is None:
@@ -119,7 +119,7 @@ class Accumulator:
 
     @torch.no_grad()
     def accumulate_local(self) -> None:
-        """Add the parameters' gradients into the unreduced local accumulator."""
+        """Add the parameters' gradients to ``local``."""
         add = self.local is not None
         if self.local is None:
             self.local = torch.empty(self._layout.numel, dtype=self.dtype, device=self._comm.device)
@@ -147,18 +147,18 @@ class Accumulator:
         return All([pending], lambda: self._send(out, landing, add))
 
     def _send(self, out: Tensor, landing: Tensor, add: bool) -> None:
-        """Start moving what was reduced on the device to host memory."""
+        """Start copying what was reduced on the device to host memory."""
         target = torch.empty_like(out, pin_memory=out.is_pinned()) if add else out
         self._coming = (self._store.host_link.to_host.copy(target, landing), out, target if add else None)
 
     def arrive(self) -> None:
-        """Wait for what is on its way to host memory, unless the background has it, which waits for itself."""
+        """Wait for the copy to host memory, unless a background step has the bucket: it waits itself."""
         if not self._store.handed_over:
             self._arrive()
 
     @torch.no_grad()
     def _arrive(self) -> None:
-        # One thread at a time: who does not have the bucket would take the copy from under the one that steps it.
+        # Only the thread that has the bucket may be here: another would take the copy from under a running step.
         if self._coming is not None:
             (event, out, addend), self._coming = self._coming, None
             event.synchronize()
@@ -166,7 +166,7 @@ class Accumulator:
                 out.add_(addend)
 
     def _own(self) -> None:
-        """Nobody else works on the accumulator now, and all of it is there."""
+        """Wait for the background step and for the copy to host memory."""
         self._store.wait_background_step()
         self._arrive()
 
@@ -174,7 +174,7 @@ class Accumulator:
 
     @property
     def grad(self) -> Tensor | None:
-        """The accumulator (1D, elements [own)), which may be changed. Read from its file if it rests there."""
+        """The accumulator (1D, elements [shard_range)), for writing. Reads the file of a stored tensor."""
         self._own()
         self.changes += 1
         if not self.accumulated or self._grad is not None:
@@ -188,12 +188,12 @@ class Accumulator:
         self._grad, self.accumulated = value, value is not None
 
     def read(self) -> Tensor:
-        """``grad``, which is there, for reading only."""
+        """``grad``, read-only; there must be one."""
         self._own()
         return self._grad if self._grad is not None else self._store.stored["grad"].bring(write=False)
 
     def of(self, piece: Piece, write: bool = True) -> Tensor:
-        """The accumulated gradient (1D) of one of this rank's pieces; without ``write`` for reading only."""
+        """The accumulated gradient (1D) of one of this rank's pieces; read-only without ``write``."""
         self.apply_deferred_scale()
         grad = self.grad if write else self.read()
         assert grad is not None
@@ -201,12 +201,12 @@ class Accumulator:
 
     @property
     def held(self) -> set[int]:
-        """Parameters of which gradients are here, reduced or not."""
+        """Parameters with gradients in ``grad`` or ``local``."""
         return self.valid | self.used
 
     @torch.no_grad()
     def clear(self, indices: set[int]) -> None:
-        """Forget the accumulated gradients of the given parameters."""
+        """Drop the accumulated gradients of the given parameters."""
         self.changes += 1
         self.valid -= indices
         self.used -= indices
@@ -231,45 +231,45 @@ class Accumulator:
             self._coming = None
             self.local, self.grad, self.factor = None, None, None
 
-    # ---- where it rests ----------------------------------------------------------------------------------------
+    # ---- accumulators in files ---------------------------------------------------------------------------------
 
     @property
     def rests(self) -> bool:
-        """Whether there is an accumulator that rests in a file."""
+        """Whether the accumulator is a stored tensor."""
         return self.accumulated and self._grad is None
 
     def put_away(self) -> None:
-        """Start writing an accumulator that rests in a file; ``stow`` ends it."""
+        """Start writing the accumulator to its file, if it has one; ``stow`` finishes that."""
         self._own()
         if self.rests:
             self._store.stored["grad"].put_away()
 
     def stow(self) -> None:
-        """Have no memory for an accumulator that rests in a file."""
+        """Write the accumulator to its file, if it has one, and free its buffer."""
         self._own()
         if self.rests:
             tidy([self._store.stored["grad"]])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory of the accumulator."""
-        home = self._store.stored.get("grad")
-        if self._grad is None and home is not None:
-            return home.nbytes if home.takes_memory else 0
+        """Bytes of memory that the accumulator takes now."""
+        stored = self._store.stored.get("grad")
+        if self._grad is None and stored is not None:
+            return stored.nbytes if stored.takes_memory else 0
         return self._grad.nbytes if self._grad is not None else 0
 
-    # ---- what it is still to be multiplied by ------------------------------------------------------------------
+    # ---- deferred scale ----------------------------------------------------------------------------------------
 
     def defer(self, factor: Tensor) -> None:
-        """Multiply the accumulated gradients by ``factor`` (0D fp32) when somebody needs them."""
+        """Multiply the accumulated gradients by ``factor`` (0D fp32) later, when they are read."""
         self.changes += 1
         if self._store.moves_optim:
-            factor = factor.cpu()  # now: in the background it would wait for what the device has to do by then
+            factor = factor.cpu()  # in the background step this would wait for all work queued on the device by then
         self.factor = factor if self.factor is None else self.factor * factor
 
     @torch.no_grad()
     def apply_deferred_scale(self) -> None:
-        """Multiply by what was deferred."""
+        """Multiply by the deferred factor."""
         self._store.wait_background_step()
         factor, self.factor = self.factor, None
         if factor is not None and self.accumulated:
@@ -279,7 +279,7 @@ class Accumulator:
             grad.mul_(factor.to(grad.device))
 
     def widen_fp16(self) -> None:
-        """Before unscaling: an fp16 accumulator goes on in fp32, as without the scale small gradients would vanish."""
+        """Convert an fp16 accumulator to fp32 before unscaling, where small gradients would underflow."""
         if self.accumulated and self.dtype == torch.float16:
             grad = self.grad
             assert grad is not None

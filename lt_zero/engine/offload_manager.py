@@ -1,4 +1,4 @@
-"""The files of one engine, and which buckets rest in them: master weights, states, the weights that gathers read."""
+"""What one engine offloads: which buckets, to host memory or files, and the background step."""
 
 from __future__ import annotations
 
@@ -28,50 +28,50 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lt_zero")
 
-_PROBE = 256 << 20  # bytes that a look at the disk moves at most
+_PROBE = 256 << 20  # most bytes that a measurement of the disk moves
 
 
 @dataclass
 class OffloadManager:
-    """The files of one engine."""
+    """Files, host link and background thread of one engine."""
 
     optim: NvmeFiles | None = None
     params: NvmeFiles | None = None
     how: OffloadOptimizer = OffloadOptimizer()
     param_blocks: OffloadParam = OffloadParam()
     background: Background | None = None
-    overlaps: bool = False  # there is, or was, a background
+    overlaps: bool = False  # there is, or was, a background thread
     partially_stepped: str = ""  # buckets whose weights are a step ahead; see overlap.py, Note [Beside backward]
     host_link: HostLink | None = None
-    failure: SwapError | None = None  # of the background
-    others: list[Callable[[], SwapError | None]] = field(default_factory=list)  # tell what is wrong with theirs
+    failure: SwapError | None = None  # the first error of a background step
+    others: list[Callable[[], SwapError | None]] = field(default_factory=list)  # return errors of other files
 
     def stream_buckets(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
-        """Visit buckets with what a step needs; the next is read and the last written meanwhile."""
+        """Yield each bucket with its stored tensors in memory; the next is read and the last written meanwhile."""
         assert self.optim is not None
         groups = [stored_tensors_of(bucket) for bucket in buckets]
         for number in self.optim.stream(groups, self.how.pipeline_read, self.how.pipeline_write):
             yield buckets[number]
 
     def note(self, error: Exception) -> None:
-        """An error in the background. See background.py, Note [Errors in the thread]."""
+        """Record an error of a background step. See background.py, Note [Errors in the thread]."""
         if not isinstance(error, SwapError):
             log.error("A step in the background failed", exc_info=error)
             error = SwapError(f"a step in the background failed ({error!r}); restart from a checkpoint")
         self.failure = self.failure or error
 
     def streaming(self) -> AbstractContextManager[object]:
-        """Around visits to one bucket after the other. See offload/nvme_files.py, ``NvmeFiles.streaming``."""
+        """Context for visiting buckets one by one. See offload/nvme_files.py, ``NvmeFiles.streaming``."""
         return self.optim.streaming() if self.optim is not None else nullcontext()
 
     def find_problem(self) -> SwapError | None:
-        """What went wrong on this rank. See offload/nvme_files.py, Note [A failing disk]."""
+        """The error of this rank, if any. See offload/nvme_files.py, Note [A failing disk]."""
         problems = [tier.problem for tier in (self.optim, self.params) if tier is not None]
         problems += [find() for find in self.others]
         return self.failure or next((problem for problem in problems if problem is not None), None)
 
     def check(self, comm: Comm, name: str) -> None:
-        """Agree whether files are what they should be. Collective, if there are any.
+        """Raise on all ranks if one of them has an error. Collective if there are files or a background step.
 
         Raises:
             SwapError: on all ranks, naming ranks, files and remedies.
@@ -82,7 +82,9 @@ class OffloadManager:
                     raise problem
 
     def refuse_partially_stepped(self, comm: Comm) -> None:
-        """Raise on all ranks if one of them updated weights beside a backward that no step followed. Collective.
+        """Raise on all ranks if one is partially stepped: buckets were stepped in a backward that no step followed.
+
+        Collective.
 
         Raises:
             SwapError: naming the ranks.
@@ -92,30 +94,30 @@ class OffloadManager:
         with together(comm, "steps beside backward"):
             if self.partially_stepped:
                 raise SwapError(
-                    f"A backward that no step followed had {self.partially_stepped} stepped beside it: weights belong "
-                    "to no step. Load a checkpoint; zero_optimization.offload_optimizer.overlap_step=false steps after "
-                    "backward."
+                    f"{self.partially_stepped} were stepped during a backward that no optimizer step followed, so the "
+                    "weights are from two different steps. Load a checkpoint; to step only after backward, set "
+                    "zero_optimization.offload_optimizer.overlap_step=false."
                 )
 
     def require(self, comm: Comm, states: int) -> None:
-        """Check that there is room for that many fp32 states of each element. Collective, if there are files.
+        """Check that the disk has room for ``states`` fp32 states per element. Collective if there are files.
 
         Raises:
-            SwapError: there is none.
+            SwapError: it has not, on some rank.
         """
         if self.optim is not None:
             with together(comm, "room for optimizer states"):
                 self.optim.require(states * 4)
 
     def announce(self, buckets: Sequence[Bucket], states: int) -> str:
-        """What the disks can do and how long they are busy in a step, measured now on all ranks at once. Collective.
+        """Measure the disks on all ranks at once, and estimate their time per step. Collective.
 
         Args:
-            buckets: all of the engine.
-            states: element-wise fp32 states of the optimizer.
+            buckets: all buckets of the engine.
+            states: number of element-wise fp32 states of the optimizer.
 
         Returns:
-            A line for the user; '' if nothing rests in files.
+            A line for the user; '' if there are no files.
         """
         tier = self.optim or self.params
         if tier is None:
@@ -131,21 +133,21 @@ class OffloadManager:
         return (
             f"{tier.folder.path.parent}: {slowest.read / 1e9:.2f} GB/s read, {slowest.write / 1e9:.2f} GB/s written by "
             f"each of {comm.world} rank(s) at once. A step reads {read / 1e9:.2f} GB and writes {written / 1e9:.2f} GB "
-            f"per rank: about {seconds:.1f} s, part of it while others compute."
+            f"per rank: about {seconds:.1f} s, part of it overlapped with computation."
         )
 
     def _tiers(self) -> list[NvmeFiles]:
         return list({id(t): t for t in (self.optim, self.params) if t is not None}.values())
 
     def rest(self) -> None:
-        """End all threads until there is something to do again."""
+        """Stop all threads; they restart when they are needed."""
         if self.background is not None:
             self.background.close()
         for tier in self._tiers():
             tier.rest()
 
     def close(self) -> None:
-        """End the background, remove the files."""
+        """Stop the background thread and remove the files."""
         if self.background is not None:
             self.background.close()
         self.background = None
@@ -155,7 +157,7 @@ class OffloadManager:
 
 
 def _traffic(buckets: Sequence[Bucket], states: int) -> tuple[int, int]:
-    """Bytes that this rank reads and writes for one optimizer step with one backward, clipping included."""
+    """Bytes that this rank reads and writes per optimizer step with one backward, clipping included."""
     read = written = 0
     for bucket in buckets:
         numel = bucket.shard_range[1] - bucket.shard_range[0]
@@ -172,7 +174,7 @@ def _traffic(buckets: Sequence[Bucket], states: int) -> tuple[int, int]:
 
 @contextmanager
 def together(comm: Comm, name: str) -> Iterator[None]:
-    """Around file accesses that all ranks do: an error of one is an error of all. Collective.
+    """Context for file access by all ranks: raise on all ranks if one fails. Collective.
 
     Raises:
         SwapError: on all ranks, naming the ranks, files and remedies.
@@ -187,19 +189,19 @@ def together(comm: Comm, name: str) -> Iterator[None]:
 
 
 def stored_tensors_of(bucket: Bucket) -> Callable[[], list[StoredTensor]]:
-    """What has to be here for a step of a bucket, and leaves after it."""
+    """Returns the stored tensors that a step of ``bucket`` reads into memory and releases after it, when called."""
     store = bucket.store
 
-    def homes() -> list[StoredTensor]:
+    def tensors() -> list[StoredTensor]:
         copy = store.stored.get("weights")
         grad = [store.stored["grad"]] if bucket.grads.rests else []
         return [*store.step_tensors(), *grad, *([copy] if copy is not None and copy.here else [])]
 
-    return homes
+    return tensors
 
 
 def open_offload_manager(buckets: Sequence[Bucket], config: ZeroConfig, device: torch.device) -> OffloadManager:
-    """Give each bucket that is to rest in files a shelf; the others keep their states in memory.
+    """Give each bucket its bucket store, as the configuration offloads them.
 
     Raises:
         SwapError: a path cannot be used.
@@ -209,7 +211,7 @@ def open_offload_manager(buckets: Sequence[Bucket], config: ZeroConfig, device: 
     apart = is_apart(device)
     for name, block in (("offload_optimizer", optim), ("offload_param", params)):
         if block.device == "cpu" and not apart:
-            log.info("zero_optimization.%s.device=cpu: the model is on the CPU, states are there anyway", name)
+            log.info("zero_optimization.%s.device=cpu has no effect: the model is on the CPU already", name)
     if not buckets or (optim.device, params.device) == ("none", "none"):
         return offload_manager
     offload_manager.how = optim
@@ -237,16 +239,16 @@ def open_offload_manager(buckets: Sequence[Bucket], config: ZeroConfig, device: 
         )
         bucket.use(store)
     if optim.overlap_step is not False and any(bucket.store.moves_optim for bucket in buckets):
-        walking = offload_manager.optim.streaming if offload_manager.optim is not None else nullcontext
-        ways = (optim.buffer_count, optim.pipeline_read, optim.pipeline_write)
-        offload_manager.background, offload_manager.overlaps = Background(*ways, walking, device), True
+        streaming = offload_manager.optim.streaming if offload_manager.optim is not None else nullcontext
+        pipeline = (optim.buffer_count, optim.pipeline_read, optim.pipeline_write)
+        offload_manager.background, offload_manager.overlaps = Background(*pipeline, streaming, device), True
         if optim.overlap_step is True:
             buckets[0].comm.allow_background()
     return offload_manager
 
 
 def _largest_cast(buckets: Sequence[Bucket], moves: Sequence[bool]) -> int:
-    """Bytes of the largest compute copy that master weights in host memory are cast to."""
+    """Bytes of the largest shard that is cast from master weights in host memory to the compute dtype."""
     cast = [b for b, moved in zip(buckets, moves, strict=True) if moved and b.dtype != b.weights.master_dtype]
     return max([(b.shard_range[1] - b.shard_range[0]) * b.dtype.itemsize for b in cast], default=0)
 
@@ -267,12 +269,12 @@ def _open_tiers(offload_manager: OffloadManager, config: ZeroConfig, numels: lis
 
 
 def resting(numels: Sequence[int], sharded: Sequence[bool], zero: ZeroOptimization) -> list[tuple[bool, bool]]:
-    """Which buckets are offloaded: (master weights and states, the weights that gathers read) of each.
+    """Which buckets are offloaded: (master weights and states, weights that gathers read) of each.
 
     Args:
-        numels: elements of the buckets, in order.
-        sharded: whether their parameters are.
-        zero: ``offload_optimizer.ratio`` and ``offload_param.max_in_cpu`` (which nvme only has) are limits.
+        numels: number of elements of each bucket.
+        sharded: whether each bucket's parameters are sharded.
+        zero: ``offload_optimizer.ratio`` and ``offload_param.max_in_cpu`` (for nvme only) limit what is offloaded.
     """
     optim, params = zero.offload_optimizer, zero.param_offload
     room = optim.ratio * sum(numels) if optim.device != "none" else -1.0

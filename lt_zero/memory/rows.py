@@ -132,7 +132,7 @@ class Row:
     def copies_weights(self) -> bool:
         """Whether gathers read something else than the master weights.
 
-        See master_weights.py, Note [States in files].
+        See master_weights.py.
         """
         both = self.weights == self.states == NVME and self.master == self.dtype
         return self.trains and self.sharding.params and self.moved and not both
