@@ -569,7 +569,15 @@ def test_closing_at_exit_gives_up_what_waits(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(block_transfer, "write_some", slow)
     transfers = [file.write(0, noise(4 * STEP)) for _ in range(2)]
     started.wait()
-    threading.Timer(0.05, gate.set).start()
+    handle = file._handle
+
+    def open_gate() -> None:
+        limit = time.monotonic() + 20
+        while not handle.given_up and time.monotonic() < limit:
+            time.sleep(0.001)
+        gate.set()
+
+    threading.Thread(target=open_gate, daemon=True).start()
     file._finalizer()
     for transfer in transfers:
         with pytest.raises(SwapError, match="was closed at exit before record 0 was moved"):

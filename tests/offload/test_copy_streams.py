@@ -81,20 +81,19 @@ def test_slots_are_reused_when_their_copy_is_done() -> None:
 
 
 def test_who_finds_no_slot_waits() -> None:
-    lane, slots, got = (
-        CopyStream(CPU),
-        StagingBuffers(lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8), 8),
-        threading.Event(),
-    )
+    lane, slots = CopyStream(CPU), StagingBuffers(lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8), 8)
+    begun, got = threading.Event(), threading.Event()
     held = [slots.take(2, torch.float32) for _ in range(2)]
 
     def take() -> None:
+        begun.set()
         slots.take(2, torch.float32)
         got.set()
 
     thread = threading.Thread(target=take, daemon=True)
     thread.start()
-    assert not got.wait(0.05)
+    assert begun.wait(10)
+    assert not got.wait(0.2)
     held[0].send(lane, torch.zeros(2))
     assert got.wait(10)
     thread.join()
