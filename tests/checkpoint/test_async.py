@@ -203,9 +203,9 @@ def _one_at_a_time(folder: str) -> None:
             if trainer.global_step == 1:
                 trainer.save_checkpoint(f"{folder}/one")
                 first = trainer.strategy.persistence._pending
-                threading.Timer(0.05, gate.open.set).start()
                 trainer.strategy.remove_checkpoint(f"{folder}/old")
                 assert Path(folder, "old").is_dir(), "removed when the save under way has succeeded"
+                threading.Timer(0.05, gate.open.set).start()
                 trainer.save_checkpoint(f"{folder}/two")
                 assert first.done()
                 assert Path(folder, "one").is_dir()

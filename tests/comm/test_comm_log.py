@@ -138,13 +138,13 @@ def _delayed(seconds: float) -> Any:
 
 
 def test_times_are_from_the_launch_to_the_end_of_the_wait(pool: Pool) -> None:
-    delay = 0.15
+    delay = 0.4  # far more than what a busy machine adds
     for rank, (found, outside, waited, all_) in enumerate(pool.run(2, _delayed, delay, env=SOCKETS)):
         late, hidden = found["late"], found["hidden"]
         assert 0 < late.seconds <= outside
-        assert late.seconds > 0.8 * outside - 0.01
+        assert late.seconds > outside / 2
         if rank == 0:
-            assert late.seconds >= delay - 0.05, "it waits for the late rank"
+            assert late.seconds > delay / 2, "it waits for the late rank"
         assert late.waited == pytest.approx(late.seconds), "the caller waits all the time"
         assert delay <= hidden.seconds <= all_
         assert hidden.waited <= waited

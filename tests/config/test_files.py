@@ -433,9 +433,9 @@ def test_reading_is_quick_and_loads_nothing(tmp_path: Path) -> None:
     assert path.stat().st_size > 3000
     times = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.thread_time()  # a busy machine does not count
         resolve(read(path))
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     assert min(times) < 0.015  # measured: 2 ms
     stub = """
 import sys, types

@@ -137,7 +137,7 @@ def test_sigterm_stops_all_ranks_after_the_same_batch(
     assert received
     assert restored, "the handler of before the run"
     if when != "prediction":
-        assert steps == batches <= 20, "it took longer than some batches to agree"
+        assert steps == batches <= 100, "it took longer than half of the run to agree"
         saved = tmp_path / "stopped.ckpt"
         meta = Archive(saved).meta if saved.is_dir() else torch.load(saved, weights_only=False)
         assert meta["global_step"] == steps
@@ -177,10 +177,10 @@ def _requeues(folder: str, asynchronous: bool) -> tuple[int, list[list[str]], An
         return 0
 
     with quick(), mock.patch.object(signal_connector, "call", call):
-        options = {"default_root_dir": folder, "plugins": [SLURMEnvironment()], **MANY, "max_epochs": 9}
+        options = {"default_root_dir": folder, "plugins": [SLURMEnvironment()], **MANY, "max_epochs": 30}
         trainer = sharded_trainer(3, {}, config, callbacks=[Signal(1, "step", signal.SIGUSR1)], **options)
         trainer.fit(GPT(dist.get_world_size()))
-        assert trainer.global_step == 18, "training went on"
+        assert trainer.global_step == 60, "training went on"
         want = weights(trainer)
         started: list[int] = []
 
@@ -198,7 +198,7 @@ def _requeues(folder: str, asynchronous: bool) -> tuple[int, list[list[str]], An
 @pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_slurms_signal_saves_and_requeues_after_a_batch(pool: Pool, tmp_path: Path, asynchronous: bool) -> None:
     first, second = pool.run(2, _requeues, str(tmp_path), asynchronous)
-    assert 2 < first[0] == second[0] < 18
+    assert 2 < first[0] == second[0] < 60
     assert (first[1], second[1]) == ([["scontrol", "requeue", "7"]], [])
 
 
