@@ -205,6 +205,7 @@ def same_on_ranks(folder: Path) -> dict[str, Any]:
     return OmegaConf.to_container(first)  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 def test_demo_runs_on_two_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "with a space"
     output = run_demo(*TINY, "zero_optimization=stage2", "zero_optimization.reduce_bucket_size=5e7", f"out='{folder}'")

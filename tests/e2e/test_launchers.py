@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.matrix import only
 from tests.support.paths import ROOT, SUPPORT
 
 SCRIPT = str(SUPPORT / "launch_script.py")
@@ -69,13 +70,14 @@ def test_torchrun(expected: float) -> None:
     assert [(r["rank"], r["sum"]) for r in results] == [(0, expected), (1, expected)]
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "fork", pytest.param("name", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start_method", only(["fork"], ["spawn", "fork", "name"]))
 def test_multiprocessing(expected: float, start_method: str) -> None:
     """The parent process ends up with the whole trained model."""
     results = _results(_run([sys.executable, SCRIPT, start_method], _environment()))
     assert [r["sum"] for r in results] == [expected]
 
 
+@pytest.mark.slow
 def test_slurm(expected: float) -> None:
     results = _results(_slurm(["popen"]))
     assert [(r["rank"], r["sum"]) for r in results] == [(0, expected), (1, expected)]

@@ -19,6 +19,7 @@ from lt_zero.comm.shared_memory import SharedArena
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.grad_accumulator import Accumulator
 from lt_zero.engine.grad_reducer import Reducer
+from tests.support.matrix import cover
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import OPTIMIZERS, RELEASE, config_of, full_values
 from tests.support.pool import Pool
@@ -71,9 +72,9 @@ def _train(stage: int, dtype: torch.dtype | None, zero: dict[str, Any], name: st
     return seen | {n: v.numpy() for n, v in full_values(engine).items()}
 
 
-@pytest.mark.parametrize("shared", ["1", "0"])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("shared", "dtype", "world"), cover(["1", "0"], [None, torch.bfloat16], [2, 3], strength=2), ids=str
+)
 def test_all_stages_agree_bitwise(pool: Pool, world: int, dtype: torch.dtype | None, shared: str) -> None:
     env = {"LT_ZERO_SHARED_MEMORY": shared}
     reference = pool.run(world, _run, 0, dtype, {}, False, "adamw", env=env)[0]

@@ -23,6 +23,7 @@ from lt_zero.step.clip import grad_norm
 from lt_zero.step.loss_scale_controller import LossScaleController
 from tests.support.constant_module import Constant
 from tests.support.lightning_tools import GPT, sharded_trainer, weights
+from tests.support.matrix import cover
 from tests.support.models import Net, tokens
 from tests.support.parity import OPTIMIZERS, STAGES, config_of, full_grads, full_values
 from tests.support.pool import Pool
@@ -74,8 +75,7 @@ def _errors(dtype: torch.dtype, stage: int, optimizer: str, steps: int = 4) -> N
         assert mine <= 2 * theirs + 1e-7, f"{name}: error {mine:g}, plain PyTorch {theirs:g}"
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("dtype", "optimizer"), cover(LOW, ["sgd", "adamw"]), ids=str)
 def test_error_is_that_of_plain_pytorch(pool: Pool, dtype: torch.dtype, optimizer: str) -> None:
     for stage in STAGES:
         pool.run(3 if stage % 2 else 2, _errors, dtype, stage, optimizer)
@@ -93,8 +93,7 @@ def _reduced(
     return full_grads(engine)["weight"].tolist()
 
 
-@pytest.mark.parametrize("shared", ["0", "1"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "shared"), cover(STAGES, ["0", "1"]))
 def test_sums_do_not_overflow_in_fp16(pool: Pool, stage: int, shared: str) -> None:
     grads = [30000.0, 30000.0, 60000.0]
     for keys in ({}, {"communication_data_type": "fp16"}, {"prescale_gradients": True}):
@@ -286,10 +285,7 @@ def _overflow(stage: int, dtype: torch.dtype) -> None:
             torch.testing.assert_close(with_overflow[name], value, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize(
-    "stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2, 3]
-)
+@pytest.mark.parametrize(("dtype", "stage"), cover(LOW, STAGES[::-1]), ids=str)
 def test_overflow_on_one_rank_changes_nothing(pool: Pool, stage: int, dtype: torch.dtype) -> None:
     pool.run(3, _overflow, stage, dtype)
 

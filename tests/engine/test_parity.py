@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.matrix import cover
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import Case, check
 from tests.support.pool import Pool
@@ -13,8 +14,6 @@ def _train(stage: int, optimizer: str, zero: dict[str, int], micro: int, sync_ev
     check(Case(Net, next_token_loss, stage, optimizer, micro=micro, zero=zero, sync_every=sync_every))
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "optimizer", "world"), cover([0, 1, 2, 3], ["sgd", "adamw"], [2, 3], strength=2))
 def test_equals_single_process(pool: Pool, world: int, stage: int, optimizer: str) -> None:
     pool.run(world, _train, stage, optimizer, {}, 1, False)

@@ -25,6 +25,7 @@ from lt_zero.engine.full_params import full_state_dict
 from lt_zero.io import block_transfer as io
 from lt_zero.io.thread_pool import SwapError
 from tests.support.lightning_tools import FULL, GPT, sharded_trainer, weights
+from tests.support.matrix import cover, only
 from tests.support.models import Net, next_token_loss
 from tests.support.offload_runs import same
 from tests.support.offload_tools import fail_with
@@ -50,14 +51,13 @@ def _beside_backward(path: str | None, apart: bool, dtype: torch.dtype | None) -
 WHERE = {"host": (False, True), "files": (True, False), "files, apart": (True, True)}  # in files, apart from the device
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(("where", "world"), cover([*WHERE], [3, 2, 1]))
 def test_beside_backward(pool: Pool, tmp_path: Path, where: str, world: int) -> None:
     files, apart = WHERE[where]
     pool.run(world, _beside_backward, str(tmp_path) if files else None, apart, None)
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", only([*WHERE][-1:], WHERE))
 def test_beside_backward_in_bf16(pool: Pool, tmp_path: Path, where: str) -> None:
     files, apart = WHERE[where]
     pool.run(2, _beside_backward, str(tmp_path) if files else None, apart, torch.bfloat16)
@@ -83,7 +83,7 @@ def test_beside_the_next_forward(pool: Pool, tmp_path: Path, where: str, world: 
     pool.run(world, _beside_forward, str(tmp_path) if files else None, apart, None)
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", only([*WHERE][-1:], WHERE))
 def test_beside_the_next_forward_in_bf16(pool: Pool, tmp_path: Path, where: str) -> None:
     files, apart = WHERE[where]
     pool.run(2, _beside_forward, str(tmp_path) if files else None, apart, torch.bfloat16)
@@ -149,8 +149,7 @@ def _partly(beside: bool, path: str | None) -> None:
         assert runs[2][2] > 0
 
 
-@pytest.mark.parametrize("files", [False, True])
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize(("beside", "files"), cover([False, True], [False, True]))
 def test_buckets_that_are_stepped_in_part(pool: Pool, tmp_path: Path, beside: bool, files: bool) -> None:
     pool.run(2, _partly, beside, str(tmp_path) if files else None)
 
@@ -379,8 +378,7 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {  # options, whether backward m
 }
 
 
-@pytest.mark.parametrize("files", [False, True])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "files"), cover([*CASES], [False, True]))
 def test_trainer(pool: Pool, tmp_path: Path, case: str, files: bool) -> None:
     options, early = CASES[case]
     path = str(tmp_path) if files else None

@@ -24,6 +24,7 @@ from lt_zero.offload.background import Background, Job
 from lt_zero.step.clip import clip_grad_norm
 from lt_zero.step.fused_step import FusedAdam
 from tests.support.lightning_tools import GPT, sharded_trainer, weights
+from tests.support.matrix import cover
 from tests.support.models import Net, next_token_loss
 from tests.support.offload_runs import same
 from tests.support.offload_tools import in_child
@@ -273,8 +274,7 @@ def _closures(name: str, path: str | None) -> None:
                 assert (other[key] == value).all(), (name, stage, key)
 
 
-@pytest.mark.parametrize("files", [False, True])
-@pytest.mark.parametrize("name", ["clip", "twice", "manual", "keeps"])
+@pytest.mark.parametrize(("name", "files"), cover(["clip", "twice", "manual", "keeps"], [False, True]))
 def test_loops_that_do_more_than_lightnings_own(pool: Pool, tmp_path: Path, name: str, files: bool) -> None:
     pool.run(2, _closures, name, str(tmp_path) if files else None)
 
@@ -303,8 +303,7 @@ def _alone(kind: str, path: str | None) -> None:
     same(runs[1], runs[0], kind)
 
 
-@pytest.mark.parametrize("files", [False, True])
-@pytest.mark.parametrize("kind", ["load", "clear", "hook"])
+@pytest.mark.parametrize(("kind", "files"), cover(["load", "clear", "hook"], [False, True]))
 def test_steps_that_the_thread_does_not_take_wait_for_it(pool: Pool, tmp_path: Path, kind: str, files: bool) -> None:
     pool.run(2, _alone, kind, str(tmp_path) if files else None)
 

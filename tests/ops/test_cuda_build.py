@@ -159,7 +159,9 @@ class InPlaceOfCpu:
         return operation
 
 
-@pytest.fixture(params=["emulated", pytest.param("gpu", marks=[needs_nvcc, pytest.mark.gpu])])
+@pytest.fixture(
+    params=[pytest.param("emulated", marks=pytest.mark.slow), pytest.param("gpu", marks=[needs_nvcc, pytest.mark.gpu])]
+)
 def device(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[torch.device]:

@@ -15,6 +15,7 @@ import lt_zero
 from lt_zero import ops
 from lt_zero.config.blocks.precision import DtypePolicy
 from lt_zero.step.loss_scale_controller import LossScaleController
+from tests.support.matrix import cover
 from tests.support.models import Net, next_token_loss
 from tests.support.overflowing import Overflowing, make_trainer, plugin_of
 from tests.support.parity import config_of, full_values
@@ -67,8 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("mode", ["16-true", "bf16-mixed"])
+@pytest.mark.parametrize(("mode", "case"), cover(["16-true", "bf16-mixed"], [*CASES]))
 def test_the_run_is_the_same(pool: Pool, mode: str, case: str) -> None:
     for stage in (0, 2, 3) if case == "clip" else (3,):
         runs = []

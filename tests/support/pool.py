@@ -43,7 +43,7 @@ def _run(rank: int, world: int, store: str, fn: Callable[..., Any], args: Any, e
     import torch
     import torch.distributed as dist
 
-    saved = dict(os.environ)
+    saved, folder = dict(os.environ), os.getcwd()
     os.environ.update(env)
     try:
         timeout = timedelta(seconds=60)
@@ -56,6 +56,7 @@ def _run(rank: int, world: int, store: str, fn: Callable[..., Any], args: Any, e
     finally:
         os.environ.clear()
         os.environ.update(saved)
+        os.chdir(folder)
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()  # a process group lives, with its threads, as long as cycles through the engine do

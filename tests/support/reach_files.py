@@ -45,7 +45,7 @@ def pinned(lab: Lab, config: Config) -> Any:
     made, _ = plugin_of(lab, config)
     engine, asked = engine_of(lab, {}), []
     with (
-        mock.patch.object(offload_manager, "Traffic", lambda device, pin, nbytes: asked.append(pin)),
+        mock.patch.object(offload_manager, "HostLink", lambda device, pin, nbytes: asked.append(pin)),
         mock.patch(
             "lt_zero.engine.bucket_store.torch.empty", lambda *_, pin_memory=False, **__: asked.append(pin_memory)
         ),

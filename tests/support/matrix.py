@@ -1,0 +1,49 @@
+"""Which combinations of parameters run in the fast suite; the others are marked slow and run in ``make test-slow``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def only(fast: Iterable[Any], values: Iterable[Any]) -> list[Any]:
+    """``values`` as parameters; those that are not in ``fast`` are slow.
+
+    Raises:
+        ValueError: something in ``fast`` is no value.
+    """
+    fast, values = list(fast), list(values)
+    if unknown := [value for value in fast if value not in values]:
+        raise ValueError(f"{unknown} are not among {values}")
+    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def cover(*axes: Sequence[Any], strength: int = 1) -> list[Any]:
+    """All combinations of the axes as parameters; the fast ones hold every value of each axis at least once.
+
+    Args:
+        axes: the values of each parameter.
+        strength: 2 lets the fast ones hold every pair of values of any two axes, too (pairwise testing).
+    """
+    every = list(itertools.product(*(range(len(axis)) for axis in axes)))
+    columns = list(itertools.combinations(range(len(axes)), strength))
+    left = {(place, tuple(row[i] for i in place)) for row in every for place in columns}
+    fast: list[tuple[int, ...]] = []
+    while left:
+        # The most that is new; among equals the one whose values were used least, so that axes are mixed.
+        best = max(every, key=lambda row: (len(left & _held(row, columns)), -_uses(row, fast)))
+        fast.append(best)
+        left -= _held(best, columns)
+    rows = {row: [axis[i] for axis, i in zip(axes, row, strict=True)] for row in every}
+    return [pytest.param(*rows[row], marks=() if row in fast else pytest.mark.slow) for row in every]
+
+
+def _uses(row: tuple[int, ...], rows: Iterable[tuple[int, ...]]) -> int:
+    return sum(value == other for used in rows for value, other in zip(row, used, strict=True))
+
+
+def _held(row: tuple[int, ...], columns: list[tuple[int, ...]]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return {(place, tuple(row[i] for i in place)) for place in columns}
