@@ -136,7 +136,7 @@ def progress_bar(
     Silent if the logger "lt_zero" shows no warnings (``log_level: error``).
 
     Args:
-        what, total, in_bytes: see ``Work``.
+        what, total, in_bytes: see ``ProgressBar``.
         rank: of this process among those that do it together, of which 0 shows it; None: its number on this machine,
             for what each machine does by itself.
         shown: False shows nothing.
@@ -147,40 +147,40 @@ def progress_bar(
         yield work
         return
     over = threading.Event()
-    verdict = ["done"]
-    watcher = threading.Thread(target=_watch, args=(work, over, verdict), name="lt_zero-waiting", daemon=True)
+    outcome = ["done"]
+    thread = threading.Thread(target=_watch, args=(work, over, outcome), name="lt_zero-waiting", daemon=True)
     with contextlib.suppress(RuntimeError):  # no more threads: then nothing is shown
-        watcher.start()
+        thread.start()
     try:
         yield work
     except BaseException:
-        verdict[0] = "stopped"
+        outcome[0] = "stopped"
         raise
     finally:
         over.set()
-        if watcher.ident is not None:
-            watcher.join()
+        if thread.ident is not None:
+            thread.join()
 
 
-def _watch(work: ProgressBar, over: threading.Event, verdict: list[str]) -> None:
+def _watch(work: ProgressBar, over: threading.Event, outcome: list[str]) -> None:
     """The thread beside a work. A display that fails is no reason for the work to fail."""
     with contextlib.suppress(Exception):
         if over.wait(FIRST):
             return
         if not _draws() or not follow_bar(work, over.wait):
-            follow_lines(work, over.wait, verdict)
+            follow_lines(work, over.wait, outcome)
 
 
 # ---- lines ---------------------------------------------------------------------------------------------------------
 
 
-def follow_lines(work: ProgressBar, over: Callable[[float], bool], verdict: list[str], write: Any = None) -> None:
+def follow_lines(work: ProgressBar, over: Callable[[float], bool], outcome: list[str], write: Any = None) -> None:
     """Write a line whenever one is due until the work is over, and one for its end.
 
     Args:
         work: what to tell.
         over: waits that many seconds, or until the work is over; returns whether it is.
-        verdict: its only item tells how it ended, once it has.
+        outcome: one item, how the work ended ("done", "stopped"); read at the end.
         write: of a line; default: to stderr.
     """
     write = write or _write
@@ -193,7 +193,7 @@ def follow_lines(work: ProgressBar, over: Callable[[float], bool], verdict: list
         while _due(number) <= work.elapsed:  # the machine was busy
             number += 1
     if number:
-        write(f"lt_zero: {work.what}: {verdict[0]} after {duration(work.elapsed)}")
+        write(f"lt_zero: {work.what}: {outcome[0]} after {duration(work.elapsed)}")
 
 
 def _due(number: int) -> float:

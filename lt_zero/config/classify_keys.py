@@ -1,4 +1,4 @@
-"""A verdict for each key that was written: it works, has no effect here, is not supported, or is unknown."""
+"""The status of each key that was written: it works, has no effect here, is not supported, or is unknown."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lt_zero.common.errors import Path, dotted
 from lt_zero.config import auto, key_table
 from lt_zero.config.document import Notice, Tree
 from lt_zero.config.fields import Block
-from lt_zero.config.key_table import Verdict
+from lt_zero.config.key_table import KeyStatus
 from lt_zero.optim.from_config import check_optimizer, check_scheduler
 
 _OFF = (False, None, "none", "None")  # of a switch in a block that is not supported
 _FREE = {("optimizer", "params"), ("scheduler", "params")}  # checked where their type is known
 
 
-def judge(tree: Tree, schema: type[Block]) -> frozenset[Path]:
+def classify_keys(tree: Tree, schema: type[Block]) -> frozenset[Path]:
     """Take out of ``tree`` what is not for the schema, with a notice or a problem each.
 
     Returns:
@@ -95,23 +95,23 @@ def _free(tree: Tree, params: dict[str, Any], path: Path) -> Iterator[Path]:
 
 
 def _foreign(tree: Tree, path: Path, value: Any) -> None:
-    verdict = key_table.lookup(path)
+    row = key_table.lookup(path)
     key = dotted(path)
     inside = isinstance(value, Mapping) and key_table.below(path)
-    if inside and (verdict is None or verdict.verdict == "no_effect"):
+    if inside and (row is None or row.status == "no_effect"):
         for name in value:
             _foreign(tree, (*path, name), value[name])
-    elif verdict is None:
+    elif row is None:
         tree.problem(path, f"{key} is not a key of lt_zero or DeepSpeed.{_hint(tree, path, value)}")
-    elif verdict.verdict == "no_effect":
+    elif row.status == "no_effect":
         if value is not None:
-            tree.notices.append(Notice("no effect", key, f"{key} has no effect here: {verdict.note}", tree.mark(path)))
-    elif verdict.verdict == "alias":  # an alias that is none here: its value is of another kind
-        tree.problem(path, f"{key}={value!r} cannot be read as {verdict.to}. Write {verdict.to}.")
-    elif not unused(verdict, path, value):
-        state = "is not available yet" if verdict.verdict == "later" else "is known, and not supported"
+            tree.notices.append(Notice("no effect", key, f"{key} has no effect here: {row.note}", tree.mark(path)))
+    elif row.status == "alias":  # an alias that is none here: its value is of another kind
+        tree.problem(path, f"{key}={value!r} cannot be read as {row.to}. Write {row.to}.")
+    elif not unused(row, path, value):
+        state = "is not available yet" if row.status == "later" else "is known, and not supported"
         shown = "" if isinstance(value, (Mapping, list)) else f"={value!r}"
-        tree.problem(path, f"{key}{shown} {state}: {verdict.note}")
+        tree.problem(path, f"{key}{shown} {state}: {row.note}")
 
 
 def _hint(tree: Tree, path: Path, value: Any) -> str:
@@ -125,18 +125,18 @@ def _hint(tree: Tree, path: Path, value: Any) -> str:
         if not any(problem.key in (near, f"{path[0]}.type") for problem in problems):
             return f" Did you mean {near}?"
     refused = key_table.nearest(dotted(path), key_table.refused())
-    verdict = key_table.lookup(tuple(refused.split("."))) if refused else None
-    if verdict is not None:
-        return f" It looks like {refused}, which is not supported either: {verdict.note}"
+    row = key_table.lookup(tuple(refused.split("."))) if refused else None
+    if row is not None:
+        return f" It looks like {refused}, which is not supported either: {row.note}"
     return " Remove it, or see docs/config.md for all keys."
 
 
-def unused(verdict: Verdict, path: Path, value: Any) -> bool:
+def unused(row: KeyStatus, path: Path, value: Any) -> bool:
     """Whether something that is not supported is written, but switched off."""
-    if verdict.verdict == "no_effect":
+    if row.status == "no_effect":
         return True
     if not isinstance(value, Mapping):
-        return key_table.is_off(verdict, value) if verdict.off else value is None or value in _OFF
-    if value.get("enabled", True) in (False, None, 0, "false", "auto") or key_table.is_off(verdict, value):
+        return key_table.is_off(row, value) if row.off else value is None or value in _OFF
+    if value.get("enabled", True) in (False, None, 0, "false", "auto") or key_table.is_off(row, value):
         return True
-    return all(unused(key_table.lookup((*path, key)) or verdict, (*path, key), inner) for key, inner in value.items())
+    return all(unused(key_table.lookup((*path, key)) or row, (*path, key), inner) for key, inner in value.items())

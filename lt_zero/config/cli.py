@@ -35,10 +35,10 @@ def check(file: Source, overrides: Changes = None, stage: Stage = None) -> None:
     loaded = _read(file, overrides, stage)
     console = Console(soft_wrap=True, highlight=False)  # a line each, whatever the width: nothing is cut or folded
     colours = {"works": "green", "auto": "green", "error": "red"}
-    rows = list(verdicts(loaded))
+    rows = list(key_statuses(loaded))
     width = max((len(value) for _, value, _, _ in rows if len(value) <= _WIDE), default=0)
-    for key, value, verdict, note in rows:
-        mark = f"[{colours.get(verdict, 'yellow')}]{verdict:9}[/]"
+    for key, value, status, note in rows:
+        mark = f"[{colours.get(status, 'yellow')}]{status:9}[/]"
         console.print(f"{mark}  {escape(value.ljust(width))}  {escape(key)}" + (f": {escape(note)}" if note else ""))
     for notice in loaded.notices:
         if notice.kind == "file":
@@ -92,8 +92,8 @@ def schema() -> None:
     print(json_schema())
 
 
-def verdicts(loaded: Loaded) -> Iterator[tuple[str, str, str, str]]:
-    """Key, value, verdict and a note of all that was written."""
+def key_statuses(loaded: Loaded) -> Iterator[tuple[str, str, str, str]]:
+    """Key, value, status and a note of all that was written."""
     notices = {notice.key: notice for notice in loaded.notices}
     wrong = {problem.key for problem in loaded.problems}
     for path, value in _leaves(loaded.written, ()):
@@ -111,7 +111,7 @@ def verdicts(loaded: Loaded) -> Iterator[tuple[str, str, str, str]]:
         elif key == "train_batch_size" and loaded.config is not None:
             yield key, shown, "works", _divided(loaded.config)
         elif switched_off(loaded.written, path) or (
-            (row := lookup(path)) is not None and row.verdict in ("later", "unsupported")
+            (row := lookup(path)) is not None and row.status in ("later", "unsupported")
         ):
             yield key, shown, "off", ""
         else:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lt_zero.config.auto import RULES
 from lt_zero.config.catalog import Entry, entries
-from lt_zero.config.key_table import Verdict, lookup, rows
+from lt_zero.config.key_table import KeyStatus, lookup, rows
 from lt_zero.config.rename_old_keys import FORMS
 
 _HEAD = """\
@@ -18,7 +18,7 @@ _HEAD = """\
 # Configuration keys
 
 Keys are those of DeepSpeed 0.19.8, so its files can be passed as they are; some are lt_zero's own. Each key of
-DeepSpeed has one of five verdicts, and a key that is not on this page is an error. `a.b` is the key `b` in the block
+DeepSpeed has one of five statuses, and a key that is not on this page is an error. `a.b` is the key `b` in the block
 `a`. `*` stands for any name, `a.**` for the block `a` and everything in it, `<name>` for names of your choice. null is
 the same as leaving a key out. `lt-zero config explain KEY` shows a part of this page.
 """
@@ -79,7 +79,7 @@ def _works(found: Iterable[Entry]) -> str:
 
 def _aliases() -> Iterator[Sequence[str]]:
     for row in rows():
-        if row.verdict == "alias":
+        if row.status == "alias":
             rest = ".**" if row.key.endswith(".**") else ""
             yield _code(row.key), " and ".join(_code(to + rest) for to in row.to.split(" and ")), row.note
 
@@ -90,15 +90,15 @@ def _forms() -> Iterator[Sequence[str]]:
         yield _code(written), _code(meant), ""
 
 
-def _off(row: Verdict) -> tuple[str, ...]:
+def _off(row: KeyStatus) -> tuple[str, ...]:
     return (_code(row.off.replace("|", ", ")),)
 
 
-def _rows(verdict: str, middle: Callable[[Verdict], tuple[str, ...]] = lambda row: ()) -> Iterator[Sequence[str]]:
+def _rows(status: str, middle: Callable[[KeyStatus], tuple[str, ...]] = lambda row: ()) -> Iterator[Sequence[str]]:
     """Those with the same words in one line, where the first of them stands."""
     same: dict[tuple[str, ...], list[str]] = {}
     for row in rows():
-        if row.verdict == verdict:
+        if row.status == status:
             same.setdefault((*middle(row), row.note), []).append(_code(row.key))
     return ((", ".join(keys), *words) for words, keys in same.items())
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from lt_zero.config.catalog import Entry, entries
-from lt_zero.config.key_table import Verdict, lookup, nearest, rows
+from lt_zero.config.key_table import KeyStatus, lookup, nearest, rows
 
 _SAYS = {
     "no_effect": "has no effect here",
@@ -42,12 +42,12 @@ def _exact(key: str) -> str | None:
     if not key or "*" in key and key not in _names():
         return None
     path = tuple(key.split("."))
-    entry, verdict = _entry(key), lookup(path)
-    if verdict is None:
+    entry, row = _entry(key), lookup(path)
+    if row is None:
         return None if entry is None else _works(entry)
-    if entry is not None and verdict.verdict != "alias":  # parsed, and refused afterwards
-        return f"{_works(entry)}\n{_told(key, verdict)}"
-    return _told(key, verdict)
+    if entry is not None and row.status != "alias":  # parsed, and refused afterwards
+        return f"{_works(entry)}\n{_told(key, row)}"
+    return _told(key, row)
 
 
 def _entry(key: str) -> Entry | None:
@@ -62,18 +62,18 @@ def _works(entry: Entry) -> str:
     lines = [entry.key, f"    {entry.description}" if entry.description else ""]
     lines.append(f"    value: {entry.type}{f', {entry.bounds}' if entry.bounds else ''}")
     lines.append(f"    default: {entry.default}" if entry.default else "")
-    spellings = [*entry.aliases, *(r.key for r in rows() if r.verdict == "alias" and entry.key in r.to.split(" and "))]
+    spellings = [*entry.aliases, *(r.key for r in rows() if r.status == "alias" and entry.key in r.to.split(" and "))]
     lines.append(f"    also written: {', '.join(dict.fromkeys(spellings))}" if spellings else "")
     return "\n".join(filter(None, lines))
 
 
-def _told(key: str, verdict: Verdict) -> str:
-    if verdict.verdict != "alias":
-        off = f"\n    accepted with: null, {verdict.off.replace('|', ', ')}" if verdict.off else ""
-        return f"{key} {_SAYS[verdict.verdict]}.\n    {verdict.note}{off}"
-    targets = verdict.targets(tuple(key.split(".")))
+def _told(key: str, row: KeyStatus) -> str:
+    if row.status != "alias":
+        off = f"\n    accepted with: null, {row.off.replace('|', ', ')}" if row.off else ""
+        return f"{key} {_SAYS[row.status]}.\n    {row.note}{off}"
+    targets = row.targets(tuple(key.split(".")))
     about = (_exact(target) for target in targets)
-    return "\n\n".join((f"{key} is read as {' and '.join(targets)}. {verdict.note}", *filter(None, about)))
+    return "\n\n".join((f"{key} is read as {' and '.join(targets)}. {row.note}", *filter(None, about)))
 
 
 def _names() -> list[str]:
@@ -93,10 +93,10 @@ def _matching(part: str) -> Iterator[str]:
 
 
 def _line(key: str) -> str:
-    verdict = lookup(tuple(key.split(".")))
-    if verdict is None:
+    row = lookup(tuple(key.split(".")))
+    if row is None:
         entry = _entry(key)
         return f"{key}: {entry.description if entry is not None else ''}".rstrip(": ")
-    if verdict.verdict == "alias":
-        return f"{key}: read as {verdict.to}"
-    return f"{key}: {_SAYS[verdict.verdict]}. {verdict.note}"
+    if row.status == "alias":
+        return f"{key}: read as {row.to}"
+    return f"{key}: {_SAYS[row.status]}. {row.note}"

@@ -19,16 +19,16 @@ from typing import Any
 from lt_zero.common.errors import Path as KeyPath
 
 TABLE = Path(__file__).with_name("keys.tsv")
-VERDICTS = ("alias", "no_effect", "later", "unsupported")
+STATUSES = ("alias", "no_effect", "later", "unsupported")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class KeyStatus:
     """One row.
 
     Attributes:
         key: dotted; may have ``*`` and end in ``**``.
-        verdict: "alias" (another spelling of ``to``), "no_effect" (accepted; nothing has to be done), "later" (known,
+        status: "alias" (another spelling of ``to``), "no_effect" (accepted; nothing has to be done), "later" (known,
             not available yet) or "unsupported" (known, refused).
         to: of an alias: dotted key or block that it means; several are joined by " and ".
         off: JSON values joined by ``|`` with which the key asks for nothing, so that it is accepted silently.
@@ -36,7 +36,7 @@ class Verdict:
     """
 
     key: str
-    verdict: str
+    status: str
     to: str
     off: str
     note: str
@@ -52,22 +52,22 @@ class Verdict:
 class _Node:
     """A segment of the rows' keys."""
 
-    row: Verdict | None = None  # of the key that ends here
+    row: KeyStatus | None = None  # of the key that ends here
     below: dict[str, _Node] = field(default_factory=dict)
 
 
 @cache
-def rows() -> tuple[Verdict, ...]:
+def rows() -> tuple[KeyStatus, ...]:
     """The whole table, in the order of its file (by key)."""
     with TABLE.open(encoding="utf-8", newline="") as file:
         lines = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)  # values of ``off`` are quoted as in JSON
         next(lines)
-        return tuple(Verdict(*line) for line in lines)
+        return tuple(KeyStatus(*line) for line in lines)
 
 
-def aliases() -> tuple[Verdict, ...]:
+def aliases() -> tuple[KeyStatus, ...]:
     """The rows of other spellings."""
-    return tuple(row for row in rows() if row.verdict == "alias")
+    return tuple(row for row in rows() if row.status == "alias")
 
 
 @cache
@@ -81,12 +81,12 @@ def _tree() -> _Node:
     return root
 
 
-def lookup(path: KeyPath) -> Verdict | None:
+def lookup(path: KeyPath) -> KeyStatus | None:
     """The most specific row for a key or block, if there is one."""
     return _search(_tree(), tuple(map(str, path)))
 
 
-def _search(node: _Node, path: tuple[str, ...]) -> Verdict | None:
+def _search(node: _Node, path: tuple[str, ...]) -> KeyStatus | None:
     if not path:
         own = node.row
         return own if own is not None or "**" not in node.below else node.below["**"].row
@@ -105,13 +105,13 @@ def below(path: KeyPath) -> bool:
     return node is not None and bool(node.below.keys() - {"**"})
 
 
-def is_off(verdict: Verdict, value: Any) -> bool:
+def is_off(row: KeyStatus, value: Any) -> bool:
     """Whether a key with this value asks for nothing: null, or one of the values in the row's ``off``.
 
     Numbers are compared by value, text without regard to case; true and false are not numbers. A block is compared with
     the keys that a mapping in ``off`` names: the switches of the block.
     """
-    return value is None or any(_same(value, off) for off in _off_values(verdict.off))
+    return value is None or any(_same(value, off) for off in _off_values(row.off))
 
 
 @cache
@@ -189,7 +189,7 @@ def _known() -> tuple[str, ...]:
 
     targets = [target for row in aliases() for target in row.to.split(" and ")]
     meant = (target for target in targets if not _refuses(lookup(tuple(target.split(".")))))
-    without = (row.key for row in rows() if row.verdict == "no_effect")
+    without = (row.key for row in rows() if row.status == "no_effect")
     return (*(entry.key for entry in entries()), *RULES, *meant, *without)
 
 
@@ -198,5 +198,5 @@ def refused() -> tuple[str, ...]:
     return tuple(row.key for row in rows() if _refuses(row))
 
 
-def _refuses(row: Verdict | None) -> bool:
-    return row is not None and row.verdict in ("later", "unsupported")
+def _refuses(row: KeyStatus | None) -> bool:
+    return row is not None and row.status in ("later", "unsupported")

@@ -1,4 +1,4 @@
-"""From what the user wrote to a ``ZeroConfig``: files, overrides, old spellings, verdicts, values, rules.
+"""From what the user wrote to a ``ZeroConfig``: files, overrides, old spellings, key statuses, values, rules.
 
 All that is wrong is collected on the way and raised as one ``ConfigError``.
 """
@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from lt_zero.common.errors import ConfigError, Mark, Path, Problem, dotted, path_of
 from lt_zero.config import overrides as changes
-from lt_zero.config.classify_keys import judge
+from lt_zero.config.classify_keys import classify_keys
 from lt_zero.config.document import MISSING, Notice, Tree
 from lt_zero.config.error_messages import message_of
 from lt_zero.config.fields import Block, thawed
@@ -141,7 +141,7 @@ def examine(
         _set_stage(tree, default_stage)
     _set_activations(tree, activations)
     rename_old_keys(tree)
-    autos = judge(tree, ZeroConfig)
+    autos = classify_keys(tree, ZeroConfig)
     made = _validate(tree)
     _check_named(tree, autos)
     if made is not None:

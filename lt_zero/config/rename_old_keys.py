@@ -27,9 +27,9 @@ def rename_old_keys(tree: Tree) -> None:
     for name in ("offload_optimizer", "offload_param", "offload_params"):
         _offload_switch(tree, name)
     _clipping(tree)
-    for verdict in key_table.aliases():
-        whole = verdict.key.endswith(".**")
-        old = tuple(verdict.key.removesuffix(".**").split("."))
+    for row in key_table.aliases():
+        whole = row.key.endswith(".**")
+        old = tuple(row.key.removesuffix(".**").split("."))
         value = tree.get(old)
         if value is MISSING:
             continue
@@ -38,12 +38,12 @@ def rename_old_keys(tree: Tree) -> None:
         elif value is None:
             tree.pop(old)  # in every old spelling null means that it is not said
         elif whole and isinstance(value, Mapping):
-            tree.tell(old, f"{dotted(old)} is read as {verdict.to}. Write the latter.")
+            tree.tell(old, f"{dotted(old)} is read as {row.to}. Write the latter.")
             for key in list(value):
-                tree.move((*old, key), (*verdict.to.split("."), key), value[key], quiet=True)
+                tree.move((*old, key), (*row.to.split("."), key), value[key], quiet=True)
             tree.pop(old)
         else:
-            tree.move(old, tuple(verdict.to.split(".")), value)
+            tree.move(old, tuple(row.to.split(".")), value)
 
 
 def _zero_switch(tree: Tree) -> None:

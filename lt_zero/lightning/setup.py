@@ -94,25 +94,25 @@ def show_checkpointing(engine: Engine) -> None:
         Console().print(str(checkpointing))
 
 
-def shard_optimizers(engine: Engine, optimizers: Iterable[Optimizer], gate: LossScaleController) -> None:
+def shard_optimizers(engine: Engine, optimizers: Iterable[Optimizer], loss_scale: LossScaleController) -> None:
     """Shard the optimizers that step the engine's parameters, or all if steps are checked."""
     for optimizer in optimizers:
         known = sharded_of(optimizer)
         owned = any(id(p) in engine.owner for group in optimizer.param_groups for p in group["params"])
-        if (owned or gate.checks) and (known is None or known.engine is not engine):
+        if (owned or loss_scale.checks) and (known is None or known.engine is not engine):
             ShardedOptimizer(engine, optimizer)
 
 
 def hold_schedules(
-    configs: Iterable[LRSchedulerConfig], optimizers: Sequence[Optimizer], gate: LossScaleController
+    configs: Iterable[LRSchedulerConfig], optimizers: Sequence[Optimizer], loss_scale: LossScaleController
 ) -> None:
     """Let schedules stand still when the step of their optimizer is skipped, if steps are checked."""
-    if not gate.checks:
+    if not loss_scale.checks:
         return
     numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
     for config in configs:
         number = numbers.get(id(getattr(config.scheduler, "optimizer", None)), 0)
-        hold_schedule(config.scheduler, gate.counter(number))
+        hold_schedule(config.scheduler, loss_scale.counter(number))
 
 
 def announce_offload(engine: Engine, optimizers: Iterable[Optimizer]) -> None:

@@ -206,12 +206,12 @@ class ZeroStrategy(MonitoredStrategy):
         self._reconciler.lend_optimizers(trainer.lightning_module)
         super().setup_optimizers(trainer)
         self._reconciler.take_back()  # a module that is pickled or copied while it trains has nothing of ours
-        gate = self.precision_plugin.loss_scale_controller
-        set_up.shard_optimizers(self.engine, self.optimizers, gate)
+        loss_scale = self.precision_plugin.loss_scale_controller
+        set_up.shard_optimizers(self.engine, self.optimizers, loss_scale)
         accumulates, saves = trainer.accumulate_grad_batches > 1, bool(trainer.checkpoint_callbacks)
         check_optimizers(self.engine, self.optimizers, accumulates, saves)
         if self.config.on_skipped_step != "advance":
-            set_up.hold_schedules(self.lr_scheduler_configs, self.optimizers, gate)
+            set_up.hold_schedules(self.lr_scheduler_configs, self.optimizers, loss_scale)
 
     @override
     def model_to_device(self) -> None:

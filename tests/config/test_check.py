@@ -56,14 +56,14 @@ def test_a_line_for_each_key(columns: str, tmp_path: Path, monkeypatch: pytest.M
     result = CliRunner().invoke(config_command, ["check", str(file)])
     assert result.exit_code == 1
     lines = result.output.splitlines()
-    for verdict, keys in LINES.items():
+    for status, keys in LINES.items():
         for key in keys:
-            (line,) = [line for line in lines if f"  {key}" in line and line.startswith(f"{verdict} ")]
-            value = line.removeprefix(verdict).split("  " + key)[0].strip()
+            (line,) = [line for line in lines if f"  {key}" in line and line.startswith(f"{status} ")]
+            value = line.removeprefix(status).split("  " + key)[0].strip()
             assert value, "its value stands between them"
     written = examine(CONFIG).written
     count = sum(len(_leaves(value)) for value in written.values())
-    assert sum(line.startswith(tuple(f"{verdict} " for verdict in LINES)) for line in lines) == count
+    assert sum(line.startswith(tuple(f"{status} " for status in LINES)) for line in lines) == count
     assert "gpt2-medium" in result.output
     assert "hunter2" not in result.output
     assert lines[-1].endswith("ds_config.json: 2 problems")

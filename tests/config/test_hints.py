@@ -51,8 +51,8 @@ def test_what_was_meant(config: dict[str, Any], hint: str) -> None:
 
 
 def refuses(key: str) -> bool:
-    verdict = key_table.lookup(tuple(key.split(".")))
-    return verdict is not None and verdict.verdict in ("later", "unsupported")
+    row = key_table.lookup(tuple(key.split(".")))
+    return row is not None and row.status in ("later", "unsupported")
 
 
 def test_no_suggestion_is_refused() -> None:

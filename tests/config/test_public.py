@@ -93,14 +93,14 @@ def problems(path: Path) -> tuple[set[str], Loaded | None]:
     return {problem.key for problem in loaded.problems}, loaded
 
 
-def test_all_are_judged() -> None:
+def test_all_keys_are_classified() -> None:
     assert len(FILES) == 58
     starts = [start for start in WRONG if any(path.name.startswith(start) for path in FILES)]
     assert starts == list(WRONG)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name[:40])
-def test_verdict(path: Path) -> None:
+def test_status(path: Path) -> None:
     found, loaded = problems(path)
     assert found == expected(path)
     for problem in loaded.problems if loaded is not None else ():

@@ -9,7 +9,7 @@ import pytest
 
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
-from lt_zero.config.cli import verdicts
+from lt_zero.config.cli import key_statuses
 from lt_zero.config.load import examine
 from lt_zero.config.show import clean, with_origins
 
@@ -37,7 +37,7 @@ CONFIGS: list[dict[str, Any]] = [
 def test_secrets_are_not_shown(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LT_ZERO_TEST_SECRET", SECRET)
     loaded = examine(config)
-    said = [str(ConfigError(loaded.problems)), *map(str, loaded.notices), *map(str, verdicts(loaded))]
+    said = [str(ConfigError(loaded.problems)), *map(str, loaded.notices), *map(str, key_statuses(loaded))]
     if loaded.config is not None:
         said += [clean(loaded), with_origins(loaded, True), with_origins(loaded, False)]
     assert not [text for text in said if "hunter2" in text]
@@ -64,7 +64,7 @@ def test_names_of_secrets(name: str) -> None:
 def test_names_of_blocks_that_are_no_secrets(name: str) -> None:
     loaded = examine({name: {"path": "gpt2-medium", "length": 512}})
     assert loaded.secret == frozenset()
-    assert {value for _, value, _, _ in verdicts(loaded)} == {"gpt2-medium", "512"}
+    assert {value for _, value, _, _ in key_statuses(loaded)} == {"gpt2-medium", "512"}
     assert ("max_tokens",) not in examine({"max_tokens": 512}).secret
     with pytest.raises(ConfigError, match="gpt2-medium"):
         examine('{"tokenizer": gpt2-medium}')

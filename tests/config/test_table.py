@@ -1,4 +1,4 @@
-"""Every key of DeepSpeed has a verdict: the schema has it, or the table tells what becomes of it."""
+"""Every key of DeepSpeed has a status: the schema has it, or the table tells what becomes of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from lt_zero.config import catalog, docs, key_table
 from lt_zero.config.explain import explain
-from lt_zero.config.key_table import Verdict, is_off, lookup, nearest
+from lt_zero.config.key_table import KeyStatus, is_off, lookup, nearest
 from lt_zero.config.schema import ZeroConfig
 from tests.support.paths import DATA, ROOT
 
@@ -86,34 +86,34 @@ def in_schema(key: str) -> bool:
     return False
 
 
-def inventory() -> dict[str, Verdict | None]:
+def inventory() -> dict[str, KeyStatus | None]:
     """Each key of DeepSpeed with its row of the table. Those of other JSON files go by their names in them."""
     with INVENTORY.open(encoding="utf-8", newline="") as file:
         keys = [line[0] for line in csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)][1:]
-    found: dict[str, Verdict | None] = {}
+    found: dict[str, KeyStatus | None] = {}
     for key in keys:
         inner = key.split(").", 1)[-1]
-        verdict = lookup(path_of(inner))
-        if inner != key and (verdict is None or verdict.verdict != "unsupported"):
-            verdict = lookup(path_of(key))
-        found[key] = verdict
+        row = lookup(path_of(inner))
+        if inner != key and (row is None or row.status != "unsupported"):
+            row = lookup(path_of(key))
+        found[key] = row
     return found
 
 
-def test_every_key_has_a_verdict() -> None:
+def test_every_key_has_a_status() -> None:
     found = inventory()
     assert len(found) > 600
-    without = {key for key, verdict in found.items() if verdict is None and not in_schema(key)}
+    without = {key for key, row in found.items() if row is None and not in_schema(key)}
     assert without == set()
 
 
 def test_no_row_is_dead() -> None:
-    used = {verdict.key for verdict in inventory().values() if verdict is not None}
+    used = {row.key for row in inventory().values() if row is not None}
     unused = {row.key for row in key_table.rows()} - used
     assert unused == WILD
 
 
-def test_keys_in_the_wild_have_verdicts() -> None:
+def test_keys_in_the_wild_have_a_status() -> None:
     seen: set[str] = set()
     for file in CONFIGS.glob("*.json"):
         try:
@@ -133,12 +133,12 @@ def test_the_table_is_in_order() -> None:
     keys = [row.key for row in key_table.rows()]
     assert keys == sorted(set(keys))
     for row in key_table.rows():
-        assert row.verdict in key_table.VERDICTS, row
-        assert bool(row.to) == (row.verdict == "alias"), row
+        assert row.status in key_table.STATUSES, row
+        assert bool(row.to) == (row.status == "alias"), row
         assert row.note.endswith("."), row
         assert row.note == row.note.strip(), row
         assert len(row.note) <= 160, row
-        assert not row.off or row.verdict != "no_effect", row  # it is accepted with every value
+        assert not row.off or row.status != "no_effect", row  # it is accepted with every value
         for value in row.off.split("|") if row.off else ():
             json.loads(value)
         assert "**" not in row.key.removesuffix(".**"), row
@@ -146,8 +146,8 @@ def test_the_table_is_in_order() -> None:
 
 def test_the_table_does_not_contradict_the_schema() -> None:
     for entry in catalog.entries():
-        verdict = lookup(path_of(entry.key))
-        assert verdict is None or verdict.verdict == "later", f"{entry.key} works, and {verdict}"
+        row = lookup(path_of(entry.key))
+        assert row is None or row.status == "later", f"{entry.key} works, and {row}"
         for alias in entry.aliases:
             row = lookup(path_of(alias))
             assert row is None or entry.key in row.targets(path_of(alias)), row
@@ -156,9 +156,9 @@ def test_the_table_does_not_contradict_the_schema() -> None:
 def test_aliases_lead_to_keys() -> None:
     for row in key_table.aliases():
         for target in row.to.split(" and "):
-            verdict = lookup(path_of(target))
-            assert verdict is not None or in_schema(target) or in_schema(f"{target}.enabled"), row
-            assert verdict is None or verdict.verdict != "alias", row
+            found = lookup(path_of(target))
+            assert found is not None or in_schema(target) or in_schema(f"{target}.enabled"), row
+            assert found is None or found.status != "alias", row
 
 
 @pytest.mark.parametrize(
@@ -193,22 +193,22 @@ def test_aliases_lead_to_keys() -> None:
     ],
 )
 def test_old_spellings(written: str, meant: str) -> None:
-    verdict = lookup(path_of(written))
-    assert verdict is not None
-    assert verdict.verdict == "alias"
-    assert verdict.targets(path_of(written)) == (meant,)
+    row = lookup(path_of(written))
+    assert row is not None
+    assert row.status == "alias"
+    assert row.targets(path_of(written)) == (meant,)
     assert meant in explain(written)
 
 
 def test_one_spelling_of_two_keys() -> None:
     written = path_of(Z + "pin_memory")
-    verdict = lookup(written)
-    assert verdict is not None
-    assert verdict.targets(written) == (Z + "offload_optimizer.pin_memory", Z + "offload_param.pin_memory")
+    row = lookup(written)
+    assert row is not None
+    assert row.targets(written) == (Z + "offload_optimizer.pin_memory", Z + "offload_param.pin_memory")
 
 
 @pytest.mark.parametrize(
-    ("key", "row", "verdict"),
+    ("key", "row", "status"),
     [
         ("compression_training", "compression_training.**", "unsupported"),
         ("tensor_parallel.partition_config.layer_specs.0.patterns", "tensor_parallel.**", "unsupported"),
@@ -220,10 +220,10 @@ def test_one_spelling_of_two_keys() -> None:
         ("optimizer.params.freeze_step", "optimizer.params.freeze_step", "no_effect"),
     ],
 )
-def test_the_most_specific_row_counts(key: str, row: str, verdict: str) -> None:
+def test_the_most_specific_row_counts(key: str, row: str, status: str) -> None:
     found = lookup(path_of(key))
     assert found is not None
-    assert (found.key, found.verdict) == (row, verdict)
+    assert (found.key, found.status) == (row, status)
 
 
 @pytest.mark.parametrize("key", ["", "timers", "optimizer.params.lr", "optimizer", Z + "stage", "banana", "wandb"])
@@ -232,7 +232,7 @@ def test_keys_without_a_row(key: str) -> None:
 
 
 def test_a_star_is_one_segment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    rows = ["key verdict to off note", "a.* later   x", "a.*.c later   y", "a.b.** later   z"]
+    rows = ["key status to off note", "a.* later   x", "a.*.c later   y", "a.b.** later   z"]
     file = tmp_path / "keys.tsv"
     file.write_text("\n".join(row.replace(" ", "\t") for row in rows), encoding="utf-8")
     monkeypatch.setattr(key_table, "TABLE", file)
@@ -279,7 +279,7 @@ def test_blocks_that_have_rows_inside() -> None:
     ],
 )
 def test_values_that_ask_for_nothing(off: str, value: Any, expected: bool) -> None:
-    assert is_off(Verdict("key", "unsupported", "", off, "Note."), value) is expected
+    assert is_off(KeyStatus("key", "unsupported", "", off, "Note."), value) is expected
 
 
 @pytest.mark.parametrize(

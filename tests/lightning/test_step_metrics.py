@@ -141,7 +141,7 @@ def set_flops(trainer: pl.Trainer, per_row: float | None) -> None:
     """What a row takes, on this rank."""
     known = None if per_row is None else per_row * 2
     values = {"flops_per_micro_batch": known, "flops_of": lambda rows: per_row and per_row * rows}
-    (printer,) = [watcher for watcher in trainer.strategy._watchers if isinstance(watcher, StepPrinter)]  # type: ignore[attr-defined]
+    (printer,) = [observer for observer in trainer.strategy._observers if isinstance(observer, StepPrinter)]  # type: ignore[attr-defined]
     printer.count = SimpleNamespace(**values, want=lambda: None)  # type: ignore[assignment]
 
 

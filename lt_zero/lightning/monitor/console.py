@@ -168,7 +168,7 @@ class StepPrinter(RunObserver):
         if self._loss is not None:
             sums[0] = self._loss / self._losses
         sums = trainer.strategy.reduce(sums, reduce_op="sum")
-        skipped = plugin.skipped_steps  # collective if the device holds a verdict
+        skipped = plugin.skipped_steps  # collective if the device holds a skip flag
         if trainer.is_global_zero:
             loss, losses, samples, counted, operations, known = sums.tolist()
             world, seconds = trainer.world_size, None if self._since is None else time.perf_counter() - self._since
@@ -193,13 +193,13 @@ class StepPrinter(RunObserver):
         by_rows = self.count.flops_of(self._samples) if self._samples is not None else None
         return self.count.flops_per_micro_batch * self._batches if by_rows is None else by_rows
 
-    def _show(self, module: pl.LightningModule, step: _Step, reading: StepMetrics) -> None:
+    def _show(self, module: pl.LightningModule, step: _Step, metrics: StepMetrics) -> None:
         if self.every is not None:
-            module.print(reading.line())
+            module.print(metrics.line())
         if len(set(step.rates)) > 1:
             self._apart.add(step.optimizer)  # from now on, so that columns stay the same
         for logger in module.trainer.loggers:
-            logger.log_metrics(reading.metrics(step.optimizer in self._apart), step=step.logged)
+            logger.log_metrics(metrics.metrics(step.optimizer in self._apart), step=step.logged)
             logger.save()  # as Lightning does after each row of its own
 
 

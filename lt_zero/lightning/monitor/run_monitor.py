@@ -42,7 +42,7 @@ class MonitoredStrategy(CheckpointingStrategy):
     and what is recorded everywhere is another class of collectives (``LoggedComm``).
     """
 
-    _of_a_run = CheckpointingStrategy._of_a_run | {"flops", "_profiler", "_watchers", "_for_this_run", "_clean"}
+    _of_a_run = CheckpointingStrategy._of_a_run | {"flops", "_profiler", "_observers", "_for_this_run", "_clean"}
 
     @override
     def _begin(self) -> None:
@@ -52,13 +52,13 @@ class MonitoredStrategy(CheckpointingStrategy):
         watched = logs or every is not None
         self.flops = FlopCount() if watched or profiles.enabled else None  # of a micro-batch, on this rank
         self._profiler = Profiler(profiles, self.flops) if profiles.enabled and self.flops is not None else None
-        self._watchers: list[RunObserver] = []
+        self._observers: list[RunObserver] = []
         if config.wall_clock_breakdown:
-            self._watchers.append(StepClock(every or EVERY))
+            self._observers.append(StepClock(every or EVERY))
         if config.memory_breakdown:
-            self._watchers.append(MemoryPhases(every or EVERY))
+            self._observers.append(MemoryPhases(every or EVERY))
         if watched:
-            self._watchers.append(StepPrinter(every, self.flops))
+            self._observers.append(StepPrinter(every, self.flops))
         self._for_this_run = ExitStack()  # what is undone when a run ends
         self._clean = True  # it ended without an error
 
@@ -124,9 +124,9 @@ class MonitoredStrategy(CheckpointingStrategy):
         if self._profiler is not None:
             self._profiler.start(self.engine.comm)
             self._for_this_run.callback(self._show_profile)
-        for watcher in self._watchers:
-            watcher.start(self)
-            self._for_this_run.callback(watcher.stop)
+        for observer in self._observers:
+            observer.start(self)
+            self._for_this_run.callback(observer.stop)
         self._for_this_run.enter_context(gc_disabled(self.config.disable_python_gc))
         if self.config.dump_state and new:
             dump_state(self.config, self.engine, [s for s in map(sharded_of, self.optimizers) if s is not None])
@@ -138,12 +138,12 @@ class MonitoredStrategy(CheckpointingStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        for watcher in self._watchers:
-            watcher.before_forward()
+        for observer in self._observers:
+            observer.before_forward()
         with self._counted(args):
             output = super().training_step(*args, **kwargs)
-        for watcher in self._watchers:
-            watcher.after_forward(self._module, args[0] if args else None, output)
+        for observer in self._observers:
+            observer.after_forward(self._module, args[0] if args else None, output)
         return output
 
     @contextmanager
@@ -163,8 +163,8 @@ class MonitoredStrategy(CheckpointingStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        for watcher in self._watchers:
-            watcher.before_backward()
+        for observer in self._observers:
+            observer.before_backward()
         with ExitStack() as measured:
             measured.enter_context(phase("backward"))
             if self._profiler is not None:
@@ -172,24 +172,24 @@ class MonitoredStrategy(CheckpointingStrategy):
             if self.flops is not None:
                 measured.enter_context(self.flops.backward(closure_loss))
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        for watcher in self._watchers:
-            watcher.after_backward()
+        for observer in self._observers:
+            observer.after_backward()
         return loss
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         with self.flops.paused() if self.flops is not None else nullcontext():
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        for watcher in self._watchers:
-            watcher.after_step(self._module, optimizer)
+        for observer in self._observers:
+            observer.after_step(self._module, optimizer)
         return output
 
     @override
     def on_validation_start(self) -> None:
-        for watcher in self._watchers:
-            watcher.pause()
+        for observer in self._observers:
+            observer.pause()
 
     @override
     def on_validation_end(self) -> None:
-        for watcher in self._watchers:
-            watcher.resume()
+        for observer in self._observers:
+            observer.resume()

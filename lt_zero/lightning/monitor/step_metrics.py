@@ -55,7 +55,7 @@ class StepMetrics:
         Args:
             apart: give each group's rate a name of its own, also where all are the same.
 
-        >>> Reading(3, 1, (0.1, 0.2), loss=2.0).metrics()
+        >>> StepMetrics(3, 1, (0.1, 0.2), loss=2.0).metrics()
         {'zero/loss': 2.0, 'zero/optimizer_1/lr_0': 0.1, 'zero/optimizer_1/lr_1': 0.2}
         """
         own = PREFIX if self.optimizer is None else f"{PREFIX}optimizer_{self.optimizer}/"
