@@ -1,22 +1,22 @@
-"""A thread that steps buckets while backward, or the next forward, goes on.
+"""The background step: a thread that steps buckets while backward or the next forward runs.
 
-ZeRO-Offload, arXiv:2101.06840, section 4, lets the CPU step while the GPU computes; here the weights are those of the
-plain order, because whoever needs a bucket waits for it.
+ZeRO-Offload, arXiv:2101.06840, section 4, overlaps the CPU step with GPU compute. Here the results equal those of the
+synchronous step, because every use of a bucket waits for its job.
 
 Note [Who touches what]
-    A bucket that was handed over belongs to the thread: its master weights, states, accumulator and what gathers read.
-    Whoever wants one of them asks for it through the bucket, which waits first (``Job.wait``). Several buckets share
-    nothing but files, buffers and the threads that read and write, which have locks.
+    A bucket that was handed over belongs to the thread: master weights, optimizer states, accumulator and gather
+    source. All access goes through the bucket, which waits first (``Job.wait``). Buckets share only files, buffers and
+    I/O threads, which have locks.
 
 Note [Order of jobs]
-    Jobs run in the order in which they were handed over. While one is stepped, the next is read from its files and the
-    last is written (nvme_files.py, Note [Walking]). A job's ``publish`` is collective, in a process group of its own:
-    jobs that have one are handed over in the same order on all ranks.
+    Jobs run in the order in which they were handed over. While one bucket is stepped, the next is read from its files
+    and the previous one is written (nvme_files.py, Note [Streaming buckets]). ``publish`` runs a collective in a
+    process group of its own: all ranks hand over jobs that have one in the same order.
 
 Note [Errors in the thread]
-    An error must not keep a rank from the collectives that the others are in. It is given to ``report``, the job ends
-    as all do, and the ranks agree on raising where they meet (nvme_files.py, Note [A failing disk]). That holds for an
-    error between jobs, too: all that stand in line end with it, because somebody waits for each of them.
+    After an error, a rank must still join the collectives that the others are in. The error goes to ``report``, the
+    job completes as usual, and the ranks agree on raising at the next check (nvme_files.py, Note [A failing disk]). An
+    error between jobs fails all queued jobs, because somebody waits for each of them.
 """
 
 from __future__ import annotations
@@ -36,51 +36,51 @@ from lt_zero.io.thread_pool import LOOK, SwapError, check_alive
 from lt_zero.offload.nvme_store import StoredTensor
 
 _in_thread = threading.local()
-_EXIT_PATIENCE = 30.0  # seconds at exit for the job that is running
+_EXIT_PATIENCE = 30.0  # seconds to wait at exit for the running job
 
 
 class Job:
-    """One bucket's step.
+    """The step of one bucket.
 
     Args:
-        step: computes.
-        homes: what has to be here for it, and is put away afterwards.
-        publish: lets other ranks and gathers see the result; None if somebody else does.
-        report: is told what goes wrong. See Note [Errors in the thread].
+        step: updates the bucket.
+        stored: returns the stored tensors that the step needs in memory; they are written back afterwards.
+        publish: makes the result visible to gathers and other ranks; None if the caller does that.
+        report: receives errors. See Note [Errors in the thread].
     """
 
     def __init__(
         self,
         step: Callable[[], object],
-        homes: Callable[[], list[StoredTensor]],
+        stored: Callable[[], list[StoredTensor]],
         publish: Callable[[], object] | None,
         report: Callable[[Exception], object],
     ) -> None:
         self._step: Callable[[], object] | None = step
         self._publish, self._report = publish, report
-        self._homes = homes
+        self._stored = stored
         self._leaving: list[StoredTensor] = []
         self._ended = threading.Event()
         self._pid = os.getpid()
-        self.thread: threading.Thread | None = None  # that it was handed to
+        self.thread: threading.Thread | None = None  # that runs this job
 
     @property
     def done(self) -> bool:
         return self._ended.is_set()
 
     def wait(self) -> bool:
-        """Return when the job is done; at once, and False, in the thread that does jobs: it has this bucket now.
+        """Wait until the job is done. In the background thread itself, return False at once: it owns the bucket.
 
         Raises:
-            SwapError: in a forked process, which has no such thread; or the thread is gone.
+            SwapError: this is a forked process, which has no background thread, or the thread has died.
         """
         if getattr(_in_thread, "working", False):
             return False
         if not self.done and os.getpid() != self._pid:
             raise SwapError(
                 f"Process {os.getpid()} was forked from process {self._pid} while weights were being stepped in the "
-                "background, and has half of the step. Set zero_optimization.offload_optimizer.overlap_step=auto, or "
-                "read weights before the fork."
+                "background, so its copy of the weights is half stepped. Set "
+                "zero_optimization.offload_optimizer.overlap_step=auto, or read the weights before forking."
             )
         with phase("offload", "step"):
             while not self._ended.wait(LOOK):
@@ -88,47 +88,47 @@ class Job:
         return True
 
     def prefetch(self) -> None:
-        """Start reading. In the thread, as all below."""
+        """Start reading the stored tensors. This and all methods below run in the background thread."""
         self._try(self._read)
 
     def _read(self) -> None:
-        for home in self._homes():
-            home.prefetch()
+        for tensor in self._stored():
+            tensor.prefetch()
 
     def run(self) -> None:
-        """Compute, and start writing."""
+        """Step the bucket and start writing its stored tensors."""
         self._try(self._compute)
 
     def _compute(self) -> None:
-        for home in self._homes():
-            home.bring_for_step()
+        for tensor in self._stored():
+            tensor.bring_for_step()
         assert self._step is not None
         try:
             self._step()
         finally:
-            self._leaving = self._homes()  # a step may make some
-            for home in self._leaving:
-                home.put_away()
+            self._leaving = self._stored()  # asked again: the first step creates states
+            for tensor in self._leaving:
+                tensor.put_away()
 
     def finish(self) -> None:
-        """Wait until everything is written, and publish."""
-        self._try(self._settle)
+        """Wait until everything is written, then publish."""
+        self._try(self._wait_written)
         if self._publish is not None:
             self._try(self._publish)
-        self._step = self._publish = None  # who keeps the job must not keep the gradients
+        self._step = self._publish = None  # a job that is still referenced must not keep the gradients alive
         self._ended.set()
 
     def fail(self, error: BaseException) -> None:
-        """End without a step, for want of what all jobs need; other ranks are in ``publish``."""
+        """End without stepping; ``publish`` still runs, because other ranks wait in it."""
         try:
             self._report(error if isinstance(error, Exception) else RuntimeError(repr(error)))
             self.finish()
         finally:
             self._ended.set()
 
-    def _settle(self) -> None:
-        for home in self._leaving:
-            home.wait_written()
+    def _wait_written(self) -> None:
+        for tensor in self._leaving:
+            tensor.wait_written()
 
     def _try(self, work: Callable[[], object]) -> None:
         try:
@@ -138,29 +138,29 @@ class Job:
 
 
 @dataclass
-class _Line:
-    """What the thread sees: not the ``Background``, which ends the thread when nobody has it any more."""
+class _Queue:
+    """State of the thread. Holds no ``Background``, whose finalizer ends the thread."""
 
     room: int
     behind: int
     ahead: bool
-    walking: Callable[[], AbstractContextManager[object]]
+    streaming: Callable[[], AbstractContextManager[object]]
     device: torch.device | None
     pid: int
-    jobs: deque[Job] = field(default_factory=deque)  # in line
-    begun: deque[Job] = field(default_factory=deque)  # taken out of it, and not ended
+    jobs: deque[Job] = field(default_factory=deque)  # not started
+    begun: deque[Job] = field(default_factory=deque)  # started, not finished
     changed: threading.Condition = field(default_factory=threading.Condition)
     closed: bool = False
 
 
 class Background:
-    """The thread; it starts with the first job, and after ``close`` with the next.
+    """The background thread. It starts with the first job, also after ``close``.
 
     Args:
-        room: buckets that may be in memory at a time, if their states rest in files.
+        room: buckets that may be in memory at a time, if their states are stored in files.
         read_ahead: read the next bucket while one is stepped.
-        write_behind: write the last bucket while one is stepped.
-        walking: a context for as long as there are jobs; must not hold what holds this.
+        write_behind: write the previous bucket while one is stepped.
+        streaming: a context that is entered while there are jobs; it must not reference this object's owner.
         device: to which results are copied.
     """
 
@@ -169,71 +169,71 @@ class Background:
         room: int = 3,
         read_ahead: bool = True,
         write_behind: bool = True,
-        walking: Callable[[], AbstractContextManager[object]] = nullcontext,
+        streaming: Callable[[], AbstractContextManager[object]] = nullcontext,
         device: torch.device | None = None,
     ) -> None:
         behind = max(0, min(1, room - 2)) if write_behind else 0
-        self._line = _Line(room, behind, read_ahead, walking, device, os.getpid())
+        self._queue = _Queue(room, behind, read_ahead, streaming, device, os.getpid())
         self._thread: threading.Thread | None = None
         self._stop: weakref.finalize | None = None  # type: ignore[type-arg]
 
     def hand_over(self, job: Job, limit: int | None = None) -> None:
-        """Have a job done after those before it; wait while more than ``limit`` others stand in line."""
-        line = self._line
+        """Queue a job; first wait while more than ``limit`` jobs are queued."""
+        queue = self._queue
         if self._stop is None:
-            self._thread = threading.Thread(target=_serve, args=(line,), name="lt_zero-step", daemon=True)
+            self._thread = threading.Thread(target=_serve, args=(queue,), name="lt_zero-step", daemon=True)
             self._thread.start()
-            self._stop = weakref.finalize(self, _end, line, self._thread)
-        with line.changed:
+            self._stop = weakref.finalize(self, _end, queue, self._thread)
+        with queue.changed:
             with phase("offload", "line") if limit is not None else nullcontext():
-                while limit is not None and len(line.jobs) > limit:
-                    if not line.changed.wait(LOOK):
+                while limit is not None and len(queue.jobs) > limit:
+                    if not queue.changed.wait(LOOK):
                         check_alive(self._thread)
             job.thread = self._thread
-            line.jobs.append(job)
-            line.changed.notify_all()
+            queue.jobs.append(job)
+            queue.changed.notify_all()
 
     def close(self) -> None:
-        """Do what was handed over, and end the thread."""
+        """Finish all queued jobs and end the thread."""
         if self._stop is not None:
             self._stop()
-            # A thread that is stuck keeps the old line.
-            self._line = replace(self._line, jobs=deque(), begun=deque(), changed=threading.Condition(), closed=False)
+            # A thread that is stuck keeps the old queue.
+            self._queue = replace(self._queue, jobs=deque(), begun=deque(), changed=threading.Condition(), closed=False)
             self._stop = self._thread = None
 
 
-def _serve(line: _Line) -> None:
+def _serve(queue: _Queue) -> None:
     _in_thread.working = True
     while True:
-        with line.changed:
-            line.changed.wait_for(lambda: bool(line.jobs) or line.closed)
-            if not line.jobs:
+        with queue.changed:
+            queue.changed.wait_for(lambda: bool(queue.jobs) or queue.closed)
+            if not queue.jobs:
                 return
         try:
-            if line.device is not None and line.device.type == "cuda":
-                torch.cuda.set_device(line.device)
-            with line.walking(), torch.no_grad():
-                _work(line)
+            if queue.device is not None and queue.device.type == "cuda":
+                torch.cuda.set_device(queue.device)
+            with queue.streaming(), torch.no_grad():
+                _work(queue)
         except BaseException as error:
-            _give_up(line, error)
+            _give_up(queue, error)
 
 
-def _work(line: _Line) -> None:
-    """Do jobs until none is left. See Note [Order of jobs]."""
-    begun = line.begun
+def _work(queue: _Queue) -> None:
+    """Run jobs until the queue is empty. See Note [Order of jobs]."""
+    begun = queue.begun
     while True:
-        with line.changed:
-            job = line.jobs.popleft() if line.jobs else None
-            ahead = line.jobs[0] if line.jobs and line.ahead else None
+        with queue.changed:
+            job = queue.jobs.popleft() if queue.jobs else None
+            ahead = queue.jobs[0] if queue.jobs and queue.ahead else None
             begun.extend([job] if job is not None else [])
-            line.changed.notify_all()
+            queue.changed.notify_all()
         if job is None:
             break
         job.prefetch()
-        if ahead is not None and 1 + len(begun) <= line.room:
+        if ahead is not None and 1 + len(begun) <= queue.room:
             ahead.prefetch()
         job.run()
-        while len(begun) > line.behind:
+        while len(begun) > queue.behind:
             begun[0].finish()
             begun.popleft()
     while begun:
@@ -241,22 +241,22 @@ def _work(line: _Line) -> None:
         begun.popleft()
 
 
-def _give_up(line: _Line, error: BaseException) -> None:
-    """End all jobs that somebody may wait for. See Note [Errors in the thread]."""
-    with line.changed:
-        jobs = [*line.begun, *line.jobs]
-        line.begun.clear()
-        line.jobs.clear()
-        line.changed.notify_all()
+def _give_up(queue: _Queue, error: BaseException) -> None:
+    """Fail all jobs that somebody may wait for. See Note [Errors in the thread]."""
+    with queue.changed:
+        jobs = [*queue.begun, *queue.jobs]
+        queue.begun.clear()
+        queue.jobs.clear()
+        queue.changed.notify_all()
     for job in jobs:
         job.fail(error)
 
 
-def _end(line: _Line, thread: threading.Thread) -> None:
-    if os.getpid() != line.pid:
-        return  # a forked child, which has no such thread
-    with line.changed:
-        line.closed = True
-        line.changed.notify_all()
+def _end(queue: _Queue, thread: threading.Thread) -> None:
+    if os.getpid() != queue.pid:
+        return  # a forked child, which does not have the thread
+    with queue.changed:
+        queue.closed = True
+        queue.changed.notify_all()
     if thread is not threading.current_thread():
         thread.join(_EXIT_PATIENCE)

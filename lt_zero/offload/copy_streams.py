@@ -1,15 +1,15 @@
-"""Copies between a device's memory and the host's that run beside what the device computes.
+"""Copies between device and host memory that overlap with compute.
 
 Note [Order of copies]
-    Copies of one lane run one after the other, on a stream of their own. A copy begins when what the current stream had
-    queued is done, or another moment that the caller names (``now``): before that, the source may not be computed or
-    the target be in use. Whoever needs the result waits: ``wait`` on behalf of the current stream, which costs the host
-    nothing, ``synchronize`` on behalf of the host. Until then the ticket keeps both tensors alive, and nobody may write
-    to the source. Memory that the target lives in belongs to the stream that waits, so freeing it later is in order.
+    Copies of one copy stream run one after the other. A copy starts after the work that the current stream had queued,
+    or after an event that the caller took earlier (``now``): until then the source may not be computed and the target
+    may be in use. Users of the result wait for the copy event: ``wait`` makes the current stream wait, without blocking
+    the host; ``synchronize`` blocks the host. Until then the event keeps both tensors alive, and nobody may write to
+    the source. The target's memory belongs to the stream that waits, so freeing it afterwards is safe.
 
 Note [Late copies]
-    A CPU has no streams. For tests a lane can put copies off until somebody waits for them: whoever forgets to wait
-    reads what was there before, and whoever changes the source too early sends that.
+    A CPU has no streams. In tests a copy stream can defer copies until somebody waits for them: code that forgets to
+    wait reads the old values, and code that changes the source too early copies the changed ones.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from lt_zero.common.timing import phase
 
 
 class CopyEvent(Protocol):
-    """A copy on its way."""
+    """The end of a copy."""
 
     def wait(self) -> None:
-        """What the current stream runs from now on may use the target, and change the source."""
+        """Make the current stream wait; what it runs afterwards may read the target and change the source."""
 
     def synchronize(self) -> None:
-        """The host may."""
+        """Block the host until the copy is done."""
 
 
 class _Done:
@@ -51,9 +51,9 @@ class CopyStream:
     """Copies in one direction.
 
     Args:
-        device: whose memory is at one end.
-        late: see Note [Late copies].
-        limit: of copies that are on their way, and keep their tensors alive; the host waits for the oldest.
+        device: the device end of the copies.
+        late: defer copies. See Note [Late copies].
+        limit: copies that may be in flight, which keep their tensors alive; beyond it the host waits for the oldest.
     """
 
     def __init__(self, device: torch.device, late: bool = False, limit: int | None = None) -> None:
@@ -64,21 +64,21 @@ class CopyStream:
         self._lock = threading.RLock()
 
     def now(self) -> Any:
-        """The moment at which all that the current stream has queued is done; None without streams."""
+        """An event after all work that the current stream has queued; None without streams."""
         if self._stream is None:
             return None
-        moment = torch.cuda.Event(blocking=True)  # who waits for it on the host leaves the core to others
-        moment.record()
-        return moment
+        event = torch.cuda.Event(blocking=True)  # a host thread that waits sleeps instead of spinning
+        event.record()
+        return event
 
     @torch.no_grad()
     def copy(self, target: Tensor, source: Tensor, after: Any = None) -> CopyEvent:
-        """Start ``target.copy_(source)``; one of them is on the device. See Note [Order of copies].
+        """Start ``target.copy_(source)``; one of the two is on the device. See Note [Order of copies].
 
         Args:
-            target: as many elements, of the same dtype or it takes a temporary copy.
-            source: in page-locked memory, or the host waits for the copy.
-            after: the moment before which it must not begin; None: now.
+            target: same number of elements; another dtype costs a temporary copy.
+            source: host memory must be pinned, or the copy blocks the host.
+            after: event after which the copy may start; default: ``now()``.
         """
         event = self._begin(target, source, after)
         if self._limit is not None:
@@ -101,7 +101,7 @@ class CopyStream:
 
     @contextmanager
     def in_line(self) -> Iterator[None]:
-        """What is launched on the device inside comes after the copies so far."""
+        """A context whose device work runs on this stream, after the copies so far."""
         self.flush()
         if self._stream is None:
             yield
@@ -110,15 +110,15 @@ class CopyStream:
                 yield
 
     def flush(self, last: _Late | None = None) -> None:
-        """Carry out late copies, up to ``last``."""
+        """Carry out deferred copies, up to ``last``."""
         with self._lock:
             while self._waiting and (last is None or not last.done):
                 self._waiting.popleft().carry_out()
 
     def mark(self) -> CopyEvent:
-        """All that this lane has begun, as one."""
+        """One event after all copies that were started."""
         if self._stream is None:
-            with self._lock:  # or another thread is carrying the last one out
+            with self._lock:  # another thread may be carrying out the last one
                 return self._waiting[-1] if self._waiting else DONE
         with torch.cuda.stream(self._stream):
             return _OnStream(self.now(), ())
@@ -140,30 +140,30 @@ class _OnStream:
 
 
 class _Late:
-    def __init__(self, lane: CopyStream, target: Tensor, source: Tensor) -> None:
-        self._lane, self._tensors, self.done = lane, [target, source], False
+    def __init__(self, stream: CopyStream, target: Tensor, source: Tensor) -> None:
+        self._copy_stream, self._tensors, self.done = stream, [target, source], False
 
     def carry_out(self) -> None:
         with torch.no_grad():
             self._tensors[0].copy_(self._tensors[1])
-        self._tensors.clear()  # as a copy on a stream lets go of them
+        self._tensors.clear()  # a finished copy on a real stream keeps no tensors either
         self.done = True
 
     def wait(self) -> None:
         if not self.done:
             with phase("offload", "copy"):
-                self._lane.flush(self)
+                self._copy_stream.flush(self)
 
     synchronize = wait
 
 
 class StagingBuffers:
-    """A few buffers in host memory through which tensors leave for the device. Any thread may use them.
+    """A few host buffers through which tensors are copied to the device. Thread-safe.
 
     Args:
-        make: gives a 1D tensor of so many bytes.
-        nbytes: of each.
-        count: of them.
+        make: allocates a 1D uint8 tensor of the given number of bytes.
+        nbytes: size of each buffer.
+        count: number of buffers.
     """
 
     def __init__(self, make: Callable[[int], Tensor], nbytes: int, count: int = 2) -> None:
@@ -173,25 +173,25 @@ class StagingBuffers:
             self._free.put((make(nbytes), DONE))
 
     def take(self, numel: int, dtype: torch.dtype) -> StagingBuffer:
-        """A free one; waits until there is one."""
+        """A free buffer as a 1D tensor of ``numel`` elements; blocks until one is free."""
         buffer, event = self._free.get()
         event.synchronize()
         return StagingBuffer(buffer, buffer[: numel * dtype.itemsize].view(dtype), self._free)
 
 
 class StagingBuffer:
-    """A buffer that somebody fills."""
+    """A staging buffer in use, to be filled and then sent."""
 
     def __init__(self, buffer: Tensor, tensor: Tensor, free: queue.SimpleQueue[tuple[Tensor, CopyEvent]]) -> None:
         self.tensor = tensor  # 1D
         self._buffer, self._free = buffer, free
 
     def give_back(self) -> None:
-        """It was not filled."""
+        """Return the buffer without sending it."""
         self._free.put((self._buffer, DONE))
 
-    def send(self, lane: CopyStream, target: Tensor, after: Any = None) -> CopyEvent:
-        """Start ``lane.copy`` of it to ``target``; nobody may fill it any more."""
-        event = lane.copy(target, self.tensor, after)
+    def send(self, stream: CopyStream, target: Tensor, after: Any = None) -> CopyEvent:
+        """Start copying the buffer to ``target`` and return it to the pool; the caller must not touch it again."""
+        event = stream.copy(target, self.tensor, after)
         self._free.put((self._buffer, event))
         return event

@@ -1,4 +1,4 @@
-"""How fast the disk is, measured at start, and what a step will spend on it."""
+"""Measured speed of the disk, and the time that a step spends on I/O."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from lt_zero.io.pinned import aligned_buffer, rounded
 from lt_zero.io.private_folder import SwapFolder
 from lt_zero.io.thread_pool import IoPool, Transfer
 
-_SECONDS = 0.45  # for each direction
-_LEAST = 16 << 20  # bytes of a record: enough for the start of a request not to count
+_SECONDS = 0.45  # per direction
+_LEAST = 16 << 20  # bytes of a record: large enough that the latency of a request does not matter
 
 
 class Speed(NamedTuple):
-    """Bytes per second, of one process while nobody else uses the disk."""
+    """Bytes per second of one process on an otherwise idle disk."""
 
     read: float
     write: float
 
 
 def probe(folder: SwapFolder, pool: IoPool, nbytes: int = 256 << 20) -> Speed:
-    """Write and read a file of ``nbytes``, or as much of it as can be done in about a second.
+    """Write and read a file of ``nbytes``, or as much of it as takes about a second.
 
     Raises:
-        SwapError: too little space, or the disk fails.
+        SwapError: the disk has too little space or fails.
     """
     size = rounded(max(1, min(nbytes, max(_LEAST, pool.threads * pool.block_size))))
     count = max(1, nbytes // size)
@@ -45,7 +45,7 @@ def probe(folder: SwapFolder, pool: IoPool, nbytes: int = 256 << 20) -> Speed:
 
 
 def forecast(bytes_read: int, bytes_written: int, speed: Speed) -> float:
-    """Seconds that the disk is busy with that: reads and writes share it."""
+    """Seconds of disk time for these bytes; reads and writes share the disk."""
     return bytes_read / speed.read + bytes_written / speed.write
 
 
@@ -55,7 +55,7 @@ class _Run(NamedTuple):
 
 
 def _run(transfer: Callable[[int, Tensor], Transfer], count: int, buffers: list[Tensor]) -> _Run:
-    """Move records one after the other, two at a time, until all are or the time is over."""
+    """Transfer records with two in flight, until all are done or ``_SECONDS`` have passed."""
     start, records = time.perf_counter(), 0
     moving: list[Transfer] = []
     while records < count and (records == 0 or time.perf_counter() - start < _SECONDS):
@@ -70,7 +70,7 @@ def _run(transfer: Callable[[int, Tensor], Transfer], count: int, buffers: list[
 
 
 def _noise(nbytes: int) -> Tensor:
-    """Bytes that a disk or a file system cannot compress, without touching the global generators."""
+    """Incompressible bytes; leaves the global random generators alone."""
     buffer = aligned_buffer(nbytes)  # 1D
     piece = buffer[: min(nbytes, 4 << 20)]
     piece.random_(0, 256, generator=torch.Generator().manual_seed(nbytes))

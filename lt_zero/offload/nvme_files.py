@@ -1,14 +1,13 @@
-"""The files of one rank, and how a step goes through what rests in them.
+"""The NVMe files of one rank, and how a step streams buckets through memory.
 
-Note [Walking]
-    A step visits one bucket after the other: while k is stepped, k+1 is read and k-1 is written. At most ``room``
-    buckets have memory at a time; with two of them nothing is read ahead while something is written.
+Note [Streaming buckets]
+    While bucket k is stepped, k+1 is read and k-1 is written. At most ``room`` buckets are in memory at a time; with
+    room for two, nothing is read ahead while another bucket is being written.
 
 Note [A failing disk]
-    The disk of one rank fails while the others go on to the next collective. So nothing is raised where it happens: the
-    first problem is kept (``NvmeFiles.problem``), values that could not be read or kept become NaN, and the ranks agree
-    on raising where they meet anyway: before a step, after it, and before weights leave the engine
-    (OffloadManager.check).
+    If a rank raised where its disk fails, the others would hang in the next collective. Instead the rank keeps the
+    first error (``NvmeFiles.problem``) and sets the lost values to NaN. The ranks agree on raising at fixed points:
+    before a step, after it, and before weights leave the engine (OffloadManager.check).
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from lt_zero.offload.nvme_store import StoredTensor, wait_all_written
 
 
 class NvmeFiles:
-    """The files of one rank: one per kind of state, with a record for each bucket.
+    """The files of one rank: one per kind of state, with one record per bucket.
 
     Args:
         path: a folder on the disk.
         rank: of this process.
-        aio: how to read and write.
-        numels: elements that this rank holds of each bucket.
-        room: buckets that may have memory at a time; see Note [Walking].
+        aio: block size, threads and queue depth of the I/O.
+        numels: elements of this rank's shard of each bucket.
+        room: buckets that may be in memory at a time; see Note [Streaming buckets].
     """
 
     def __init__(self, path: Path, rank: int, aio: Aio, numels: Sequence[int], room: int = 3) -> None:
@@ -48,19 +47,19 @@ class NvmeFiles:
         self.pool = IoPool(aio.intra_op_parallelism, aio.block_size, aio.in_flight, aio.checksum)
         self._numels, self._room = list(numels), room
         self._files: dict[str, SwapFile | Nowhere] = {}
-        self.problem: SwapError | None = None  # the first; see Note [A failing disk]
+        self.problem: SwapError | None = None  # the first error; see Note [A failing disk]
         self._buffers = Buffers()
-        self._lock = threading.Lock()  # homes are made in any thread
+        self._lock = threading.Lock()  # any thread may create stored tensors
 
     def stored_tensor(self, kind: str, record: int, dtype: torch.dtype) -> StoredTensor:
-        """A new home for ``kind`` ("master", "exp_avg") of bucket ``record``."""
+        """A new stored tensor for ``kind`` ("master", "exp_avg") of bucket ``record``."""
         name = f"{kind}-{str(dtype).removeprefix('torch.')}"
         with self._lock:
             return self._stored_tensor(kind, name, record, dtype)
 
     def _stored_tensor(self, kind: str, name: str, record: int, dtype: torch.dtype) -> StoredTensor:
         if name not in self._files:
-            plain = re.sub(r"[^\w.-]", "_", name)  # users' optimizers name states as they like
+            plain = re.sub(r"[^\w.-]", "_", name)  # state names of custom optimizers may hold any character
             self._files[name] = self._make(
                 f"{len(self._files)}-{plain}"[:100], [numel * dtype.itemsize for numel in self._numels]
             )
@@ -80,31 +79,32 @@ class NvmeFiles:
         self.problem = self.problem or error
 
     def require(self, bytes_per_element: int) -> None:
-        """Check that the disk has room for states that are not there yet.
+        """Check that the disk has space for states that do not exist yet.
 
         Raises:
-            SwapError: it has not.
+            SwapError: the free space is too small.
         """
         self.folder.require(bytes_per_element * sum(self._numels))
 
     def stream(
         self, groups: Sequence[Callable[[], list[StoredTensor]]], read_ahead: bool, behind: bool
     ) -> Iterator[int]:
-        """Visit groups of homes (one group per bucket; asked for when needed). See Note [Walking].
+        """Bring groups of stored tensors into memory, one after the other. See Note [Streaming buckets].
 
         Args:
-            groups: what to bring for each visit; what a visit adds is put away with it.
+            groups: one function per bucket that returns its stored tensors; it is called again after the visit, so
+                tensors that the visit created are written too.
             read_ahead: read the next group during a visit.
-            behind: write the last group during a visit.
+            behind: write the previous group during a visit.
 
         Yields:
-            The number of the group that is here.
+            The index of the group that is in memory.
         """
         with self.streaming():
             yield from self._stream(groups, read_ahead, behind)
 
     def streaming(self) -> AbstractContextManager[None]:
-        """Around visits to one bucket after the other: memory that one gives back is kept for the next."""
+        """A context in which freed buffers are kept for the next bucket."""
         return self._buffers.many(16)
 
     def _stream(
@@ -112,24 +112,24 @@ class NvmeFiles:
     ) -> Iterator[int]:
         leaving: deque[list[StoredTensor]] = deque()
         for number, group in enumerate(groups):
-            for home in group():
-                home.prefetch()
+            for tensor in group():
+                tensor.prefetch()
             if read_ahead and number + 1 < len(groups) and 2 + len(leaving) <= self._room:
-                for home in groups[number + 1]():
-                    home.prefetch()
-            for home in group():
-                home.bring_for_step()
+                for tensor in groups[number + 1]():
+                    tensor.prefetch()
+            for tensor in group():
+                tensor.bring_for_step()
             yield number
-            leaving.append(group())  # asked once: who leaves is not "here" any more, and has to be settled
-            for home in leaving[-1]:
-                home.put_away()
+            leaving.append(group())  # evaluated once: the write has to be waited for on these tensors
+            for tensor in leaving[-1]:
+                tensor.put_away()
             while len(leaving) > (max(0, min(1, self._room - 2)) if behind else 0):
                 wait_all_written(leaving.popleft())
-        for rest in leaving:
-            wait_all_written(rest)
+        for tensors in leaving:
+            wait_all_written(tensors)
 
     def rest(self) -> None:
-        """End the threads until the next access."""
+        """End the I/O threads; the next access starts them again."""
         self.pool.rest()
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ class NvmeFiles:
 
     @property
     def spare_nbytes(self) -> int:
-        """Memory that is kept for the next home."""
+        """Bytes of buffers that are kept for the next stored tensor."""
         return self._buffers.nbytes
 
     @property

@@ -1,17 +1,14 @@
-"""Where a flat storage rests between uses: in a record of a file. The engine does not see files, only homes.
+"""A tensor that is stored in a record of an NVMe file between uses. The engine sees stored tensors, never files.
 
-ZeRO-Infinity, arXiv:2104.07857, section 5: states live on NVMe and stream through memory.
+ZeRO-Infinity, arXiv:2104.07857, section 5: states are stored on NVMe and streamed through memory.
 
-Note [Life of a home]
-    here      the tensor has its values
-    leaving   they are being written; the memory is still taken
-    away      the memory is given back; views that were lent read NaN
-    coming    memory is there again, the values are being read
-    ``bring`` leads to *here* from everywhere. A home that is leaving is here again without a read.
-
-Note [On demand]
-    Code that asks for a tensor that is away gets it (``bring``); correctness does not depend on plans. Whoever walks
-    over many buckets that way calls ``tidy`` after each.
+Note [Life of stored tensors]
+    here      in memory
+    leaving   being written; the buffer is still allocated
+    away      only in the file, the buffer is freed; lent views read NaN
+    coming    being read into a new buffer
+    ``bring`` leads to *here* from every state; from *leaving* it needs no read. So correctness does not depend on
+    prefetching. A loop that brings many buckets on demand calls ``tidy`` after each.
 """
 
 from __future__ import annotations
@@ -39,16 +36,16 @@ class _At(Enum):
 
 
 class StoredTensor:
-    """A 1D tensor in host memory that rests in a file. It starts here, with zeros.
+    """A 1D host tensor that is stored in a file between uses. It starts in memory, filled with zeros.
 
     Args:
         numel: elements.
         dtype: of the tensor.
-        file: has the record.
-        record: number of the record, which has room for the tensor.
-        buffers: where memory comes from.
-        report: is told what goes wrong. See nvme_files.py, Note [A failing disk].
-        scratch: what a step does with the values is not kept.
+        file: the file with the record.
+        record: index of the record, which must be large enough for the tensor.
+        buffers: supplies host memory.
+        report: receives errors. See nvme_files.py, Note [A failing disk].
+        scratch: changes that a step makes to the values need not be written.
     """
 
     def __init__(
@@ -69,7 +66,7 @@ class StoredTensor:
         self._buffer: Tensor | None = None
         self._allocate().zero_()
         self._at = _At.HERE
-        self._dirty = True  # the file does not have the values
+        self._dirty = True  # the file lacks the current values
 
     def _allocate(self) -> Tensor:
         self._buffer = self._buffers.take(self._file.size_of(self._record))
@@ -77,7 +74,7 @@ class StoredTensor:
 
     @property
     def tensor(self) -> Tensor:
-        """The values while they are here; otherwise NaN in their shape. It is another tensor each time."""
+        """The values if they are in memory, otherwise NaN of the same shape. A new tensor object on each access."""
         if self._buffer is None:
             return torch.full((), torch.nan, dtype=self.dtype, device=_CPU).expand(self.numel)
         return self._buffer[: self.numel * self.dtype.itemsize].view(self.dtype)
@@ -95,11 +92,11 @@ class StoredTensor:
         return self._buffer is not None
 
     def lend(self, offset: int, shape: torch.Size, kind: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """A view of some elements for others to keep, which follows them: while they are away it reads NaN.
+        """A view of some elements that callers may keep. It follows the values into new buffers; away it reads NaN.
 
-        ``kind`` makes something else of the view that has ``data``, such as a ``Parameter``.
+        ``kind`` wraps the view in another type that has ``data``, such as ``Parameter``.
         """
-        view = torch.empty(0, dtype=self.dtype, device=_CPU)  # a real view would keep the first buffer alive
+        view = torch.empty(0, dtype=self.dtype, device=_CPU)  # an ordinary view would keep the first buffer alive
         view = kind(view) if kind is not None else view
         view.data = self._part(offset, shape)
         self._lent = [(ref, lo) for ref, lo in self._lent if ref() is not None]
@@ -107,7 +104,7 @@ class StoredTensor:
         return view
 
     def owns(self, value: Tensor) -> bool:
-        """Whether ``value`` is something that was lent."""
+        """Whether ``value`` is a view that ``lend`` returned."""
         return any(ref() is value for ref, _ in self._lent)
 
     def _part(self, offset: int, shape: torch.Size) -> Tensor:
@@ -120,14 +117,14 @@ class StoredTensor:
                 view.data = self._part(offset, view.shape)
 
     def prefetch(self) -> None:
-        """Start reading, if it is away."""
+        """Start reading if the tensor is away."""
         if self._at is _At.AWAY:
             buffer = self._allocate()
             self._at = _At.COMING
             self._start(self._file.read, buffer)
 
     def bring(self, write: bool = True) -> Tensor:
-        """The tensor with its values; ``write``: they will be changed."""
+        """The tensor, read if necessary; ``write``: the caller changes it, so it is written back."""
         self.prefetch()
         if self._at is not _At.HERE:
             self._wait()
@@ -137,11 +134,11 @@ class StoredTensor:
         return self.tensor
 
     def bring_for_step(self) -> None:
-        """The values, to be changed by an optimizer's step."""
+        """``bring`` for an optimizer step, which changes the values."""
         self.bring(write=not self._scratch)
 
     def hold(self) -> Tensor:
-        """The tensor with undefined values, to be overwritten as a whole."""
+        """The tensor with undefined values, for a caller that overwrites all of it; nothing is read."""
         self._wait()
         if self._at is _At.AWAY:
             self._allocate()
@@ -150,7 +147,7 @@ class StoredTensor:
         return self.tensor
 
     def put_away(self) -> None:
-        """Start writing, if values were changed. ``wait_written`` ends it and gives the memory back."""
+        """Start writing if the values were changed. ``wait_written`` completes this and frees the buffer."""
         if self._at is _At.COMING:
             self.bring(write=False)
         if self._at is not _At.HERE:
@@ -162,13 +159,13 @@ class StoredTensor:
             self._start(self._file.write, self._buffer[: self._file.size_of(self._record)])
 
     def wait_written(self) -> None:
-        """Wait until what is leaving has left."""
+        """Wait for a write that ``put_away`` started, and free the buffer."""
         if self._at is _At.LEAVING:
             self._wait()
             self._leave()
 
     def discard(self) -> None:
-        """Give the memory back; the values are not needed any more, and must not be asked for."""
+        """Free the buffer and drop the values, which must not be read afterwards."""
         self._wait()
         if self._buffer is not None:
             self._leave()
@@ -193,7 +190,7 @@ class StoredTensor:
                     self._transfer.wait()
         except SwapError as error:
             self._fail(error)
-        self._transfer = None  # not before: an interrupt may come while it moves
+        self._transfer = None  # only now: a KeyboardInterrupt may have ended the wait early
 
     def _fail(self, error: SwapError) -> None:
         self._report(error)
@@ -201,14 +198,14 @@ class StoredTensor:
             self.tensor.fill_(torch.nan)
 
 
-def wait_all_written(homes: Iterable[StoredTensor]) -> None:
-    """Wait until those that are leaving have left."""
-    for home in homes:
-        home.wait_written()
+def wait_all_written(tensors: Iterable[StoredTensor]) -> None:
+    """Wait for the writes that ``put_away`` started, and free the buffers."""
+    for tensor in tensors:
+        tensor.wait_written()
 
 
-def tidy(homes: Sequence[StoredTensor]) -> None:
-    """Put homes away and wait until they have left. See Note [On demand]."""
-    for home in homes:
-        home.put_away()
-    wait_all_written(homes)
+def tidy(tensors: Sequence[StoredTensor]) -> None:
+    """Write tensors to their files and free their buffers. See Note [Life of stored tensors]."""
+    for tensor in tensors:
+        tensor.put_away()
+    wait_all_written(tensors)

@@ -1,13 +1,12 @@
-"""Memory that saved tensors rest in, used again from step to step: buffers of any size, or slots of one block.
+"""Reusable memory for saved activations: buffers of any size, or slots of one preallocated block.
+
+Not thread-safe: the stores of lt_zero/activation hold a lock.
 
 Note [Lent memory]
-    A tensor over a piece of reusable memory has views, and autograd saves those. Who wants to use the piece again has
-    to know when the last of them is gone. ``Loan.lend`` therefore makes a tensor with a storage of its own over the
-    piece (through DLPack, on any device); when that storage dies, so does what it was made of, whose finalizer hands
-    the piece back. Finalizers run anywhere, in the middle of anything: they only append to a deque.
-
-Note [Who calls]
-    One thread at a time: the stores of lt_zero/activation hold a lock.
+    Autograd may save views of a tensor over reusable memory, and the memory may be reused only after the last view has
+    died. ``Loan.lend`` therefore creates a tensor with a storage of its own over the piece (through DLPack, on any
+    device). When that storage dies, a finalizer returns the piece. Finalizers may run in the middle of any code, so
+    they only append to a deque.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ _KIN = 4  # sizes that differ by at most this factor share slots
 
 
 class Loan:
-    """A piece of memory that somebody uses. ``give_back`` once, whatever was lent of it.
+    """A piece of memory in use. The holder calls ``give_back`` exactly once, also after ``lend``.
 
     Args:
-        tensor: 1D uint8, at least as long as asked for.
-        back: takes it back when nobody uses it, with what has to be waited for before it is written to.
-        returned: where finalizers leave a loan of which a tensor has died.
+        tensor: 1D uint8, at least as long as requested.
+        back: called with the loan when its last user is gone; ``after`` must be waited for before a reuse.
+        returned: finalizers of lent tensors append the loan here.
     """
 
     def __init__(self, tensor: Tensor, back: Callable[[Loan], None], returned: deque[Loan]) -> None:
@@ -46,7 +45,7 @@ class Loan:
         self._back, self._returned, self._users = back, returned, 1
 
     def give_back(self, after: CopyEvent = DONE) -> None:
-        """The holder, or a tensor that was lent, does not need it any more; ``after``: copies that still run."""
+        """Release one use, of the holder or of a lent tensor; ``after``: a copy that still uses the memory."""
         if after is not DONE:
             self.after = after
         self._users -= 1
@@ -54,7 +53,7 @@ class Loan:
             self._back(self)
 
     def lend(self, nbytes: int) -> Tensor:
-        """The first bytes as a tensor that keeps the loan while it or a view of it lives. See Note [Lent memory]."""
+        """The first bytes as a tensor; it and its views keep the loan in use. See Note [Lent memory]."""
         piece = self.tensor[:nbytes]
         self._users += 1
         weakref.finalize(piece, self._returned.append, self)
@@ -62,26 +61,26 @@ class Loan:
 
 
 class Memory(Protocol):
-    """Gives pieces of memory, and takes them back."""
+    """An allocator of reusable memory."""
 
     made: int  # allocations so far
 
     @property
     def nbytes(self) -> int:
-        """All memory that it has."""
+        """Bytes allocated, in use or free."""
 
     def take(self, nbytes: int) -> Loan:
-        """A piece of at least ``nbytes``, with any content, that the current stream may write to."""
+        """An uninitialized piece of at least ``nbytes`` that the current stream may write to."""
 
 
 class Stock:
-    """Buffers, each for one tensor: what one gives back the next gets that fits.
+    """Buffers for one tensor each; a returned buffer is reused for the next tensor that fits.
 
-    There are at most as many as were in use at one time. When a larger one is needed it takes the place of a free one,
-    so batches whose size changes end with buffers for the largest.
+    There are at most as many buffers as were in use at the same time. If no free buffer is large enough, the smallest
+    one is replaced by a larger one, so varying batch sizes end with buffers for the largest.
 
     Args:
-        make: gives a 1D uint8 tensor of at least so many bytes.
+        make: allocates a 1D uint8 tensor of at least the given number of bytes.
     """
 
     def __init__(self, make: Callable[[int], Tensor]) -> None:
@@ -104,7 +103,7 @@ class Stock:
             return Loan(old.tensor, self._back, self._returned)
         if self._free:
             old = self._free.pop(0)
-            old.after.synchronize()  # it is about to be unmapped
+            old.after.synchronize()  # a copy may still use the memory that is unmapped now
             self._size -= old.tensor.numel()
         self.made += 1
         tensor = self._make(nbytes)  # 1D
@@ -117,16 +116,16 @@ class Stock:
 
 
 class Arena:
-    """Slots of blocks that are allocated once: one block for all tensors of about one size.
+    """Slots of preallocated blocks, one block for all tensors of similar size.
 
-    The first tensor says how large slots are. A larger one, or one too many, gets ordinary memory, which is told once;
-    the block is made anew when it is empty, with larger slots, and with more if nobody said how many.
+    The first tensor sets the slot size. A tensor that is larger, or finds no free slot, gets ordinary memory, with one
+    warning. Once a block is empty, it is reallocated with larger slots, and with more of them if ``grows``.
 
     Args:
-        make: gives a 1D uint8 tensor of so many bytes.
-        count: slots of a block, or where ``grows`` how many there are at first.
-        grows: whether there may be more.
-        spare: slots in addition, for what comes back while the others are still full.
+        make: allocates a 1D uint8 tensor of the given number of bytes.
+        count: slots of a block; with ``grows``, the initial number.
+        grows: whether the number of slots may grow.
+        spare: additional slots for tensors that are brought back while the others are still in use.
     """
 
     def __init__(self, make: Callable[[int], Tensor], count: int, grows: bool, spare: int = 0) -> None:
@@ -177,7 +176,7 @@ class _Slots:
     def _renew(self) -> None:
         for loan in self._free:
             loan.after.synchronize()
-        self._free, self._memory = [], torch.empty(0)  # the old memory goes first
+        self._free, self._memory = [], torch.empty(0)  # free the old block before allocating the new one
         self.size, self.count, self._most = self._larger, self._wanted(), 0
         self._arena.made += 1
         self._memory = self._arena.make(self.size * self.count)
@@ -186,7 +185,7 @@ class _Slots:
 
     def _back(self, loan: Loan) -> None:
         self._used -= 1
-        insort(self._free, loan, key=lambda free: -free.tensor.data_ptr())  # the first slot is the next to be used
+        insort(self._free, loan, key=lambda free: -free.tensor.data_ptr())  # reuse the lowest address first
 
     def _gone(self, nbytes: int) -> None:
         self._used -= 1
@@ -194,13 +193,13 @@ class _Slots:
 
     def _tell(self, nbytes: int) -> None:
         arena = self._arena
-        if arena.told or (arena.grows and nbytes <= self.size):  # it will be larger at the next step
+        if arena.told or (arena.grows and nbytes <= self.size):  # the block grows before the next step
             return
         arena.told = True
-        why = f"its {self.count} slots are in use" if nbytes <= self.size else f"slots have {self.size} bytes"
+        why = f"all {self.count} slots are in use" if nbytes <= self.size else f"slots have {self.size} bytes"
         log.warning(
-            "activation_checkpointing.contiguous_memory_optimization: a saved input of %d bytes finds no room, %s. It "
-            "gets memory of its own%s.",
+            "activation_checkpointing.contiguous_memory_optimization: a saved input of %d bytes does not fit, %s. It "
+            "is stored in separate memory%s.",
             nbytes,
             why,
             "; slots grow when all are free" if nbytes > self.size else f"; raise number_checkpoints={arena.count}",
@@ -208,6 +207,6 @@ class _Slots:
 
 
 def reap(returned: deque[Loan]) -> None:
-    """Take back what finalizers handed back."""
+    """Give back the loans that finalizers have returned."""
     while returned:
         returned.popleft().give_back()

@@ -1,13 +1,9 @@
-"""Where tensors rest that backward will ask for: in a block on the device, or in host memory.
+"""Storage for saved activations between forward and backward: on the device, or in host memory.
 
 Note [A source that changes]
-    A copy to the host runs beside what the device computes, so nobody may write to the source before it is done. What
-    autograd does not see (a forward that changes its own input) is told by the source's version: it is compared when
-    the copy is waited for, and the place then raises as autograd does for a saved tensor that was changed.
-
-Note [Copies are handed out]
-    Recomputation may change its inputs in place, and a graph that is retained asks again: what ``bring`` returns is
-    always a copy, and what rests stays as it was.
+    A copy to the host overlaps with compute, so nobody may write to the source before it is done. Autograd does not
+    see a forward that changes its own input. Therefore the source's version is compared when the copy is waited for,
+    and ``bring`` raises the error that autograd raises for a saved tensor that was changed.
 """
 
 from __future__ import annotations
@@ -23,53 +19,53 @@ from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload.copy_streams import DONE, CopyEvent, CopyStream
 from lt_zero.offload.reuse import Loan, Memory
 
-_FLYING = 4  # copies to the host that are on their way, and keep their sources alive
+_IN_FLIGHT = 4  # copies to the host in flight; each keeps its source alive
 
 
 class Place(Protocol):
-    """One tensor at rest, as bytes."""
+    """The stored bytes of one saved activation."""
 
     def prefetch(self) -> bool:
-        """Start to bring it; whether there is room for that."""
+        """Start copying to the device; False if there is no buffer for that."""
 
     def bring(self) -> Tensor:
-        """A copy on the device, 1D uint8.
+        """A copy on the device, 1D uint8. Always a copy: recomputation may change it, a retained graph asks again.
 
         Raises:
             RuntimeError: the source was changed before it was copied.
         """
 
     def free(self) -> None:
-        """It is not needed any more. Once, and nothing else afterwards."""
+        """Release the memory. The last call on this object."""
 
 
 class Rest(Protocol):
-    """Takes tensors and keeps them."""
+    """Stores saved activations: on the device, in host memory or in files."""
 
-    problem: SwapError | None  # the first that went wrong; see offload/nvme_files.py, Note [A failing disk]
+    problem: SwapError | None  # the first error; see offload/nvme_files.py, Note [A failing disk]
 
     def put(self, source: Tensor) -> Place:
-        """Keep the bytes (1D uint8, on the device). See Note [A source that changes]."""
+        """Store the bytes (1D uint8, on the device). See Note [A source that changes]."""
 
     def end_pass(self) -> None:
-        """Nothing is kept now."""
+        """Called between passes, when nothing is stored."""
 
     def stats(self) -> dict[str, int]:
-        """``made``: allocations so far; ``memory``, ``disk``: bytes that are taken, in use or not."""
+        """``made``: allocations so far; ``memory``, ``disk``: bytes allocated, in use or not."""
 
     def close(self) -> None:
-        """Give all back. Again a no-op."""
+        """Release everything. Idempotent."""
 
 
 class Source:
-    """What a copy to the host reads from. See Note [A source that changes]."""
+    """The source of a copy to the host. See Note [A source that changes]."""
 
     def __init__(self, tensor: Tensor, event: CopyEvent) -> None:
         self._tensor = None if event is DONE else tensor
         self._version, self.event, self._changed = version_of(tensor), event, 0
 
     def wait_copied(self, host: bool = False) -> None:
-        """The current stream, or the host, waits for the copy; the source is let go."""
+        """Make the current stream, or the host, wait for the copy, and drop the source."""
         if host:
             self.event.synchronize()
         else:
@@ -79,13 +75,13 @@ class Source:
         self._tensor, self.event = None, DONE
 
     def check(self) -> None:
-        """Raise if it was changed before the copy was waited for."""
+        """Raise if the source was changed before the copy was waited for."""
         if self._changed:
             raise changed(self._version + self._changed, self._version)
 
 
 def changed(found: int, expected: int) -> RuntimeError:
-    """What autograd says of a saved tensor that was written to."""
+    """Autograd's error for a saved tensor that was changed in place."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: an input of "
         f"a checkpointed module is at version {found}; expected version {expected} instead. Write to a copy of it."
@@ -93,10 +89,10 @@ def changed(found: int, expected: int) -> RuntimeError:
 
 
 class OnDevice:
-    """Tensors rest on the device itself, in memory of their own.
+    """Stores saved activations on the device itself.
 
     Args:
-        memory: where.
+        memory: allocator of device memory.
     """
 
     problem: SwapError | None = None
@@ -136,11 +132,11 @@ class _DevicePlace:
 
 
 class InHost:
-    """Tensors rest in host memory. Copies run beside what the device computes. See offload/copy_streams.py.
+    """Stores saved activations in host memory; copies overlap with compute (offload/copy_streams.py).
 
     Args:
-        memory: page-locked host memory.
-        device: where tensors come from.
+        memory: allocator of pinned host memory.
+        device: device of the activations.
     """
 
     problem: SwapError | None = None
@@ -155,7 +151,7 @@ class InHost:
         loan = self.memory.take(source.numel())
         leaving = Source(source, self.to_host.copy(loan.tensor[: source.numel()], source))
         self._leaving.append(leaving)
-        if len(self._leaving) > _FLYING:
+        if len(self._leaving) > _IN_FLIGHT:
             self._leaving.popleft().wait_copied(host=True)
         return _HostPlace(self, loan, source.numel(), leaving)
 
@@ -194,6 +190,6 @@ class _HostPlace:
 
     def free(self) -> None:
         self._source.wait_copied()
-        self._coming.wait()  # or memory that is still being written would be another tensor's
+        self._coming.wait()  # or the copy would write into memory that the allocator has reused
         self._target = None
         self._loan.give_back(self._coming)

@@ -1,16 +1,15 @@
-"""Where tensors rest that backward will ask for: in files, which they leave for while forward goes on.
+"""Storage for saved activations in NVMe files; they are written while forward goes on.
 
 Note [Life of a saved tensor in files]
-    put       its bytes are copied to a buffer in host memory; when the copy is done, a thread starts to write
-    leaving   the buffer is taken until the write is done; whoever asks for the tensor gets it from there
-    away      the bytes are in a record of a file
-    coming    they are read into a buffer, and copied to the device
-    At most ``_ROOM`` buffers are in use for what leaves and comes: ``put`` waits for the oldest write, reading ahead
-    does without. What is asked for now gets a buffer in any case.
+    put       the bytes are copied to a host buffer; when the copy is done, a thread starts to write
+    leaving   being written; until that is done the tensor is served from the buffer
+    away      only in a record of a file
+    coming    being read into a buffer, then copied to the device
+    At most ``_ROOM`` buffers are in use: then ``put`` waits for the oldest write, and a prefetch does nothing. A tensor
+    that backward asks for always gets a buffer.
 
-Note [A failing disk]
-    As in nvme_files.py: the first problem is kept, and whoever uses the store raises it on all ranks where they meet.
-    Until then a tensor that could not be written stays in memory, and one that could not be read is NaN.
+Errors are handled as in nvme_files.py, Note [A failing disk]: a tensor that could not be written stays in memory, and
+one that could not be read is NaN.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from lt_zero.offload.copy_streams import DONE, CopyEvent, CopyStream
 from lt_zero.offload.reuse import Loan, Stock
 from lt_zero.offload.saved_activations import Place, Source
 
-_ROOM = 4  # buffers for what leaves and comes
-_KEPT = 8  # passes after which a file that nobody used is removed
-_FIT = 4  # a record may be larger than what it is for by one part in so many
+_ROOM = 4  # host buffers for writes and reads
+_KEPT = 8  # passes after which an unused file is removed
+_FIT = 4  # a record may be larger than its tensor by 1/_FIT
 
 
 class _Record:
-    """A part of a file."""
+    """A record of a file."""
 
     def __init__(self, group: _Group, index: int) -> None:
         self.group, self.index = group, index
@@ -50,11 +49,11 @@ class _Group:
     def __init__(self, file: SwapFile, count: int) -> None:
         self.file, self.count, self.size = file, count, file.size_of(0)
         self.free = [_Record(self, index) for index in reversed(range(count))]
-        self.used = 0  # the last pass that did
+        self.used = 0  # last pass that used this file
 
 
 class _Records:
-    """Files that are made as they are needed, and used again."""
+    """Reusable files, created on demand."""
 
     def __init__(self, folder: SwapFolder, pool: IoPool) -> None:
         self._folder, self._pool = folder, pool
@@ -69,7 +68,7 @@ class _Records:
         """A record of at least ``nbytes``.
 
         Raises:
-            SwapError: there is no space for one.
+            SwapError: the disk has no space for it.
         """
         kin = [g for g in self._groups if nbytes <= g.size <= max(nbytes + nbytes // _FIT, nbytes + 4096)]
         free = [group for group in kin if group.free]
@@ -85,7 +84,7 @@ class _Records:
         return self._groups[-1]
 
     def end_pass(self) -> None:
-        """Remove files of sizes that do not occur any more."""
+        """Remove files that were not used for ``_KEPT`` passes."""
         self._passes += 1
         old = [g for g in self._groups if self._passes - g.used > _KEPT and len(g.free) == g.count]
         for group in old:
@@ -99,17 +98,17 @@ class _Records:
 
 
 class InFiles:
-    """Tensors rest in files of a folder that is this process's own. See Note [Life of a saved tensor in files].
+    """Stores saved activations in files of a private folder. See Note [Life of a saved tensor in files].
 
     Args:
         path: a folder on a local disk.
         rank: of this process.
-        aio: how to read and write.
-        device: where tensors come from.
-        apart: whether it has memory of its own.
+        aio: block size, threads and queue depth of the I/O.
+        device: device of the activations.
+        apart: whether the device has memory of its own, apart from the host's.
 
     Raises:
-        SwapError: there can be no files there.
+        SwapError: the folder cannot be created.
     """
 
     def __init__(self, path: Path, rank: int, aio: Aio, device: torch.device, apart: bool) -> None:
@@ -136,11 +135,11 @@ class InFiles:
         return place
 
     def note(self, error: SwapError) -> None:
-        """Keep the first problem."""
+        """Keep the first error."""
         self.problem = self.problem or error
 
     def make_room(self) -> None:
-        """Wait for the oldest writes, as long as too many buffers are in use."""
+        """Wait for the oldest writes until fewer than ``_ROOM`` buffers are in use."""
         while self.busy >= _ROOM and self._leaving:
             self._leaving.popleft().wait_written()
 
@@ -162,7 +161,7 @@ class InFiles:
 
 
 class _Stays:
-    """A tensor that found no file."""
+    """A tensor that stays in memory, because no record could be allocated."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -178,7 +177,7 @@ class _Stays:
 
 
 class _FilePlace:
-    """One tensor, in a buffer or in a record."""
+    """One tensor, in a host buffer or in a record."""
 
     def __init__(self, rest: InFiles, record: _Record, source: Tensor) -> None:
         self._rest, self._record, self._nbytes = rest, record, source.numel()
@@ -188,8 +187,8 @@ class _FilePlace:
         self._loan: Loan | None = self._take()
         copied = rest.to_host.copy(self._loan.tensor[: self._nbytes], source)
         self._source = Source(source, copied)
-        self._written: list[Transfer] = []  # by the gate, if there is one
-        self._gate: Transfer | None = None
+        self._written: list[Transfer] = []  # filled by the gate, if there is one
+        self._gate: Transfer | None = None  # waits for the copy in an I/O thread, then starts the write
         buffer = self._loan.tensor[: record.group.size]
         try:
             if copied is DONE:
@@ -199,7 +198,7 @@ class _FilePlace:
                 self._gate = rest.pool.submit(1, gate, _nothing, after=None)
         except SwapError as error:
             rest.note(error)
-        self._left = self._stored = False  # nobody writes any more; the record has the values
+        self._left = self._stored = False  # the write has ended; the record holds the values
 
     def _take(self) -> Loan:
         self._rest.busy += 1
@@ -212,7 +211,7 @@ class _FilePlace:
         self._loan = None
 
     def wait_written(self) -> None:
-        """Wait until it is written; the buffer is free then."""
+        """Wait until the tensor is written, then release the buffer."""
         if self._left:
             return
         self._left = True
@@ -226,7 +225,7 @@ class _FilePlace:
                 self._stored = True
                 self._drop()
         except SwapError as error:
-            self._rest.note(error)  # the buffer has the values, and stays
+            self._rest.note(error)  # the buffer is kept: it has the only copy of the values
         self._gate, self._written = None, []
 
     def prefetch(self) -> bool:
@@ -266,7 +265,7 @@ class _FilePlace:
         assert self._loan is not None
         self._target = torch.empty(self._nbytes, dtype=torch.uint8, device=self._rest.device)
         self._coming = self._rest.to_device.copy(self._target, self._loan.tensor[: self._nbytes])
-        if self._stored:  # or it is still being written, and has the values for who asks again
+        if self._stored:  # otherwise the buffer is still being written, and serves further calls
             self._drop(self._coming)
 
     def bring(self) -> Tensor:
@@ -299,8 +298,8 @@ class _FilePlace:
 def _write(
     device: torch.device, copied: CopyEvent, record: _Record, buffer: Tensor, written: list[Transfer], block: int
 ) -> None:
-    """In a thread: the copy from the device is waited for where nobody else waits."""
-    # A thread begins on the first device, where this process may have no memory.
+    """Wait for the copy from the device in an I/O thread, so that no other thread has to, and start the write."""
+    # A new thread's current device is the first one, where this process must not create a context.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         copied.synchronize()
     written.append(record.group.file.write(record.index, buffer))

@@ -94,7 +94,9 @@ class Stepper:
         together: Collection[Bucket] = (),
         method: Callable[[], Any] | None = None,
     ) -> None:
-        """Step the buckets whose states rest in files, one by one. See offload/nvme_files.py, Note [Walking].
+        """Step the buckets whose states rest in files, one by one.
+
+        See offload/nvme_files.py, Note [Streaming buckets].
 
         ``together``: buckets that all ranks step, also if they hold nothing of what is used, as the step is collective.
         ``method``: called in the place of ``step``.

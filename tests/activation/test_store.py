@@ -387,8 +387,8 @@ def test_too_few_slots_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFi
         store.end_backward()
         assert same(gradients(net), expected(net, step))
     assert [record.getMessage() for record in caplog.records] == [
-        "activation_checkpointing.contiguous_memory_optimization: a saved input of 8192 bytes finds no room, its 4 "
-        "slots are in use. It gets memory of its own; raise number_checkpoints=4."
+        "activation_checkpointing.contiguous_memory_optimization: a saved input of 8192 bytes does not fit, all 4 "
+        "slots are in use. It is stored in separate memory; raise number_checkpoints=4."
     ]
     assert (store.stats()["made"], store.stats()["memory"]) == (1 + 2 * 2, 4 * NBYTES)
 

@@ -357,7 +357,7 @@ def slow_copies() -> Iterator[None]:
         jobs.append(job)
 
     def wait_long(self: Any) -> None:
-        to_host = self._lane._limit is not None
+        to_host = self._copy_stream._limit is not None
         if to_host and threading.current_thread().name != "lt_zero-step":
             for job in jobs:
                 job.wait()
