@@ -1,4 +1,4 @@
-"""Memory for what comes from files, passed on from one home to the next."""
+"""Reusable buffers for tensors that are read from files."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lt_zero.io.pinned import aligned_buffer
 
 
 class Buffers:
-    """Memory for what is here: what one home gives back the next one gets, without new pages. Any thread may use it.
+    """Buffers of stored tensors; a freed buffer is reused without faulting in new pages. Thread-safe.
 
     Args:
-        spare: buffers that are kept although nobody uses them.
+        spare: number of free buffers that are kept.
     """
 
     def __init__(self, spare: int = 2) -> None:
         self._few, self._spare, self._free = spare, spare, list[Tensor]()
-        self._walks = 0  # that are going on
+        self._streams = 0  # contexts of ``many`` that are open
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Tensor:
-        """A buffer (1D uint8) of ``nbytes``, with any content."""
+        """An uninitialized buffer (1D uint8) of at least ``nbytes``."""
         with self._lock:
             fitting = [b for b in self._free if nbytes <= b.numel() <= nbytes + nbytes // 4]
             if fitting:
@@ -34,24 +34,24 @@ class Buffers:
         return aligned_buffer(nbytes)
 
     def give(self, buffer: Tensor) -> None:
-        """Take a buffer back; nobody may use it any more."""
+        """Return a buffer, which the caller must not use again."""
         with self._lock:
             self._free = [*self._free, buffer][-self._spare :]
 
     @property
     def nbytes(self) -> int:
-        """Memory of the spare ones."""
+        """Bytes of free buffers."""
         return sum(buffer.numel() for buffer in self._free)
 
     @contextmanager
     def many(self, count: int) -> Iterator[None]:
-        """Keep more spare buffers while something walks over all homes."""
+        """Keep ``count`` free buffers while buckets are streamed through memory."""
         with self._lock:
-            self._walks, self._spare = self._walks + 1, max(self._spare, count)
+            self._streams, self._spare = self._streams + 1, max(self._spare, count)
         try:
             yield
         finally:
             with self._lock:
-                self._walks -= 1
-                if not self._walks:
+                self._streams -= 1
+                if not self._streams:
                     self._spare, self._free = self._few, self._free[-self._few :]

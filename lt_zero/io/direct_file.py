@@ -1,16 +1,8 @@
-"""Files that hold tensors' bytes while nobody needs them: records of fixed sizes, written and read in the background.
+"""Files of fixed-size records that are written and read in the background, with O_DIRECT where possible.
 
-Note [Order per record]
-    What is asked for one record happens in that order: a read sees the write before it, a write waits for the reads
-    before it. Records know nothing of each other, so a write and a read of different records overlap.
-
-Note [Borrowed tensors]
-    A request's tensor belongs to the threads until ``Transfer.wait`` has returned: bytes that the caller changes
-    meanwhile make a checksum fail later, at the read.
-
-Note [Without O_DIRECT]
-    Through the page cache a file would push out everything else. After each transfer the file is therefore written
-    back (which also brings errors to light) and its pages are dropped from the cache.
+Requests for one record run in order: a read sees the write before it, and a write waits for the reads before it.
+Requests for different records overlap. A request's tensor belongs to the threads until ``Transfer.wait`` has returned;
+bytes that the caller changes meanwhile make the checksum fail at the next read.
 """
 
 from __future__ import annotations
@@ -42,25 +34,25 @@ from lt_zero.io.thread_pool import IoPool, SwapError, Transfer, log
 
 __all__ = ["IoPool", "Nowhere", "SwapError", "SwapFile", "Transfer"]
 
-_EXIT_PATIENCE = 30.0  # seconds at exit for requests that are with the kernel
+_EXIT_PATIENCE = 30.0  # seconds to wait at exit for requests in the kernel
 _told: set[str] = set()
 
 
 class _Record:
-    """A part of the file, and what is known of its content."""
+    """A record of the file, and the state of its content."""
 
     def __init__(self, index: int, offset: int, nbytes: int, blocks: int) -> None:
         self.index = index
         self.offset = offset
         self.nbytes = nbytes
-        self.sums = [0] * blocks  # of what was written last
-        self.last: Transfer | None = None  # the latest request; see Note [Order per record]
-        self.written = False  # or will be, by a request that is under way
+        self.sums = [0] * blocks  # checksums of the last write
+        self.last: Transfer | None = None  # the latest request; the next one is chained behind it
+        self.written = False  # a write was submitted
         self.problem = ""  # why the last write failed
 
 
 class _Handle:
-    """The open file, and what closing it has to wait for. Outlives the SwapFile at exit."""
+    """The open file and its running requests. Outlives the SwapFile at exit."""
 
     def __init__(self, fd: int, path: Path) -> None:
         self.fd = fd
@@ -68,20 +60,20 @@ class _Handle:
         self.pid = os.getpid()
         self.idle = threading.Condition()
         self.running = 0  # requests that have not ended
-        self.closed = False  # no new requests
-        self.given_up = False  # nor those that wait in line
+        self.closed = False  # accepts no new requests
+        self.given_up = False  # drops queued requests
 
 
 class SwapFile:
-    """One preallocated file with ``len(sizes)`` records; it exists as long as this object and the process.
+    """A preallocated file with ``len(sizes)`` records; it is removed with this object, at the latest at exit.
 
     Args:
-        path: the file to make; it must not exist.
-        sizes: bytes of each record. They are rounded up to full blocks, see ``size_of``.
+        path: the file to create; it must not exist.
+        sizes: bytes of each record, rounded up to full blocks; see ``size_of``.
         pool: the threads that read and write.
 
     Raises:
-        SwapError: no such file can be made, for want of space or rights.
+        SwapError: the file cannot be created, for lack of space or permissions.
     """
 
     def __init__(self, path: Path, sizes: Sequence[int], pool: IoPool) -> None:
@@ -101,17 +93,17 @@ class SwapFile:
             _Record(index, offset, nbytes, -(-nbytes // self._step))
             for index, (offset, nbytes) in enumerate(zip(offsets, lengths, strict=False))
         ]
-        self._lock = threading.Lock()  # of `_Record.last`
+        self._lock = threading.Lock()  # guards `_Record.last`
         self.direct = go_direct(fd, self._unit, self.nbytes)
         if not self.direct and "direct" not in _told:
             _told.add("direct")
-            log.warning("%s cannot be read past the page cache (O_DIRECT): NVMe offload is slower there.", path.parent)
+            log.warning("%s does not support O_DIRECT: NVMe offload is slower there.", path.parent)
         self._blocks = Blocks(fd, path, self._unit if self.direct else 1, pool.retries)
         self._handle = _Handle(fd, path)
         self._finalizer = weakref.finalize(self, _release, self._handle)
 
     def size_of(self, record: int) -> int:
-        """The bytes of a record, full blocks: how large a tensor has to be."""
+        """Bytes of a record, in full blocks; tensors to write or read must have this size."""
         return self._record(record).nbytes
 
     def write(self, record: int, source: Tensor) -> Transfer:
@@ -124,7 +116,7 @@ class SwapFile:
         return self._submit(self._record(record), source, writes=True)
 
     def read(self, record: int, target: Tensor) -> Transfer:
-        """Read a record, after a write of it that is under way. ``target`` (1D) is undefined until waited for.
+        """Read a record, after a pending write of it. ``target`` (1D) is undefined until the transfer is waited for.
 
         Raises:
             ValueError: ``target`` is not an aligned buffer of the record's size.
@@ -133,7 +125,7 @@ class SwapFile:
         return self._submit(self._record(record), target, writes=False)
 
     def close(self) -> None:
-        """Wait for what is under way, and remove the file. Again a no-op."""
+        """Wait for pending requests and remove the file. Idempotent."""
         handle = self._handle
         if os.getpid() == handle.pid:
             with handle.idle:
@@ -151,8 +143,8 @@ class SwapFile:
         check_buffer(tensor, record.nbytes, f"Cannot {verb} record {record.index} of {self.path}")
         if not writes and not record.written:
             raise SwapError(
-                f"Record {record.index} of {self.path} (offset {record.offset}, {record.nbytes} bytes) was never"
-                " written, so there is nothing to read: write it first."
+                f"Cannot read record {record.index} of {self.path} (offset {record.offset}, {record.nbytes} bytes): it"
+                " was never written."
             )
         handle = self._handle
         self._pool.check_process("read or write")
@@ -172,9 +164,9 @@ class SwapFile:
             raise
 
     def _block(self, record: _Record, tensor: Tensor, index: int) -> tuple[Tensor, int]:
-        """A block's part of the tensor, and its offset in the file."""
+        """The slice of the tensor for a block, and its offset in the file."""
         if self._handle.given_up:
-            raise SwapError(f"{self.path} was closed at exit before record {record.index} was moved.")
+            raise SwapError(f"{self.path} was closed at exit before record {record.index} was transferred.")
         first = index * self._step
         return tensor[first : first + self._step], record.offset + first
 
@@ -186,19 +178,21 @@ class SwapFile:
 
     def _read_block(self, record: _Record, tensor: Tensor, index: int) -> None:
         if record.problem:
-            raise SwapError(f"Record {record.index} of {self.path} holds nothing to read: {record.problem}")
+            raise SwapError(
+                f"Cannot read record {record.index} of {self.path}: its last write failed. {record.problem}"
+            )
         block, offset = self._block(record, tensor, index)
         self._blocks.read(view_of(block), offset)
         if self._pool.checksum and (found := checksum(block, self._weights)) != record.sums[index]:
             raise SwapError(
-                f"{block.numel()} bytes at offset {offset} of {self.path} (record {record.index}) are not those that"
-                f" were written: their checksum is {found:#x}, not {record.sums[index]:#x}. The disk, its driver or"
-                " another program changed them or lost a write (or the source was changed before wait()). See dmesg"
-                " and smartctl, set nvme_path to another disk, and restart from a checkpoint."
+                f"Wrong checksum of {block.numel()} bytes at offset {offset} of {self.path} (record {record.index}):"
+                f" {found:#x}, expected {record.sums[index]:#x}. The disk, its driver or another program changed the"
+                " data or lost a write (or the source was changed before wait()). See dmesg and smartctl, set nvme_path"
+                " to another disk, and restart from a checkpoint."
             )
 
     def _end(self, record: _Record, writes: bool, error: SwapError | None) -> None:
-        """What follows the last block, in the thread that moved it."""
+        """Complete a transfer, in the thread that moved its last block."""
         try:
             if error is None and not self.direct and record.nbytes:
                 self._drop_cache(record, writes)
@@ -211,6 +205,7 @@ class SwapFile:
             self._ended()
 
     def _drop_cache(self, record: _Record, writes: bool) -> None:
+        # Without O_DIRECT the file would evict everything else from the page cache. fdatasync also reports errors.
         if writes:
             os.fdatasync(self._handle.fd)
         os.posix_fadvise(self._handle.fd, record.offset, record.nbytes, os.POSIX_FADV_DONTNEED)
@@ -222,7 +217,7 @@ class SwapFile:
 
 
 class Nowhere:
-    """Takes the place of a file that could not be made."""
+    """Stands in for a file that could not be created; every access raises the error."""
 
     def __init__(self, sizes: list[int], error: SwapError) -> None:
         self._sizes, self._error = sizes, error
@@ -240,7 +235,7 @@ class Nowhere:
 
 
 def logical_block(folder: Path) -> int:
-    """The smallest request of the disk under ``folder`` in bytes; ``BLOCK`` if the system does not tell."""
+    """The logical block size in bytes of the disk under ``folder``; ``BLOCK`` if it is unknown."""
     for queue in ("queue", "../queue"):  # a disk's, a partition's
         with contextlib.suppress(OSError, ValueError):
             device = os.stat(folder).st_dev
@@ -250,14 +245,14 @@ def logical_block(folder: Path) -> int:
 
 
 def _allocate(path: Path, nbytes: int) -> int:
-    """Make a file with all its space, so that no write can run out of it later."""
-    what = f"Cannot make {path} with {in_words(nbytes)}"
+    """Create a file with all its space allocated, so that no later write fails for lack of space."""
+    what = f"Cannot create {path} with {in_words(nbytes)}"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise trouble(what, path.parent, error) from error
     try:
-        if nbytes > free_bytes(path.parent):  # not by filling the disk up to find out
+        if nbytes > free_bytes(path.parent):  # checked first: a failing fallocate would fill the disk
             raise OSError(errno.ENOSPC, "no space")
         if nbytes:
             reserve(fd, nbytes)
@@ -269,7 +264,7 @@ def _allocate(path: Path, nbytes: int) -> int:
 
 
 def reserve(fd: int, nbytes: int) -> None:
-    """Give the file its space, where the file system can. Tests replace this."""
+    """Allocate the file's space where the file system supports it. Tests replace this."""
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
@@ -279,11 +274,11 @@ def reserve(fd: int, nbytes: int) -> None:
 
 
 def go_direct(fd: int, unit: int, nbytes: int) -> bool:
-    """Turn O_DIRECT on if the file system takes it and a request of ``unit`` works. Tests replace this."""
+    """Turn on O_DIRECT if the file system supports it for requests of ``unit`` bytes. Tests replace this."""
     before = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, before | os.O_DIRECT)
-        if nbytes:  # some file systems take the flag and refuse the request
+        if nbytes:  # some file systems accept the flag and refuse the request
             zeros = aligned_buffer(unit)
             os.pwritev(fd, [view_of(zeros)], 0)
     except OSError:
@@ -293,13 +288,13 @@ def go_direct(fd: int, unit: int, nbytes: int) -> bool:
 
 
 def _release(handle: _Handle) -> None:
-    """Close and remove the file; at exit, without what still waits in line."""
+    """Close and remove the file; at exit, drop queued requests."""
     if os.getpid() != handle.pid:  # the parent's file stays; see Note [Fork and exit] in thread_pool.py
         os.close(handle.fd)
         return
     with handle.idle:
         handle.closed = handle.given_up = True
         quiet = handle.idle.wait_for(lambda: handle.running == 0, _EXIT_PATIENCE)
-    if quiet:  # or a thread would write to whatever gets the number next
+    if quiet:  # otherwise a thread might write to another file that reuses the descriptor
         os.close(handle.fd)
     handle.path.unlink(missing_ok=True)

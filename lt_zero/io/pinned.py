@@ -1,19 +1,19 @@
-"""Memory that a disk can read and write directly, and checksums of it.
+"""Page-aligned and pinned host memory for direct I/O, and checksums of it.
 
 Note [Buffers and fork]
-    Direct I/O into private memory while the process forks can end in the wrong copy of a page (open(2)), and a
-    ``DataLoader`` forks whenever an epoch begins. Buffers are therefore not inherited (MADV_DONTFORK): the disk and
-    the parent keep the only copy, and a child that touches one is killed by SIGSEGV. A child may have put something
-    else at the address when it drops such a buffer, so there a buffer is never unmapped.
+    Direct I/O into private memory while the process forks can reach the wrong copy of a page (open(2)), and a
+    ``DataLoader`` forks at the start of every epoch. Buffers are therefore not inherited (MADV_DONTFORK): only the
+    parent has them, and a child that touches one is killed by SIGSEGV. A child never unmaps a buffer, because it may
+    have mapped something else at that address.
 
 Note [Checksums]
-    A block's sum is the weighted sum of its pages' sums, over 64-bit words with wrap-around. It runs at the speed of
-    memory and without the GIL; CRC and hashes of the standard library are several times slower than the disk. Any
-    change within one word is seen, since nothing that follows loses a bit of a page's sum (weights are odd); pages
-    that changed places, since weights differ; blocks of other places or times, since sums are kept per block in
-    memory and never read from the disk. A page's sum is folded before it is weighted: sums of round fp64 numbers
-    have high bits only, which the product would push out. Not seen: words that changed places within a page, and
-    changes of several words of a page that cancel out modulo 2**64.
+    A block's checksum is the weighted sum of its pages' sums, over 64-bit words with wrap-around. It runs at memory
+    speed and without the GIL; the CRC and hashes of the standard library are several times slower than the disk.
+    Detected: any change within one word, since odd weights lose no bit of a page's sum; swapped pages, since weights
+    differ; blocks from another offset or an earlier write, since checksums are kept per block in memory and never read
+    from the disk. A page's sum is folded before it is weighted: sums of round fp64 numbers have high bits only, which
+    the product would shift out. Not detected: swapped words within a page, and changes of several words of a page that
+    cancel modulo 2**64.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ log = logging.getLogger("lt_zero")
 BLOCK = 4096  # alignment of memory, offsets and sizes
 _M_MMAP_THRESHOLD = -3  # malloc.h of glibc
 _WORDS = BLOCK // 8  # int64 words of a page
-_pin_failed: list[bool] = []  # that was told once
+_pin_failed: list[bool] = []  # not empty: pinning failed once, which was logged
 _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-_inherited: list[mmap.mmap] = []  # of a forked child
+_inherited: list[mmap.mmap] = []  # in a forked child: keeps the parent's buffers from being unmapped
 os.register_at_fork(after_in_child=lambda: _inherited.extend(_mapped))
-_GOLDEN = -7046029254386353131  # 2**64 / golden ratio: its multiples are spread evenly
+_GOLDEN = -7046029254386353131  # 2**64 / golden ratio: its multiples are evenly distributed
 
 
 def rounded(nbytes: int, unit: int = BLOCK) -> int:
@@ -45,9 +45,9 @@ def rounded(nbytes: int, unit: int = BLOCK) -> int:
 
 
 def aligned_buffer(nbytes: int) -> Tensor:
-    """At least ``nbytes`` zeros (1D uint8), a multiple of ``BLOCK``, on whole pages: huge ones where there are some.
+    """At least ``nbytes`` zeros (1D uint8, a multiple of ``BLOCK``), page-aligned, on huge pages where possible.
 
-    The memory goes back to the system when the last tensor on it dies. See Note [Buffers and fork].
+    The memory is unmapped when the last tensor on it dies. See Note [Buffers and fork].
     """
     if nbytes < 0:
         raise ValueError(f"a buffer cannot hold {nbytes} bytes.")
@@ -61,16 +61,16 @@ def _map(nbytes: int) -> mmap.mmap:
             try:
                 pages.madvise(advice)
             except OSError:
-                # A kernel without huge pages: slower (the disk gets a list of 4 KiB pages), and as correct.
+                # A kernel without huge pages: I/O is slower (requests are lists of 4 KiB pages), but correct.
                 continue
     _mapped.add(pages)
-    return pages  # a tensor's storage keeps it
+    return pages  # the tensor's storage keeps it alive
 
 
 def host_buffer(nbytes: int, pin: bool) -> Tensor:
-    """An ``aligned_buffer`` that is page-locked if ``pin``, and there is enough of that.
+    """An ``aligned_buffer``, pinned if ``pin`` and if the system allows it.
 
-    Registered, not allocated by torch: its allocator rounds up to powers of two, which is up to twice the memory.
+    The memory is registered with CUDA instead of allocated by torch, whose allocator rounds up to powers of two.
     """
     if not pin or nbytes == 0 or _pin_failed:
         return aligned_buffer(nbytes)
@@ -82,28 +82,28 @@ def host_buffer(nbytes: int, pin: bool) -> Tensor:
         weakref.finalize(buffer.untyped_storage(), _unregister, address, os.getpid(), pages).atexit = False
     else:
         _pin_failed.append(True)
-        text = "%d bytes cannot be page-locked (CUDA error %d): pageable memory is used, copies wait. See ulimit -l."
+        text = "Cannot pin %d bytes (CUDA error %d): using pageable memory, so copies block the host. See ulimit -l."
         log.warning(text, nbytes, code)
     return buffer
 
 
 def _unregister(address: int, pid: int, pages: mmap.mmap) -> None:
-    # Holds the pages: they must be mapped until here.
+    # ``pages`` keeps the memory mapped until here.
     if os.getpid() == pid:
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def view_of(tensor: Tensor) -> memoryview:
-    """The bytes of a 1D uint8 tensor, to be read and written in place. It does not keep the tensor alive."""
-    # Not through numpy: a tensor that was exported to numpy can never give its storage back.
+    """A writable view of the bytes of a 1D uint8 tensor. It does not keep the tensor alive."""
+    # Not through numpy: a tensor that was exported to numpy can never free its storage.
     return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
 
 
 def check_buffer(tensor: Tensor, nbytes: int, what: str) -> None:
-    """Refuse memory that direct I/O cannot use for ``what``, a record of ``nbytes``.
+    """Check that direct I/O can use ``tensor`` for a record of ``nbytes``; ``what`` begins the error message.
 
     Raises:
-        ValueError: not 1D contiguous uint8 on the CPU, another size, or an address that is not aligned.
+        ValueError: ``tensor`` is not 1D contiguous uint8 on the CPU, has another size, or is not aligned.
     """
     problem = None
     if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device.type != "cpu":
@@ -114,27 +114,27 @@ def check_buffer(tensor: Tensor, nbytes: int, what: str) -> None:
     elif tensor.data_ptr() % BLOCK:
         problem = f"the tensor's address {tensor.data_ptr():#x} is not a multiple of {BLOCK}"
     if problem:
-        raise ValueError(f"{what}: {problem}. Pass a slice of aligned_buffer() that begins and ends at full blocks.")
+        raise ValueError(f"{what}: {problem}. Pass a slice of aligned_buffer() that consists of full blocks.")
 
 
 def checksum_weights(nbytes: int) -> Tensor:
-    """Odd weights for the pages of a block of up to ``nbytes``."""
-    return (torch.arange(nbytes // BLOCK) * 2 + 1) * _GOLDEN  # odd times odd: 1D int64
+    """Odd weights for the pages of a block of up to ``nbytes`` (1D int64)."""
+    return (torch.arange(nbytes // BLOCK) * 2 + 1) * _GOLDEN  # odd times odd is odd
 
 
 def checksum(block: Tensor, weights: Tensor) -> int:
-    """The sum of a block (1D uint8, a multiple of ``BLOCK``). See Note [Checksums]."""
+    """The checksum of a block (1D uint8, a multiple of ``BLOCK``). See Note [Checksums]."""
     pages = block.view(torch.int64).view(-1, _WORDS).sum(1)  # 1D
     folded = pages ^ ((pages >> 32) & 0xFFFFFFFF)
     return int((folded * weights[: pages.numel()]).sum())
 
 
 def return_large_blocks() -> None:
-    """Have malloc give every block of a megabyte or more back to the system when it is freed. A no-op without glibc.
+    """Make malloc return freed blocks of a megabyte or more to the system. A no-op without glibc.
 
-    By default glibc raises that limit to the largest block that was ever freed, up to 32 MB, and keeps those below in
-    its heap. Gradients and activations then leave holes there that are as large as what offloading saves.
-    ``MALLOC_MMAP_THRESHOLD_`` in the environment has precedence.
+    By default glibc raises this threshold to the largest block that was ever freed, up to 32 MB, and keeps smaller
+    blocks in its heap. Fragmentation by gradients and activations then costs as much memory as offloading saves.
+    ``MALLOC_MMAP_THRESHOLD_`` in the environment takes precedence.
     """
     if "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return
@@ -146,7 +146,7 @@ def return_large_blocks() -> None:
 
 
 def return_freed_memory() -> None:
-    """Have malloc give the pages of all that was freed back to the system. A no-op without glibc."""
+    """Make malloc return all freed pages to the system. A no-op without glibc."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):

@@ -1,20 +1,15 @@
 """Threads that move blocks between memory and disk, and the transfers that they work on.
 
 Note [Order of transfers]
-    A transfer is a row of blocks. At most ``queue_depth`` of them stand in the pool's queue at a time, and the next
-    one joins at the end when one is done: transfers that begin later have their turn soon, not after gigabytes.
-    A transfer that was chained behind another hands out no block before that one has ended. Threads never wait for a
-    transfer, so any number of chains makes progress with one thread.
-
-Note [Threads and torch]
-    Checksums run in the pool's threads. There torch must not start its own: OpenMP makes one team per calling
-    thread, and idle teams spin. ``torch.set_num_threads`` counts for the calling thread and for threads that do not
-    exist yet, so each of ours calls it, and their creator then gives the second meaning back.
+    A transfer is a sequence of blocks, of which at most ``queue_depth`` are in the pool's queue at a time; each block
+    that is done queues the next one. So a later transfer starts soon, not after gigabytes of an earlier one. A
+    transfer that is chained behind another queues its first block when that one has ended. Threads never wait for a
+    transfer, so one thread is enough for any number of chains.
 
 Note [Fork and exit]
-    A forked child has the objects and not the threads. Whatever would wait for them asks ``check_process`` first, and
-    what ends with the process (finalizers run in children too) does nothing in another process. At exit finalizers
-    run newest first: files give up what is queued, then the pool stops, then the folder is removed.
+    A forked child has the objects but not the threads. Every wait calls ``check_process`` first, and finalizers, which
+    run in children too, do nothing in another process. At exit finalizers run newest first: files drop what is queued,
+    then the pool stops, then the folder is removed.
 """
 
 from __future__ import annotations
@@ -32,26 +27,26 @@ from lt_zero.io.pinned import BLOCK
 
 log = logging.getLogger("lt_zero")
 
-_EXIT_PATIENCE = 30.0  # seconds at exit for requests that are with the kernel
-LOOK = 1.0  # seconds from one look at whether a thread lives to the next
+_EXIT_PATIENCE = 30.0  # seconds to wait at exit for requests in the kernel
+LOOK = 1.0  # seconds between checks whether a thread is alive
 
 
 class SwapError(RuntimeError):
-    """Something on the disk cannot be written, read or trusted. The text says what to do."""
+    """Data cannot be written to or read from the disk, or is corrupt. The message names the remedy."""
 
 
 def check_alive(thread: threading.Thread | None) -> None:
-    """Who waits for what a thread does asks this every ``LOOK`` seconds.
+    """To be called every ``LOOK`` seconds while waiting for a thread.
 
     Raises:
-        SwapError: it is gone.
+        SwapError: the thread has died.
     """
     if thread is not None and not thread.is_alive():
-        raise SwapError(f"The thread {thread.name} is gone, and did not do what it had to. Please report this.")
+        raise SwapError(f"The thread {thread.name} died before it finished its work. Please report this.")
 
 
 class Transfer:
-    """The blocks of one record on their way. ``IoPool.submit`` makes it."""
+    """A read or write of one record, made by ``IoPool.submit``."""
 
     def __init__(
         self, pool: IoPool, count: int, move: Callable[[int], None], end: Callable[[SwapError | None], None]
@@ -69,14 +64,14 @@ class Transfer:
 
     @property
     def done(self) -> bool:
-        """Whether all blocks were moved, or it failed."""
+        """Whether the transfer has ended, successfully or not."""
         return self._ended.is_set()
 
     def wait(self) -> None:
-        """Return when the last block is moved. May be called again.
+        """Wait until the transfer has ended. May be called again.
 
         Raises:
-            SwapError: a block could not be moved or is not what was written.
+            SwapError: a block could not be moved, or its checksum is wrong.
         """
         if not self.done:
             self._pool.check_process("wait for a transfer")
@@ -86,7 +81,7 @@ class Transfer:
             raise SwapError(str(self._error)) from self._error.__cause__
 
     def begin(self, after: Transfer | None) -> None:
-        """Hand out the first blocks, or leave that to the end of ``after``."""
+        """Queue the first blocks, now or when ``after`` has ended."""
         if after is None or not after._chain(self):
             self._hand_out()
 
@@ -96,7 +91,7 @@ class Transfer:
         if self._error is None and self._move is not None:
             try:
                 self._move(block)
-            except BaseException as problem:  # somebody waits for this transfer
+            except BaseException as problem:  # the waiting thread has to get every error
                 error = _bare(problem)
         with self._lock:
             self._error = self._error or error
@@ -113,7 +108,7 @@ class Transfer:
         if self._count == 0:
             self._finish()
             return
-        # Blocks that end meanwhile hand out those behind these.
+        # Set first: a block that ends during the loop already queues the next one.
         self._handed_out = min(self._count, self._pool.queue_depth)
         for block in range(self._handed_out):
             self._pool.put(self, block)
@@ -132,7 +127,7 @@ class Transfer:
             self._end(self._error)
         except BaseException as problem:
             self._error = self._error or _bare(problem)
-        # Who keeps the transfer must not keep the tensor and the file.
+        # A transfer that is still referenced must not keep the tensor and the file alive.
         self._move = self._end = None
         with self._lock:
             follower, self._follower = self._follower, None
@@ -143,7 +138,7 @@ class Transfer:
 
 
 def _bare(problem: BaseException) -> SwapError:
-    """An error without the frames that it came through: they hold views of tensors."""
+    """The error without its traceback, whose frames keep views of tensors alive."""
     if isinstance(problem, SwapError):
         return SwapError(str(problem))
     error = SwapError(f"A thread for disk I/O failed unexpectedly: {problem!r}. Please report this.")
@@ -158,11 +153,11 @@ class IoPool:
     """Threads that move blocks; one pool per process.
 
     Args:
-        threads: how many blocks are with the kernel at a time.
+        threads: number of concurrent requests.
         block_size: bytes per request, a multiple of ``BLOCK``.
-        queue_depth: how many blocks of one transfer stand in line. See Note [Order of transfers].
-        checksum: keep a sum of each block that is written, and compare when it is read.
-        retries: how often a request is tried again that failed for want of resources or made no progress.
+        queue_depth: queued blocks per transfer. See Note [Order of transfers].
+        checksum: keep a checksum of each written block and verify it on read.
+        retries: attempts to repeat a request that found too few resources or made no progress.
     """
 
     def __init__(
@@ -185,16 +180,16 @@ class IoPool:
         self.retries = retries
         self._pid = os.getpid()
         self._closed = False
-        self._running = 0  # transfers that were submitted and have not ended
+        self._running = 0  # transfers that have not ended
         self._idle = threading.Condition()
         self._begin()
 
     def check_process(self, what: str) -> None:
-        """Raise SwapError in a process that has not made the pool: its threads do not exist there."""
+        """Raise SwapError in a process other than the pool's, which does not have its threads."""
         if os.getpid() != self._pid:
             raise SwapError(
                 f"Process {os.getpid()} cannot {what}: the I/O threads belong to process {self._pid}, from which it was"
-                " forked. Make an IoPool and files of its own there, or start it with spawn."
+                " forked. Create an IoPool and files in the child, or start it with spawn."
             )
 
     def _begin(self) -> None:
@@ -203,7 +198,7 @@ class IoPool:
         self._finalizer = weakref.finalize(self, _stop, self._queue, self._workers, self._pid)
 
     def check_threads(self) -> None:
-        """Raise SwapError if a thread is gone that had to move something."""
+        """Raise SwapError if a thread of the pool has died."""
         for worker in self._workers:
             check_alive(worker)
 
@@ -214,10 +209,10 @@ class IoPool:
         end: Callable[[SwapError | None], None],
         after: Transfer | None,
     ) -> Transfer:
-        """Call ``move`` for each of ``count`` blocks in the threads, when ``after`` has ended, then ``end`` once.
+        """Call ``move`` for each of ``count`` blocks in the threads, after ``after`` has ended, then ``end`` once.
 
         Raises:
-            SwapError: the pool is closed, or belongs to another process. Nothing is called then.
+            SwapError: the pool is closed or belongs to another process; nothing is called then.
         """
         self.check_process("read or write")
         with self._idle:
@@ -231,18 +226,18 @@ class IoPool:
         return transfer
 
     def put(self, transfer: Transfer, block: int) -> None:
-        """Stand a block in line."""
+        """Queue a block."""
         self._queue.put((transfer, block))
 
     def ended(self) -> None:
-        """A transfer has ended."""
+        """Called by a transfer that has ended."""
         with self._idle:
             self._running -= 1
             self._idle.notify_all()
 
     def rest(self) -> None:
-        """Wait for what was submitted, and end the threads; the next transfer starts others."""
-        if os.getpid() != self._pid:  # nothing moves there, and the lock may be held for ever
+        """Wait for all transfers and end the threads; the next transfer starts new ones."""
+        if os.getpid() != self._pid:  # a child has no threads, and its copy of the lock may be held forever
             return
         with self._idle:
             while self._running and not self._idle.wait(LOOK):
@@ -250,37 +245,40 @@ class IoPool:
             self._finalizer()
 
     def close(self) -> None:
-        """``rest``, for good. Again a no-op."""
+        """Wait for all transfers and end the threads for good. Idempotent."""
         self._closed = True
         self.rest()
 
 
 def _start(line: Queue, count: int) -> list[threading.Thread]:
-    before = torch.get_num_threads()  # here, not below: a thread's first use takes over what ours are about to set
+    # Checksums run in these threads. torch must not start threads of its own there: OpenMP makes one team per calling
+    # thread, and idle teams spin. ``torch.set_num_threads`` sets the calling thread's number and the default of threads
+    # that do not exist yet, so each of ours calls it, and the default is restored below.
+    before = torch.get_num_threads()  # read first: a thread's first call adopts the default that ours change
     ready = threading.Barrier(count + 1)
     workers = []
     try:
         for index in range(count):
-            # Daemons: the interpreter joins others before it runs the finalizers that would end them.
+            # Daemons: the interpreter joins other threads before it runs the finalizers that would end them.
             worker = threading.Thread(target=_serve, args=(line, ready), name=f"lt_zero-io-{index}", daemon=True)
             worker.start()
             workers.append(worker)
-    except RuntimeError:  # no more threads
+    except RuntimeError:  # the system allows no more threads
         ready.abort()
         raise
     ready.wait()
-    torch.set_num_threads(before)  # see Note [Threads and torch]
+    torch.set_num_threads(before)
     return workers
 
 
 def _serve(line: Queue, ready: threading.Barrier) -> None:
-    # Holds no pool: a pool that nobody has any more ends its threads.
+    # Holds no reference to the pool, whose finalizer ends the threads.
     torch.set_num_threads(1)
-    torch.get_num_threads()  # the first use in a thread takes over what counts for new threads; now that is 1 too
+    torch.get_num_threads()  # a thread's first call adopts the default, which is 1 now
     ready.wait()
     while (item := line.get()) is not None:
         item[0].run(item[1])
-        del item  # or an idle thread keeps the last tensor alive
+        del item  # an idle thread must not keep the last tensor alive
 
 
 def _stop(line: Queue, workers: list[threading.Thread], pid: int) -> None:
@@ -289,5 +287,5 @@ def _stop(line: Queue, workers: list[threading.Thread], pid: int) -> None:
     for _ in workers:
         line.put(None)
     for worker in workers:
-        if worker is not threading.current_thread():  # the pool's last user may be one of its threads
+        if worker is not threading.current_thread():  # the last reference to the pool may die in one of its threads
             worker.join(_EXIT_PATIENCE)

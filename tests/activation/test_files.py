@@ -81,7 +81,7 @@ def test_a_disk_that_is_full_or_fails_is_a_problem_and_no_loss(
     found = gradients(net)
     forward(net, rows(1)).backward()
     assert same(found, gradients(net)), "what found no file stays in memory"
-    assert "Cannot make" in str(store.problem)
+    assert "Cannot create" in str(store.problem)
     assert f"with {4 * NBYTES} bytes" in str(store.problem) or f"with {2 * NBYTES}" in str(store.problem)
     assert "activations-" in str(store.problem)
     store.close()
