@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lt_zero.checkpoint.native.archive import Archive
 from tests.support.checkpoint_tools import SHARDED, copied, error_of, everything, resume, same, train
 from tests.support.lightning_tools import GPT, sharded_trainer
+from tests.support.matrix import cover
 from tests.support.pool import Pool
 
 STAGES = [0, 1, 2, 3]
@@ -39,8 +40,7 @@ def _life(stage: int, folder: str, options: dict[str, Any]) -> list[str]:
     return sorted(p.name for p in Path(path).iterdir())
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "world"), cover(STAGES, [1, 2, 3]))
 def test_restores_what_was_saved(pool: Pool, tmp_path: Path, stage: int, world: int) -> None:
     names = pool.run(world, _life, stage, str(tmp_path), {})[0]
     numbered = [f"{kind}-{rank:05d}.pt" for kind in ("moments", "weights") for rank in range(world)]
@@ -48,8 +48,7 @@ def test_restores_what_was_saved(pool: Pool, tmp_path: Path, stage: int, world: 
     assert set(names) == {".metadata", "extras.pt", "manifest.json", "meta.pt", *numbered}
 
 
-@pytest.mark.parametrize("precision", ["16-true", "16-mixed", "bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("stage", "precision"), cover([1, 3], ["16-true", "16-mixed", "bf16-mixed", "bf16-true"]))
 def test_restores_precision(pool: Pool, tmp_path: Path, stage: int, precision: str) -> None:
     pool.run(2, _life, stage, str(tmp_path), {"precision": precision})
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lt_zero
+from tests.support.matrix import cover
 from tests.support.models import VOCAB, WIDTH, Block, Net, next_token_loss, tokens
 from tests.support.parity import RELEASE, STAGES, Case, check, config_of, full_values, split_backward
 from tests.support.pool import Pool
@@ -27,14 +28,12 @@ def _forwards(stage: int, zero: dict[str, Any], micro: int, sync_every: bool) ->
     check(Case(Net, _two_forwards, stage, zero=zero, micro=micro, sync_every=True, backward=split_backward))
 
 
-@pytest.mark.parametrize("zero", [{}, RELEASE], ids=["keep", "release"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "zero"), cover(STAGES, [{}, RELEASE]))
 def test_several_forwards_and_backwards(pool: Pool, stage: int, zero: dict[str, Any]) -> None:
     pool.run(2, _forwards, stage, zero, 1, False)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "world"), cover(STAGES, [2, 3]))
 def test_accumulation_window(pool: Pool, world: int, stage: int) -> None:
     pool.run(world, _forwards, stage, {}, 3, False)
     pool.run(world, _forwards, stage, RELEASE, 2, True)
@@ -73,8 +72,7 @@ def _zeroed_in_a_window(stage: int, set_to_none: bool) -> None:
             torch.testing.assert_close(got[name], p.detach(), rtol=1e-4, atol=1e-5, msg=lambda t, n=name: f"{n}\n{t}")
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "set_to_none"), cover(STAGES, [True, False]))
 def test_zero_grad_inside_a_window(pool: Pool, stage: int, set_to_none: bool) -> None:
     pool.run(2, _zeroed_in_a_window, stage, set_to_none)
 
@@ -103,8 +101,7 @@ def _penalty(stage: int, zero: dict[str, Any]) -> None:
     check(Case(Critic, _penalty_loss, stage, zero=zero))
 
 
-@pytest.mark.parametrize("zero", [{}, RELEASE], ids=["keep", "release"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "zero"), cover(STAGES, [{}, RELEASE]))
 def test_gradient_penalty(pool: Pool, stage: int, zero: dict[str, Any]) -> None:
     pool.run(2, _penalty, stage, zero)
 

@@ -17,6 +17,7 @@ import lt_zero
 from lt_zero.checkpoint.native.plain import plain
 from lt_zero.engine.consistency_check import check_identity
 from lt_zero.engine.lazy_tensor import AbsentTensor
+from tests.support.matrix import cover
 from tests.support.models import Net, next_token_loss, tokens
 from tests.support.parity import STAGES, Case, check, config_of, full_values
 from tests.support.pool import Pool
@@ -115,8 +116,7 @@ def _load(stage: int, low: bool) -> None:
     engine.finish_reductions()
 
 
-@pytest.mark.parametrize("low", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "low"), cover(STAGES, [False, True]))
 def test_load_state_dict_needs_no_context(pool: Pool, stage: int, low: bool) -> None:
     pool.run(3, _load, stage, low)
 
@@ -244,8 +244,7 @@ def _write_one_rank(stage: int, low: bool) -> None:
         assert torch.equal(value, before[name]), f"{name} was not edited and keeps its precision"
 
 
-@pytest.mark.parametrize("low", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "low"), cover(STAGES, [False, True]))
 def test_rank_zero_wins_in_gathered(pool: Pool, stage: int, low: bool) -> None:
     pool.run(3, _write_one_rank, stage, low)
 

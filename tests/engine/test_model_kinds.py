@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 
 import lt_zero
+from tests.support.matrix import cover
 from tests.support.models import VOCAB, WIDTH, Block, Net, next_token_loss, tokens
 from tests.support.parity import RELEASE, STAGES, Case, check, config_of
 from tests.support.pool import Pool
@@ -90,8 +91,7 @@ def _lora(stage: int, checkpointed: str, zero: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.parametrize("checkpointed", ["", "inside", "outside"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "checkpointed"), cover(STAGES, ["", "inside", "outside"]))
 def test_frozen_and_lora(pool: Pool, stage: int, checkpointed: str) -> None:
     pool.run(2, _lora, stage, checkpointed, RELEASE)
 
@@ -213,8 +213,7 @@ def _branchy(stage: int, optimizer: str) -> None:
     check(Case(Branchy, _branchy_loss, stage, optimizer, micro=2, zero=RELEASE))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("optimizer", "stage"), cover(["sgd", "adamw"], STAGES))
 def test_unused_parameters(pool: Pool, stage: int, optimizer: str) -> None:
     pool.run(3, _branchy, stage, optimizer)
 
@@ -288,7 +287,6 @@ def _partly(stage: int) -> None:
     check(Case(PartlyUsed, loss, stage, zero=RELEASE))
 
 
-@pytest.mark.parametrize("shared", ["1", "0"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "shared"), cover(STAGES, ["1", "0"]))
 def test_a_unit_whose_gradients_are_complete_on_one_rank_only(pool: Pool, stage: int, shared: str) -> None:
     pool.run(3, _partly, stage, env={"LT_ZERO_SHARED_MEMORY": shared, "LT_ZERO_DEBUG": "1"})

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lt_zero.lightning.data_position.position import Progress
+from tests.support.matrix import cover
 from tests.support.pool import Pool
 from tests.support.progress_tools import (
     CASES,
@@ -68,8 +69,7 @@ def test_after_each_batch(case: str, tmp_path: Path) -> None:
     compare(lambda: Model(CASES[case]), tmp_path)
 
 
-@pytest.mark.parametrize("where", ["epoch", "end"])
-@pytest.mark.parametrize("case", ["shuffled", "dict", "iterable", "stateful"])
+@pytest.mark.parametrize(("case", "where"), cover(["shuffled", "dict", "iterable", "stateful"], ["epoch", "end"]))
 def test_at_the_end_of_an_epoch(case: str, where: str, tmp_path: Path) -> None:
     compare(lambda: Model(CASES[case]), tmp_path, where)
 
@@ -130,8 +130,7 @@ def test_steps_asked_for(tmp_path: Path) -> None:
     compare(lambda: Steps(new_loader), tmp_path)
 
 
-@pytest.mark.parametrize("steps", [4, 6, 9, 12])
-@pytest.mark.parametrize("case", ["shuffled", "iterable"])
+@pytest.mark.parametrize(("case", "steps"), cover(["shuffled", "iterable"], [4, 6, 9, 12]))
 def test_stopped_by_max_steps(case: str, steps: int, tmp_path: Path) -> None:
     want_seen, want = fit(Model(CASES[case]), 1, max_steps=20)
     model = Model(CASES[case])

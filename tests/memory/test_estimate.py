@@ -27,6 +27,7 @@ from lt_zero.memory.estimate import states_of
 from lt_zero.memory.measure import RESTING, measured
 from lt_zero.memory.rows import DEVICE, HOST, NVME
 from lt_zero.offload.nvme_store import StoredTensor
+from tests.support.matrix import cover
 from tests.support.models import VOCAB, Block, tokens
 from tests.support.pool import Pool
 
@@ -145,8 +146,7 @@ def _compare(mode: str, path: str) -> None:
         engine.offload_manager.close()
 
 
-@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("world", "mode"), cover(WORLDS, ["32-true", "bf16-mixed", "bf16-true"]))
 def test_forecast_is_what_an_engine_takes(pool: Pool, tmp_path: Path, world: int, mode: str) -> None:
     pool.run(world, _compare, mode, str(tmp_path))
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lt_zero
+from tests.support.matrix import cover
 from tests.support.models import VOCAB, WIDTH, Block, Net, next_token_loss, tokens
 from tests.support.parity import STAGES, Case, check, config_of, full_values
 from tests.support.pool import Pool
@@ -176,9 +177,7 @@ def _gan(stage: int, toggle: bool, threshold: int) -> None:
             torch.testing.assert_close(got[name], p.detach(), rtol=1e-4, atol=1e-5, msg=lambda t, n=name: f"{n}\n{t}")
 
 
-@pytest.mark.parametrize("threshold", [0, 50])
-@pytest.mark.parametrize("toggle", [True, False])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "toggle", "threshold"), cover(STAGES, [True, False], [0, 50], strength=2))
 def test_two_optimizers(pool: Pool, stage: int, toggle: bool, threshold: int) -> None:
     pool.run(2, _gan, stage, toggle, threshold)
 
