@@ -170,13 +170,13 @@ def test_who_waits_for_a_thread_that_is_gone_is_told(monkeypatch: pytest.MonkeyP
     line, thread = _Line(), Background()
     job = line.job()
     thread.hand_over(job)
-    with pytest.raises(SwapError, match="lt_zero-step is gone"):
+    with pytest.raises(SwapError, match="lt_zero-step died"):
         job.wait()
-    with pytest.raises(SwapError, match="lt_zero-step is gone"):
+    with pytest.raises(SwapError, match="lt_zero-step died"):
         thread.hand_over(line.job(), limit=0)
     monkeypatch.setattr(io, "_serve", lambda line, ready: ready.wait())
     transfer = IoPool(threads=1).submit(1, lambda block: None, lambda error: None, None)
-    with pytest.raises(SwapError, match="lt_zero-io-0 is gone"):
+    with pytest.raises(SwapError, match="lt_zero-io-0 died"):
         transfer.wait()
 
 
