@@ -1,7 +1,7 @@
 """From a module to an engine: find units, lay out buckets, move the parameters in, install hooks.
 
-Parameters arrive in one of three ways: whole (an ordinary module), on the meta device (values are made here, unit by
-unit, so no rank ever holds the whole model), or already cut at construction (materialize.py).
+Parameters arrive in one of three ways: in full (an ordinary module), on the meta device (initialised here, unit by
+unit, so that no rank ever holds the full model), or sharded at construction (materialize.py).
 """
 
 from __future__ import annotations
@@ -53,19 +53,18 @@ def shard(
 
     Args:
         module: the model; its parameters keep identity, shape and names.
-        config: which of optimizer, gradients and parameters are sharded, and the sizes: ``ZeroConfig(stage=3)``, a
-            mapping, or the path of a file.
-        device: where to compute; default: where the first parameter lies.
-        policy: dtypes of weights, gradients and master weights; default: what the configuration says.
+        config: the ZeRO stage and sizes: ``ZeroConfig(stage=3)``, a mapping, or the path of a file.
+        device: where to compute; default: the device of the first parameter.
+        policy: dtypes of weights, gradients and master weights; default: as configured.
         comm: the collectives; default: over all ranks.
-        training: whether there will be gradients; without it there are no master weights until an optimizer is sharded,
-            and weights are released after their use.
+        training: make master weights and keep weights gathered for backward; without it both wait until an optimizer
+            is sharded, and weights are released after each use.
 
     Raises:
         ValueError: a pattern of ``fp16_override_modules`` matches nothing.
-        ConfigError: activation checkpointing is on, and there is nothing to checkpoint; or ``ops`` is "required", and
+        ConfigError: activation checkpointing is on, and no module can be checkpointed; or ``ops`` is "required", and
             native kernels are missing on a rank.
-        NotEnoughMemory: a machine has less than this needs; nothing was changed.
+        NotEnoughMemory: a machine has too little memory; the module is unchanged.
     """
     config = with_sizes(config if isinstance(config, ZeroConfig) else ZeroConfig.of(config), module)
     device = with_index(device or _device_of(module))
@@ -76,7 +75,7 @@ def shard(
     _configure_reductions(comm, config)
     plan = plan_engine(module, config, policy, comm.world)
     if training and config.activation_checkpointing.mode != "none":
-        find_modules(module, config.activation_checkpointing)  # while nothing is changed
+        find_modules(module, config.activation_checkpointing)  # raises before the module is changed
     if comm.rank == 0:
         warn_of_padding(plan, zero, comm.world)
     check_build(plan, config, policy, comm, training)
@@ -127,7 +126,7 @@ def _move_in(
     work: ProgressBar,
     training: bool,
 ) -> tuple[list[Unit], Unit]:
-    """Make values and move them into buckets, unit by unit; returns the units that have parameters, and the root."""
+    """Initialise parameters and move them into buckets, unit by unit; returns units with parameters, and the root."""
     units: list[Unit] = []
     if plan.joins:  # a bucket needs the values of later units
         for planned in plan.units:
@@ -138,7 +137,7 @@ def _move_in(
             bucket.adopt(materializer.fetch, training)
             work.advance()
         if any(bucket.sharding.params for bucket in buckets):
-            return_freed_memory()  # of the module's own parameters: small gaps in the heap add up to a whole copy
+            return_freed_memory()  # gaps that the module's parameters leave in the heap add up to a copy of the model
         if planned.plan.name:
             units.append(Unit(planned.plan.name, planned.plan.module, buckets, planned.needs_weights))
         else:
@@ -151,14 +150,14 @@ def _move_in(
 
 
 def _check_kernels(config: ZeroConfig, device: torch.device, comm: Comm) -> None:
-    """Refuse to run on torch's operations if ``ops`` is "required". Collective then.
+    """Check that all ranks have native kernels if ``ops`` is "required". Collective then.
 
     Raises:
-        ConfigError: on all ranks: native kernels are missing on one.
+        ConfigError: on all ranks, if kernels are missing on one.
     """
     if config.ops != "required":
         return
-    offloads = config.zero_optimization.offload_optimizer.device != "none"  # such states are stepped on the host
+    offloads = config.zero_optimization.offload_optimizer.device != "none"  # offloaded states are stepped on the CPU
     kinds = {device.type, "cpu"} if offloads else {device.type}
     mine = " ".join(filter(None, map(missing, sorted(kinds))))
     ranks: dict[str, list[str]] = {}
@@ -177,15 +176,15 @@ def _configure_reductions(comm: Comm, config: ZeroConfig) -> None:
     comm.use_reduce_scatter = config.zero_optimization.reduce_scatter
     comm.sum_gradients = config.gradient_allreduce_op == "sum"
     comm.predivide = None
-    if config.prescale_gradients:  # with the factor 1 that many files have beside it
+    if config.prescale_gradients:  # many files set gradient_predivide_factor=1 beside it
         comm.predivide = float(comm.world)
-    elif config.gradient_predivide_factor != 1.0:  # its default changes nothing when it is written out
+    elif config.gradient_predivide_factor != 1.0:
         comm.predivide = config.gradient_predivide_factor
 
 
 def _cast_buffers(root: nn.Module, dtype: torch.dtype, fp32_modules: Fp32Modules, names: str | tuple[str, ...]) -> None:
     kept = {child for _, module in fp32_modules.modules for child in module.modules()}
-    if isinstance(names, str):  # "auto": transformers' models say it themselves
+    if isinstance(names, str):  # "auto": transformers' models have this attribute
         names = tuple(n for m in root.modules() for n in getattr(m, "_keep_in_fp32_modules", None) or ())
     for path, module in root.named_modules():
         if any(fnmatchcase(part, name) for part in path.split(".") for name in names):

@@ -1,4 +1,4 @@
-"""The global gradient norm, and what scales gradients by one number: unscaling and clipping."""
+"""The global gradient norm, unscaling and clipping."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lt_zero.step.sharded_optimizer import ShardedOptimizer
 def grad_norm(sharded: ShardedOptimizer, norm_type: float = 2.0) -> Tensor:
     """The global norm (0D, fp32; fp64 if all accumulators are) of the optimizer's accumulated gradients. Collective.
 
-    It is not finite exactly if a gradient of any rank is not, or too large to be squared.
+    It is finite unless a gradient of some rank is not, or is too large to be squared.
     """
     return total_norm(sharded.engine, sharded.grads.by_bucket(), norm_type)
 
@@ -31,9 +31,9 @@ def clip_grad_norm(sharded: ShardedOptimizer, max_norm: float, norm: Tensor | No
     The same formula as ``torch.nn.utils.clip_grad_norm_``. Collective.
 
     Args:
-        sharded: whose gradients.
+        sharded: the optimizer that owns the gradients.
         max_norm: the limit.
-        norm: the norm of the unscaled gradients, if it is known.
+        norm: the norm of the unscaled gradients; None: it is computed.
 
     Returns:
         The norm (0D) of the unscaled gradients before clipping.
@@ -66,7 +66,7 @@ def unscale(sharded: ShardedOptimizer) -> None:
 
 @torch.no_grad()
 def total_norm(engine: Engine, grads: Iterable[list[Tensor]], norm_type: float) -> Tensor:
-    """The norm (0D) over all ranks' pieces, each element counted once; pieces are asked for in groups."""
+    """The norm (0D) over all ranks' pieces, each element counted once; ``grads`` yields them in groups."""
     comm = engine.comm
     # The kernels take fp32 factors, and step no fp64 bucket.
     accumulators = {b.grads.dtype for b in engine.buckets if b.wants_grad}

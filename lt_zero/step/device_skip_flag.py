@@ -1,4 +1,4 @@
-"""A verdict that the device reached: whether a step that was launched has written anything."""
+"""The device's skip flag: whether a step that was launched has written anything."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from lt_zero.step.skipped_steps import SkipCounter
 
 
 class Verdict:
-    """See loss_scale_controller.py, Note [Verdict on the device].
+    """The skip flag of one step. See loss_scale_controller.py, Note [Device skip flag].
 
     Args:
-        found_inf: 0D fp32, not zero if the step was skipped; its copy to the host starts here and blocks nobody.
-        sharded: whose step it was.
-        counter: which took it for a success.
+        found_inf: 0D fp32, not zero if the step was skipped; its asynchronous copy to the host starts here.
+        sharded: the optimizer that stepped.
+        counter: the counter that assumes success.
     """
 
     def __init__(self, found_inf: Tensor, sharded: ShardedOptimizer, counter: SkipCounter) -> None:
@@ -27,7 +27,7 @@ class Verdict:
             self._copied.record()
 
     def take(self) -> bool:
-        """Wait for the verdict and put right what the host assumed; returns whether the step was skipped."""
+        """Wait for the flag and correct the counters; returns whether the step was skipped."""
         if self._copied is not None:
             self._copied.synchronize()
         skipped = bool(self._value)

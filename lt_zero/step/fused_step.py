@@ -1,23 +1,12 @@
 """The user's Adam or AdamW through one kernel: unscale, clip, update and low-precision copy in one pass over memory.
 
-The optimizer stays the user's: its groups are read at every step, its state has torch's keys and shapes. Only the
-arithmetic runs elsewhere, and agrees with torch's to the last bits (``lt_zero.ops``).
-
-Note [Runs]
-    Fragments that lie side by side in a bucket and belong to one parameter group are one run: a single row of master
-    weights, gradients and moments for the kernel, however many parameters there are. The alignment gaps between them
-    hold zeros, which Adam leaves at zero. Parameters that were never used have no state and are in no run. State per
-    fragment is a view of the run's; state that somebody else put there (a checkpoint, user code) is copied in when it
-    is met.
+The optimizer stays the user's: its groups are read at every step, its state has torch's keys and shapes. The kernel
+agrees with torch's arithmetic to the last bits (``lt_zero.ops``).
 
 Note [Deferred factor]
     Unscaling and clipping multiply all gradients by one number. Where the kernel takes all gradients of a bucket,
-    the number is only noted (``Accumulator.defer``) and multiplied in by the kernel. Whoever else reads the gradients
-    has it multiplied first.
-
-Note [Who steps]
-    The kernel runs where torch's step would begin. So hooks that somebody put around ``step`` would come too late or
-    find nothing; with such hooks, and with a ``GradScaler`` that hands its scale to the step, torch's step runs.
+    the number is recorded (``Accumulator.defer``) and multiplied in by the kernel. Any other reader of the gradients
+    multiplies them first (``Accumulator.apply_deferred_scale``).
 """
 
 from __future__ import annotations
@@ -46,7 +35,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Member:
-    """A fragment in the step at hand."""
+    """A fragment in the current step."""
 
     parameter: Parameter
     fragment: Parameter
@@ -56,17 +45,22 @@ class Member:
 
 @dataclass(frozen=True)
 class Part:
-    """What a step does to neighbouring elements. It says all, so that the kernel may run later, in another thread."""
+    """The step of neighbouring elements, with all numbers, so that the kernel may run later in another thread."""
 
     run: Run
     lo: int  # first element, in the run
     hi: int
     number: int  # of the parameter group
-    numbers: dict[str, Any]  # lr, beta1, ... as they were, and which step of these elements it is
+    numbers: dict[str, Any]  # lr, beta1, ... when the step was planned, and the step number of these elements
 
 
 class Run:
-    """Neighbouring fragments of one parameter group. See Note [Runs]."""
+    """Neighbouring fragments of one parameter group: for the kernel one row of master weights, gradients and moments.
+
+    Alignment gaps between the fragments hold zeros, which Adam leaves at zero. Parameters that were never used have no
+    state and are in no run. The state of a fragment is a view of the run's; other state (from a checkpoint, or user
+    code) is copied into it by ``adopt``.
+    """
 
     def __init__(self, bucket: Bucket, members: list[Member]) -> None:
         self.bucket = bucket
@@ -74,28 +68,28 @@ class Run:
         self.hi = members[-1].piece.offset + members[-1].piece.numel
         device = members[0].fragment.device
         fp32, cpu = torch.float32, torch.device("cpu")
-        self._homes = [bucket.store.state_tensor(key, fp32) for key in _MOMENTS]
-        self._own = [torch.zeros(self.hi - self.lo, dtype=fp32, device=device) for h in self._homes if h is None]  # 1D
-        self.steps = torch.zeros(len(members), dtype=fp32, device=cpu)  # 1D; torch keeps its counters there, too
-        self._counted = torch.zeros_like(self.steps)  # what the last step added
+        self._stored = [bucket.store.state_tensor(key, fp32) for key in _MOMENTS]
+        self._own = [torch.zeros(self.hi - self.lo, dtype=fp32, device=device) for s in self._stored if s is None]  # 1D
+        self.steps = torch.zeros(len(members), dtype=fp32, device=cpu)  # 1D; on the CPU as torch's counters
+        self._counted = torch.zeros_like(self.steps)  # increments of the last step
         self._views = [self._view(number, member) for number, member in enumerate(members)]
 
     @property
     def moments(self) -> list[Tensor]:
-        """exp_avg and exp_avg_sq (1D); those that rest in files have to be here."""
-        return self._own or [home.tensor[self.lo : self.hi] for home in self._homes if home is not None]
+        """exp_avg and exp_avg_sq (1D); stored tensors have to be in memory."""
+        return self._own or [stored.tensor[self.lo : self.hi] for stored in self._stored if stored is not None]
 
     def _view(self, number: int, member: Member) -> dict[str, Tensor]:
         piece, shape = member.piece, member.fragment.shape
         lo = piece.offset - self.lo
         rows = [
-            moment[lo : lo + piece.numel].view(shape) if home is None else home.lend(piece.offset, shape)
-            for moment, home in zip(self.moments, self._homes, strict=True)
+            moment[lo : lo + piece.numel].view(shape) if stored is None else stored.lend(piece.offset, shape)
+            for moment, stored in zip(self.moments, self._stored, strict=True)
         ]
         return {"step": self.steps[number], **dict(zip(_MOMENTS, rows, strict=True))}
 
     def holds(self, states: list[dict[str, Any]]) -> bool:
-        """Whether these are the states of the run's fragments, and nobody has put others there."""
+        """Whether ``states`` are this run's views, not replaced by others."""
         return all(
             all(found.get(key) is view for key, view in views.items())
             for found, views in zip(states, self._views, strict=True)
@@ -124,7 +118,7 @@ class Run:
                 found[key] = view
 
     def segments(self, members: list[Member]) -> Iterator[tuple[float, int, int]]:
-        """(step number, first element, end) of the parts that have a gradient, in the run; counts the step."""
+        """(step number, first element, end) of the ranges of the run that have a gradient; counts the step."""
         used = torch.tensor([float(member.used) for member in members], dtype=torch.float32, device=self.steps.device)
         self.steps += used
         self._counted = used
@@ -136,32 +130,32 @@ class Run:
                 yield count, pieces[0].offset - self.lo, pieces[-1].offset + pieces[-1].numel - self.lo
 
     def uncount(self) -> None:
-        """The last step was none."""
+        """Undo the counting of the last step."""
         self.steps -= self._counted
         self._counted = torch.zeros_like(self._counted)
 
 
 class FusedAdam:
-    """Steps what it can of one Adam or AdamW.
+    """The kernel's steps of one Adam or AdamW.
 
     Args:
-        optimizer: of exactly these classes; subclasses may compute something else.
+        optimizer: of exactly these classes; a subclass may compute something else.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._runs: dict[Bucket, tuple[list[tuple[int, int]], list[Run]]] = {}
-        self._last: list[Run] = []  # of the last step
+        self._last: list[Run] = []  # runs of the last step
         self._groups: tuple[dict[int, int], list[dict[str, Any]]] | None = None  # of the running step
         self._told = False
 
     @staticmethod
     def fits(optimizer: Optimizer) -> bool:
-        """Whether this is an optimizer whose arithmetic the kernel has."""
+        """Whether the kernel computes this optimizer's update."""
         return type(optimizer) in (Adam, AdamW)
 
     def takes(self, buckets: Iterable[Bucket]) -> set[Bucket]:
-        """Those of ``buckets`` whose step goes through the kernel."""
+        """The ``buckets`` that the kernel steps."""
         if self._is_watched() or not all(map(_is_plain, self._optimizer.param_groups)):
             return set()
         return {
@@ -172,7 +166,10 @@ class FusedAdam:
         }
 
     def _is_watched(self) -> bool:
-        """See Note [Who steps]."""
+        """Whether torch's step has to run: for hooks around it, or a ``GradScaler`` that passes it a scale.
+
+        The kernel runs where torch's step would begin, so such hooks would come too late or find no fragments.
+        """
         if any(getattr(self._optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
             return True
         return any(
@@ -181,9 +178,9 @@ class FusedAdam:
 
     @torch.no_grad()
     def step(self, bucket_members: dict[Bucket, list[Member]], found_inf: Tensor | None = None) -> None:
-        """Step the fragments; ``param_groups`` and ``state`` have fragments at this time (sharded_optimizer.py).
+        """Step the fragments, which ``param_groups`` and ``state`` hold during a step (sharded_optimizer.py).
 
-        With ``found_inf`` (0D fp32) not zero nothing is written; see ``uncount``.
+        If ``found_inf`` (0D fp32) is not zero, nothing is written; see ``uncount``.
         """
         number_of, rules = self._groups = self._groups or (self._numbers(), self.rules())
         parts: list[Part] = []
@@ -207,10 +204,9 @@ class FusedAdam:
     def plan(
         self, bucket: Bucket, everyone: list[Member], number_of: dict[int, int], rules: list[dict[str, Any]]
     ) -> list[Part] | None:
-        """A step of one bucket, to be launched later; None if states would have to be moved first.
+        """A step of one bucket, to be launched later; None if states have to be moved first.
 
-        Outside of ``step``: states are shown under parameters, and ``number_of`` (of the group in ``rules``) has their
-        ids.
+        Called outside of ``step``: states are keyed by parameter, and ``number_of`` maps their ids to groups.
         """
         state = self._optimizer.state
         members = [m for m in everyone if m.used or m.parameter in state]
@@ -228,8 +224,8 @@ class FusedAdam:
     def launch(
         self, buckets: list[Bucket], parts: list[Part], found_inf: Tensor | None = None, write: bool = True
     ) -> None:
-        """Run what was planned for these buckets, whose states are here; ``write`` the compute copy, too."""
-        # Who writes in place need not know whether all is written.
+        """Run the planned parts of these buckets, whose states are in memory; ``write`` the compute copy, too."""
+        # A staging buffer is only used if the kernel writes all of it; otherwise it does not matter.
         whole = {b: b.store.host_optim and _covers(b, parts) for b in buckets}
         targets = {b: b.weights.kernel_target(whole[b]) if write else None for b in buckets}
         calls: dict[tuple[Any, ...], _Call] = {}
@@ -253,7 +249,7 @@ class FusedAdam:
             log.info("%s is stepped by lt_zero's kernel; fused_step=false turns it off", type(self._optimizer).__name__)
 
     def rules(self) -> list[dict[str, Any]]:
-        """What the kernel needs to know of each parameter group, as it is now."""
+        """The current hyper-parameters of each parameter group, for the kernel."""
         adamw = isinstance(self._optimizer, AdamW)
         return [
             {
@@ -269,11 +265,11 @@ class FusedAdam:
         ]
 
     def begin(self) -> None:
-        """A step begins, which may take several calls of ``step``."""
+        """Begin an optimizer step, which may take several calls of ``step``."""
         self._last, self._groups = [], None
 
     def uncount(self) -> None:
-        """The last step was skipped on the device; the step counters go back."""
+        """Restore the step counters after the last step was skipped on the device."""
         for run in self._last:
             run.uncount()
         self._last = []
@@ -281,7 +277,7 @@ class FusedAdam:
     def _runs_of(
         self, bucket: Bucket, members: list[Member], numbers: list[int]
     ) -> Iterator[tuple[int, Run, list[Member]]]:
-        """(group's number, run, its members), in order; runs are made anew where groups or parameters changed."""
+        """(group's number, run, its members), in order; runs are rebuilt if groups or parameters changed."""
         signature, parts = _signature(members, numbers), _neighbours(members, numbers)
         known, runs = self._runs.get(bucket, ([], []))
         if known != signature:
@@ -292,7 +288,7 @@ class FusedAdam:
 
 
 class _Call:
-    """Rows that one kernel call takes."""
+    """The rows of one kernel call."""
 
     def __init__(self, factor: Tensor | None, numbers: dict[str, Any]) -> None:
         self.factor, self.numbers = factor, numbers
@@ -302,7 +298,7 @@ class _Call:
         self.outs: list[Tensor] = []
 
     def add(self, run: Run, lo: int, hi: int, out: Tensor | None) -> None:
-        """Elements [lo, hi) of ``run``; their compute copy goes into ``out``, which lies like the bucket."""
+        """Add elements [lo, hi) of ``run``; ``out`` (1D, as the shard) takes their compute copy."""
         weights, first, last = run.bucket.weights, run.lo + lo, run.lo + hi
         grad = run.bucket.grads.read()
         self.params.append(weights.master_rows[first:last])
@@ -319,18 +315,18 @@ class _Call:
 
 
 def _covers(bucket: Bucket, parts: list[Part]) -> bool:
-    """Whether all that this rank holds of a bucket is stepped."""
+    """Whether ``parts`` step all of this rank's pieces of a bucket."""
     mine = [(part.run.lo + part.lo, part.run.lo + part.hi) for part in parts if part.run.bucket is bucket]
     return all(any(lo <= p.offset and p.offset + p.numel <= hi for lo, hi in mine) for p in bucket.pieces())
 
 
 def _signature(members: list[Member], numbers: list[int]) -> list[tuple[int, int]]:
-    """What decides which runs there are."""
+    """(parameter, group) of each member: runs are valid as long as this is the same."""
     return [(member.piece.index, number) for member, number in zip(members, numbers, strict=True)]
 
 
 def _neighbours(members: list[Member], numbers: list[int]) -> list[tuple[int, list[Member]]]:
-    """The members cut where the group changes or something that is not stepped lies in between."""
+    """The members, split where the group changes or elements in between are not stepped."""
     parts: list[tuple[int, list[Member]]] = []
     end = -1
     for member, number in zip(members, numbers, strict=True):
@@ -342,7 +338,7 @@ def _neighbours(members: list[Member], numbers: list[int]) -> list[tuple[int, li
 
 
 def _is_plain(group: dict[str, Any]) -> bool:
-    """Whether the kernel has all that the group asks for, and the host knows the numbers."""
+    """Whether the kernel supports the group's options, and its numbers are on the host."""
     numbers = [group["lr"], *group["betas"]]
     on_host = all(not isinstance(n, Tensor) or (n.device.type == "cpu" and n.numel() == 1) for n in numbers)
     # Without eps the zeros in alignment gaps would become NaN.

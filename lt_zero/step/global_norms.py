@@ -1,4 +1,4 @@
-"""Norms of whole parameters for an optimizer whose groups hold fragments: optim/lamb.py says what it asks for."""
+"""Norms of full parameters for an optimizer whose groups hold fragments (optim/lamb.py)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from lt_zero.step.fused_step import Member
 class WholeNorms:
     """Adds up squared norms of fragments over the ranks, in one all-reduce for all parameters of a step.
 
-    A table has a row for each parameter of the buckets that are stepped, so it is the same on all ranks, and holds
-    zeros for what a rank does not have. Parameters that every rank has whole are in no table, nor are those that the
-    engine does not own.
+    The table that is reduced has a row for each parameter of the stepped buckets, zero where a rank has no fragment.
+    Parameters that every rank has in full, or that the engine does not own, have no row.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -26,7 +25,7 @@ class WholeNorms:
         self._count = 0  # rows
 
     def expect(self, members: Mapping[Bucket, Sequence[Member]]) -> None:
-        """The optimizer's next step is one of these buckets: on all ranks the same ones in the same order."""
+        """Prepare for a step of these buckets, the same ones in the same order on all ranks."""
         self._row_of, self._count = {}, 0
         for bucket, mine in members.items():
             if bucket.shard_range != (0, bucket.layout.numel):

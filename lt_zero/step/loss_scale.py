@@ -13,7 +13,7 @@ from lt_zero.config.blocks.precision import ScalerRules
 
 
 class LossScaler:
-    """The current scale and what it remembers."""
+    """The current loss scale and its history."""
 
     def __init__(self, rules: ScalerRules) -> None:
         self.rules = rules
@@ -22,7 +22,7 @@ class LossScaler:
         self._last_overflow = -1
         self._patience = rules.hysteresis
 
-    # What ``torch.amp.GradScaler`` can be asked; the engine scales, unscales, steps and updates by itself.
+    # The read-only interface of ``torch.amp.GradScaler``; scaling, unscaling and stepping are the engine's.
 
     def is_enabled(self) -> bool:
         return True
@@ -41,7 +41,7 @@ class LossScaler:
 
     @property
     def at_minimum(self) -> bool:
-        """Whether the next overflow that would lower the scale cannot."""
+        """Whether an overflow can no longer lower the scale."""
         return self.rules.dynamic and self.scale <= self.rules.minimum
 
     def update(self, overflow: bool) -> bool:
@@ -73,12 +73,12 @@ class LossScaler:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers only. The rules are not part of it: those of the running configuration hold."""
+        """Scale and counters, numbers only; the rules are the running configuration's."""
         memory = {"steps": self._steps, "last_overflow": self._last_overflow, "patience": self._patience}
         return {"scale": self.scale, **memory}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken; a static scale stays what the configuration says."""
+        """Restore ``state_dict``; a static scale stays as configured."""
         if not self.rules.dynamic:
             return
         self.scale = float(state["scale"])

@@ -1,25 +1,25 @@
-"""Whether a step is taken: the loss scale, overflow known to all ranks before anything is updated, skipped steps.
+"""Whether a step is taken: the loss scale, overflow agreed on by all ranks before any update, skipped steps.
+
+The global norm is the overflow test: it is finite exactly if all gradients of all ranks are. The same norm clips, and
+unscaling is multiplied into the clipping factor, so a step reads the gradients once.
 
 Note [The scale that gradients carry]
-    Backward multiplies by the loss scale of that moment, and the scale may change while gradients of another optimizer
-    wait for their step. So each optimizer's accumulators remember the scale they carry: before a backward adds to
-    them they are brought to the current one, after unscaling they carry 1. A power of two changes no digit.
+    Backward multiplies by the current loss scale, which may change while gradients of another optimizer wait for their
+    step. So ``ShardedOptimizer.loss_scale`` is the scale of its accumulators: before a backward adds to them they are
+    rescaled to the current one, after unscaling it is 1. Rescaling by a power of two is exact.
 
-Note [One pass]
-    The global norm is the overflow test: it is finite exactly if all gradients of all ranks are. The same norm clips,
-    and unscaling is multiplied into the clipping factor.
-
-Note [Verdict on the device]
-    On a GPU the host need not wait for the norm: the kernel gets the verdict as a tensor and writes nothing if it is
-    bad. The host goes on as if the step had been taken, and reads the verdict (``read_skip_flag``) when it matters:
-    before the next backward, whose loss is scaled, and before anything is saved. By then the next forward is queued. If
-    the step was skipped after all, step counters and schedules are put back. Only where all of a step goes through the
-    kernel, and not while an overflow would have to be explained: who is to blame is looked up at once.
+Note [Device skip flag]
+    On a GPU the host need not wait for the norm: the kernel gets the skip flag as a tensor and writes nothing if it is
+    set. The host goes on as if the step had been taken, and reads the flag (``read_skip_flag``) before the next
+    backward, whose loss is scaled, and before anything is saved. By then the next forward is queued. If the step was
+    skipped, step counters and schedules are restored. This needs all of a step to go through the kernel, and is off
+    while an overflow would have to be explained, which needs the gradients at once.
 
 Note [Unchecked steps]
-    In fp32 steps are not checked, unless ``on_nonfinite`` says so, and NaN would be trained without a word. So the loss
-    is looked at, on a GPU only now and then: once a weight is NaN, all losses are. The ranks agree on it with what they
-    agree on anyway (used_parameters.py), and say it once, naming the gradients. A norm that clips is looked at, too.
+    In fp32 steps are not checked unless ``on_nonfinite`` asks for it, and NaN would be trained silently. So the loss is
+    checked, on a GPU only every ``_EVERY`` steps: once a weight is NaN, all losses are. The ranks exchange the result
+    with the flags of used parameters (used_parameters.py), and warn once, naming the gradients. A norm that is computed
+    for clipping is checked, too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from lt_zero.step.skipped_steps import SkipCounter
 
 log = logging.getLogger("lt_zero")
 
-_EVERY = 50  # losses on a GPU, of which one is looked at
+_EVERY = 50  # on a GPU one loss of so many is checked
 
 
 class LossScaleError(RuntimeError):
@@ -50,45 +50,45 @@ class LossScaleError(RuntimeError):
 
 
 class NonFiniteError(RuntimeError):
-    """Gradients are not finite, and ``on_nonfinite`` says that this is an error."""
+    """Gradients are not finite, and ``on_nonfinite`` is ``raise``."""
 
 
 class LossScaleController:
-    """The state of loss scaling and overflow checks of one run.
+    """Loss scaling and overflow checks of one run.
 
     Args:
         policy: whether steps are checked, and how the loss is scaled.
-        on_min_scale: what happens on an overflow at the minimum scale: ``raise``, ``warn``, or ``hold`` (skip quietly).
+        on_min_scale: on an overflow at the minimum scale: ``raise``, ``warn``, or ``hold`` (skip silently).
     """
 
     def __init__(self, policy: DtypePolicy, on_min_scale: str = "raise") -> None:
         self.scaler = LossScaler(policy.scaling) if policy.scaling is not None else None
         self.checks = policy.check_overflow
-        self.skip = False  # the step at hand will not be taken
-        self.norm: Tensor | None = None  # 0D, of the unscaled gradients of the step at hand, if it is known
+        self.skip = False  # the current step is skipped
+        self.norm: Tensor | None = None  # 0D, of the unscaled gradients of the current step; None: not computed
         self._on_min_scale, self._raises = on_min_scale, policy.raise_nonfinite
-        self._plain = policy.compute is None  # fp32: no scale, and nothing to keep in fp32
+        self._plain = policy.compute is None  # fp32: no loss scale
         self._losses, self._told = 0, self.checks  # see Note [Unchecked steps]
         self._counters: list[SkipCounter] = []
         self._watch: FiniteWatch | None = None
-        self._examined: ShardedOptimizer | None = None  # whose gradients the verdict is about
-        self._some = False  # whether it had any
-        self.on_device: bool | None = None  # see Note [Verdict on the device]; None: where there is a GPU
-        self._open: Verdict | None = None  # of a step that the host takes for done
+        self._examined: ShardedOptimizer | None = None  # the optimizer that ``skip`` and ``norm`` are of
+        self._some = False  # whether it had gradients
+        self.on_device: bool | None = None  # see Note [Device skip flag]; None: on a GPU
+        self._open: Verdict | None = None  # flag of the last step, not read yet
         self._watching_late = False  # the watch was opened after the running step's first forward
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has the loss scale, and nothing of the step at hand."""
+        """A copy has the loss scale, but not the state of the current step."""
         return {**vars(self), "_counters": [], "_watch": None, "_examined": None, "_open": None}
 
     @property
     def scale(self) -> float:
-        """By what the loss is multiplied."""
+        """The current loss scale."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
     @property
     def skipped(self) -> int:
-        """Steps of all optimizers that were skipped. Waits for the GPU."""
+        """Number of skipped steps of all optimizers. Waits for the GPU."""
         self.read_skip_flag()
         return sum(counter.skipped for counter in self._counters)
 
@@ -100,13 +100,13 @@ class LossScaleController:
     # ---- backward ----------------------------------------------------------------------------------------------
 
     def see_loss(self, engine: Engine, loss: Tensor) -> None:
-        """Look whether it is finite, if nobody looks at its gradients. See Note [Unchecked steps]."""
+        """Check that the loss is finite if its gradients are not checked. See Note [Unchecked steps]."""
         self._losses += 1
         if not self._told and (not loss.is_cuda or self._losses % _EVERY == 1):
             engine.used_parameters.nonfinite |= not bool(torch.isfinite(loss.detach()).all())
 
     def before_backward(self, optimizers: list[ShardedOptimizer]) -> None:
-        """Gradients of the current scale are about to be added. See Note [The scale that gradients carry]."""
+        """Rescale accumulated gradients to the current loss scale. See Note [The scale that gradients carry]."""
         self.read_skip_flag()
         self._forget()
         for sharded in optimizers:
@@ -119,8 +119,8 @@ class LossScaleController:
     def examine(self, sharded: ShardedOptimizer) -> None:
         """Decide whether this optimizer's step is taken, if steps are checked. Collective.
 
-        The verdict holds until the step or the next backward: clipping by value would make overflow look finite. It
-        waits for the GPU unless the verdict stays there, see Note [Verdict on the device].
+        The decision holds until the step or the next backward: clipping by value would make overflow look finite.
+        Waits for the GPU, except with a device skip flag, see Note [Device skip flag].
         """
         if self._examined is sharded:
             return
@@ -139,7 +139,7 @@ class LossScaleController:
                 self.skip = not bool(torch.isfinite(self.norm))
 
     def _notice(self, engine: Engine, bad: bool) -> None:
-        """Say, once, that gradients are not finite. Collective if ``bad``, which is the same on all ranks."""
+        """Warn once that gradients are not finite. Collective if ``bad``, which is the same on all ranks."""
         if self._told or not bad:
             return
         self._told = True
@@ -161,7 +161,7 @@ class LossScaleController:
         return all(counter.consecutive == 0 for counter in self._counters)
 
     def proceeds(self, sharded: ShardedOptimizer) -> bool:
-        """Whether ``step`` is to be called now; user code may have run since ``examine``."""
+        """Whether ``step`` is called; checks again, as user code may have run since ``examine``."""
         if sharded.found_inf is not None and not sharded.skips_on_device():
             self.skip, sharded.found_inf = bool(sharded.found_inf), None
         return not self.skip
@@ -191,13 +191,13 @@ class LossScaleController:
             clip_grad_value(sharded, limit)
 
     def conclude(self, sharded: ShardedOptimizer, number: int) -> None:
-        """Account for the step of optimizer ``number`` that was taken or skipped. Collective if it was skipped.
+        """Count the step of optimizer ``number`` as taken or skipped. Collective if it was skipped.
 
-        If only the device knows, it counts as taken until ``read_skip_flag``.
+        With a device skip flag it counts as taken until ``read_skip_flag``.
 
         Raises:
-            LossScaleError: overflow at the minimum scale, if ``on_min_scale`` says so.
-            NonFiniteError: the step was skipped, if ``on_nonfinite`` says so.
+            LossScaleError: overflow at the minimum scale, and ``on_min_scale`` is ``raise``.
+            NonFiniteError: the step was skipped, and ``on_nonfinite`` is ``raise``.
         """
         skip, some, found_inf = self.skip, self._some, sharded.found_inf
         self._forget()
@@ -214,16 +214,16 @@ class LossScaleController:
         self._watching_late = False
 
     def read_skip_flag(self) -> bool:
-        """Read a verdict that the device holds; returns whether there was one, and it said skipped. Waits for the GPU.
+        """Read the device skip flag of the last step, if it has one; returns whether it was skipped. Waits for the GPU.
 
-        See Note [Verdict on the device].
+        See Note [Device skip flag].
         """
-        verdict, self._open = self._open, None
-        if verdict is None:
+        flag, self._open = self._open, None
+        if flag is None:
             return False
-        skip = verdict.take()
+        skip = flag.take()
         watched = self._watch is not None
-        self._account(verdict.sharded.engine, verdict.counter, skip)
+        self._account(flag.sharded.engine, flag.counter, skip)
         self._watching_late = not watched
         return skip
 
@@ -237,8 +237,7 @@ class LossScaleController:
     def _tell(self, engine: Engine, counter: SkipCounter, before: float, possible: bool) -> None:
         log.info("Gradients overflowed: step skipped, loss scale %g -> %g", before, self.scale)
         fatal = self._raises or (not possible and self._on_min_scale == "raise")
-        # Where no lower scale helps, repeated skips need attention: told at the 2nd, 4th, 8th, ... in a row. In fp32
-        # none is usual.
+        # Where no lower scale helps, warn at the 2nd, 4th, 8th, ... skip in a row. In fp32 the first is unusual.
         stuck = self.scaler is None or not self.scaler.rules.dynamic or not possible
         again = stuck and counter.consecutive > 1 and counter.consecutive & (counter.consecutive - 1) == 0
         again |= self._plain and self.skipped == 1
@@ -256,7 +255,7 @@ class LossScaleController:
             warnings.warn(report, stacklevel=2)
 
     def _keep_watch(self, engine: Engine, counter: SkipCounter) -> None:
-        """Look at module outputs while the next overflow would have to be explained; it costs a pass over them."""
+        """Watch module outputs while the next overflow would have to be explained; it costs a pass over them."""
         stuck = self.scaler is None or not self.scaler.rules.dynamic
         wanted = (
             self._raises or counter.consecutive > 0 if stuck else self.scaler is not None and self.scaler.at_minimum
@@ -269,14 +268,14 @@ class LossScaleController:
             self.stop_watching()
 
     def stop_watching(self) -> None:
-        """Remove the hooks that look at module outputs."""
+        """Remove the hooks that watch module outputs."""
         self.read_skip_flag()
         if self._watch is not None:
             self._watch.close()
             self._watch = None
 
     def start_watching(self, engine: Engine) -> None:
-        """If the scale starts at its minimum, or it is an error, the first overflow has to be explained already."""
+        """Watch from the start if the first overflow has to be explained: the scale is at its minimum, or it raises."""
         self.stop_watching()
         if self._raises or (self.scaler is not None and self.scaler.at_minimum):
             self._watch = FiniteWatch(engine.root, training_only=True)
@@ -285,7 +284,7 @@ class LossScaleController:
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers only; {} if nothing is checked."""
+        """Loss scale and skip counters, numbers only; {} if steps are not checked."""
         self.read_skip_flag()
         if not self.checks:
             return {}
@@ -293,7 +292,7 @@ class LossScaleController:
         return {"scaler": scaler, "skips": [counter.state_dict() for counter in self._counters]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken; what the running precision has no use for is left out."""
+        """Restore ``state_dict``; a loss scale is ignored if the running precision has none."""
         self.read_skip_flag()
         if self.scaler is not None and state.get("scaler") is not None:
             self.scaler.load_state_dict(state["scaler"])

@@ -1,17 +1,9 @@
-"""Which module's output stopped being finite first, which gradients did, and what to tell the user about it.
+"""Diagnosis of overflow: the first module whose output is not finite, the gradients that are not, and the message.
 
-Note [Who is named]
-    The culprit is the first module to finish with an output that is not finite although its inputs were. Modules
-    behind it were given its output, modules around it finish later, and a module whose own arithmetic overflows
-    between its children is found as well: the children behind that were given a bad input. If there is no such module
-    the values were bad already when the first of the bad modules was called.
-
-Note [Masks]
-    An additive attention mask is full of -inf by design. So a tensor that is nowhere positive and no function of the
-    parameters may have -inf.
-
-Note [Compiled modules]
-    A compiled graph does not notice hooks that come after it was made. While a watch is open everything runs eagerly.
+The culprit is the first module to finish with an output that is not finite although its inputs were. Later modules got
+its output as input, and enclosing modules finish later. A module that overflows between its children is found as well:
+the children after that got a bad input. If there is no such module, the values were bad already in the input of the
+first bad module.
 """
 
 from __future__ import annotations
@@ -48,9 +40,9 @@ class _Visit:
 
 
 class FiniteWatch:
-    """While open, notes for each module's forward whether its output is finite, without synchronising a GPU.
+    """While open, records for each module's forward whether its output is finite, without synchronising a GPU.
 
-    With ``training_only`` forwards without gradients (validation) are not looked at.
+    With ``training_only`` forwards without gradients (validation) are ignored.
     """
 
     def __init__(self, root: nn.Module, training_only: bool = False) -> None:
@@ -61,7 +53,7 @@ class FiniteWatch:
         self.reset()
 
     def open(self) -> None:
-        """Install the hooks; again a no-op."""
+        """Install the hooks; no-op if they are."""
         if self._handles:
             return
         # Scripted modules take no hooks.
@@ -71,7 +63,8 @@ class FiniteWatch:
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(after))
         self._names = modules
-        self._eager.enter_context(torch.compiler.set_stance("force_eager"))  # see Note [Compiled modules]
+        # A compiled graph ignores hooks that were registered after its compilation.
+        self._eager.enter_context(torch.compiler.set_stance("force_eager"))
 
     def close(self) -> None:
         """Remove the hooks and forget the flags."""
@@ -82,15 +75,15 @@ class FiniteWatch:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was seen: the forwards of the next optimizer step follow."""
+        """Forget recorded forwards, before those of the next optimizer step."""
         self._running: list[_Visit] = []  # innermost last
         self._started: list[_Visit] = []
         self._finished: list[_Visit] = []
 
     def first(self) -> str | None:
-        """What stopped being finite first, None if nothing did. Waits for the GPU. See Note [Who is named].
+        """The culprit, such as ``'blocks.3.mlp' (Linear)`` or ``the input of 'embedding' (Linear)``; None: no culprit.
 
-        ``'blocks.3.mlp' (Linear)``, or ``the input of 'embedding' (Linear)``.
+        Waits for the GPU.
         """
         for visit in self._finished:
             if _bad(visit.made) and not _bad(visit.given):
@@ -105,7 +98,7 @@ class FiniteWatch:
         return f"{repr(name) if name else 'the model'} ({type(module).__name__})"
 
     def _ignores(self, module: nn.Module) -> bool:
-        """A shallow copy of a module shares its hooks; recomputation in backward repeats what was seen."""
+        """Whether to skip this call: of a shallow copy, which shares the hooks, or of recomputation in backward."""
         idle = self._training_only and not torch.is_grad_enabled()
         return idle or module not in self._names or in_running_backward()
 
@@ -120,7 +113,7 @@ class FiniteWatch:
             return
         while self._running:
             visit = self._running.pop()
-            if visit.module is module:  # those above it left their forward by an exception
+            if visit.module is module:  # calls that were popped before it ended with an exception
                 visit.made = _finite(output)
                 self._finished.append(visit)
                 return
@@ -143,14 +136,14 @@ def _finite(value: Any) -> Tensor | None:
     for tensor in iter_tensors(value):
         if _readable(tensor):
             finite, low, high = _extremes(tensor)
-            if not tensor.requires_grad:  # see Note [Masks]
+            if not tensor.requires_grad:  # an additive attention mask is full of -inf by design
                 finite = finite | ((low == -torch.inf) & (high <= 0))
             total = finite if total is None else total & finite
     return total
 
 
 def _extremes(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Whether all elements are finite, the least and the greatest; both are NaN if any is.
+    """Whether all elements are finite, the minimum and the maximum (0D; NaN if any element is).
 
     ``isfinite`` of all elements would need temporary memory of the tensor's size.
     """
@@ -165,7 +158,7 @@ def nonfinite_parameters(engine: Engine) -> list[str]:
     for bucket in engine.buckets:
         grads = bucket.grads
         if grads.rests and engine.offload_manager.partially_stepped:
-            continue  # stepped beside backward, maybe: not kept
+            continue  # a background step may have discarded it
         for piece in bucket.pieces():
             if grads.accumulated and piece.index in grads.valid:
                 names.append(bucket.layout.spans[piece.index].name)
@@ -182,11 +175,11 @@ def nonfinite_parameters(engine: Engine) -> list[str]:
 
 
 def nonfinite_warning(engine: Engine, parameters: list[str]) -> str:
-    """What is said, once, where steps are not checked.
+    """The warning, shown once, where steps are not checked.
 
     Args:
-        engine: of the parameters.
-        parameters: from ``nonfinite_parameters``; none: they were stepped beside backward.
+        engine: the engine that owns the parameters.
+        parameters: from ``nonfinite_parameters``; empty if they were stepped beside backward.
     """
     kinds = {
         clean_name(f"{path}.{name}".removeprefix(".")): type(module).__name__
@@ -204,12 +197,12 @@ def nonfinite_warning(engine: Engine, parameters: list[str]) -> str:
 
 
 def overflow_report(parameters: list[str], culprits: Sequence[str | None], skipped: int, scale: float | None) -> str:
-    """What an error or warning says about gradients that are not finite.
+    """The error or warning about gradients that are not finite.
 
     Args:
         parameters: from ``nonfinite_parameters``.
-        culprits: what ``FiniteWatch.first`` says on each rank.
-        skipped: optimizer steps that were skipped.
+        culprits: ``FiniteWatch.first`` of each rank.
+        skipped: number of skipped optimizer steps.
         scale: the loss scale; None: weights are fp32.
     """
     steps = f"{skipped} optimizer step{'s were' if skipped != 1 else ' was'} skipped"

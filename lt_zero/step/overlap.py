@@ -1,18 +1,18 @@
-"""Which offloaded buckets are stepped beside backward or the next forward, and when that must not be.
+"""Background steps: which offloaded buckets are stepped during backward or the next forward.
 
 Note [Beside backward]
-    When the gradients of a bucket are reduced, backward does not need its weights any more, and if nobody clips,
-    unscales or looks at the gradients before the step, the step can begin. Each rank decides for itself, as nothing of
-    it is collective: a bucket with a parameter that this rank did not use waits for the step, when the ranks have
-    agreed on what was used. What later backwards of this step need stays as it is: the compute copies of whole
-    parameters are written by the step proper, and a unit that is gathered again after its bucket was stepped raises.
-    If backward fails half way, or the step does not follow, some buckets are a step ahead of others
-    (``OffloadManager.torn``): then nothing can be stepped or saved any more.
+    Once the gradients of a bucket are reduced, backward does not need its weights any more, and the bucket can be
+    stepped if nobody clips, unscales or reads gradients before the step. That is not collective, so each rank decides
+    for itself: a bucket with a parameter that this rank did not use waits for the optimizer step, when the ranks have
+    agreed on the used parameters. Later backwards of the same step find their weights unchanged: the compute copies
+    of unsharded parameters are written by the optimizer step, and gathering a bucket again after its background step
+    raises. If backward fails, or no step follows, the model is partially stepped
+    (``OffloadManager.partially_stepped``) and can be neither stepped nor saved.
 
 Note [Beside the next forward]
-    ``overlap_step: true``: the step plans (learning rates are those of now), hands its buckets to the thread and
-    returns. A unit waits for its own buckets before its forward. Whole parameters are guarded meanwhile, so that any
-    other use waits for all; what rests in the optimizer is waited for before a state dict is made.
+    ``overlap_step: true``: the optimizer step records its plan (with the current learning rates), hands its buckets to
+    the background thread and returns. A unit waits for its own buckets before its forward. Unsharded parameters are
+    guarded meanwhile, so that any other use waits for all buckets; a state dict waits for the optimizer states.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from lt_zero.step.fused_step import Member, Part
 if TYPE_CHECKING:
     from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
-_WAITING = 1  # buckets with gradients in memory that stand in line at most, if gradients rest in files
+_WAITING = 1  # if gradients are in files: most buckets that are queued with their gradients in memory
 
 
 class Overlap:
-    """The steps of one optimizer that run in the background."""
+    """The background steps of one optimizer."""
 
     def __init__(self, sharded: ShardedOptimizer) -> None:
         self._sharded, self._engine = sharded, sharded.engine
         self._offload_manager = sharded.engine.offload_manager
-        self._early: dict[Bucket, int] = {}  # stepped beside the last backward, and with which gradients
-        self._backwards = 0  # that had ended when it had
-        self._late: set[Bucket] = set()  # handed over by the step at hand
+        self._early: dict[Bucket, int] = {}  # stepped beside the last backward -> ``Accumulator.changes`` then
+        self._backwards = 0  # ``Engine.backwards`` after that backward
+        self._late: set[Bucket] = set()  # handed over by the running step
         self._members: dict[Bucket, list[Member]] = {}
         self._indices: dict[Bucket, set[int]] = {}  # this optimizer's parameters in a bucket
         self._number_of: dict[int, int] = {}  # group of a parameter, by id
-        self._rules: list[dict[str, Any]] = []  # of the groups, as they are when a step is planned
-        self._steady: dict[Bucket, list[int]] = {}  # used parameters, in the last step of its own
+        self._rules: list[dict[str, Any]] = []  # hyper-parameters of the groups when the step was planned
+        self._steady: dict[Bucket, list[int]] = {}  # used parameters of a bucket in the last step
 
     # ---- beside backward ---------------------------------------------------------------------------------------
 
     @contextmanager
     def beside_backward(self) -> Iterator[None]:
-        """Around a backward that this optimizer's step follows, with no look at the gradients in between.
+        """Context for a backward that this optimizer's step follows, with gradients unread in between.
 
-        Without effect where nothing can be stepped early. See Note [Beside backward].
+        No effect where nothing can be stepped early. See Note [Beside backward].
         """
         if not self._can_begin():
             yield
@@ -74,14 +74,14 @@ class Overlap:
 
     def _can_begin(self) -> bool:
         sharded = self._sharded
-        self._end_early()  # of a backward that no step followed: the engine stays torn
+        self._end_early()  # if no step followed the last backward, the engine stays partially stepped
         if self._offload_manager.partially_stepped:
             return False
         if self._offload_manager.background is None or sharded.fused is None or sharded.loss_scale != 1.0:
             return False
         if not self._engine.reducer.sync:
             return False
-        # Its parameters that are frozen have no gradient, and the others are looked at when they have.
+        # Frozen parameters have no gradient; ``_landed`` checks that the others have one.
         members = sharded.members(lambda bucket, index: bucket.params[index].requires_grad)
         self._indices = sharded.indices()
         taken = sharded.fused.takes(bucket for bucket in members if bucket.can_step_early)
@@ -100,10 +100,10 @@ class Overlap:
         return self._sharded.fused.rules() if self._sharded.fused is not None else []
 
     def _landed(self, bucket: Bucket) -> bool:
-        """The gradients of ``bucket`` were reduced; returns whether it is stepped now."""
+        """Called when the gradients of ``bucket`` are reduced; returns whether it is stepped now."""
         members, fused = self._members.get(bucket, []), self._sharded.fused
         if not members or bucket in self._early or self._engine.gatherer.is_pinned(bucket) or bucket.has_grads():
-            return False  # a second gradient of what was stepped is found out by ``take_early``
+            return False  # ``take_early`` notices a second gradient of a stepped bucket
         if bucket.grads.used != bucket.grads.valid or not bucket.grads.valid <= self._indices[bucket]:
             return False
         if not bucket.sharding.params and bucket.edits.seen():
@@ -123,18 +123,18 @@ class Overlap:
 
     def _step_early(self, bucket: Bucket, parts: list[Part]) -> None:
         assert self._sharded.fused is not None
-        # Backward may still read whole parameters; those that are sharded are not gathered any more.
+        # Backward may still read unsharded parameters; sharded ones are not gathered again.
         self._sharded.fused.launch([bucket], parts, write=bucket.sharding.params)
         if bucket.sharding.params:
             bucket.weights.refresh()
         if bucket.store.optim is not None:
-            bucket.store.stored["grad"].discard()  # spares writing and reading it; ``forget_early`` forgets it
+            bucket.store.stored["grad"].discard()  # saves a write and a read; ``forget_early`` clears it
 
     def take_early(self, members: dict[Bucket, list[Member]], used: dict[Bucket, list[int]]) -> set[Bucket]:
-        """The step proper begins: leave out what was stepped already; returns it. Collective.
+        """Remove buckets that were stepped beside backward from ``members``; returns them. Collective.
 
         Raises:
-            SwapError: on all ranks, if one has stepped with other gradients than those that are there now.
+            SwapError: on all ranks, if gradients or hyper-parameters have changed since on one.
         """
         same = all(bucket in used and bucket.grads.changes == then for bucket, then in self._early.items())
         early = self._end_early()
@@ -152,7 +152,7 @@ class Overlap:
         return early
 
     def forget_early(self, early: set[Bucket]) -> None:
-        """The step is done: gradients that were not kept are gone."""
+        """After the step: clear gradients whose files were discarded."""
         for bucket in early:
             if bucket.grads.rests:
                 for index in bucket.grads.valid:
@@ -168,10 +168,10 @@ class Overlap:
     def plan_late(
         self, members: dict[Bucket, list[Member]], early: set[Bucket], used: dict[Bucket, list[int]]
     ) -> dict[Bucket, list[Part] | None]:
-        """What the thread is to step and publish, the same buckets in the same order on all ranks.
+        """The buckets that the background thread steps and publishes, in the same order on all ranks.
 
-        None instead of a plan: the thread only publishes. That is so for buckets of ``early``, and where states have to
-        be moved first, on this rank; only those are left in ``members``.
+        None instead of a plan: the thread only publishes, because the bucket is in ``early``, or because this rank has
+        to move states first. Planned buckets are removed from ``members``.
         """
         if not self._publishes_late or self._sharded.fused is None:
             return {}
@@ -191,7 +191,7 @@ class Overlap:
         return plans
 
     def hand_over(self, bucket: Bucket, parts: list[Part] | None) -> None:
-        """Have the thread step (with ``parts``) and publish a bucket."""
+        """Have the background thread step (with ``parts``) and publish a bucket."""
         bucket.release()
         bucket.await_publication()
         self._late.add(bucket)
@@ -217,11 +217,11 @@ class Overlap:
         background.hand_over(job, limit)
 
     def take_late(self) -> set[Bucket]:
-        """The buckets of the step that the thread publishes."""
+        """The buckets of this step that the background thread publishes; forgets them."""
         late, self._late = self._late, set()
         return late
 
     def forget_states(self) -> None:
-        """States were loaded: the next step is one of its own, which puts them where they rest."""
+        """After states were loaded: the next step is not a background step, and moves states to the bucket stores."""
         self._steady, self._offload_manager.partially_stepped = {}, ""
         self._end_early()

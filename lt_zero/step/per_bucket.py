@@ -1,8 +1,8 @@
-"""How an optimizer's ``step`` goes through buckets one by one: those in files, in host memory, or with copies.
+"""Steps of one bucket at a time: buckets in files, in host memory, or with staged copies.
 
 Note [Staged buckets]
-    Where master weights or accumulators have 16 bits and the optimizer's state has not, the fragments of one bucket at
-    a time become fp32 copies for a ``step`` of their own. The update is computed in fp32 and rounded once.
+    Where master weights or accumulators have 16 bits and the optimizer states have not, the optimizer steps fp32 copies
+    of one bucket's fragments at a time. The update is computed in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ if TYPE_CHECKING:
 
 
 class RanClosure:
-    """What ``step`` gets as its closure: forward and backward ran before, because ``step`` works on fragments.
+    """The closure that ``step`` gets: forward and backward ran before, because ``step`` works on fragments.
 
     Args:
-        name: of the optimizer's class.
-        result: of the pass that ran.
+        name: name of the optimizer's class.
+        result: what the user's closure returned.
     """
 
     def __init__(self, name: str, result: Any) -> None:
         self.name, self.result = name, result
         self.called = False
-        self._called_now = False  # by the running step
+        self._called_now = False  # in the running step
         self._before: list[tuple[Parameter, int, Tensor | None]] = []  # fragment, version, gradient
 
     def expect(self, fragments: Iterable[Parameter]) -> None:
-        """A step of these begins."""
+        """Begin a step of ``fragments``."""
         self._before = [(fragment, version_of(fragment), fragment.grad) for fragment in fragments]
         self.renew()
 
     def renew(self) -> None:
-        """A step calls the step of its parent class."""
+        """Allow another call: ``step`` calls the ``step`` of its parent class."""
         self._called_now = False
 
     def __call__(self) -> Any:
-        """The result of the pass that ran.
+        """The result of the user's closure.
 
         Raises:
-            RuntimeError: this is not the first call, or weights or gradients have changed since: another pass is meant.
+            RuntimeError: on a second call, or if weights or gradients have changed: the optimizer needs another pass.
         """
         changed = any(version_of(f) != version or f.grad is not grad for f, version, grad in self._before)
         if changed or self._called_now:
             raise RuntimeError(
                 f"{self.name}.step evaluates its closure {'again' if self.called else 'at other weights'}, but "
-                "ZeRO runs forward and backward once per step, before the optimizer gets this rank's part of weights "
+                "ZeRO runs forward and backward once per step, before the optimizer gets this rank's shard of weights "
                 "and gradients. Use an optimizer that needs one pass per step, such as AdamW, or train with DDP."
             )
         self.called = self._called_now = True
@@ -70,21 +70,21 @@ class Stepper:
     def __init__(self, sharded: ShardedOptimizer) -> None:
         self._sharded, self._engine, self._optimizer = sharded, sharded.engine, sharded.optimizer
         self._fused, self._overlap = sharded.fused, sharded.overlap
-        self.staging = False  # the running step of the optimizer is of one bucket only
+        self.staging = False  # the optimizer steps a single bucket now
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # of the running step
-        self.closure: RanClosure | None = None  # among them
+        self.closure: RanClosure | None = None  # of the running step
 
     # ---- during a step -----------------------------------------------------------------------------------------
 
     def hand_over(self, plans: dict[Bucket, list[Part] | None], members: dict[Bucket, list[Member]]) -> None:
-        """Give the planned buckets to the thread. See overlap.py, Note [Beside the next forward]."""
+        """Give the planned buckets to the background thread. See overlap.py, Note [Beside the next forward]."""
         for bucket, parts in plans.items():
             mine = {bucket: members.pop(bucket)} if bucket in members else {}
             if mine and "master" in bucket.store.stored:
                 self.step_resting(mine)
             elif mine and self._fused is not None:
                 self._fused.step(mine)
-                bucket.weights.refresh()  # now: jobs before it wait for the buffer that it holds
+                bucket.weights.refresh()  # frees its staging buffer, which earlier jobs wait for
             self._overlap.hand_over(bucket, parts)
 
     @torch.no_grad()
@@ -94,18 +94,18 @@ class Stepper:
         together: Collection[Bucket] = (),
         method: Callable[[], Any] | None = None,
     ) -> None:
-        """Step the buckets whose states rest in files, one by one.
+        """Step the buckets whose states are in files one by one: nvme_files.py, Note [Streaming buckets].
 
-        See offload/nvme_files.py, Note [Streaming buckets].
-
-        ``together``: buckets that all ranks step, also if they hold nothing of what is used, as the step is collective.
-        ``method``: called in the place of ``step``.
+        Args:
+            members: fragments by bucket; stepped buckets are removed.
+            together: buckets that every rank steps, also without used parameters, because the step is collective.
+            method: called instead of ``step``.
         """
-        here = {b: b in together or any(member.used for member in members[b]) for b in members}
-        resting = [b for b in members if "master" in b.store.stored and here[b]]
-        idle = [b for b in members if "master" in b.store.stored and b not in resting]
-        taken = self._sharded.taken(resting)
-        for bucket in self._engine.offload_manager.stream_buckets(resting) if resting else ():
+        steps = {b: b in together or any(member.used for member in members[b]) for b in members}
+        stored = [b for b in members if "master" in b.store.stored and steps[b]]
+        idle = [b for b in members if "master" in b.store.stored and b not in stored]
+        taken = self._sharded.taken(stored)
+        for bucket in self._engine.offload_manager.stream_buckets(stored) if stored else ():
             self._step_resting_bucket(bucket, members.pop(bucket), bucket in taken, method)
         for bucket in idle:
             self._sharded.drop({id(member.fragment) for member in members.pop(bucket)})
@@ -126,7 +126,7 @@ class Stepper:
         bucket.weights.refresh()
 
     def step_host(self, members: dict[Bucket, list[Member]]) -> None:
-        """Step what the kernel takes in host memory bucket by bucket: copies go to the device meanwhile."""
+        """Step kernel buckets in host memory one by one, so that copies to the device overlap with the next step."""
         taken, done = self._sharded.taken(b for b in members if b.store.host_optim), set[int]()
         for bucket in [b for b in members if b in taken]:
             assert self._fused is not None
@@ -141,10 +141,10 @@ class Stepper:
     def step_staged(self, bucket: Bucket, members: list[Member], method: Callable[[], Any] | None = None) -> None:
         """Step the fragments of one bucket, and take them out of the groups. See Note [Staged buckets].
 
-        ``method``: called in the place of ``step``.
+        ``method`` is called instead of ``step``.
         """
         groups, mine = self._optimizer.param_groups, {id(member.fragment) for member in members}
-        # What an optimizer counts per group is counted once, by the step of the rest.
+        # Counters in groups are restored, so that only the step of the remaining fragments advances them.
         numbers = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         others = [[p for p in group["params"] if id(p) not in mine] for group in groups]
         weights, grads = bucket.weights, bucket.grads
@@ -173,7 +173,7 @@ class Stepper:
 
     @torch.no_grad()
     def keep(self, members: dict[Bucket, list[Member]]) -> None:
-        """Take over weights that the optimizer has assigned (``p.data = ...``) where it should have written."""
+        """Copy weights that the optimizer assigned (``p.data = ...``) to the master weights."""
         for bucket, mine in members.items():
             for member in mine:
                 row = _row_of(bucket.weights.master_rows, member).view(member.fragment.shape)
@@ -190,7 +190,7 @@ class Stepper:
 
     @torch.no_grad()
     def shelve_states(self) -> None:
-        """Put states that were loaded where they rest, bucket by bucket. Not collective."""
+        """Move loaded states to the bucket stores, bucket by bucket. Not collective."""
         self._engine.finish_steps()
         self._overlap.forget_states()
         places: dict[Bucket, list[tuple[Parameter, Piece]]] = {}
@@ -198,26 +198,26 @@ class Stepper:
             if "master" in bucket.store.stored:
                 places.setdefault(bucket, []).extend((parameter, piece) for piece in bucket.pieces_of(index))
         for bucket, holders in places.items():
-            for home in bucket.store.step_tensors():
-                home.bring()
+            for stored in bucket.store.step_tensors():
+                stored.bring()
             self._shelve_state(bucket, holders)
             bucket.store.tidy()
 
     def _shelve_state(self, bucket: Bucket, holders: list[tuple[Parameter, Piece]]) -> None:
-        """Move element-wise states that somebody else made (a first step, a checkpoint) to where the bucket's rest."""
+        """Move element-wise states from a first step or a checkpoint to the bucket's stored tensors."""
         for holder, piece in holders:
             state = self._optimizer.state.get(holder, {})
             for key, value in state.items():
                 if not isinstance(value, Tensor) or value.dim() == 0 or value.numel() != piece.numel:
                     continue
-                home = bucket.store.state_tensor(key, value.dtype)
-                if home is not None and not home.owns(value):
-                    home.bring()
-                    state[key] = home.lend(piece.offset, value.shape).copy_(value)
+                stored = bucket.store.state_tensor(key, value.dtype)
+                if stored is not None and not stored.owns(value):
+                    stored.bring()
+                    state[key] = stored.lend(piece.offset, value.shape).copy_(value)
 
 
 def _keep(fragment: Parameter, row: Tensor) -> bool:
-    """Put the result of a step of a copy, or of an optimizer that assigns ``p.data``, where the weights lie."""
+    """Copy a fragment that is not a view of ``row`` any more to ``row``; returns whether it was one."""
     moved = fragment.data_ptr() != row.data_ptr()
     if moved:
         row.copy_(fragment.detach())
@@ -229,8 +229,5 @@ def _row_of(flat: Tensor, member: Member) -> Tensor:
 
 
 def grad_of(grads: Accumulator, member: Member) -> Tensor | None:
-    """The gradient of a fragment, in its shape; None if no rank has one.
-
-    See reduced_grads.py, Note [Unused parameters].
-    """
+    """The gradient of a fragment, in its shape; None: no rank used it (reduced_grads.py, Note [Unused parameters])."""
     return grads.of(member.piece, write=False).view(member.fragment.shape) if member.used else None

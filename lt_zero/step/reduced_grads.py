@@ -1,8 +1,8 @@
-"""The reduced gradients of one optimizer, between backward and step: read, scaled and forgotten where they lie.
+"""The reduced gradients of one optimizer between backward and step, read and scaled in the accumulators.
 
 Note [Unused parameters]
     A zero gradient is not "no gradient": AdamW would decay and move a parameter that no rank used. The ranks agree
-    on which parameters were used, and the others' fragments have ``grad=None`` for this step.
+    on the used parameters, and fragments of the others have ``grad=None`` in this step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ReducedGrads:
-    """What the buckets have accumulated for one optimizer's parameters, and the gradients of those in no bucket."""
+    """The accumulated gradients of one optimizer's parameters, including parameters in no bucket."""
 
     def __init__(self, sharded: ShardedOptimizer) -> None:
         self._sharded, self._engine = sharded, sharded.engine
@@ -44,16 +44,16 @@ class ReducedGrads:
         return bool(self._foreign()) or any(used(b, i) for b, i, _ in self._sharded.places())
 
     def _foreign(self) -> list[Tensor]:
-        """Of parameters that the engine does not own."""
+        """The gradients of parameters that the engine does not own."""
         return [p.grad for p in self._sharded.parameters() if id(p) not in self._engine.owner and p.grad is not None]
 
     # ---- their values ------------------------------------------------------------------------------------------
 
     def by_bucket(self, write: bool = False) -> Iterator[list[Tensor]]:
-        """This rank's part (1D rows), where any rank has a gradient. Collective.
+        """This rank's gradients (1D rows) of the parameters that any rank used, bucket by bucket. Collective.
 
-        Neighbours in a bucket share a row, with the zeros between them. What rests in a file is here until the next
-        bucket is asked for. ``write``: they are changed.
+        Neighbours in a bucket share a row, with the zeros between them. An accumulator in a file is in memory until the
+        next bucket is asked for, and written back with ``write``.
         """
         for bucket, indices in self.used().items():
             yield _rows(bucket, indices, write)
@@ -62,7 +62,7 @@ class ReducedGrads:
 
     @torch.no_grad()
     def multiply(self, factor: Tensor) -> None:
-        """Multiply what was reduced by one fp32 number (0D), now or in the kernel that steps it. Collective."""
+        """Multiply the reduced gradients by ``factor`` (0D fp32), now or later in the kernel. Collective."""
         used, places = self.used(), self._sharded.places()
         self._engine.used_parameters.scaled(places, factor)
         deferring = self._deferring(used)
@@ -78,13 +78,13 @@ class ReducedGrads:
             grad.mul_(factor)
 
     def _deferring(self, used: Iterable[Bucket]) -> set[Bucket]:
-        """See fused_step.py, Note [Deferred factor]. A view in ``p.grad`` can be read without anybody noticing."""
+        """The buckets that defer (fused_step.py, Note [Deferred factor]): not those with views in ``p.grad``."""
         mine = self._sharded.indices()
         return {b for b in self._sharded.taken(used) if b.grads.valid <= mine[b] and not is_view(b)}
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
-        """Multiply what was accumulated so far, reduced or not. Not collective."""
+        """Multiply all accumulated gradients, reduced or not. Not collective."""
         places = self._sharded.places()
         self._engine.used_parameters.scaled(places, factor)
         for bucket, index, _ in places:
@@ -97,16 +97,16 @@ class ReducedGrads:
 
 
 def _rows(bucket: Bucket, indices: list[int], write: bool = True) -> list[Tensor]:
-    """The accumulated gradients of these parameters; pieces with nothing but alignment between them as one row.
+    """The accumulated gradients of these parameters; pieces with only alignment between them share a row.
 
-    Without ``write`` for reading only.
+    Read-only without ``write``.
     """
     edges: list[list[int]] = []
     wanted = set(indices)
     for piece in bucket.pieces():
         if piece.index not in wanted:
             continue
-        if edges and piece.offset - edges[-1][1] < ALIGN:  # whatever lies in between has an ALIGN of its own
+        if edges and piece.offset - edges[-1][1] < ALIGN:  # a parameter in between would take at least ALIGN
             edges[-1][1] = piece.offset + piece.numel
         else:
             edges.append([piece.offset, piece.offset + piece.numel])

@@ -1,10 +1,10 @@
-"""Any torch optimizer that can work on fragments: the user's object, its groups and its class stay.
+"""Runs any torch optimizer on this rank's shard; the user's object, its groups and its class stay.
 
 Note [Narrowing]
-    At rest ``param_groups[i]["params"]`` are the module's parameters, because schedulers, callbacks and
-    ``toggle_optimizer`` look there. For the duration of ``step`` they are replaced by this rank's fragments, flat
-    pieces of the master weights whose ``.grad`` is a piece of the accumulator. State lives per fragment and is shown
-    under its parameter. A fragment that is a whole parameter has the parameter's shape.
+    Between steps ``param_groups[i]["params"]`` are the module's parameters, because schedulers, callbacks and
+    ``toggle_optimizer`` look there. During ``step`` they are replaced by this rank's fragments: flat pieces of the
+    master weights whose ``.grad`` is a piece of the accumulator. State is that of fragments, and keyed by parameter
+    between steps. A fragment that is a full parameter has the parameter's shape.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from lt_zero.step.per_bucket import RanClosure, Stepper, grad_of
 from lt_zero.step.reduced_grads import ReducedGrads
 from lt_zero.step.supported_optimizers import check_supported, states_per_element
 
-_ATTRIBUTE = "_lt_zero"  # of the optimizer
+_ATTRIBUTE = "_lt_zero"  # set on the optimizer
 _SWITCHES = ("train", "eval")  # methods of schedule-free optimizers that change weights
 
 
 class ShardedOptimizer(Here):
-    """What the engine does around one optimizer's ``step`` and ``zero_grad``.
+    """Hooks around one optimizer's ``step``, state dicts and ``train`` and ``eval``.
 
     Args:
-        engine: owns the parameters; parameters it does not own are stepped as they are.
+        engine: owns the parameters; other parameters are stepped as usual.
         optimizer: any ``torch.optim.Optimizer`` whose update is element-wise, or, with
             ``zero_optimization.shard_along=parameter``, treats parameters one by one.
 
     Raises:
-        TypeError: the optimizer needs whole matrices, sparse gradients or repeated closures.
+        TypeError: the optimizer needs full matrices, sparse gradients or repeated closures.
     """
 
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
@@ -59,17 +59,17 @@ class ShardedOptimizer(Here):
         self.engine, self.optimizer = engine, optimizer
         self._fragments: dict[int, list[Parameter]] = {}
         self._wide: list[list[Parameter]] | None = None
-        self.loss_scale = 1.0  # that the accumulated gradients carry; see loss_scale_controller.py
+        self.loss_scale = 1.0  # of the accumulated gradients; see loss_scale_controller.py
         self.found_inf: Tensor | None = None  # 0D fp32: the kernel skips the step if it is not zero
         self.before_state_dict: Callable[[], object] = lambda: None  # waits for the outcome of the last step
-        self.by_bucket = False  # who asks for a state dict reads states in files bucket by bucket
+        self.by_bucket = False  # the caller of ``state_dict`` reads stored states bucket by bucket
         self._depth = 0  # nested calls of step
-        self._entered = 0  # after how many backwards the running step began
-        self._stepping: dict[Bucket, list[Member]] = {}  # what the running step leaves to the optimizer itself
-        self._early: set[Bucket] = set()  # stepped beside the last backward, by the running step
+        self._entered = 0  # ``Engine.backwards`` when the running step began
+        self._stepping: dict[Bucket, list[Member]] = {}  # fragments that the optimizer's own ``step`` updates
+        self._early: set[Bucket] = set()  # buckets of the running step that were stepped beside backward
         fused = engine.config.fused_step and FusedAdam.fits(optimizer)
         self.fused = FusedAdam(optimizer) if fused else None
-        self.norms: WholeNorms | None = None  # of an optimizer whose step is collective
+        self.norms: WholeNorms | None = None  # for an optimizer whose step is collective
         if isinstance(optimizer, Lamb):
             optimizer.whole_norms = self.norms = WholeNorms(engine.comm)
         self.overlap = Overlap(self)
@@ -77,8 +77,8 @@ class ShardedOptimizer(Here):
         self.stepper = Stepper(self)
         if engine.offload_manager.partially_stepped:
             warnings.warn(
-                f"Training goes on although {engine.offload_manager.partially_stepped} are a step ahead: load a "
-                "checkpoint.",
+                f"Training goes on although the weights of {engine.offload_manager.partially_stepped} are a step ahead "
+                "of the others: load a checkpoint.",
                 stacklevel=3,
             )
             engine.offload_manager.partially_stepped = ""
@@ -87,11 +87,11 @@ class ShardedOptimizer(Here):
         self._install()
 
     def _install(self) -> None:
-        """Hooks and one attribute, so that the optimizer's class stays the user's; copies and pickles have neither."""
+        """Install hooks and one attribute; the optimizer keeps its class, and copies and pickles have neither."""
         optimizer = self.optimizer
         before = ShardedOptimizer.of(optimizer)
         for handle in before._handles if before is not None else ():
-            handle.remove()  # of an engine before this one
+            handle.remove()  # of an earlier engine
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -104,7 +104,7 @@ class ShardedOptimizer(Here):
 
     @staticmethod
     def of(optimizer: Any) -> ShardedOptimizer | None:
-        """What was made of ``optimizer``; None if nothing was."""
+        """The ``ShardedOptimizer`` of ``optimizer``; None if there is none."""
         found = getattr(optimizer, _ATTRIBUTE, None)
         return found if isinstance(found, ShardedOptimizer) else None
 
@@ -114,20 +114,20 @@ class ShardedOptimizer(Here):
         """Step the optimizer; the same as its own ``step``. Collective.
 
         Raises:
-            RuntimeError: under fp16, where somebody has to scale the loss.
+            RuntimeError: under fp16, which needs loss scaling.
         """
         if self.engine.policy.scaling is not None:
             raise RuntimeError("fp16 needs a loss scale, which comes with ZeroStrategy. Use bf16, or a Trainer.")
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; the same as the optimizer's own ``zero_grad``."""
+        """Clear the gradients; the same as the optimizer's own ``zero_grad``."""
         self.optimizer.zero_grad(set_to_none)
 
     # ---- fragments ---------------------------------------------------------------------------------------------
 
     def fragments(self, parameter: Parameter) -> list[Parameter]:
-        """This rank's pieces of ``parameter`` (none or one), or itself if the engine does not own it."""
+        """This rank's fragment of ``parameter`` (none or one), or ``parameter`` if the engine does not own it."""
         place = self.engine.owner.get(id(parameter))
         if place is None:
             return [parameter]
@@ -135,11 +135,11 @@ class ShardedOptimizer(Here):
         if id(parameter) not in self._fragments:
             bucket.weights.enable_training()
             shape = torch.Size(bucket.shapes[index])
-            home = bucket.store.stored.get("master")
+            stored = bucket.store.stored.get("master")
             self._fragments[id(parameter)] = [
                 Parameter(_shaped(bucket.weights.master_rows[p.offset : p.offset + p.numel], shape))
-                if home is None
-                else cast(Parameter, home.lend(p.offset, _shape_of(p, shape), Parameter))
+                if stored is None
+                else cast(Parameter, stored.lend(p.offset, _shape_of(p, shape), Parameter))
                 for p in bucket.pieces_of(index)
             ]
         return self._fragments[id(parameter)]
@@ -159,24 +159,24 @@ class ShardedOptimizer(Here):
         return found
 
     def places(self) -> list[tuple[Bucket, int, Parameter]]:
-        """(bucket, index in it, parameter) of all that the engine owns, in the order of the groups."""
+        """(bucket, index in it, parameter) of all parameters that the engine owns, in the order of the groups."""
         owner = self.engine.owner
         return [(*owner[id(p)], p) for p in self.parameters() if id(p) in owner]
 
     def taken(self, buckets: Iterable[Bucket]) -> set[Bucket]:
-        """Those of ``buckets`` whose step goes through the kernel."""
+        """The ``buckets`` that the kernel steps."""
         return self.fused.takes(buckets) if self.fused is not None else set()
 
     def skips_on_device(self) -> bool:
-        """Whether all of a step goes through kernels that take ``found_inf``."""
+        """Whether kernels that take ``found_inf`` do all of a step."""
         places = self.places()
         buckets = {bucket for bucket, _, _ in places}
         if any(bucket.store.moves_optim for bucket in buckets):
-            return False  # what the kernel does not write would be copied or written all the same
+            return False  # a skipped step would still be copied to the device or written to files
         return len(places) == len(self.parameters()) and self.taken(buckets) == buckets
 
     def uncount_step(self) -> None:
-        """The last step was skipped on the device: its number is that of the next one."""
+        """Restore the step counters after the last step was skipped on the device."""
         assert self.fused is not None
         self.fused.uncount()
 
@@ -195,7 +195,7 @@ class ShardedOptimizer(Here):
         if self.stepper.staging:
             return None
         if self._wide is not None and self._entered == self.engine.backwards:
-            self._depth += 1  # a subclass calls its parent's step, and torch calls the hooks for both
+            self._depth += 1  # a subclass calls its parent's step; torch runs the hooks for both
             if self.stepper.closure is not None:
                 self.stepper.closure.renew()
             return None
@@ -216,10 +216,10 @@ class ShardedOptimizer(Here):
         plans = self.overlap.plan_late(members, self._early, used)
         for bucket in members:
             if plans.get(bucket) is None:
-                bucket.wait_background_step()  # it is stepped here
+                bucket.wait_background_step()  # this thread steps it
         for bucket in self._early - plans.keys():
-            bucket.wait_background_step()  # it is published here
-            bucket.weights.leave()  # the rest of backward may have read whole parameters meanwhile
+            bucket.wait_background_step()  # this thread publishes it
+            bucket.weights.leave()  # the rest of backward may have read unsharded parameters meanwhile
         self.narrow()
         self._depth, self._entered = 1, self.engine.backwards
         self.engine.comm.before_write()
@@ -251,7 +251,7 @@ class ShardedOptimizer(Here):
         return args, kwargs
 
     def _run_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Run a closure that has not run, as the step must see its gradients on fragments."""
+        """Run the closure now, because the step needs its gradients on fragments."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         if callable(closure) and not isinstance(closure, RanClosure):
             with torch.enable_grad():
@@ -278,7 +278,7 @@ class ShardedOptimizer(Here):
         self._early = set()
 
     def switch(self, method: Callable[[], Any]) -> Any:
-        """Call a method of the optimizer that changes weights, on fragments as ``step`` is. Collective."""
+        """Call a method of the optimizer that changes weights, on fragments as in ``step``. Collective."""
         self.before_state_dict()
         self.engine.finish_steps()
         members = self.members(lambda bucket, index: False)
@@ -300,7 +300,7 @@ class ShardedOptimizer(Here):
     # ---- groups and state --------------------------------------------------------------------------------------
 
     def narrow(self) -> None:
-        """Groups and state from parameters to fragments. See Note [Narrowing]."""
+        """Replace parameters by fragments in groups and state. See Note [Narrowing]."""
         assert self._wide is None, "a step of this optimizer failed half way; its groups hold fragments"
         groups, state = self.optimizer.param_groups, self.optimizer.state
         self._wide = [group["params"] for group in groups]
@@ -312,7 +312,7 @@ class ShardedOptimizer(Here):
                         state[fragment] = state.pop(p)
 
     def drop(self, done: set[int]) -> None:
-        """Take fragments that were stepped out of the groups, until ``widen``."""
+        """Remove stepped fragments from the groups, until ``widen``."""
         for group in self.optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) not in done]
 
@@ -326,7 +326,7 @@ class ShardedOptimizer(Here):
         return self._wide is not None
 
     def widen(self) -> None:
-        """The reverse of ``narrow``; nothing happens if the groups are wide already."""
+        """Undo ``narrow``; no-op if groups hold parameters."""
         if self._wide is None:
             return
         state = self.optimizer.state
@@ -340,7 +340,7 @@ class ShardedOptimizer(Here):
         self._wide = None
 
     def _adopt_state(self) -> None:
-        """Cut state that the constructor made in the parameters' full shape (Adagrad), in the dtype that is stepped."""
+        """Shard and cast state that the constructor made in the parameters' full shape (Adagrad)."""
         for bucket, index, parameter in self.places():
             state = self.optimizer.state.get(parameter)
             if not state:
@@ -351,7 +351,7 @@ class ShardedOptimizer(Here):
             for piece in pieces:
                 for key, value in state.items():
                     cut = cut_state(value, bucket.shapes[index], piece.lo, piece.hi)
-                    # The constructor has seen the compute copy's dtype.
+                    # The constructor used the dtype of the compute copy.
                     wide = cut is not value and cut.is_floating_point()
                     state[key] = cut.to(bucket.step_dtype) if wide else cut
 
@@ -363,32 +363,32 @@ class ShardedOptimizer(Here):
         self.engine.finish_steps()
         if not self.by_bucket:
             for bucket in {bucket for bucket, _, _ in self.places()}:
-                for home in bucket.store.step_tensors():
-                    home.bring()  # whoever has it may edit it
+                for stored in bucket.store.step_tensors():
+                    stored.bring()  # the caller may edit it
 
 
 def cut_state(value: Any, shape: tuple[int, ...], lo: int, hi: int) -> Any:
-    """Elements [lo, hi) of a state tensor that has its parameter's shape; anything else as it is."""
+    """Elements [lo, hi) of a state tensor that has its parameter's shape; any other value unchanged."""
     if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.dim() == 0:
         return value
     return _shaped(value.reshape(-1)[lo:hi].clone(), shape)
 
 
 def _shaped(row: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A piece that is the whole parameter gets its shape; others stay 1D."""
+    """``row`` in the parameter's shape if it has all elements, else 1D."""
     return row.view(shape) if row.numel() == torch.Size(shape).numel() else row
 
 
 def _shape_of(piece: Piece, shape: torch.Size) -> torch.Size:
-    """See ``_shaped``."""
+    """The shape of a fragment, as ``_shaped``."""
     return shape if piece.numel == shape.numel() else torch.Size([piece.numel])
 
 
 def _narrow_in(cls: type[Optimizer], name: str) -> None:
-    """Let method ``name`` of a class see fragments where the optimizer is sharded.
+    """Wrap method ``name`` of a class so that it runs on fragments if the optimizer is sharded.
 
-    In the class, as torch does with ``step``: Lightning's wrapper is of a subclass, which does not see what an instance
-    has. Of optimizers that are not sharded nothing changes.
+    The class is patched, as torch does with ``step``: Lightning's wrapper is an instance of a subclass, which does not
+    see attributes of the user's instance. Optimizers that are not sharded behave as before.
     """
     method = getattr(cls, name, None)
     if not inspect.isfunction(method) or hasattr(method, "narrows"):
@@ -399,7 +399,7 @@ def _narrow_in(cls: type[Optimizer], name: str) -> None:
         sharded = ShardedOptimizer.of(self)
         if sharded is None or sharded.narrowed:
             return method(self, *args, **kwargs)
-        # What the method sets is for the optimizer, not for a wrapper of Lightning's.
+        # On the user's instance, not on Lightning's wrapper: the method may set attributes.
         return sharded.switch(lambda: method(sharded.optimizer, *args, **kwargs))
 
     on_fragments.narrows = True  # type: ignore[attr-defined]

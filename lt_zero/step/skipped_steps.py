@@ -1,16 +1,10 @@
-"""Optimizer steps that were skipped because of an overflow, and learning rate schedules that wait for them.
+"""Counts of optimizer steps skipped because of an overflow, and learning rate schedules that are held meanwhile.
 
-A schedule counts optimizer steps. Stepped after a skipped one it would run ahead of the training, and torch would warn
-that the scheduler came before the optimizer.
+A schedule counts optimizer steps. Stepped after a skipped one it would run ahead of training, and torch would warn that
+``lr_scheduler.step()`` came before ``optimizer.step()``.
 
-Note [Held schedulers]
-    As with optimizers (sharded_optimizer.py) ``step`` is overridden by class: the scheduler's ``__dict__`` is what it
-    saves in checkpoints, and stays as it is. Copies and pickles have the original class and are not held.
-
-Note [Assumed steps]
-    Where only the device knows whether a step was skipped, the counter assumes that it was not, and schedules move
-    (loss_scale_controller.py, Note [Verdict on the device]). Each remembers where it was, and is put back if it should
-    have waited.
+With a device skip flag (loss_scale_controller.py, Note [Device skip flag]) the counter first assumes that the step was
+taken, and schedules move. Each keeps a snapshot, which is restored if the step turns out to be skipped.
 """
 
 from __future__ import annotations
@@ -27,40 +21,40 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class SkipCounter:
-    """Skipped and done steps of one optimizer."""
+    """Skipped and taken steps of one optimizer."""
 
     def __init__(self) -> None:
-        self.skipped = 0  # in all
-        self.consecutive = 0  # skipped since the last step that was done
-        self.succeeded = 0  # done since the last one that was skipped
-        self.attempts = 0  # in this process, of either kind
-        self._last_success = 0  # the attempt's number
-        self._before: tuple[int, int, int, int] | None = None  # an assumed success
+        self.skipped = 0  # in total
+        self.consecutive = 0  # skipped since the last step that was taken
+        self.succeeded = 0  # taken since the last one that was skipped
+        self.attempts = 0  # in this process, taken or skipped
+        self._last_success = 0  # number of the attempt
+        self._before: tuple[int, int, int, int] | None = None  # counters before an assumed success
         self._find_out: Callable[[], object] = lambda: None
-        self._undo: list[Callable[[], None]] = []  # what moved since
+        self._undo: list[Callable[[], None]] = []  # callbacks for a skipped step
 
     @property
     def assumed(self) -> bool:
-        """Whether the last success is only assumed. See Note [Assumed steps]."""
+        """Whether the last success is only assumed."""
         return self._before is not None
 
     def assume_success(self, find_out: Callable[[], object]) -> None:
-        """A step was launched; ``find_out`` waits for its outcome and calls ``decide``."""
+        """Count a launched step as taken; ``find_out`` waits for its outcome and calls ``decide``."""
         self._before = (self.attempts, self._last_success, self.succeeded, self.consecutive)
         self._find_out = find_out
         self.succeed()
 
     def find_out(self) -> None:
-        """Wait for the outcome of an assumed step."""
+        """Wait for the outcome of an assumed success."""
         if self.assumed:
             self._find_out()
 
     def if_skipped(self, undo: Callable[[], None]) -> None:
-        """Have ``undo`` called if the assumed step turns out to be skipped."""
+        """Call ``undo`` if the assumed success turns out to be a skipped step."""
         self._undo.append(undo)
 
     def decide(self, skipped: bool) -> None:
-        """The outcome of the assumed step."""
+        """Replace an assumed success by its outcome."""
         before, self._before, undo, self._undo = self._before, None, self._undo, []
         if before is None or not skipped:
             return
@@ -70,14 +64,14 @@ class SkipCounter:
             call()
 
     def skip(self) -> None:
-        """A step was skipped."""
+        """Count a skipped step."""
         self.attempts += 1
         self.skipped += 1
         self.consecutive += 1
         self.succeeded = 0
 
     def succeed(self) -> None:
-        """A step was done."""
+        """Count a step that was taken."""
         self.attempts += 1
         self._last_success = self.attempts
         self.succeeded += 1
@@ -91,7 +85,7 @@ class SkipCounter:
         return {"skipped": self.skipped, "consecutive": self.consecutive, "succeeded": self.succeeded}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where the state was taken."""
+        """Restore ``state_dict``."""
         self.skipped, self.consecutive = int(state["skipped"]), int(state["consecutive"])
         self.succeeded = int(state["succeeded"])
 
@@ -102,13 +96,13 @@ class _Hold:
     mark: int  # the counter's attempts at the scheduler's last call
 
     def waits(self, scheduler: Any) -> bool:
-        """Whether this call of the scheduler is to do nothing; the next call is judged by what comes after this."""
+        """Whether this call of the scheduler does nothing: all steps since its last call were skipped."""
         if self.counter.assumed and not _restorable(scheduler):
             self.counter.find_out()
         mark, self.mark = self.mark, self.counter.attempts
         if self.counter.assumed and mark < self.mark:
-            put_back = _snapshot(scheduler)
-            self.counter.if_skipped(lambda: put_back() if self.counter.only_skips_after(mark) else None)
+            restore = _snapshot(scheduler)
+            self.counter.if_skipped(lambda: restore() if self.counter.only_skips_after(mark) else None)
         return self.counter.only_skips_after(mark)
 
 
@@ -117,28 +111,28 @@ def _restorable(scheduler: Any) -> bool:
 
 
 def _snapshot(scheduler: Any) -> Callable[[], None]:
-    """What puts a scheduler, and the hyperparameters that it sets, back to where they are now."""
+    """Returns a callable that restores the current state of a scheduler and of the hyper-parameters that it sets."""
     state = copy.deepcopy(scheduler.state_dict())
     groups = scheduler.optimizer.param_groups
     numbers = [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in groups]
 
-    def put_back() -> None:
+    def restore() -> None:
         scheduler.load_state_dict(state)
         for group, before in zip(groups, numbers, strict=False):
             for key, value in before.items():
-                # A learning rate that is a tensor stays the same object.
+                # A tensor learning rate stays the same object.
                 group[key].copy_(value) if isinstance(group[key], Tensor) else group.update({key: value})
 
-    return put_back
+    return restore
 
 
 _holds: WeakIdKeyDictionary = WeakIdKeyDictionary()  # scheduler -> _Hold
 
 
 def hold_schedule(scheduler: Any, counter: SkipCounter) -> None:
-    """From now on ``scheduler.step`` does nothing if all optimizer steps since its last call were skipped.
+    """Make ``scheduler.step`` do nothing if all optimizer steps since its last call were skipped.
 
-    A call without any optimizer step in between passes. ``ReduceLROnPlateau`` is left alone, as it counts metrics.
+    A call without any optimizer step in between passes. ``ReduceLROnPlateau`` is not held, as it counts metrics.
     """
     if isinstance(scheduler, ReduceLROnPlateau):
         return
@@ -150,6 +144,7 @@ def hold_schedule(scheduler: Any, counter: SkipCounter) -> None:
 
 
 def _held_class(cls: type) -> type:
+    # By class, not by attribute: the scheduler saves its ``__dict__`` in checkpoints.
     original: Any = cls
 
     @functools.wraps(original.step)
@@ -158,13 +153,13 @@ def _held_class(cls: type) -> type:
         return None if hold is not None and hold.waits(self) else original.step(self, *args, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
-        """See Note [Held schedulers]."""
+        """Copies and pickles have the original class, and are not held."""
         parts = original.__reduce_ex__(self, protocol)
         if isinstance(parts, str):
             return parts
         make, args, *rest = (original if part is held else part for part in parts)
         args = tuple(original if arg is held else arg for arg in args)
-        if getattr(make, "__name__", "") == "__newobj__":  # pickle insists on the object's own class there
+        if getattr(make, "__name__", "") == "__newobj__":  # pickle requires the object's own class there
             make = original.__new__
         return (make, args, *rest)
 

@@ -1,10 +1,9 @@
-"""Which optimizers compute the same on flat pieces of parameters as on whole ones.
+"""Which optimizers compute the same on flat pieces of parameters as on full parameters.
 
-Note [Trial]
-    A class that is not torch's or ours is tried out: what one optimizer makes of a small matrix in some steps is
-    compared with what two make of a piece each, with the hyper-parameters of every group. The same with two whole
-    matrices shows what needs all parameters at once. Random numbers, or a constructor that wants something else than
-    the groups and its defaults, leave it open; then names decide.
+A class that is not torch's or ours is tried out: some steps of one optimizer on a small matrix are compared with the
+steps of two optimizers on a piece each, with the hyper-parameters of every group. The same with two matrices shows
+whether it needs all parameters at once. The trial is inconclusive if the optimizer draws random numbers, or its
+constructor needs other arguments than groups and defaults; then its name decides.
 """
 
 from __future__ import annotations
@@ -50,22 +49,22 @@ _WHOLE_MATRICES = {
     "Lars",
     "LARS",
 }
-_CUT = 5000  # of 10,240 elements: optimizers with states of 8 bits leave less than 4096 as they are
-_STEPS = 8  # rectified ones move after five
+_CUT = 5000  # of 10,240 elements: 8-bit optimizers keep tensors of less than 4096 in 32 bits
+_STEPS = 8  # rectified optimizers (RAdam) do not move before the sixth
 _CLOSURES = {"LBFGS"}
 _SPARSE = {"SparseAdam"}
 
 
 def check_supported(optimizer: Optimizer, sharded: bool, whole: bool = False) -> None:
-    """Refuse what cannot be exact; warn about what nobody knows.
+    """Refuse optimizers whose update would be wrong on shards; warn about unknown ones.
 
     Args:
         optimizer: any.
-        sharded: whether ranks hold parts of the model.
-        whole: whether these are whole parameters.
+        sharded: whether each rank holds a shard of the model.
+        whole: whether shards consist of full parameters.
 
     Raises:
-        TypeError: the optimizer needs whole matrices, all parameters, sparse gradients or repeated closures.
+        TypeError: the optimizer needs full matrices, all parameters, sparse gradients or repeated closures.
     """
     names = {cls.__name__ for cls in type(optimizer).__mro__}
     name = type(optimizer).__name__
@@ -113,9 +112,9 @@ def _refuse(optimizer: Optimizer, whole: bool) -> None:
 
 
 def divides(optimizer: Optimizer, whole: bool) -> bool | None:
-    """Whether optimizers that have a part of the elements each compute what one that has all of them computes.
+    """Whether two optimizers with a part of the elements each compute what one with all of them does; None: unknown.
 
-    ``whole``: the parts are whole parameters. None if it cannot be found out. See Note [Trial].
+    ``whole``: the parts are full parameters.
     """
     found = [_group_divides(optimizer, group, whole) for group in _distinct(optimizer)]
     return False if False in found else None if None in found else True
@@ -123,7 +122,7 @@ def divides(optimizer: Optimizer, whole: bool) -> bool | None:
 
 def _group_divides(optimizer: Optimizer, group: dict[str, Any], whole: bool) -> bool | None:
     if "lr" in group and not isinstance(group["lr"], Tensor):
-        group = {**group, "lr": 0.1}  # a schedule may begin at zero
+        group = {**group, "lr": 0.1}  # a schedule may start at zero
     random = torch.Generator().manual_seed(0)
     rows = [torch.randn(64, 160, generator=random, dtype=torch.float64) for _ in range(2 * (_STEPS + 1))]
     pairs = []  # the two parts: weights, then the gradients of each step; of different size, for norms to differ
@@ -134,7 +133,7 @@ def _group_divides(optimizer: Optimizer, group: dict[str, Any], whole: bool) -> 
     try:
         with _undisturbed():
             together = _stepped(optimizer, group, merged)
-    except Exception:  # a class of the user's own that wants something else
+    except Exception:  # the constructor or ``step`` needs other arguments
         return None
     try:
         with _undisturbed():
@@ -156,7 +155,7 @@ class _RandomError(Exception):
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Around trials: no warnings, no compilation, and random numbers go on as if there were none."""
+    """Context for trials: no warnings, no compilation, random state restored."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
         warnings.simplefilter("ignore")
         before = torch.get_rng_state()
@@ -166,10 +165,10 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _stepped(optimizer: Optimizer, group: dict[str, Any], rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """What a new optimizer of the same kind makes of the weights ``rows[0]`` with the gradients of each step."""
+    """The weights ``rows[0]`` after steps of a new optimizer of the same class with gradients ``rows[1:]``."""
     parameters = [Parameter(row.clone()) for row in rows[0]]
     trial = _trial(optimizer, group, parameters)
-    getattr(trial, "train", lambda: None)()  # schedule-free ones ask for it
+    getattr(trial, "train", lambda: None)()  # required by schedule-free optimizers
     closes = "closure" in inspect.signature(trial.step).parameters
     for grads in rows[1:]:
         for parameter, grad in zip(parameters, grads, strict=True):
@@ -179,7 +178,7 @@ def _stepped(optimizer: Optimizer, group: dict[str, Any], rows: Sequence[Sequenc
 
 
 def _distinct(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The groups that differ, without what says nothing of the update."""
+    """The groups with different hyper-parameters, without keys that do not affect the update."""
     own = ("params", "param_names", "initial_lr", "name")
     groups = [{k: v for k, v in group.items() if k not in own} for group in optimizer.param_groups]
     return list({repr(group): group for group in groups}.values())
@@ -193,12 +192,12 @@ def _trial(optimizer: Optimizer, group: dict[str, Any], parameters: list[Paramet
 
 
 def states_per_element(optimizer: Optimizer) -> int:
-    """How many states of its parameters' size the optimizer keeps at most."""
+    """The most states of a parameter's size that the optimizer keeps per parameter."""
     return max(states_by_group(optimizer), default=0)
 
 
 def states_by_group(optimizer: Optimizer) -> list[int]:
-    """How many states of a parameter's size the optimizer keeps, by group: found out with a matrix of a few elements.
+    """The number of states of a parameter's size that the optimizer keeps, by group; tried with a small matrix.
 
     A group of vectors, such as Adafactor's of biases, may keep more.
     """
@@ -214,6 +213,6 @@ def _tried(optimizer: Optimizer, group: dict[str, Any]) -> int:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             trial = _trial(optimizer, group, [parameter])
             trial.step()
-    except Exception:  # a class of the user's own that wants something else
+    except Exception:  # the constructor or ``step`` needs other arguments
         return 2
     return sum(isinstance(v, Tensor) and v.shape == parameter.shape for v in trial.state[parameter].values())
