@@ -1,10 +1,10 @@
-"""Which modules are gathered and reduced as one: found from the module tree, no user input needed.
+"""Units: the modules that are gathered and reduced together, found from the module tree without user input.
 
-A unit is a transformer block or whatever the model repeats: members of a ModuleList, Sequential or ModuleDict that
-share a class, at least two of them of equal size (so the stages of a pyramid are entered, its blocks are not, and the
-experts of a mixture stay inside their block, where routing cannot change which collectives run). Large leaf modules
-outside of blocks (embeddings, heads) are units of their own. The rest, and everything that several units share,
-belongs to the root and stays gathered for a whole forward and backward.
+A unit is a repeated block, such as a transformer's: a member of a ModuleList, Sequential or ModuleDict with members of
+one class, at least two of them of equal size. So the search enters the stages of a pyramid but not its blocks, and the
+experts of a mixture stay inside their block, where routing cannot change which collectives run. Large leaf modules
+outside of blocks (embeddings, heads) are units of their own. The remaining parameters, and those that several units
+share, belong to the root and stay gathered during forward and backward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """A module and the parameters that it owns alone; the root's plan has the name ''."""
+    """A module and the parameters that no other unit has; the root's name is ''."""
 
     name: str
     module: nn.Module
@@ -43,11 +43,11 @@ class UnitRules:
 
     Attributes:
         min_numel: a leaf module below this size is left to the root.
-        max_numel: a repeated module above this size is entered if there is something repeated inside.
+        max_numel: a repeated module above this size is entered if it has repeated modules inside.
         leaf_classes: class names (bare or dotted) whose instances are always units.
         leaf_names: full names of modules that are always units.
-        leaf_suffixes: ends of such names.
-        alike: blocks repeat each other, too, if only some of what they hold differs (a relative bias in the first).
+        leaf_suffixes: suffixes of such names.
+        alike: blocks of unequal size count as repeated if they are similar (the first has a relative bias).
     """
 
     min_numel: int = 100_000
@@ -58,7 +58,7 @@ class UnitRules:
     alike: bool = False
 
     def forces(self, name: str, module: nn.Module) -> bool:
-        """Whether the user wants this module to be a unit."""
+        """Whether the user asks for this module to be a unit."""
         plain = clean_name(f"{name}.").removesuffix(".")
         by_name = plain in self.leaf_names or (plain != "" and plain.endswith(self.leaf_suffixes or ("\0",)))
         return by_name or class_matches(module, self.leaf_classes)
@@ -71,7 +71,7 @@ def class_matches(module: nn.Module, names: Iterable[str]) -> bool:
 
 
 def find_units(root: nn.Module, rules: UnitRules) -> list[UnitPlan]:
-    """The units of ``root`` in registration order; the last one is the root with what is left (maybe nothing).
+    """The units of ``root`` in registration order; the last is the root with the remaining parameters (maybe none).
 
     A parameter that appears in several units belongs to the root.
 
@@ -88,7 +88,7 @@ def find_units(root: nn.Module, rules: UnitRules) -> list[UnitPlan]:
     names: dict[Parameter, list[str]] = {}  # tied weights have several
     for name, parameter in root.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    places: dict[nn.Module, list[str]] = {}  # a module that is registered twice too
+    places: dict[nn.Module, list[str]] = {}  # a module that is registered twice has several, too
     for name, module in root.named_modules(remove_duplicate=False):
         places.setdefault(module, []).append(f"{name}.")
     units, owned = [], set[Parameter]()
@@ -145,7 +145,7 @@ def _search(module: nn.Module, name: str, rules: UnitRules, repeated: bool) -> I
 
 
 def _repeated_children(module: nn.Module, alike: bool) -> set[str]:
-    """The children of a list-like container that make it a row of blocks."""
+    """The children of a list-like container that are repeated blocks."""
     if not isinstance(module, _LISTS):
         return set()
     composite = {n: c for n, c in module.named_children() if any(True for _ in c.children())}
@@ -154,12 +154,12 @@ def _repeated_children(module: nn.Module, alike: bool) -> set[str]:
     if alike and not repeated:
         rows = [[c for c in composite.values() if type(c) is cls] for cls in {cls for cls, _ in sizes}]
         repeated = any(_are_alike(one, other) for row in rows for one, other in pairwise(row))
-    # A list that has some blocks is a row of blocks: its odd members (the first of a ResNet stage) are blocks too.
+    # If some members are blocks, all are: the first of a ResNet stage differs from the others.
     return set(composite) if repeated else set()
 
 
 def _are_alike(one: nn.Module, other: nn.Module) -> bool:
-    """Whether a quarter of the smaller one is in the other, too. Stages, which consist of blocks, are not compared."""
+    """Whether a quarter of the smaller one is in the other. Modules that both contain blocks (stages) are not alike."""
     held, theirs = ({(n, p.shape): p.numel() for n, p in m.named_parameters()} for m in (one, other))
     common = sum(numel for place, numel in held.items() if place in theirs)
     similar = common > 0 and 4 * common >= min(sum(held.values()), sum(theirs.values()))

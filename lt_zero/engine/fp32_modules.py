@@ -1,7 +1,7 @@
 """Modules and parameters that stay in fp32 while the rest of the model runs in 16 bits (``fp16_override_modules``).
 
-An island casts what comes in and, where the model's activations are 16-bit, what goes out; autocast is off inside.
-Parameters that belong to a larger module stay fp32 without a boundary: what is computed with them is up to the module.
+An fp32 module casts its inputs and, where the model's activations are 16-bit, its outputs; autocast is off inside.
+Parameters of a larger module stay fp32 without casts: the module decides what is computed with them.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ DEFAULT_ISLANDS_MIXED: tuple[type, ...] = (
 
 @dataclass(frozen=True)
 class Fp32Modules:
-    """What stays in fp32.
+    """The modules and parameters that stay in fp32.
 
     Attributes:
-        modules: names and modules that run in fp32, in registration order; those inside others are left out.
-        parameters: all that stay fp32, those of ``modules`` among them.
+        modules: names and modules that run in fp32, in registration order, without modules inside others.
+        parameters: all parameters that stay fp32, including those of ``modules``.
     """
 
     modules: tuple[tuple[str, nn.Module], ...]
@@ -57,14 +57,15 @@ class Fp32Modules:
 def find_fp32_modules(
     root: nn.Module, patterns: Sequence[str], classes: tuple[type, ...] = (), keep: tuple[type, ...] = ()
 ) -> Fp32Modules:
-    """The fp32 islands of ``root``, which is never one itself.
+    """The fp32 modules of ``root``, which is never one itself.
 
     Args:
         root: the model.
         patterns: each a class name (bare or dotted), or a pattern of module paths or parameter names (``blocks.0.*``).
-            A matched parameter makes an island of the module that owns it, unless that has children with parameters.
-        classes: instances are islands; none need exist.
-        keep: parameters of instances stay fp32, nothing is cast at their boundary; none need exist, ties do not count.
+            A matched parameter makes its owner an fp32 module, unless that has children with parameters.
+        classes: classes whose instances are fp32 modules; there may be none.
+        keep: classes whose parameters stay fp32, without casts of inputs and outputs; there may be no instances, and
+            ties are not followed.
 
     Raises:
         ValueError: a pattern matches nothing, or the root.
@@ -88,7 +89,7 @@ def find_fp32_modules(
 
 
 class _Search:
-    """Grows islands until each kept parameter's owners are islands, where they can be."""
+    """Adds fp32 modules until the owners of each kept parameter are fp32 modules, where they can be."""
 
     def __init__(self, root: nn.Module) -> None:
         self.fp32_modules, self.kept = set[nn.Module](), set[Parameter]()
@@ -104,19 +105,19 @@ class _Search:
             for parameter in module.parameters(recurse=False):
                 self.owners.setdefault(parameter, []).append(module)
             if isinstance(module, nn.MultiheadAttention):
-                self.readers[module.out_proj] = module  # it is never called: its weights are read
+                self.readers[module.out_proj] = module  # out_proj is never called, its weights are read
 
     def paths(self, module: nn.Module) -> list[str]:
         return [clean_name(f"{place}.")[:-1] for place in self.places[module]]
 
     def is_root(self, module: nn.Module) -> bool:
-        return "" in self.paths(module)  # a wrapper's root too
+        return "" in self.paths(module)  # also for the module inside a wrapper
 
     def matches(self, module: nn.Module, pattern: str) -> bool:
         return class_matches(module, [pattern]) or any(fnmatchcase(path, pattern) for path in self.paths(module))
 
     def add(self, module: nn.Module, pattern: str = "") -> None:
-        """Make an island of a module, or of what is inside if it is a container, which is never called."""
+        """Make ``module`` an fp32 module, or its children if it is a container that is never called."""
         module = self.readers.get(module, module)
         if self.is_root(module):
             raise ValueError(
@@ -140,7 +141,7 @@ class _Search:
                         self.add(owner, pattern)
 
     def called(self, module: nn.Module) -> list[nn.Module]:
-        """The children whose weights the module does not read itself."""
+        """The children that the module calls, instead of reading their weights."""
         return [c for n, c in module.named_children() if n != "parametrizations" and self.readers.get(c) is not module]
 
     def outermost(self) -> tuple[tuple[str, nn.Module], ...]:
@@ -158,14 +159,14 @@ class _Search:
 def install_fp32_modules(
     fp32_modules: Fp32Modules, dtype: torch.dtype, device_type: str, cast_back: bool
 ) -> list[RemovableHandle]:
-    """Hook the islands' forwards; a deep copy of a module shares the hooks, and is left alone.
+    """Hook the forwards of fp32 modules; a deep copy of a module shares the hooks, which ignore it.
 
     Tensors in nested tuples, lists and dicts are cast; those in other objects are not.
 
     Args:
-        islands: what ``find_islands`` found.
-        dtype: of activations outside.
-        device_type: whose autocast is switched off.
+        fp32_modules: from ``find_fp32_modules``.
+        dtype: dtype of activations outside.
+        device_type: device type whose autocast is switched off.
         cast_back: whether fp32 outputs are cast to ``dtype``.
     """
     calls = _Calls()
@@ -173,7 +174,7 @@ def install_fp32_modules(
 
 
 class _Calls(threading.local):
-    """Forwards of islands that are running, innermost last: the module, its context, the default dtype before it."""
+    """Running forwards of fp32 modules, innermost last: the module, its context, the default dtype before it."""
 
     def __init__(self) -> None:
         self.open: list[tuple[nn.Module, torch.autocast, torch.dtype]] = []
@@ -186,7 +187,7 @@ def _install(
         if module is not fp32_module:
             return None
         if torch.get_default_dtype() in _LOW:
-            calls.open.clear()  # not inside of an island: a KeyboardInterrupt left them, no hook sees it
+            calls.open.clear()  # not inside of an fp32 module: left by a KeyboardInterrupt, which skips hooks
         context = torch.autocast(device_type, enabled=False)
         calls.open.append((module, context, torch.get_default_dtype()))
         context.__enter__()
@@ -204,7 +205,7 @@ def _install(
             return None
         return map_tensors(output, _caster((torch.float32,), back))
 
-    # torch.compile breaks the graph at these. The boundary lies around the module's other hooks.
+    # torch.compile breaks the graph at these. They run outside of the module's other hooks.
     return [
         fp32_module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True),
         fp32_module.register_forward_hook(Hook(after), always_call=True),
@@ -212,7 +213,7 @@ def _install(
 
 
 def _caster(sources: tuple[torch.dtype, ...], target: torch.dtype) -> Callable[[Tensor], Tensor]:
-    done: dict[int, Tensor] = {}  # attention asks whether query, key and value are one object
+    done: dict[int, Tensor] = {}  # attention checks whether query, key and value are the same object
 
     def cast(tensor: Tensor) -> Tensor:
         if tensor.dtype not in sources:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class FullParameter(NamedTuple):
-    """One parameter with its full value; ``value`` is only valid until the next one is asked for."""
+    """One parameter with its full value, valid until the next one is asked for."""
 
     name: str
     parameter: Parameter
@@ -46,7 +46,7 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
     else:
         parameters = [target] if isinstance(target, Parameter) else list(target)
     found: dict[Bucket, Engine] = {}
-    held: dict[Bucket, bool] = {}  # whether it was there; what is in use outside of this context needs no holding
+    held: dict[Bucket, bool] = {}  # -> whether it was gathered; a bucket in use outside of this context is not held
     for parameter in parameters:
         engine: Any = owner_of(parameter)
         if engine is None or id(parameter) not in getattr(engine, "owner", {}):
@@ -68,7 +68,7 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
                 bucket.adopt_edits()
     except BaseException:
         for bucket in found:
-            bucket.edits.note()  # the error that is on its way matters more than a lost edit
+            bucket.edits.note()  # do not report a lost edit instead of this error
         raise
     finally:
         for bucket, keep in held.items():
@@ -76,9 +76,9 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
 
 
 def full_parameters(engine: Engine) -> Iterator[FullParameter]:
-    """Every parameter with its full value in the master's dtype, bucket by bucket. Collective on all ranks.
+    """Every parameter with its full value in the master's dtype, bucket by bucket. Collective.
 
-    At most one bucket is held beyond what is resident anyway.
+    At most one more bucket than before is in memory.
     """
     engine.offload_manager.refuse_partially_stepped(engine.comm)
     for bucket in engine.buckets:
@@ -100,12 +100,12 @@ def full_flat(bucket: Bucket) -> Tensor:
 
 
 @torch.no_grad()
-def gather_own(bucket: Bucket, own: Tensor) -> Tensor:
-    """All ranks' parts of something that lies like the master weights (a moment, the accumulator), 1D. Collective."""
+def gather_own(bucket: Bucket, shard: Tensor) -> Tensor:
+    """All elements (1D) of a tensor sharded as the master weights (a moment, the accumulator). Collective."""
     if bucket.shard_range == (0, bucket.layout.numel):
-        return own
-    flat = torch.empty(bucket.layout.numel, dtype=own.dtype, device=bucket.comm.device)
-    flat[bucket.shard_range[0] : bucket.shard_range[1]] = own
+        return shard
+    flat = torch.empty(bucket.layout.numel, dtype=shard.dtype, device=bucket.comm.device)
+    flat[bucket.shard_range[0] : bucket.shard_range[1]] = shard
     bucket.comm.all_gather(flat, bucket.name).wait()
     return flat
 
@@ -113,7 +113,7 @@ def gather_own(bucket: Bucket, own: Tensor) -> Tensor:
 def full_state_dict(engine: Engine) -> dict[str, Any]:
     """``root.state_dict()`` with full parameters on the CPU of rank 0, {} elsewhere. Collective.
 
-    Names, order and aliases of tied weights are those of the module that was never sharded.
+    Names, order and aliases of tied weights are those of the unsharded module.
     """
     keep = engine.comm.rank == 0
     values: dict[int, Tensor] = {}
@@ -122,7 +122,7 @@ def full_state_dict(engine: Engine) -> dict[str, Any]:
             work.advance()
             if keep:
                 values[id(parameter)] = value.detach().to("cpu", copy=True)
-    # keep_vars: nothing is read from sharded parameters. On all ranks, because metrics may synchronise in it.
+    # keep_vars: no values are read from sharded parameters. On all ranks, because metrics may synchronise in it.
     state = engine.root.state_dict(keep_vars=True)
     if not keep:
         return {}
@@ -133,10 +133,10 @@ def full_state_dict(engine: Engine) -> dict[str, Any]:
 
 
 def install_load_hooks(engine: Engine) -> None:
-    """Let ``load_state_dict`` reach master weights that are not a slice of the compute copy.
+    """Make ``load_state_dict`` write master weights that are not a slice of the compute copy.
 
-    Sharded parameters need none of this: their guard turns the ``copy_`` into a scatter. Where a 16-bit copy stays in
-    memory, the checkpoint's own precision has to get past it.
+    Otherwise they would get values rounded to the 16-bit compute copy. Sharded parameters need no hook: their guard
+    turns ``copy_`` into a scatter.
     """
     separate = {b for b in engine.buckets if not b.weights.master_is_view and not b.sharding.params}
     for module in engine.root.modules():
@@ -153,16 +153,16 @@ def _install(module: nn.Module, places: dict[str, tuple[Bucket, int]]) -> None:
             if isinstance(value, Tensor) and tuple(value.shape) == bucket.shapes[index]:
                 bucket.write(index, value)
 
-    def settle(module: nn.Module, incompatible: Any) -> None:
+    def note_edits(module: nn.Module, incompatible: Any) -> None:
         for bucket, _ in places.values():
             bucket.edits.note()
 
     module.register_load_state_dict_pre_hook(Hook(write))
-    module.register_load_state_dict_post_hook(Hook(settle))
+    module.register_load_state_dict_post_hook(Hook(note_edits))
 
 
 def restore_whole(engine: Engine) -> None:
-    """Give every rank the whole model, in the dtypes that it came in, and stop the engine. Collective."""
+    """Give every rank the full model in its original dtypes, and remove the engine. Collective."""
     for bucket in engine.buckets:
         flat = full_flat(bucket)
         bucket.gather()
@@ -172,4 +172,4 @@ def restore_whole(engine: Engine) -> None:
             for parameter, span, dtype in rows:
                 parameter.data = flat[span.lo : span.hi].view(span.shape).to(dtype, copy=True)
     engine.detach()
-    engine.offload_manager.rest()  # its run may be over long ago, and reading files has started threads again
+    engine.offload_manager.rest()  # reading files has started threads

@@ -1,10 +1,9 @@
-"""Which units are gathered: what is used now or soon, what may stay, and what is pinned.
+"""Which units are gathered: units in use, prefetched units, units that stay gathered, and pinned buckets.
 
-Note [Pins]
-    Autograd may have saved views of weights that were used outside of their unit, so their bucket is pinned: it stays
-    gathered until backward is over, or a forward without gradients. Several backwards may come back to one forward;
-    what it used outside is therefore gathered and pinned at the start of each, until the next step.
-    A bucket that user code holds (``gathered``) stays through any number of passes, without a guard.
+Pins: autograd may have saved views of weights that were used outside of their unit, so their bucket is pinned: it stays
+gathered until the end of backward, or of a forward without gradients. Several backwards may follow one forward, so such
+buckets are gathered and pinned at the start of each, until the next step. A bucket that user code holds (``gathered``)
+stays gathered through any number of passes, without a guard.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ class Gatherer:
     """Gathers and releases the units of one engine.
 
     Args:
-        units: all but the root, in registration order.
-        root_unit: stays gathered during a pass.
+        units: all units but the root, in registration order.
+        root_unit: the unit that stays gathered during a pass.
         comm: the collectives.
         residency: limits on what stays gathered.
     """
@@ -34,18 +33,18 @@ class Gatherer:
         self._offload_manager = OffloadManager()
         self._forward: Order[Unit] = Order()
         self._backward: Order[Unit] = Order()
-        self._pinned: dict[Bucket, None] = {}  # see Note [Pins]
-        self._held: set[Bucket] = set()  # by user code
-        self._outside: dict[Bucket, None] = {}  # by a forward since the last step: each backward needs them
+        self._pinned: dict[Bucket, None] = {}
+        self._held: set[Bucket] = set()  # held by user code
+        self._outside: dict[Bucket, None] = {}  # used outside of their unit since the last step: pinned in backward
 
     def limit(self, residency: Residency) -> None:
-        """From now on these limits count."""
+        """Apply other limits from now on."""
         self._residency = residency
         for unit, keep in zip(self._units, residency.keep_after_forward([u.numel for u in self._units]), strict=True):
             unit.keep = keep
 
     def use(self, offload_manager: OffloadManager) -> None:
-        """States rest there."""
+        """Attach the offload manager."""
         self._offload_manager = offload_manager
 
     # ---- passes ------------------------------------------------------------------------------------------------
@@ -61,19 +60,19 @@ class Gatherer:
             self.pin_gathered(bucket)
 
     def visit(self, unit: Unit, backward: bool = False) -> None:
-        """``unit`` is used now: gather what came after it in the last pass."""
+        """Record the use of ``unit``, and prefetch the units that followed it in the last pass."""
         order = self._backward if backward else self._forward
         order.visit(unit)
         self._prefetch(order)
 
     def end_pass(self, keep: bool = False) -> None:
-        """Nothing is used any more: drop all pins, and release as ``release_all`` does."""
+        """End a pass: drop all pins, and call ``release_all``."""
         self._pinned.clear()
         self.release_all(keep)
 
     @property
     def fits_whole(self) -> bool:
-        """Whether everything may stay gathered from one evaluation batch to the next."""
+        """Whether all units may stay gathered from one evaluation batch to the next."""
         total = sum(u.numel for u in self._units) + self._root_unit.numel
         return total <= self._residency.max_live and total < self._residency.max_reuse_distance
 
@@ -115,39 +114,39 @@ class Gatherer:
                     bucket.launch_gather()
 
     def guard(self, unit: Unit) -> None:
-        """Keep ``unit`` gathered, but watch for uses outside of its forward."""
+        """Keep ``unit`` gathered, but intercept uses outside of its forward."""
         for bucket in unit.sharded:
             if bucket not in self._held:
                 bucket.guard()
 
     def release(self, unit: Unit) -> None:
-        """Give back the memory of what is not pinned."""
+        """Release the buckets of ``unit`` that are neither pinned nor held."""
         for bucket in unit.sharded:
             if bucket not in self._pinned and bucket not in self._held:
                 bucket.release()
 
     def release_all(self, keep: bool = False) -> None:
-        """Release every sharded bucket; with ``keep``, not those that the residency rules let stay."""
+        """Release all units; with ``keep`` except those that may stay gathered."""
         for unit in [*self._units, self._root_unit]:
             if keep and unit.keep and self.fits_whole:
                 self.guard(unit)
             else:
                 self.release(unit)
 
-    # ---- pins: see Note [Pins] ---------------------------------------------------------------------------------
+    # ---- pins --------------------------------------------------------------------------------------------------
 
     def pin(self, bucket: Bucket) -> None:
         """Keep ``bucket`` gathered until the end of the next backward, or of a forward without gradients."""
         self._pinned[bucket] = None
 
     def pin_gathered(self, bucket: Bucket) -> None:
-        """Gather ``bucket`` and keep it."""
+        """Gather ``bucket`` and pin it."""
         bucket.gather()
         bucket.unguard()
         self.pin(bucket)
 
     def pin_in_backward(self, bucket: Bucket) -> None:
-        """Have ``bucket`` gathered and kept in each backward until the next step."""
+        """Gather and pin ``bucket`` in each backward until the next step."""
         self._outside[bucket] = None
 
     def is_pinned(self, bucket: Bucket) -> bool:
@@ -161,7 +160,7 @@ class Gatherer:
         self._held.add(bucket)
 
     def let_go(self, bucket: Bucket, keep: bool) -> None:
-        """User code is done with ``bucket``; ``keep``: it was there before."""
+        """End ``hold``; ``keep``: the bucket was gathered before it."""
         self._held.discard(bucket)
         if keep:
             bucket.guard()
@@ -169,5 +168,5 @@ class Gatherer:
             bucket.release()
 
     def after_step(self) -> None:
-        """No backward to come needs what forwards have used so far."""
+        """After a step: no backward of earlier forwards will follow."""
         self._outside.clear()

@@ -1,6 +1,6 @@
-"""In which order units are gathered, learnt from the last pass, and how far ahead to gather.
+"""The order of gathers, recorded in the last pass, and the limits of prefetching.
 
-Every decision here depends on the sequence of modules and on sizes only, so all ranks decide alike.
+All decisions depend only on the sequence of modules and on sizes, so they are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ class Order(Generic[T]):
         self._cursor = 0
 
     def start(self) -> None:
-        """A new pass begins; what was recorded becomes the forecast."""
+        """Begin a pass; the recorded one becomes the forecast."""
         if self._now:
             self._last = self._now
         self._now, self._cursor = [], 0
 
     def visit(self, item: T) -> None:
-        """``item`` is used now."""
+        """Record the use of ``item``."""
         self._now.append(item)
         if self._cursor < len(self._last) and self._last[self._cursor] == item:
             self._cursor += 1
             return
-        try:  # something was skipped or put in: go on behind the next occurrence, if there is one
+        try:  # the sequence has changed: continue after the next occurrence, if there is one
             self._cursor = self._last.index(item, self._cursor) + 1
         except ValueError:
             return
 
     def upcoming(self) -> Sequence[T]:
-        """What the last pass used after this point."""
+        """The items that followed in the last pass."""
         return self._last[self._cursor :]
 
 
@@ -50,7 +50,7 @@ class Residency:
         max_live: no prefetch, and no keeping after forward, beyond this many gathered elements.
         max_reuse_distance: a unit stays gathered after its forward if fewer elements are used before its next use.
         prefetch: how many elements to gather ahead of their use.
-        ahead: in how many units at most.
+        ahead: the most units that these may belong to.
     """
 
     max_live: int = 1_000_000_000
@@ -59,13 +59,13 @@ class Residency:
     ahead: float = float("inf")
 
     def without_training(self) -> Residency:
-        """Nothing stays for a backward or the next batch, which would be a full copy; one unit is gathered ahead."""
+        """Limits for evaluation: no unit stays gathered, and one is prefetched."""
         return replace(self, max_reuse_distance=0, ahead=1)
 
     def keep_after_forward(self, numels: Sequence[int]) -> list[bool]:
         """Which units (sizes in forward order) stay gathered from their forward to their backward.
 
-        The next use of a unit comes after the units behind it have run forward and backward.
+        Before the next use of a unit, the units after it run forward and backward.
         """
         keep, behind = [False] * len(numels), 0
         for index in reversed(range(len(numels))):

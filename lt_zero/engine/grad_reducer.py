@@ -1,18 +1,17 @@
-"""Gradient buckets on their way to the accumulators: launched in one fixed order, at most two in flight.
+"""Gradient reductions, launched in one fixed order, at most two in flight.
 
-Note [Reduce order]
-    A bucket becomes ready when the backward of its unit is done, which may happen in another order on another rank
-    (an unused unit never becomes ready before the end). Launches follow ``order``, the same on all ranks: the first
-    backward of a run goes by the reverse of registration, later ones by the order that rank 0 saw. Whatever is left
-    is launched at the end of backward, so each bucket is reduced exactly once per backward on every rank.
+A bucket becomes ready when the backward of its unit is done, which may happen in another order on another rank (an
+unused unit is not ready before the end). Launches follow ``_order``, the same on all ranks: in the first backward of a
+run the reverse of registration, later the order that rank 0 saw. The remaining buckets are launched at the end of
+backward, so each bucket is reduced exactly once per backward on every rank.
 
 Note [When a bucket is ready]
     Where parameters are sharded, gathers run between the reductions, and a rank that waits for a reduction which
     another rank launches only at the end of backward would never take part in the gathers that rank needs to get there.
     So a sharded bucket is ready when backward has left its unit, whether or not this rank's data touched each of its
     parameters. Gradients that arrive later (weights read outside of their unit) stay in ``p.grad`` until the step, when
-    the ranks agree on a second reduction. Where parameters stay in memory nothing runs between the reductions, and a
-    bucket is ready when it is complete.
+    the ranks agree on a second reduction. Where parameters are not sharded there are no gathers between reductions, and
+    a bucket is ready when all its gradients are there.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Reducer:
     def __init__(self, comm: Comm, buckets: list[Bucket], overlap: bool, max_buffer: int) -> None:
         self._comm, self._overlap = comm, overlap
         self._order = list(buckets)
-        # Elements of a reusable buffer; a larger bucket gets buffers of its own, freed when it has landed.
+        # Elements of a reusable buffer; a larger bucket gets buffers of its own, freed after its reduction.
         self._largest: dict[torch.dtype, int] = {}
         for bucket in buckets:
             dtype, numel = bucket.grads.send_dtype(bucket.dtype), bucket.layout.numel
@@ -47,17 +46,17 @@ class Reducer:
         self._head = 0
         self._ready: set[Bucket] = set()
         self._seen: list[Bucket] = []  # order of completion in this backward
-        self._learnt = False
-        self._slots: dict[torch.dtype, deque[tuple[Tensor, Tensor]]] = {}  # free (send, scratch) pairs
-        self._made: dict[torch.dtype, int] = {}  # how many of them exist, free or not
+        self._learnt = False  # ``_order`` is that of rank 0
+        self._buffers: dict[torch.dtype, deque[tuple[Tensor, Tensor]]] = {}  # free (send, scratch) pairs
+        self._made: dict[torch.dtype, int] = {}  # number of pairs, free or not
         self._flying: deque[tuple[Bucket, Work, tuple[Tensor, Tensor] | None]] = deque()
-        self._leaving: deque[Accumulator] = deque()  # are being written to files
-        self._arriving: deque[Accumulator] = deque()  # are being copied to host memory
-        self.on_landed: Callable[[Bucket], bool] | None = None  # may take a bucket whose gradients are reduced
+        self._leaving: deque[Accumulator] = deque()  # being written to files
+        self._arriving: deque[Accumulator] = deque()  # being copied to host memory
+        self.on_landed: Callable[[Bucket], bool] | None = None  # steps a reduced bucket early, if it returns True
         self.sync = True  # False inside no_sync: buckets whose gradients are not sharded stay local
 
     def mark_ready(self, bucket: Bucket) -> None:
-        """All gradients of ``bucket`` are in; launch it when its turn has come."""
+        """All gradients of ``bucket`` are there: launch its reduction when its turn has come."""
         if bucket in self._ready:
             return
         self._ready.add(bucket)
@@ -68,14 +67,14 @@ class Reducer:
 
     @property
     def active(self) -> bool:
-        """Whether a bucket was handed over since the last backward ended."""
+        """Whether a bucket became ready since the last backward ended."""
         return bool(self._seen)
 
     def _passes(self, bucket: Bucket) -> bool:
         return bucket in self._ready or not bucket.wants_grad
 
     def finish(self) -> None:
-        """End of backward: reduce what is left in order, wait for everything."""
+        """End of backward: reduce the remaining buckets in order, and wait for all reductions."""
         for bucket in self._order[self._head :]:
             self._reduce(bucket)
         self.drain()
@@ -86,7 +85,7 @@ class Reducer:
         self._seen = []
 
     def _adopt_order(self) -> None:
-        """Later backwards launch in the order in which rank 0 completed the buckets in the first one."""
+        """Set ``_order`` to the order in which rank 0 completed the buckets in the first backward. Collective."""
         self._learnt = True
         index = {bucket: i for i, bucket in enumerate(self._order)}
         seen = self._comm.host_broadcast([index[b] for b in self._seen], "the order of gradient buckets")
@@ -110,7 +109,7 @@ class Reducer:
         self.drain()
 
     def reduce_again(self, buckets: list[Bucket]) -> None:
-        """Reduce gradients that came after their bucket's reduction. Collective: the same buckets on all ranks."""
+        """Reduce gradients that arrived after their bucket's reduction. Collective: the same buckets on all ranks."""
         for bucket in buckets:
             bucket.weights.enable_training()
             self._launch(bucket)
@@ -119,28 +118,28 @@ class Reducer:
     def _launch(self, bucket: Bucket) -> None:
         while len(self._flying) >= 2:
             self._land()
-        grads, numel, slot = bucket.grads, bucket.layout.numel, None
+        grads, numel, buffers = bucket.grads, bucket.layout.numel, None
         if grads.local is not None:
             grads.take(grads.local, add=True)
             dtype = grads.send_dtype(grads.local.dtype)
             send, grads.local = grads.local.mul_(self._comm.factors(dtype)[0]).to(dtype), None
             scratch = torch.empty_like(send)
         else:
-            slot = self._slot(bucket)
-            send, scratch = slot[0][:numel], slot[1][:numel]
+            buffers = self._take_buffers(bucket)
+            send, scratch = buffers[0][:numel], buffers[1][:numel]
             grads.take(send, add=False, factor=self._comm.factors(send.dtype)[0])
-        self._flying.append((bucket, grads.launch_reduce(send, scratch), slot))
+        self._flying.append((bucket, grads.launch_reduce(send, scratch), buffers))
         if not self._overlap:
             self._land()
 
-    def _slot(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """Buffers for one reduction: (what is sent, scratch). Reusable ones take turns (shared_memory.py)."""
+    def _take_buffers(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """Buffers for one reduction: (send, scratch). Reusable pairs take turns (shared_memory.py)."""
         dtype, comm = bucket.grads.send_dtype(bucket.dtype), self._comm
         largest = self._largest.get(dtype, 0)
         if bucket.layout.numel > largest:
             send = flat_empty(bucket.layout.numel, dtype, comm.device)
             return send, flat_empty(bucket.layout.numel if comm.world > 1 else 0, dtype, comm.device)
-        free = self._slots.setdefault(dtype, deque())
+        free = self._buffers.setdefault(dtype, deque())
         shared = comm.shares_memory and bucket.sharding.optim
         if self._made.get(dtype, 0) < (SEND_BUFFERS if shared else 2):
             self._made[dtype] = self._made.get(dtype, 0) + 1
@@ -149,7 +148,7 @@ class Reducer:
         return free.popleft()
 
     def _land(self) -> None:
-        bucket, pending, slot = self._flying.popleft()
+        bucket, pending, buffers = self._flying.popleft()
         with torch.no_grad(), phase("reduce", bucket.name):
             pending.wait()
         taken = self.on_landed is not None and self.on_landed(bucket)
@@ -162,11 +161,11 @@ class Reducer:
             self._arriving.append(bucket.grads)
             if len(self._arriving) > 2:
                 self._arriving.popleft().arrive()
-        if slot is not None and slot[0].numel() == self._largest.get(slot[0].dtype):
-            self._slots[slot[0].dtype].append(slot)
+        if buffers is not None and buffers[0].numel() == self._largest.get(buffers[0].dtype):
+            self._buffers[buffers[0].dtype].append(buffers)
 
     def abort(self) -> None:
-        """Forget a backward that failed; what was launched is waited for, its buffers are used again."""
+        """Drop a failed backward; waits for launched reductions, whose buffers are reused."""
         self.on_landed = None
         self.drain()
         self._arriving.clear()
@@ -183,4 +182,4 @@ class Reducer:
 
     @property
     def buffer_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for free in self._slots.values() for slot in free for t in slot)
+        return sum(t.nbytes for free in self._buffers.values() for pair in free for t in pair)

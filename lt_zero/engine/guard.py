@@ -1,12 +1,11 @@
-"""What stands in for a parameter while its values are not in memory, and who is asked when somebody reads it.
+"""Guarded parameters: sentinels for released values, and interception of functions that need values.
 
-Note [Guarded parameters]
-    A sharded parameter keeps its identity, shape and dtype for ever; only ``p.data`` changes. While its bucket is
-    released, ``p.data`` is one NaN expanded to the full shape, and the object's class is a subclass of its own class
-    that sees every torch function called on it. Questions about metadata (shape, dtype, grad, ...) pass. Anything
-    that needs values asks the owning bucket, which gathers inside a forward, scatters a full-size ``copy_`` (this is
-    how ``load_state_dict`` works without any context), and otherwise raises an error that names the parameter.
-    A parameter that is in use has its own class back, so the hot path pays nothing.
+A sharded parameter keeps its identity, shape and dtype; only ``p.data`` changes. While its bucket is released,
+``p.data`` is one NaN expanded to the full shape, and the object's class is a subclass of its own class that intercepts
+every torch function called on it. Functions that need only metadata (shape, dtype, grad, ...) pass. For all others the
+engine gathers the bucket inside a forward, scatters a full-size ``copy_`` (so ``load_state_dict`` works without a
+context), and otherwise raises an error that names the parameter. A parameter in use has its own class back, so the hot
+path costs nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from lt_zero.common.compat import without_torch_function
 
 
 class Owner(Protocol):
-    """Answers for guarded parameters (an engine)."""
+    """Handles functions that are called on guarded parameters (an engine)."""
 
     def on_guarded_use(self, parameters: list[Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
 
@@ -103,12 +102,12 @@ def _passing_functions() -> set[Any]:
 
 
 _PASSING = _passing_functions()
-# Results of these can be written without the parameter's version counter noticing.
+# Writes to the results of these do not change the parameter's version counter.
 HANDS_OUT = {Tensor.detach, getattr(Tensor, "data").__get__}  # noqa: B009
 
 
 def passes(func: Any) -> bool:
-    """Whether a torch function asks for metadata only."""
+    """Whether a torch function needs only metadata."""
     return func in _PASSING
 
 
@@ -158,18 +157,18 @@ def is_guarded(tensor: Tensor) -> bool:
 
 
 def own(parameter: Parameter, owner: Callable[[], Owner | None]) -> None:
-    """``owner()`` (a weak reference) answers for ``parameter`` from now on."""
+    """Make ``owner()`` (a weak reference) the owner of ``parameter``."""
     _owners[parameter] = owner
 
 
 def owner_of(parameter: Tensor) -> Owner | None:
-    """Who answers for ``parameter``: an engine, or None for an ordinary parameter."""
+    """The owner of ``parameter``: an engine, or None for an ordinary parameter."""
     owner = _owners.get(parameter)
     return owner() if owner is not None else None
 
 
 def guard(parameter: Parameter, owner: Callable[[], Owner | None]) -> None:
-    """From now on ``owner()`` is asked about every use of ``parameter`` that needs values."""
+    """Let ``owner()`` handle every use of ``parameter`` that needs values."""
     if not is_guarded(parameter):
         own(parameter, owner)
         parameter.__class__ = _guard_class(type(parameter))
@@ -182,7 +181,7 @@ def unguard(parameter: Parameter) -> None:
 
 
 def sentinel(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A value of the parameter's shape, dtype and device that takes the memory of one element and reads as NaN."""
+    """A tensor of the parameter's shape, dtype and device that takes the memory of one element and reads as NaN."""
     fill = float("nan") if parameter.dtype.is_floating_point or parameter.dtype.is_complex else 0
     return torch.full((), fill, dtype=parameter.dtype, device=parameter.device).expand(shape)
 

@@ -46,7 +46,7 @@ def use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., An
             return func(*args, **kwargs)
     if func is Tensor.detach and len(buckets) == 1:  # this is what state_dict() puts into a state dict
         return _absent(engine, parameters[0])
-    if func is torch.equal:  # Lightning's finetuning callbacks look so whether an optimizer has a parameter
+    if func is torch.equal:  # Lightning's finetuning callbacks search an optimizer's parameters with it
         return _equal(*args)
     raise RuntimeError(
         f"The values of parameter {_name(engine, parameters[0])!r} are sharded over {engine.comm.world} ranks and not "
@@ -63,7 +63,7 @@ def _name(engine: Engine, parameter: Tensor) -> str:
 
 
 def _absent(engine: Engine, parameter: Tensor) -> Tensor:
-    """What stands for a parameter in a state dict; it says what to do when it is read."""
+    """The placeholder of a parameter in a state dict; reading it raises with the remedy."""
     name, world = _name(engine, parameter), engine.comm.world
 
     def read(lo: int, hi: int) -> Tensor:
@@ -79,7 +79,7 @@ def _absent(engine: Engine, parameter: Tensor) -> Tensor:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """``torch.equal``. Collective, unless identity or shape tells."""
+    """``torch.equal``. Collective, unless identity or shape decides."""
     if one is other or one.shape != other.shape:
         return one is other
     with gathered([p for p in (one, other) if isinstance(p, Parameter)]):

@@ -1,4 +1,4 @@
-"""The hidden size of a model: what bucket sizes are made of where a configuration says "auto"."""
+"""The hidden size of a model, from which bucket sizes that are "auto" are computed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from lt_zero.config.auto import resolve_sizes
 
 
 def hidden_size(root: nn.Module) -> tuple[int, str]:
-    """The width of the residual stream and how it was found. Nothing is read of the parameters but their shapes.
+    """The width of the residual stream, and how it was found. Only shapes of parameters are read.
 
-    A ``config`` of the model or of one of its modules, as transformers has it, says it: ``hidden_size``, the largest
-    of ``hidden_sizes``, or the same in ``text_config``. Otherwise it is the size that most matrices read or write,
-    counting both dimensions of each (embeddings and feed-forward layers have one other dimension, attention none);
-    of equal counts the smaller.
+    It is ``hidden_size``, or the largest of ``hidden_sizes``, of the ``config`` or ``config.text_config`` of the model
+    or of one of its modules, as in transformers. Otherwise it is the most frequent dimension of matrices (embeddings
+    and feed-forward layers have one other dimension, attention none); of equally frequent ones the smallest.
 
     Raises:
         ConfigError: there is no matrix.

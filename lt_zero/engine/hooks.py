@@ -1,12 +1,12 @@
 """A unit of the model, and its connection to autograd: hooks on modules, output nodes and inputs.
 
 Note [Aliases]
-    The hook that ends a unit's backward sits on a view of each input, not on the input: a tensor that feeds every
-    block (a conditioning vector) gets its whole gradient only at the very end, its alias when this block is done.
-    Tensors in objects cannot be replaced: keys that all layers before have left in a cache get theirs when those are
-    done. They are waited for only if nothing else that a module is given needs a gradient.
-    An alias that the module returns (T5's blocks hand their relative bias on) is no output of its: its gradient says
-    nothing about when the module's backward begins, and comes after that has ended.
+    The hook that ends a unit's backward is on a view of each input, not on the input: a tensor that feeds every block
+    (a conditioning vector) gets its full gradient only at the very end, its alias when this block is done.
+    Tensors in objects cannot be replaced, and the gradient of keys in a cache may need other layers' backward first.
+    So these are hooked only if no other input needs a gradient.
+    An alias that the module returns (T5's blocks pass on their relative bias) is not hooked as an output: its gradient
+    is not the beginning of the module's backward, and comes after its end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _uncompiled(hook: F) -> F:
-    """torch.compile breaks the graph at a hook instead of tracing the engine."""
+    """Make torch.compile break the graph at a hook instead of tracing the engine."""
     disabled: F = torch.compiler.disable(hook)
     return disabled
 
@@ -49,9 +49,9 @@ class Unit:
         self.backward_needs_weights = needs_weights
         self.keep = False
         self.leases = 0
-        self.awaited = 0  # forwards since the last step that no backward has come back to yet
+        self.awaited = 0  # forwards since the last step without a backward yet
         self.visited = False  # took a lease in this backward
-        self.calls: list[Call] = []  # forwards that are running, innermost last
+        self.calls: list[Call] = []  # running forwards, innermost last
 
     @property
     def resident(self) -> bool:
@@ -59,20 +59,20 @@ class Unit:
 
 
 class Call:
-    """One forward of a unit, for as long as autograd may come back to it."""
+    """One forward of a unit, until its backward."""
 
     def __init__(self, range: Span = NOTHING) -> None:
         self.range = range  # in a profiler, while it runs
-        self.inputs: Copied | None = None  # what the module was given in place of its arguments, while it runs
-        self.held = False
-        self.done = False  # a backward came back to it
+        self.inputs: Copied | None = None  # the arguments with aliases, while it runs
+        self.held = False  # it has a lease
+        self.done = False  # its backward has ended
 
 
 def hook_nodes(output: Any, fn: Callable[[], None], given: Copied | None = None) -> None:
     """Call ``fn`` before autograd runs the nodes that made the tensors in ``output``.
 
-    Node hooks survive what tensor hooks do not: a caller that adds to the output in place. For an output that is a
-    view the in-place history hangs on its base, so the base's node is hooked too. ``given``: see Note [Aliases].
+    Unlike tensor hooks, node hooks survive a caller that adds to the output in place. The in-place history of a view is
+    that of its base, so the base's node is hooked too. Aliases in ``given`` are not hooked, see Note [Aliases].
     """
 
     @_uncompiled
@@ -94,7 +94,7 @@ _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 
 
 def side_outputs(module: nn.Module) -> list[Any]:
-    """What the forward left in attributes of the module or its children (auxiliary losses)."""
+    """Values that the forward stored in attributes of the module or its children (auxiliary losses)."""
     return [value for m in module.modules() for key, value in vars(m).items() if key not in _MODULE_INTERNALS]
 
 
@@ -106,7 +106,7 @@ def shares_storage(tensor: Tensor, flat: Tensor) -> bool:
 
 
 def hook_inputs(args: Any, kwargs: Any, fn: Callable[[], None]) -> Copied:
-    """The arguments with aliases in place of inputs that need a gradient; ``fn`` runs when those gradients are done.
+    """The arguments with aliases of inputs that need a gradient; ``fn`` runs when these gradients are there.
 
     See Note [Aliases].
     """
@@ -121,8 +121,8 @@ def hook_inputs(args: Any, kwargs: Any, fn: Callable[[], None]) -> Copied:
 
     copied = Copied((args, kwargs), alias)
     inputs = aliases or [t for t in iter_tensors(copied.value) if t.requires_grad and not isinstance(t, Parameter)]
-    # A multi-grad hook refers to the nodes that hold it: the garbage collector sees such a cycle only once nothing else
-    # holds the node, so that a model's graph would be freed by one layer per collection. One input needs none.
+    # A multi-grad hook refers to the nodes that hold it. The garbage collector finds such a cycle only when nothing
+    # else holds the node, so it would free a model's graph by one layer per collection. One input needs none.
     if len(inputs) == 1:
         inputs[0].register_hook(lambda grad: fn())
     elif inputs:
@@ -133,22 +133,22 @@ def hook_inputs(args: Any, kwargs: Any, fn: Callable[[], None]) -> Copied:
 def hook_bare_parameters(root: nn.Module, owned: Container[int], fn: Callable[[], None]) -> list[Any]:
     """Call ``fn`` before the gradient of a parameter that belongs to no layer is added to ``p.grad``.
 
-    Used outside of every layer (in ``training_step``), it has no output node in front of it: its gradient may be the
-    first thing that a ``loss.backward()`` computes. There are few of them, so hooks stay O(units).
+    Used outside of every layer (in ``training_step``), it has no hooked output node before it: its gradient may be the
+    first that ``loss.backward()`` computes. There are few of them, so there are O(units) hooks.
     """
     handles = []
     composite = [m for m in root.modules() if any(True for _ in m.children())]
     for parameter in dict.fromkeys(p for m in composite for p in m.parameters(recurse=False)):
         if id(parameter) in owned and parameter.is_floating_point():
             trainable = parameter.requires_grad
-            parameter.requires_grad_(True)  # a frozen parameter takes no hook, and may be unfrozen later
+            parameter.requires_grad_(True)  # a frozen parameter cannot be hooked, and may be unfrozen later
             handles.append(parameter.register_hook(lambda grad: fn()))
             parameter.requires_grad_(trainable)
     return handles
 
 
 def install_unit_hooks(engine: Engine, unit: Unit) -> list[Any]:
-    """The module's hooks keep the engine alive. A shallow copy of the module shares them, and is left alone."""
+    """Hook the unit's forward. They keep the engine alive; a shallow copy of the module shares and ignores them."""
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return engine.pre_forward(unit, args, kwargs) if module is unit.module else None
@@ -162,7 +162,7 @@ def install_unit_hooks(engine: Engine, unit: Unit) -> list[Any]:
 
 
 def install_root_hooks(engine: Engine) -> list[Any]:
-    """A call of the whole model is a forward scope."""
+    """Make a call of the model a forward scope."""
 
     def before(module: nn.Module, args: Any) -> None:
         if module is engine.root:

@@ -1,13 +1,12 @@
-"""Edits of compute copies by hand, outside of any context: noticed, because the next step would undo them.
+"""Detection of in-place edits of compute copies outside of ``gathered``, which the next step would overwrite.
 
-Where parameters are whole on every rank, an edit is taken over into the master weights. Where they are sharded it is
-reported: the copy that was edited is gone after use.
+Where parameters are not sharded, an edit is copied to the master weights. Where they are, it raises: the edited copy
+is lost when the bucket is released.
 
-Note [How edits are noticed]
-    A version counter per parameter tells most of them, in each backward. ``p.data.copy_(...)`` moves no counter, so
-    values are looked at, too, before they are stepped or saved: on a CPU, and where master weights are elsewhere, by a
-    digest of what was there. On a GPU, whose answer would be waited for, masters are compared with the compute copy.
-    ``p.data = tensor`` takes a parameter out of its bucket, which its address tells; it is put back with the values.
+Most edits change a parameter's version counter, which is checked in each backward. ``p.data.copy_(...)`` does not, so
+values are checked, too, before they are stepped or saved: by a digest on a CPU and where master weights are offloaded.
+On a GPU a digest would have to be waited for, so edited elements are found by comparing master weights with the compute
+copy. ``p.data = tensor`` takes a parameter out of its bucket, which changes its address; its values are copied back.
 """
 
 from __future__ import annotations
@@ -24,30 +23,30 @@ from lt_zero.engine.layout import Piece
 if TYPE_CHECKING:
     from lt_zero.engine.bucket import Bucket
 
-_ROW = 1024  # words of a digest that may change places unseen
+_ROW = 1024  # words per row of a digest, which does not see permutations within a row
 
 
 class InplaceEdits:
-    """Looks for edits of a bucket's parameters. See Note [How edits are noticed]."""
+    """Detects edits of a bucket's parameters."""
 
     def __init__(self, bucket: Bucket) -> None:
-        self.lost: list[str] = []  # names of parameters that were written in vain
-        self.handed_out = False  # somebody got a tensor that can be written behind our back
+        self.lost: list[str] = []  # names of parameters whose edits are lost
+        self.handed_out = False  # user code got a tensor whose writes change no version counter
         self._bucket = bucket
         self._versions: list[int] = []
         self._addresses: list[int] = []  # of the views; where parameters are not sharded
-        self._digest: Tensor | None = None  # of this rank's part, where its master weights are elsewhere
+        self._digest: Tensor | None = None  # of this rank's shard
         self._paused = False  # master weights are ahead of the compute copy
 
     def note(self) -> None:
-        """What the parameters hold now is right."""
+        """Record the current values as unedited."""
         self._paused = False
         if not self._bucket.weights.master_is_view:
             self._versions = [version_of(p) for p in self._bucket.params]
             self._digest = _digest_of(self._bucket.shard) if self._digests else None
 
     def pause(self) -> None:
-        """The master weights are stepped while the compute copy stays behind, until ``note``."""
+        """Stop checking until ``note``: the master weights are stepped before the compute copy is updated."""
         self._paused = not self._bucket.sharding.params
 
     @property
@@ -59,14 +58,14 @@ class InplaceEdits:
         return (bucket.store.moves_optim or cheap) and not bucket.sharding.params
 
     def seen(self) -> bool:
-        """Whether values are not those of ``note``, as far as the versions or a digest tell."""
-        if self._paused:  # the compute copy is that of another step, or is being written
+        """Whether versions or the digest have changed since ``note``."""
+        if self._paused:  # the compute copy is of another step, or is being written
             return False
         changed = self._digests and (self._digest is None or bool(self._digest != _digest_of(self._bucket.shard)))
         return changed or [version_of(p) for p in self._bucket.params] != self._versions
 
     def check(self, values: bool = False) -> None:
-        """Take over the edits since ``note``, or remember what was edited; ``values``: look at them, too."""
+        """Keep the edits since ``note``, or add them to ``lost``; with ``values`` check values, too."""
         bucket = self._bucket
         if not bucket.resident or self._paused:
             return
@@ -94,7 +93,7 @@ class InplaceEdits:
         )
 
     def _put_back(self) -> list[str]:
-        """Parameters that were given other tensors are views again, of the same values; returns their names."""
+        """Copy parameters that were assigned other tensors back to their views; returns their names."""
         bucket = self._bucket
         if not self._addresses:
             self._addresses = [view.data_ptr() for view in bucket.param_views]
@@ -113,9 +112,9 @@ class InplaceEdits:
         return name
 
 
-def _digest_of(part: Tensor) -> Tensor:
-    """A number (0D int64) that changes when bits of ``part`` do. Shards are multiples of 16 elements."""
-    words = part.view(torch.int64)
+def _digest_of(shard: Tensor) -> Tensor:
+    """A checksum (0D int64) of the bits of ``shard``, which is a multiple of 16 bytes long."""
+    words = shard.view(torch.int64)
     whole = words.numel() // _ROW * _ROW
     rows = words[:whole].view(-1, _ROW).sum(1)
-    return (rows * torch.arange(1, rows.numel() + 1, device=part.device)).sum() + words[whole:].sum()
+    return (rows * torch.arange(1, rows.numel() + 1, device=shard.device)).sum() + words[whole:].sum()

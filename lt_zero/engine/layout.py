@@ -1,13 +1,12 @@
-"""Where each parameter lies: parameters -> bucket -> shards -> pieces. Pure integers, no tensors, no process group.
+"""The layout of a bucket: parameters -> bucket -> shards -> pieces. Pure integers, no tensors, no process group.
 
-A bucket is one flat row of numbers. Each parameter gets a span of it, starting at a multiple of ``ALIGN`` elements so
-that vector loads stay aligned. The row is padded until every rank's shard has the same length. A piece is what one
-shard holds of one parameter.
+A bucket is one flat row of elements. Each parameter gets a span of it, starting at a multiple of ``ALIGN`` elements so
+that vector loads stay aligned. The row is padded so that all shards have the same length. A piece is the intersection
+of a shard and a parameter.
 
-Note [Order of spans]
-    Span number i is parameter number i. Spans lie in this order as long as shards cut through parameters. Where each
-    parameter has an owner (owner_assignment.py) they lie in this order within a shard only: use ``pieces``, which are
-    in the order of elements.
+Span number i is parameter number i. Spans are in the order of elements if shards cut through parameters. Where each
+parameter has an owner (owner_assignment.py) they are in that order only within a shard: use ``pieces``, which are in
+the order of elements.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ ALIGN = 8  # elements: 16 bytes in a 16-bit dtype, 32 bytes in fp32
 
 @dataclass(frozen=True)
 class Span:
-    """One parameter's place in the bucket: flat elements ``[lo, hi)`` of the bucket hold ``shape`` row-major."""
+    """One parameter in the bucket: elements ``[lo, hi)`` of the bucket hold ``shape`` row-major."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,7 +32,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``[lo, hi)`` of parameter number ``index``, stored from ``offset`` on in its owner's shard."""
+    """Elements ``[lo, hi)`` of parameter number ``index``, at ``offset`` in a shard."""
 
     index: int
     lo: int
@@ -83,7 +82,7 @@ def plan_bucket(
 ) -> BucketLayout:
     """Lay ``(name, shape)`` parameters out in one bucket for ``world`` ranks.
 
-    ``owners``: the rank of each parameter, whose shard then has all of it; None: shards cut through parameters.
+    ``owners``: the rank whose shard has all of each parameter; None: shards cut through parameters.
     """
     shapes = [(name, tuple(shape)) for name, shape in parameters]
     sizes = [aligned(math.prod(shape)) for _, shape in shapes]

@@ -1,14 +1,12 @@
-"""Tensors that are somewhere else, in a checkpoint, and are read when their values are needed.
+"""Tensors of a checkpoint that are read when their values are needed.
 
-Note [Lazy state dicts]
-    A checkpoint is handed to Lightning, to the module's hooks and to ``load_state_dict`` before any weight is read. Its
-    values know shape and dtype; hooks may drop, rename, replace and edit them. An operation on one reads it, whole. The
-    engine asks for the elements that this rank keeps, and only these are read: a rank never holds more of the model
-    than its shard and one parameter.
+A checkpoint is passed to Lightning, to the module's hooks and to ``load_state_dict`` before any weight is read. Its
+lazy tensors have shape and dtype; hooks may drop, rename, replace and edit them. An operation on one reads all of it.
+The engine asks only for the elements of this rank's shard: a rank never holds more of the model than its shard and one
+parameter.
 
-Note [Edits]
-    What an operation has read is dropped after it, unless it writes to the tensor or hands out a part of it that
-    could be written to (a view, numpy's array): then the values stay here, and are what everybody sees from then on.
+Values that an operation has read are dropped after it, unless it writes to the tensor or returns memory that can be
+written to (a view, a numpy array): then they are kept, and later operations see the edits.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ class Reader(Protocol):
 
 
 class _Values:
-    """Where the values of a tensor, and of those that share them, are: in ``kept``, or to be read. See Note [Edits]."""
+    """The values of a tensor and its aliases: in ``kept`` (after edits), or to be read."""
 
     def __init__(self, read: Reader, kept: Tensor | None = None) -> None:
         self.read, self.kept = read, kept
@@ -38,11 +36,11 @@ _CPU = torch.device("cpu")
 
 
 class LazyTensor(Tensor):
-    """A tensor that is somewhere else. See Note [Lazy state dicts].
+    """A tensor whose values are read when they are needed.
 
     Args:
-        shape, dtype, device: its.
-        read: reads it.
+        shape, dtype, device: of the tensor.
+        read: reads elements.
     """
 
     _held: _Values
@@ -70,19 +68,19 @@ class LazyTensor(Tensor):
         return made
 
     def elements(self, lo: int, hi: int) -> Tensor:
-        """Elements [lo, hi) in row-major order (1D), read now; the caller's."""
+        """Elements [lo, hi) in row-major order (1D), read now; the caller owns them."""
         if self._held.kept is not None:
             return self._held.kept.reshape(-1)[lo:hi].clone()
         with torch.inference_mode(False):
             return self._held.read(lo, hi)
 
     def whole(self) -> Tensor:
-        """All of it, read now."""
+        """The full tensor, read now."""
         kept = self._held.kept
         return kept if kept is not None else self.elements(0, self.numel()).view(self.shape)
 
     def keep(self) -> Tensor:
-        """All of it, which stays. See Note [Edits]."""
+        """The full tensor, read now and kept."""
         kept = self._held.kept = self.whole()
         return kept
 
@@ -147,10 +145,7 @@ class LazyTensor(Tensor):
 
 
 class AbsentTensor(LazyTensor):
-    """A tensor whose values are not to be had here, as in the state dict of a sharded model: ``read`` raises.
-
-    What needs names, shapes and dtypes only works.
-    """
+    """A tensor without values, as in the state dict of a sharded model: ``read`` raises, metadata is there."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.whole()
@@ -163,9 +158,7 @@ class AbsentTensor(LazyTensor):
 
 
 def read_now(module: nn.Module) -> None:
-    """Parameters and buffers that a hook has made of a checkpoint's tensors become ordinary ones: the checkpoint may be
-    gone when they are used.
-    """
+    """Read parameters and buffers that a hook assigned from a checkpoint: it may be gone when they are used."""
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             if isinstance(parameter, LazyTensor):
@@ -181,7 +174,7 @@ def elements_of(value: Tensor, lo: int, hi: int) -> Tensor:
 
 
 def _read_all(value: Any, kept: dict[int, LazyTensor] | None) -> Any:
-    """Nested arguments of an operation with lazy tensors read; with ``kept``, by id of the values, they stay."""
+    """Nested arguments of an operation with lazy tensors read; with ``kept`` (by id of the values) values are kept."""
     if isinstance(value, LazyTensor):
         if kept is None:
             return value.whole()
@@ -196,5 +189,5 @@ def _read_all(value: Any, kept: dict[int, LazyTensor] | None) -> Any:
 
 
 def whole(value: Tensor) -> Tensor:
-    """A tensor with values: a lazy one is read."""
+    """``value`` with its values: a lazy tensor is read."""
     return value.whole() if isinstance(value, LazyTensor) else value
