@@ -30,66 +30,67 @@ class ZeroOptimization(Block):
     """The ``zero_optimization`` block."""
 
     stage: int = Field(0, ge=0, le=3, description="0: nothing sharded, 1: optimizer, 2: + gradients, 3: + parameters")
-    overlap_comm: bool = Field(
-        True, description="gradients are reduced while backward goes on (DeepSpeed: true at stage 3 only)"
-    )
+    overlap_comm: bool = Field(True, description="reduce gradients during backward (DeepSpeed: true at stage 3 only)")
     shard_along: Literal["element", "parameter"] = Field(
         "element",
-        description="where shards begin: anywhere, or between parameters, so that optimizers see whole matrices; then "
-        "buckets are padded: examples/gpt.py with 24 layers by 0, 1 and 2 % at 2, 4 and 8 ranks at stages 1 and 2, by "
-        "25, 42 and 175 % at stage 3, where each layer is a bucket",
+        description="where shards begin: at any element, or at parameter boundaries, so that optimizers see whole "
+        "matrices; the latter pads buckets: examples/gpt.py with 24 layers by 0, 1 and 2 % at 2, 4 and 8 ranks at "
+        "stages 1 and 2, by 25, 42 and 175 % at stage 3, where each layer is a bucket",
     )
     contiguous_gradients: bool = Field(
-        True, description="true: gradients are copied into one flat buffer per bucket as they appear"
+        True, description="true: copy gradients into one flat buffer per bucket as they are produced"
     )
     reduce_scatter: bool = Field(
         True,
-        description="false: gradients are all-reduced, each rank keeps its shard (but where CPUs share memory)",
+        description="false: all-reduce gradients and keep the own shard (no effect where CPU ranks share memory)",
     )
     reduce_bucket_size: PositiveElements = Field(
-        500_000_000, description="elements of a gradient bucket at most; a larger parameter is a bucket by itself"
+        500_000_000, description="maximum elements of a gradient bucket; a larger parameter gets a bucket of its own"
     )
     allgather_bucket_size: PositiveElements = Field(
-        500_000_000, description="elements per all-gather of updated parameters (stages 1 and 2) at most"
+        500_000_000, description="maximum elements per all-gather of updated parameters (stages 1 and 2)"
     )
-    stage3_prefetch_bucket_size: Elements = Field(50_000_000, description="elements gathered ahead of their use")
+    stage3_prefetch_bucket_size: Elements = Field(50_000_000, description="elements to prefetch")
     stage3_param_persistence_threshold: Elements = Field(
-        100_000, description="parameters with fewer elements stay whole on every rank (DeepSpeed: with as many, too)"
+        100_000, description="parameters with fewer elements are not sharded (DeepSpeed: with at most as many)"
     )
     stage3_model_persistence_threshold: Elements | None = Field(
         None,
-        description="elements of the model that stay whole at most, the smallest parameters first; null: no limit "
-        "(DeepSpeed: in the order of the model)",
+        description="maximum elements of the model that are not sharded, smallest parameters first; null: no limit "
+        "(DeepSpeed: in model order)",
     )
     stage3_max_live_parameters: Elements = Field(
-        1_000_000_000, description="gathered elements per rank beyond which nothing is kept or prefetched"
+        1_000_000_000,
+        description="maximum gathered elements per rank; beyond it nothing is kept gathered or prefetched",
     )
     stage3_max_reuse_distance: Elements = Field(
         1_000_000_000,
-        description="a parameter stays gathered if it is used again within this many elements; 0 releases at once",
+        description="keep a parameter gathered if it is used again within this many elements; 0: release at once",
     )
-    leaf_module: LeafModule = Field(LeafModule(), description="modules that are units although nothing repeats them")
+    leaf_module: LeafModule = Field(
+        LeafModule(), description="modules to gather as one unit although the model does not repeat them"
+    )
     zero_allowed_param_types: Names = Field(
-        (), description="class names of modules: only their parameters are sharded at stage 3; empty: all are"
+        (), description="class names of modules: at stage 3 only their parameters are sharded; empty: all"
     )
     zero_force_param_types: Names = Field(
-        (), description="class names of modules whose parameters stay whole on every rank at stage 3"
+        (), description="class names of modules whose parameters are not sharded at stage 3"
     )
-    sync_bn_in_backward: bool = Field(False, description="batch norms compute their statistics over all ranks")
+    sync_bn_in_backward: bool = Field(False, description="compute batch norm statistics over all ranks")
     enable_sanity_checks: bool = Field(
-        False, description="the ranks compare each collective before they launch it, as with LT_ZERO_DEBUG=1"
+        False, description="compare each collective across ranks before launching it, like LT_ZERO_DEBUG=1"
     )
-    offload_optimizer: OffloadOptimizer = Field(OffloadOptimizer(), description="where optimizer states rest")
-    offload_param: OffloadParam = Field(OffloadParam(), description="where sharded parameters rest (stage 3)")
+    offload_optimizer: OffloadOptimizer = Field(OffloadOptimizer(), description="where optimizer states are stored")
+    offload_param: OffloadParam = Field(OffloadParam(), description="where parameter shards are stored (stage 3)")
     load_from_fp32_weights: bool = Field(
-        True, description="false: master weights start from what was saved rounded to the compute dtype"
+        True, description="false: on resume, master weights start from saved weights rounded to the compute dtype"
     )
     stage3_gather_16bit_weights_on_model_save: bool = Field(
-        False, description="one file with all weights in 16 bits is written beside each checkpoint"
+        False, description="write one file with all weights in 16 bits next to each checkpoint"
     )
     sub_group_size: Elements = Field(
         1_000_000_000,
-        description="elements of a bucket at most, if the optimizer is offloaded; 0: each parameter is a bucket",
+        description="maximum elements of a bucket if the optimizer is offloaded; 0: one bucket per parameter",
     )
 
     @field_validator("stage", mode="before")
@@ -101,7 +102,7 @@ class ZeroOptimization(Block):
 
     @property
     def param_offload(self) -> OffloadParam:
-        """``offload_param`` where it counts: below stage 3 every rank uses all parameters all the time."""
+        """``offload_param``, or its defaults below stage 3, where parameters are not sharded."""
         return self.offload_param if self.stage == 3 else OffloadParam()
 
 
@@ -113,80 +114,94 @@ class ZeroConfig(Block):
     """
 
     train_batch_size: PositiveElements | None = Field(
-        None, description="samples per optimizer step over all ranks; compared with what is seen"
+        None, description="samples per optimizer step over all ranks; checked against the data"
     )
     train_micro_batch_size_per_gpu: PositiveElements | None = Field(
-        None, description="samples per forward of a rank; compared with the first batch"
+        None, description="samples per micro-batch on each rank; checked against the first batch"
     )
     gradient_accumulation_steps: PositiveElements | None = Field(
-        None, description="micro-batches per optimizer step: Trainer(accumulate_grad_batches), which may say it, too"
+        None,
+        description="micro-batches per optimizer step; must agree with Trainer(accumulate_grad_batches) if both are "
+        "set",
     )
     gradient_clipping: Real | None = Field(
         None,
         ge=0,
-        description="norm of all gradients at most, 0: any; null: Trainer(gradient_clip_val) (DeepSpeed: 1.0)",
+        description="maximum global gradient norm, 0: no clipping; null: Trainer(gradient_clip_val) (DeepSpeed: 1.0)",
     )
     steps_per_print: PositiveElements | None = Field(
         None,
-        description="optimizer steps from one printed line to the next; null or inf: none. Loggers get its numbers: "
+        description="print a line every N optimizer steps; null or inf: never. Loggers get the same metrics: "
         "zero/loss, zero/lr, zero/loss_scale (DeepSpeed: Train/Samples/train_loss, .../lr, .../loss_scale), and "
-        "grad_norm, skipped_steps, samples_per_s, tflops (per device), memory_gb (10^9 bytes; GPU: peak so far)",
+        "grad_norm, skipped_steps, samples_per_s, tflops (per device), memory_gb (1e9 bytes; GPU: peak so far)",
     )
-    dump_state: bool = Field(False, description="print the resolved configuration and bytes of model states once")
+    dump_state: bool = Field(False, description="print the resolved configuration and the bytes of model states once")
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = Field(
-        None, description="level of the logger lt_zero; from error on, what takes long shows no progress either"
+        None, description="level of the logger lt_zero; error and above also hide progress bars"
     )
-    flops_profiler: FlopsProfiler = Field(FlopsProfiler(), description="what a micro-batch computes, per module")
-    comms_logger: CommsLogger = Field(CommsLogger(), description="what collectives cost")
+    flops_profiler: FlopsProfiler = Field(
+        FlopsProfiler(), description="floating-point operations of a micro-batch, per module"
+    )
+    comms_logger: CommsLogger = Field(CommsLogger(), description="time and volume of collectives")
     wall_clock_breakdown: bool = Field(
         False,
-        description="print and log how long forward, backward, waits and the optimizer take, every steps_per_print "
+        description="print and log the time of forward, backward, waits and the optimizer, every steps_per_print "
         "(null: 10) optimizer steps",
     )
     memory_breakdown: bool = Field(
         False,
-        description="print the memory at each phase of the first step, then every steps_per_print (null: 10) steps",
+        description="print memory use at each phase of the first step, then every steps_per_print (null: 10) steps",
     )
-    disable_python_gc: bool = Field(False, description="no automatic garbage collection while fitting")
-    zero_optimization: ZeroOptimization = Field(ZeroOptimization(), description="what is sharded, and how")
+    disable_python_gc: bool = Field(False, description="disable automatic garbage collection during fit")
+    zero_optimization: ZeroOptimization = Field(ZeroOptimization(), description="what is sharded and how")
     fp16: Fp16 = Field(Fp16(), description="training with fp16 weights")
     bf16: Bf16 = Field(Bf16(), description="training with bf16 weights")
     torch_autocast: TorchAutocast = Field(TorchAutocast(), description="training under torch.autocast")
     data_types: DataTypes = Field(DataTypes(), description="dtypes of accumulators and buffers")
-    aio: Aio = Field(Aio(), description="reading and writing files of offloaded states")
+    aio: Aio = Field(Aio(), description="file I/O of offloaded states")
     checkpoint: Checkpoint = Field(Checkpoint(), description="saving and resuming")
-    optimizer: OptimizerBlock | None = Field(None, description="built if the module has no configure_optimizers")
-    scheduler: SchedulerBlock | None = Field(None, description="of the one optimizer, stepped after each of its steps")
+    optimizer: OptimizerBlock | None = Field(
+        None, description="optimizer to build if the module has no configure_optimizers"
+    )
+    scheduler: SchedulerBlock | None = Field(
+        None, description="learning-rate schedule of the optimizer, stepped after each optimizer step"
+    )
     activation_checkpointing: ActivationCheckpointing = Field(
-        ActivationCheckpointing(), description="what backward computes again, to save memory"
+        ActivationCheckpointing(), description="recompute activations in backward to save memory"
     )
     csv_monitor: CsvMonitor = Field(CsvMonitor(), description="metrics in CSV files")
     tensorboard: TensorBoard = Field(TensorBoard(), description="metrics for TensorBoard")
     wandb: Wandb = Field(Wandb(), description="metrics for Weights & Biases")
     comet: Comet = Field(Comet(), description="metrics for Comet")
     communication_data_type: Dtype | None = Field(
-        None, description="dtype of gradients on the wire; null: theirs, or the accumulators' where sums would round"
+        None,
+        description="dtype in which gradients are reduced; null: their own, or the accumulators' where the sum would "
+        "round",
     )
     prescale_gradients: bool = Field(
-        False, description="gradients are divided by the number of ranks before the reduction, not after"
+        False, description="divide gradients by the number of ranks before the reduction instead of after"
     )
-    gradient_predivide_factor: Real = Field(1.0, gt=0, description="by what gradients are divided before the reduction")
-    gradient_allreduce_op: Literal["mean", "sum"] = Field("mean", description="what a gradient is, over the ranks")
-    fp16_override_modules: Names = Field((), description="class names, module or parameter patterns in fp32")
-    fused_step: bool = Field(True, description="torch's Adam and AdamW are stepped by one native kernel")
+    gradient_predivide_factor: Real = Field(1.0, gt=0, description="divide gradients by this before the reduction")
+    gradient_allreduce_op: Literal["mean", "sum"] = Field("mean", description="reduction of gradients over ranks")
+    fp16_override_modules: Names = Field((), description="class names, module or parameter patterns to keep in fp32")
+    fused_step: bool = Field(True, description="step torch's Adam and AdamW with one fused native kernel")
     ops: Literal["auto", "required"] = Field(
         "auto",
-        description="auto: torch's operations run where native kernels cannot be built, with one warning; required: "
-        "a missing kernel is an error at set-up",
+        description="auto: fall back to torch operations, with one warning, where native kernels cannot be built; "
+        "required: raise at set-up if a kernel is missing",
     )
-    max_cpu_gb: Real | None = Field(None, gt=0, description="GB (1e9 bytes) of a node's host memory to use at most")
-    on_skipped_step: Literal["hold", "advance"] = Field("hold", description="whether schedules wait for skipped steps")
-    on_min_scale: Literal["raise", "hold", "warn"] = Field("raise", description="overflow at the minimum loss scale")
+    max_cpu_gb: Real | None = Field(None, gt=0, description="maximum host memory to use per node, in GB (1e9 bytes)")
+    on_skipped_step: Literal["hold", "advance"] = Field(
+        "hold", description="hold: skipped steps do not advance schedules; advance: they do"
+    )
+    on_min_scale: Literal["raise", "hold", "warn"] = Field(
+        "raise", description="what to do on overflow at the minimum loss scale"
+    )
 
     on_nonfinite: Literal["warn", "raise", "skip"] = Field(
         "warn",
-        description="gradients that are not finite, without fp16: warn once and go on, raise before the step, or skip "
-        "the step; bf16 skips unless bf16.check_grad_overflow is false",
+        description="non-finite gradients without fp16: warn once and continue, raise before the step, or skip the "
+        "step; bf16 skips unless bf16.check_grad_overflow is false",
     )
 
     def __init__(self, *, stage: int | None = None, **keys: Any) -> None:
@@ -197,7 +212,7 @@ class ZeroConfig(Block):
             keys["zero_optimization"] = {**block, "stage": stage}
         super().__init__(**keys)
 
-    _autos: frozenset[Path] = PrivateAttr(frozenset())  # written "auto" and not resolved: they have their defaults
+    _autos: frozenset[Path] = PrivateAttr(frozenset())  # written "auto", not resolved yet; they hold their defaults
 
     @field_validator("steps_per_print", mode="before")
     @classmethod
@@ -216,7 +231,7 @@ class ZeroConfig(Block):
         return self
 
     def problems(self) -> Iterator[Problem]:
-        """Keys that do not fit together."""
+        """Find keys that contradict each other."""
         yield from check_training(self)
         yield from check_leaves(self)
         yield from check_whole(self)
@@ -227,7 +242,7 @@ class ZeroConfig(Block):
         if self.checkpoint.async_save and self.sharded_checkpoints is False:
             yield Problem(
                 "checkpoint.async",
-                "checkpoint.async=true needs sharded checkpoints, and these are full ones (checkpoint.format="
+                "checkpoint.async=true needs sharded checkpoints, but checkpoints are full (checkpoint.format="
                 f"{self.checkpoint.format!r}, stage {self.zero_optimization.stage}): set checkpoint.format='sharded', "
                 "or use Lightning's AsyncCheckpointIO.",
             )
@@ -240,7 +255,7 @@ class ZeroConfig(Block):
 
     @property
     def autos(self) -> frozenset[Path]:
-        """Keys that were written "auto" and are not resolved yet; until then they have their defaults."""
+        """Keys written "auto" that are not resolved yet; they hold their defaults."""
         return self._autos
 
     @classmethod
@@ -252,19 +267,19 @@ class ZeroConfig(Block):
         default_stage: int | None = None,
         activations: ActivationCheckpointing | Mapping[str, Any] | str | bool | None = None,
     ) -> ZeroConfig:
-        """Validate a configuration; keys that are read differently, or have no effect, are warned of.
+        """Validate a configuration. Warns of keys that are renamed or have no effect.
 
         Args:
-            config: a mapping, the path of a JSON or YAML file, or a configuration that is changed.
+            config: a mapping, the path of a JSON or YAML file, or a configuration to change.
             stage: sets ``zero_optimization.stage``.
             overrides: ``key=value`` and ``group=option`` in Hydra's grammar.
-            default_stage: the stage if nothing says one.
+            default_stage: the stage if none is given.
             activations: keys of ``activation_checkpointing``, or its ``mode``; True: full, False: none.
 
         Raises:
-            ConfigError: all that is wrong.
+            ConfigError: names every problem.
         """
-        from lt_zero.config.load import load  # load knows the schema
+        from lt_zero.config.load import load  # load imports the schema
 
         made, loaded = load(config, stage, overrides, default_stage, activations)
         loaded.announce()

@@ -184,7 +184,7 @@ def test_lines_records_and_table() -> None:
 
 
 def test_names_of_operations_are_checked() -> None:
-    with pytest.raises(ConfigError, match="prof_ops has 'send', which is no collective of lt_zero: .*all_gather_o"):
+    with pytest.raises(ConfigError, match="prof_ops has 'send', which is not a collective of lt_zero. .*all_gather_o"):
         ZeroConfig.of({"comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["all_reduce", "send"]}})
     with pytest.warns(UserWarning, match="comms_config"):
         config = ZeroConfig.of({"comms_config": {"enabled": True, "prof_all": False, "prof_ops": "all_gather_base"}})

@@ -1,4 +1,4 @@
-"""The ``activation_checkpointing`` block: what backward computes again, and where what it starts from rests."""
+"""The ``activation_checkpointing`` block: which modules are recomputed, and where their inputs are stored."""
 
 from __future__ import annotations
 
@@ -18,38 +18,42 @@ if TYPE_CHECKING:
 class ActivationCheckpointing(Block):
     """The ``activation_checkpointing`` block (arXiv:1604.06174): activations are recomputed in backward.
 
-    A checkpointed module saves its inputs in place of all that backward needs, and runs its forward again there.
+    A checkpointed module saves only its inputs, and backward runs its forward again.
     """
 
     mode: Literal["none", "full", "selective"] = Field(
         "none",
-        description="what is recomputed: nothing, all, or all but outputs of matrix products and attention; the other "
-        "keys of the block count with full and selective only",
+        description="what to recompute: nothing, everything, or everything but matrix products and attention; the "
+        "other keys of the block need full or selective",
     )
-    every: PositiveElements = Field(1, description="each n-th of the modules is checkpointed, from the first on")
+    every: PositiveElements = Field(1, description="checkpoint every n-th module, starting with the first")
     modules: Names = Field(
-        (), description="class names, bare or dotted, of the modules; empty: the repeated blocks of the model"
+        (),
+        description="class names, bare or dotted, of the modules to checkpoint; empty: the repeated blocks of the "
+        "model",
     )
-    cpu_checkpointing: bool = Field(False, description="saved inputs rest in host memory between forward and backward")
-    nvme_path: Path | None = Field(None, description="folder of files in which saved inputs rest, on a fast local disk")
+    cpu_checkpointing: bool = Field(
+        False, description="offload saved inputs to host memory between forward and backward"
+    )
+    nvme_path: Path | None = Field(
+        None, description="offload saved inputs to files in this folder, on a fast local disk"
+    )
     partition_activations: bool = Field(
         False, description="false: there is no tensor- or sequence-parallel group to split saved inputs over"
     )
-    contiguous_memory_optimization: bool = Field(
-        False, description="saved inputs lie in one block of memory that is allocated once"
-    )
+    contiguous_memory_optimization: bool = Field(False, description="keep saved inputs in one preallocated buffer")
     number_checkpoints: PositiveElements | None = Field(
         None,
-        description="saved inputs that the block of memory has room for; null: one for each checkpointed module",
+        description="number of saved inputs that fit into the preallocated buffer; null: one per checkpointed module",
     )
     synchronize_checkpoint_boundary: bool = Field(
-        False, description="wait for the device before and after each checkpointed module"
+        False, description="synchronize the device before and after each checkpointed module"
     )
-    profile: bool = Field(False, description="print how long checkpointed modules take in forward and in backward")
+    profile: bool = Field(False, description="print the time of checkpointed modules in forward and backward")
 
 
 def check_activations(config: ZeroConfig) -> Iterator[Problem]:
-    """Keys about recomputation that do not fit together."""
+    """Find keys about recomputation that contradict each other."""
     block, name = config.activation_checkpointing, "activation_checkpointing"
     if block.cpu_checkpointing and block.nvme_path is not None:
         yield Problem(

@@ -18,9 +18,9 @@ class Checkpoint(Block):
     async_save: bool = Field(
         False,
         validation_alias=AliasChoices("async", "async_save"),
-        description="training goes on while a copy in host memory is written (sharded only)",
+        description="copy to host memory and write in the background while training continues (sharded only)",
     )
-    save_frozen: bool = Field(True, description="false: parameters that need no gradient are left out")
-    load_module_only: bool = Field(False, description="fit(ckpt_path=...) takes the weights only and starts anew")
+    save_frozen: bool = Field(True, description="false: leave out parameters that need no gradient")
+    load_module_only: bool = Field(False, description="fit(ckpt_path=...) loads the weights only and starts a new run")
     load_optimizer_states: bool = Field(True, description="false: fit(ckpt_path=...) starts with fresh optimizers")
-    load_lr_scheduler_states: bool = Field(True, description="false: fit(ckpt_path=...) starts schedules anew")
+    load_lr_scheduler_states: bool = Field(True, description="false: fit(ckpt_path=...) starts with fresh schedules")

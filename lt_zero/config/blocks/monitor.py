@@ -1,4 +1,4 @@
-"""The blocks ``csv_monitor``, ``tensorboard``, ``wandb`` and ``comet``: where metrics are written to."""
+"""The blocks ``csv_monitor``, ``tensorboard``, ``wandb`` and ``comet``: where metrics are written."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def _text(value: Any) -> Any:
 class _Monitor(Block):
     enabled: bool = Field(
         False,
-        description="attach this logger, unless the Trainer has one of its kind already; it gets the numbers of "
-        "steps_per_print, every log_every_n_steps of the Trainer if that is null",
+        description="attach this logger unless the Trainer already has one of its kind; it gets the metrics of "
+        "steps_per_print, at the Trainer's log_every_n_steps if that is null",
     )
 
 
@@ -31,9 +31,7 @@ class _Files(_Monitor):
     output_path: Annotated[str, BeforeValidator(_path)] = Field(
         "", description="directory; empty: Trainer(default_root_dir=...)"
     )
-    job_name: str = Field(
-        "DeepSpeedJobName", description="directory in it; each run gets a version_<n> of its own there"
-    )
+    job_name: str = Field("DeepSpeedJobName", description="subdirectory; each run gets its own version_<n> there")
 
 
 class CsvMonitor(_Files):
@@ -47,18 +45,18 @@ class TensorBoard(_Files):
 class Wandb(_Monitor):
     """The ``wandb`` block: Lightning's ``WandbLogger``."""
 
-    group: str | None = Field(None, description="group of runs that this one belongs to")
+    group: str | None = Field(None, description="group of runs that this run belongs to")
     team: str | None = Field(None, description="entity (user or team) that owns the project; null: the user's default")
     project: str = Field("deepspeed", description="project that the run is part of")
 
 
 class Comet(_Monitor):
-    """The ``comet`` block: Lightning's ``CometLogger``. What is null comes from Comet's own files and variables."""
+    """The ``comet`` block: Lightning's ``CometLogger``. Comet's own files and environment set what is null."""
 
     samples_log_interval: PositiveElements = Field(
-        100, description="accepted; Trainer(log_every_n_steps=...), in optimizer steps, says when metrics are sent"
+        100, description="accepted, no effect; Trainer(log_every_n_steps=...) sets the interval, in optimizer steps"
     )
-    project: str | None = Field(None, description="project that the experiment is part of")
+    project: str | None = Field(None, description="project of the experiment")
     workspace: str | None = Field(None, description="workspace of the project")
     # excluded from every dump: the configuration is saved with each checkpoint
     api_key: Annotated[SecretStr, BeforeValidator(_text)] | None = Field(
@@ -70,5 +68,5 @@ class Comet(_Monitor):
     )
     online: bool | None = Field(None, description="false: an offline experiment; null: true")
     mode: Literal["get", "create", "get_or_create"] | None = Field(
-        None, description="get: go on with experiment_key, create: always a new one; null: get_or_create"
+        None, description="get: continue experiment_key, create: always a new one; null: get_or_create"
     )

@@ -1,4 +1,4 @@
-"""The blocks that say where states rest between uses: ``offload_optimizer``, ``offload_param``, ``aio``."""
+"""The blocks about offload: ``offload_optimizer``, ``offload_param``, ``aio``."""
 
 from __future__ import annotations
 
@@ -18,33 +18,40 @@ Device = Literal["none", "cpu", "nvme"]
 
 
 class _Offload(Block):
-    device: Device = Field("none", description="where it rests between uses")
+    device: Device = Field("none", description="where to offload to")
     nvme_path: Path | None = Field(None, description="folder for the files, on a fast local disk")
     pin_memory: bool = Field(
-        True, description="page-locked host memory, if there is a GPU; false in one of the offload blocks is for both"
+        True, description="use pinned host memory if there is a GPU; false in either offload block applies to both"
     )
 
     @field_validator("nvme_path", mode="before")
     @classmethod
     def _folder(cls, value: Any) -> Any:
         if isinstance(value, (str, Path)) and (not str(value).strip() or "\0" in str(value)):
-            raise ValueError("it is empty or no path; name a folder on a local NVMe disk, or leave it out")
+            raise ValueError("it is empty or not a path; name a folder on a local NVMe disk, or remove the key")
         try:
             return Path(value).expanduser() if isinstance(value, (str, Path)) else value
-        except RuntimeError as error:  # ~name of nobody
+        except RuntimeError as error:  # ~name of an unknown user
             raise ValueError(f"{error} (write the whole path)") from None
 
 
 class OffloadOptimizer(_Offload):
     """The ``zero_optimization.offload_optimizer`` block."""
 
-    buffer_count: PositiveElements = Field(4, description="buckets in memory at a time at most, with nvme")
-    pipeline_read: bool = Field(True, description="read the next bucket while one is stepped (DeepSpeed: false)")
-    pipeline_write: bool = Field(True, description="write the last bucket while one is stepped (DeepSpeed: false)")
-    fast_init: bool = Field(False, description="true: weights are written as they are made (DeepSpeed: false)")
-    ratio: Real = Field(1.0, ge=0, le=1, description="part of the elements that is offloaded, the rest stays")
+    buffer_count: PositiveElements = Field(4, description="maximum buckets in memory at a time, with nvme")
+    pipeline_read: bool = Field(
+        True, description="read the next bucket during the step of the current one (DeepSpeed: false)"
+    )
+    pipeline_write: bool = Field(
+        True, description="write the previous bucket during the step of the current one (DeepSpeed: false)"
+    )
+    fast_init: bool = Field(
+        False, description="true: write weights to files as they are initialized (DeepSpeed: false)"
+    )
+    ratio: Real = Field(1.0, ge=0, le=1, description="fraction of the elements to offload")
     overlap_step: bool | Literal["auto"] = Field(
-        "auto", description="step beside backward (auto), beside the next forward too (true), or on its own (false)"
+        "auto",
+        description="overlap the step with backward (auto), also with the next forward (true), or not at all (false)",
     )
 
 
@@ -53,12 +60,12 @@ class OffloadParam(_Offload):
 
     device: Device = Field(
         "none",
-        description="where it rests between uses; what is trained only if offload_optimizer is on, as gathers read the "
-        "master weights otherwise",
+        description="where to offload to; trained parameters need offload_optimizer too, as they are gathered from "
+        "the master weights",
     )
-    buffer_count: PositiveElements = Field(5, description="buckets that are read ahead at most, with nvme")
-    buffer_size: PositiveElements = Field(100_000_000, description="elements that are read ahead at most, with nvme")
-    max_in_cpu: Elements = Field(0, description="elements that stay in memory in spite of nvme (DeepSpeed: 1e9)")
+    buffer_count: PositiveElements = Field(5, description="maximum buckets to read ahead, with nvme")
+    buffer_size: PositiveElements = Field(100_000_000, description="maximum elements to read ahead, with nvme")
+    max_in_cpu: Elements = Field(0, description="elements to keep in host memory even with nvme (DeepSpeed: 1e9)")
 
 
 class Aio(Block):
@@ -67,17 +74,17 @@ class Aio(Block):
     block_size: PositiveElements = Field(
         4 << 20, description="bytes per request, a multiple of 4096 (DeepSpeed: 1048576)"
     )
-    queue_depth: PositiveElements = Field(8, description="requests of one tensor in flight at most")
-    intra_op_parallelism: PositiveElements = Field(4, description="threads that read and write (DeepSpeed: 1)")
-    single_submit: bool = Field(False, description="true: one request of a tensor in flight, as queue_depth=1")
-    overlap_events: bool = Field(True, description="false: one request of a tensor in flight, as queue_depth=1")
-    checksum: bool = Field(False, description="what is read is compared with what was written")
+    queue_depth: PositiveElements = Field(8, description="maximum requests in flight per tensor")
+    intra_op_parallelism: PositiveElements = Field(4, description="number of I/O threads (DeepSpeed: 1)")
+    single_submit: bool = Field(False, description="true: one request in flight per tensor, like queue_depth=1")
+    overlap_events: bool = Field(True, description="false: one request in flight per tensor, like queue_depth=1")
+    checksum: bool = Field(False, description="verify a checksum of the data on every read")
 
     @field_validator("block_size")
     @classmethod
     def _whole_blocks(cls, value: int) -> int:
         if value % 4096:
-            raise ValueError(f"{value} is not a multiple of 4096, which direct reads and writes need")
+            raise ValueError(f"{value} is not a multiple of 4096, as direct I/O requires")
         return value
 
     @property
@@ -91,7 +98,7 @@ def _is_device(path: Path) -> bool:
 
 
 def check_offload(config: ZeroConfig) -> Iterator[Problem]:
-    """Keys about offload that do not fit together."""
+    """Find keys about offload that contradict each other."""
     zero = config.zero_optimization
     for name, block in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.param_offload)):
         if block.device == "nvme" and block.nvme_path is None:
@@ -104,11 +111,11 @@ def check_offload(config: ZeroConfig) -> Iterator[Problem]:
             yield Problem(
                 f"zero_optimization.{name}.nvme_path",
                 f"zero_optimization.{name}.nvme_path={str(block.nvme_path)!r} is a raw device. Make a file system on "
-                "it, and name a folder there.",
+                "it and name a folder there.",
             )
     if zero.offload_optimizer.device == "none" and zero.offload_optimizer.overlap_step is True:
         yield Problem(
             "zero_optimization.offload_optimizer.overlap_step",
             "zero_optimization.offload_optimizer.overlap_step=true needs offload_optimizer.device='cpu' or 'nvme': "
-            "what is stepped on the device itself has nothing to overlap with.",
+            "only an offloaded step can overlap with compute.",
         )

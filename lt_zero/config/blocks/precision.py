@@ -30,17 +30,19 @@ Switch = bool | Literal["auto"] | None
 class Fp16(Block):
     """The ``fp16`` block."""
 
-    enabled: Switch = Field(None, description="fp16 weights in forward and backward; auto: what the Trainer says")
-    auto_cast: bool | None = Field(
-        None, description="cast floating-point inputs; null: the true modes do (DeepSpeed: false)"
+    enabled: Switch = Field(
+        None, description="fp16 weights in forward and backward; auto: follow Trainer(precision=...)"
     )
-    loss_scale: Real = Field(0.0, ge=0, description="0: dynamic, else the scale")
-    initial_scale_power: Whole = Field(16, ge=0, le=100, description="the dynamic scale starts at 2**this")
+    auto_cast: bool | None = Field(
+        None, description="cast floating-point inputs; null: in the true modes only (DeepSpeed: false)"
+    )
+    loss_scale: Real = Field(0.0, ge=0, description="0: dynamic, else a fixed scale")
+    initial_scale_power: Whole = Field(16, ge=0, le=100, description="initial dynamic scale, as a power of 2")
     loss_scale_window: PositiveElements = Field(1000, description="steps without overflow before the scale doubles")
-    hysteresis: Whole = Field(2, description="the scale is halved at this many overflows; 0 or less: never")
-    consecutive_hysteresis: bool = Field(False, description="hysteresis starts anew at each step without overflow")
+    hysteresis: Whole = Field(2, description="overflows before the scale is halved; 0 or less: never")
+    consecutive_hysteresis: bool = Field(False, description="reset hysteresis at each step without overflow")
     min_loss_scale: Real = Field(
-        1.0, ge=0, description="the dynamic scale's lower limit, any number above 0 (DeepSpeed: whole numbers)"
+        1.0, ge=0, description="lower bound of the dynamic scale, any number above 0 (DeepSpeed: whole numbers)"
     )
     raise_error_at_min_scale: bool | None = Field(None, description="true: on_min_scale=raise, false: hold")
     fp16_master_weights_and_grads: bool = Field(False, description="no fp32 copy of the weights, fp16 accumulators")
@@ -50,21 +52,25 @@ class Fp16(Block):
 class Bf16(Block):
     """The ``bf16`` block."""
 
-    enabled: Switch = Field(None, description="bf16 weights in forward and backward; auto: what the Trainer says")
-    immediate_grad_update: bool = Field(
-        True, description="true: each backward adds into the accumulator at once (DeepSpeed: false)"
+    enabled: Switch = Field(
+        None, description="bf16 weights in forward and backward; auto: follow Trainer(precision=...)"
     )
-    check_grad_overflow: bool = Field(True, description="skip a step whose gradients are not finite")
+    immediate_grad_update: bool = Field(
+        True, description="true: add gradients to the accumulator in each backward (DeepSpeed: false)"
+    )
+    check_grad_overflow: bool = Field(True, description="skip steps with non-finite gradients")
     bf16_master_weights_and_grads: bool = Field(False, description="no fp32 copy of the weights, bf16 accumulators")
-    bf16_optimizer_states: bool = Field(False, description="moments in bf16; needs bf16_master_weights_and_grads")
+    bf16_optimizer_states: bool = Field(False, description="keep moments in bf16; needs bf16_master_weights_and_grads")
     fp16_override_modules: Names = Field((), description="as the key of the same name at top level")
 
 
 class TorchAutocast(Block):
     """The ``torch_autocast`` block: another way to say ``Trainer(precision="16-mixed")`` or ``"bf16-mixed"``."""
 
-    enabled: bool = Field(False, description="forward runs under torch.autocast, weights are gathered in its dtype")
-    dtype: Dtype = Field(torch.bfloat16, description="fp16 or bf16 (DeepSpeed: whatever torch takes on the device)")
+    enabled: bool = Field(False, description="run forward under torch.autocast and gather weights in its dtype")
+    dtype: Dtype = Field(
+        torch.bfloat16, description="fp16 or bf16 (DeepSpeed: any dtype that torch supports on the device)"
+    )
 
 
 class DataTypes(Block):
@@ -73,23 +79,23 @@ class DataTypes(Block):
     grad_accum_dtype: Dtype | None = Field(
         None, description="dtype of the gradient accumulators; null: the master weights' (DeepSpeed: the weights')"
     )
-    param_dtype: Dtype | None = Field(None, description="what the fp16 or bf16 block implies; only checked")
-    buffer_dtype: Dtype | None = Field(None, description="cast floating-point buffers; they keep their dtype without")
+    param_dtype: Dtype | None = Field(None, description="checked against the fp16 or bf16 block; no other effect")
+    buffer_dtype: Dtype | None = Field(None, description="cast floating-point buffers; null: keep their dtype")
     keep_in_fp32_modules: Literal["auto"] | Names = Field(
-        "auto", description="modules whose buffers are not cast; auto: what the model's _keep_in_fp32_modules names"
+        "auto", description="modules whose buffers are not cast; auto: the model's _keep_in_fp32_modules"
     )
 
 
 @dataclass(frozen=True)
 class ScalerRules:
-    """How the scale moves.
+    """How the loss scale changes.
 
     Attributes:
         initial: the scale at the start.
-        dynamic: False: the scale stays what it is; overflows still skip steps.
+        dynamic: False: the scale is constant; overflows still skip steps.
         window: the scale grows after this many steps without overflow.
-        hysteresis: the scale drops at this many overflows; those before only use up the patience.
-        consecutive_hysteresis: patience is restored by each good step instead of when the scale grows.
+        hysteresis: the number of overflows before the scale drops.
+        consecutive_hysteresis: reset the count of overflows at each finite step instead of when the scale grows.
         minimum: the scale never drops below.
         growth: factor of an increase.
         backoff: factor of a decrease.
@@ -111,17 +117,17 @@ class DtypePolicy:
 
     Attributes:
         mode: one of ``MODES``.
-        compute: of gathered weights and activations; None: what the parameters have.
+        compute: of gathered weights and activations; None: that of the parameters.
         autocast: whether forward runs under ``torch.autocast(dtype=compute)``.
         cast_inputs: whether floating-point inputs of a step are cast to ``compute``.
         accumulate: of the gradient accumulators; None: that of the master weights.
-        wire: of gradients in collectives; None: what they have, or what makes the sum exact.
-        buffers: of floating-point buffers; None: what they have.
+        wire: of gradients in collectives; None: their own, or one in which the sum is exact.
+        buffers: of floating-point buffers; None: unchanged.
         low_master: master weights are in ``compute`` instead of fp32.
-        low_states: the optimizer's moments are in the dtype of the master weights even if that is bf16.
+        low_states: the optimizer's moments have the dtype of the master weights even if that is bf16.
         keep_fp32: class names and patterns of modules and parameters that stay fp32.
         check_overflow: steps with non-finite gradients are skipped.
-        raise_nonfinite: such a step is an error.
+        raise_nonfinite: non-finite gradients are an error.
         scaling: how the loss is scaled; None: it is not.
     """
 
@@ -140,7 +146,7 @@ class DtypePolicy:
     scaling: ScalerRules | None = None
 
     def dtype_of(self, parameter: torch.Tensor, kept: bool = False) -> torch.dtype:
-        """The dtype of a parameter's gathered weights; ``kept`` for the members of fp32 islands."""
+        """The dtype of a parameter's gathered weights; ``kept``: whether it belongs to an fp32 module."""
         if self.compute is None or parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return parameter.dtype
         return torch.promote_types(self.compute, torch.float32) if kept else self.compute
@@ -151,17 +157,17 @@ class DtypePolicy:
         return self.compute in (torch.float16, torch.bfloat16)
 
     def accumulate_of(self, dtype: torch.dtype) -> torch.dtype:
-        """The accumulators' dtype; islands and fp64 weights keep the precision that they are there for."""
+        """The accumulators' dtype; weights of fp32 modules and fp64 weights keep theirs."""
         plain = dtype == (self.compute or torch.float32)
         return self.accumulate if plain and self.accumulate is not None else self.master_of(dtype)
 
     def step_of(self, dtype: torch.dtype) -> torch.dtype:
-        """In which dtype the optimizer sees such weights and keeps its state."""
+        """The dtype in which the optimizer sees such weights and keeps its state."""
         master = self.master_of(dtype)
         return master if self.low_states else torch.promote_types(master, torch.float32)
 
     def wire_of(self, dtype: torch.dtype) -> torch.dtype | None:
-        """In which dtype gradients of such weights have to be sent, or None: choose."""
+        """The dtype in which gradients of such weights must be reduced; None: any."""
         return None if dtype == torch.float64 else self.wire
 
     def master_of(self, dtype: torch.dtype) -> torch.dtype:
@@ -171,14 +177,14 @@ class DtypePolicy:
 
 
 def check_precision(config: ZeroConfig) -> Iterator[Problem]:
-    """Keys about dtypes and scaling that contradict each other."""
+    """Find keys about dtypes and loss scaling that contradict each other."""
     fp16, bf16 = config.fp16, config.bf16
     if fp16.enabled is True and bf16.enabled is True:
         yield Problem("fp16.enabled", "fp16.enabled and bf16.enabled are both true. Switch one of them off.")
     if fp16.enabled is True and fp16.loss_scale == 0 and fp16.min_loss_scale == 0:
         yield Problem(
             "fp16.min_loss_scale",
-            "fp16.min_loss_scale=0 with a dynamic scale: the scale could shrink to nothing. Write 1, or a small number "
+            "fp16.min_loss_scale=0 with a dynamic scale: the scale could shrink to 0. Write 1, or a small number "
             "such as 1e-5.",
         )
     if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
@@ -205,15 +211,15 @@ def check_precision(config: ZeroConfig) -> Iterator[Problem]:
 
 
 def resolve_mode(config: ZeroConfig, precision: str, device: str) -> str:
-    """The one precision that the Trainer and the configuration ask for.
+    """Resolve the precision from the Trainer and the configuration.
 
     Args:
-        config: its ``fp16`` and ``bf16`` blocks count.
+        config: its ``fp16`` and ``bf16`` blocks are used.
         precision: of the Trainer. "32-true" is its default, so it contradicts nothing.
         device: device type; on "cpu" Lightning has already replaced "16-mixed" by "bf16-mixed".
 
     Raises:
-        ConfigError: they contradict each other; both are shown.
+        ConfigError: they contradict each other; shows both.
     """
     blocks: dict[str, Switch] = {"fp16": config.fp16.enabled, "bf16": config.bf16.enabled}
     wanted = next((name for name, enabled in blocks.items() if enabled is True), None)
@@ -235,7 +241,7 @@ def resolve_mode(config: ZeroConfig, precision: str, device: str) -> str:
 
 
 def _autocast_mode(config: ZeroConfig, precision: str, device: str) -> str:
-    """What ``torch_autocast`` asks for, unless the Trainer asks for something else."""
+    """The mode of ``torch_autocast``, unless the Trainer sets another."""
     low = config.torch_autocast.dtype == torch.float16
     mode = "16-mixed" if low else "bf16-mixed"
     if precision not in ("32-true", mode) and not (device == "cpu" and low and precision == "bf16-mixed"):
@@ -249,12 +255,12 @@ def _contradiction(precision: str, key: str, value: object) -> ConfigError:
 
 
 def dtype_policy(config: ZeroConfig, mode: str, rules: ScalerRules | None = None) -> DtypePolicy:
-    """What a resolved mode and the configuration mean.
+    """The dtypes of a resolved mode and configuration.
 
     Args:
-        config: all keys about dtypes and loss scaling.
+        config: its keys about dtypes and loss scaling are used.
         mode: one of ``MODES``.
-        rules: loss scaling that the user configured in another way (a plugin's GradScaler).
+        rules: loss scaling from a plugin's GradScaler.
 
     Raises:
         ConfigError: a key contradicts the mode, or ``rules`` contradict the ``fp16`` block.
@@ -328,7 +334,7 @@ def _scaling(config: ZeroConfig, rules: ScalerRules | None) -> ScalerRules:
                 [
                     Problem(
                         f"fp16.{given[0]}",
-                        f"The precision plugin has a GradScaler of its own, and "
+                        f"The precision plugin has its own GradScaler, and "
                         f"fp16.{given[0]}={getattr(block, given[0])} is "
                         "configured. Remove one.",
                     )
@@ -346,6 +352,6 @@ def _scaling(config: ZeroConfig, rules: ScalerRules | None) -> ScalerRules:
 
 
 def on_min_scale(config: ZeroConfig) -> str:
-    """``raise``, ``hold`` or ``warn``, in whichever of its two spellings it was given."""
+    """``raise``, ``hold`` or ``warn``, from either of its two keys."""
     asked = config.fp16.raise_error_at_min_scale
     return config.on_min_scale if asked is None else "raise" if asked else "hold"

@@ -1,4 +1,4 @@
-"""The blocks ``flops_profiler`` and ``comms_logger``: what one step computes, and what all collectives cost."""
+"""The blocks ``flops_profiler`` and ``comms_logger``: operations of one step, and cost of collectives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lt_zero.config.fields import Block, Elements, Names, PositiveElements, Real
 if TYPE_CHECKING:
     from lt_zero.config.schema import ZeroConfig
 
-# Operations of comm/communicator.py, by the names that they have in torch.distributed and in DeepSpeed.
+# Operations of comm/communicator.py, by their names in torch.distributed and DeepSpeed.
 OPERATIONS: dict[str, tuple[str, ...]] = {
     "all_gather": ("all_gather_into_tensor", "all_gather_single", "all_gather_base"),
     "reduce_scatter": ("reduce_scatter_tensor", "reduce_scatter_single", "reduce_scatter_base"),
@@ -26,7 +26,7 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
 
 
 def operation_of(name: str) -> str | None:
-    """The operation that somebody means; None if there is no such.
+    """The operation with this name; None if unknown.
 
     >>> operation_of("all-gather"), operation_of("all_gather_into_tensor"), operation_of("send")
     ('all_gather', 'all_gather', None)
@@ -45,30 +45,31 @@ class FlopsProfiler(Block):
 
     enabled: bool = Field(False, description="count the floating-point operations of one micro-batch per module")
     profile_step: Elements = Field(
-        1, description="optimizer steps before the one whose first micro-batch is counted; a fit's very first never is"
+        1, description="count the first micro-batch after this many optimizer steps; never the first one of a fit"
     )
     module_depth: Annotated[Whole, Field(ge=-1)] = Field(
         -1, description="levels of modules below the root in both tables; -1: all (DeepSpeed: in the aggregate only)"
     )
-    top_modules: PositiveElements = Field(1, description="classes of modules that the aggregate names per level")
-    detailed: bool = Field(True, description="false: only the aggregate, without a row for each module")
+    top_modules: PositiveElements = Field(1, description="number of module classes per level in the aggregate")
+    detailed: bool = Field(True, description="false: print the aggregate only, without a row per module")
     output_file: Annotated[str, BeforeValidator(_file)] | None = Field(
         None, description="text file that rank 0 writes; null: stdout"
     )
     recompute_fwd_factor: Real = Field(
-        0.0, ge=0, description="part of the forward taken as recomputed in backward, if no recomputation was seen"
+        0.0, ge=0, description="fraction of forward assumed to be recomputed in backward, if no recomputation was seen"
     )
 
 
 class CommsLogger(Block):
-    """The ``comms_logger`` block: what the collectives of the engine cost."""
+    """The ``comms_logger`` block: time and volume of the engine's collectives."""
 
     enabled: bool = Field(
-        False, description="record each collective and show a table when a fit ends (DeepSpeed: true beside any key)"
+        False,
+        description="record collectives and print a table at the end of fit (DeepSpeed: true if the block has any key)",
     )
-    verbose: bool = Field(False, description="rank 0 prints each collective when it is over; a GPU is waited for")
-    prof_all: bool = Field(True, description="all operations; false: those of prof_ops")
-    debug: bool = Field(False, description="tell apart what a collective is for: unit, bucket or purpose")
+    verbose: bool = Field(False, description="rank 0 prints each collective when it completes; synchronizes the GPU")
+    prof_all: bool = Field(True, description="record all operations; false: only those in prof_ops")
+    debug: bool = Field(False, description="break down by unit, bucket or purpose")
     prof_ops: Names = Field((), description="operations to record if prof_all is false: " + ", ".join(OPERATIONS))
 
     @property
@@ -85,6 +86,6 @@ def check_profiling(config: ZeroConfig) -> Iterator[Problem]:
     if unknown:
         yield Problem(
             "comms_logger.prof_ops",
-            f"comms_logger.prof_ops has {unknown[0]!r}, which is no collective of lt_zero: choose from "
+            f"comms_logger.prof_ops has {unknown[0]!r}, which is not a collective of lt_zero. Choose from "
             f"{', '.join(OPERATIONS)}.",
         )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class OptimizerBlock(Block):
-    """The ``optimizer`` block: what is built if the module has no ``configure_optimizers``."""
+    """The ``optimizer`` block: the optimizer to build if the module has no ``configure_optimizers``."""
 
     type: str = Field(
         min_length=1, description="Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD, a torch.optim class or a dotted path"
@@ -24,9 +24,9 @@ class OptimizerBlock(Block):
     params: Params = Field({}, validate_default=True, description="arguments of its constructor")
     param_groups: ParamGroups = Field(
         (),
-        description="groups with arguments of their own, the first that matches: match, shell patterns of full names "
-        "of parameters joined by |, and arguments, which may be auto as in params; also name, and optional: may match "
-        "nothing; all other parameters are the last group",
+        description="parameter groups; a parameter joins the first that matches. Each has match: shell patterns of "
+        "full parameter names joined by |, arguments as in params (also auto), a name, and optional: true if it may "
+        "match nothing. All other parameters form the last group",
     )
 
 
@@ -40,23 +40,23 @@ class SchedulerBlock(Block):
     params: Params = Field(
         {},
         validate_default=True,
-        description="arguments of its constructor, beside the optimizer; ReduceLROnPlateau, which steps at the end of "
-        "each epoch, also needs monitor, a logged metric",
+        description="arguments of its constructor besides the optimizer; ReduceLROnPlateau, which steps at the end "
+        "of each epoch, also needs monitor, a logged metric",
     )
 
 
 class LeafModule(Block):
-    """Which modules are gathered as one although the model does not repeat them."""
+    """Modules to gather as one unit although the model does not repeat them."""
 
     classes: Names = Field(
-        (), description="class names, bare or dotted, whose instances are units (DeepSpeed: transformers' MoE blocks)"
+        (), description="class names, bare or dotted, of unit modules (DeepSpeed: transformers' MoE blocks)"
     )
-    names: Names = Field((), description="full names of modules that are units")
-    name_suffixes: Names = Field((), description="ends of the names of modules that are units")
+    names: Names = Field((), description="full names of unit modules")
+    name_suffixes: Names = Field((), description="suffixes of names of unit modules")
 
 
 def check_training(config: ZeroConfig) -> Iterator[Problem]:
-    """Batch arithmetic as far as it needs no number of ranks."""
+    """Check the batch arithmetic that does not depend on the number of ranks."""
     total = config.train_batch_size
     factors = {
         "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu,
@@ -72,24 +72,24 @@ def check_training(config: ZeroConfig) -> Iterator[Problem]:
         )
 
 
-_WHOLE = ("muon", "adafactor")  # optimizers that a configuration can name and that need whole matrices
+_WHOLE = ("muon", "adafactor")  # configurable optimizers that need whole matrices
 
 
 def check_whole(config: ZeroConfig) -> Iterator[Problem]:
-    """Some optimizers need whole matrices."""
+    """Check that an optimizer that needs whole matrices gets them."""
     block, zero = config.optimizer, config.zero_optimization
     name = block.type if block is not None else ""
     if zero.stage > 0 and zero.shard_along == "element" and name.rpartition(".")[2].lower() in _WHOLE:
         yield Problem(
             "zero_optimization.shard_along",
             f"optimizer.type={name!r} computes its update from whole matrices, and at stage {zero.stage} with "
-            "zero_optimization.shard_along='element' a rank holds pieces of them. Set "
+            "zero_optimization.shard_along='element' a rank holds only fragments of them. Set "
             "zero_optimization.shard_along=parameter (optimizer=muon does both).",
         )
 
 
 def check_leaves(config: ZeroConfig) -> Iterator[Problem]:
-    """Parameters are chosen by one rule only."""
+    """Check that no class is both sharded and exempt from sharding."""
     zero = config.zero_optimization
     both = sorted(set(zero.zero_allowed_param_types) & set(zero.zero_force_param_types))
     if both:
