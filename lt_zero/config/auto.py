@@ -1,6 +1,6 @@
-"""Keys that may be "auto", and what they become when the Trainer, the module and its size are known.
+"""Resolves keys written "auto" from the Trainer, the module and its size.
 
-The rules are those of Hugging Face's Trainer, which most files with "auto" were written for.
+The rules are those of Hugging Face's Trainer, for which most files with "auto" were written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lt_zero.common.errors import ConfigError, Path, Problem, dotted, path_of
 from lt_zero.config.document import Tree
 from lt_zero.config.schema import ZeroConfig
 
-# What each key becomes, for docs/config.md and errors. Keys whose own values include "auto" are not here.
+# How each key is resolved, for docs/config.md and errors. Excludes keys with "auto" as a value of their own.
 RULES: Mapping[str, str] = {
     "train_micro_batch_size_per_gpu": "the size of the first batch",
     "gradient_accumulation_steps": "Trainer(accumulate_grad_batches), or what train_batch_size and the micro-batch "
@@ -45,15 +45,15 @@ _BATCH = ("train_micro_batch_size_per_gpu", "train_batch_size")
 
 
 def resolvable(path: Path) -> bool:
-    """Whether "auto" can be resolved there."""
+    """Whether "auto" can be resolved for this key."""
     return dotted(path) in RULES
 
 
 def refusal(path: Path, field: FieldInfo | None) -> str:
-    """Why "auto" is an error there."""
+    """The error message for "auto" at a key that cannot be resolved."""
     key = dotted(path)
     default = "" if field is None or field.is_required() else f"; its default is {_plain(field)}"
-    return f'{key}="auto": nothing here can resolve it. Write a value, or remove the key{default}.'
+    return f'{key}="auto": it cannot be resolved for this key. Write a value, or remove the key{default}.'
 
 
 def _plain(field: FieldInfo) -> Any:
@@ -62,7 +62,7 @@ def _plain(field: FieldInfo) -> Any:
 
 
 class Resolution(NamedTuple):
-    """What an "auto" became, and from where."""
+    """The value that an "auto" was resolved to, and its source."""
 
     key: str
     value: Any
@@ -71,13 +71,13 @@ class Resolution(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known when a run is set up.
+    """Values known at set-up of a run.
 
     Attributes:
         accumulation: micro-batches per optimizer step, of the Trainer.
         clipping: norm limit of the Trainer, 0 without one.
         hidden: finds the hidden size and how it was found; raises ConfigError.
-        named: a value of the module or its hparams by the first of several names, and where it was; None.
+        named: finds a value of the module or its hparams by the first of several names, with its source; or None.
         steps: optimizer steps of the run; may set up data loaders.
     """
 
@@ -89,10 +89,10 @@ class Facts:
 
 
 def resolve(config: ZeroConfig, facts: Facts) -> tuple[ZeroConfig, list[Resolution]]:
-    """Resolve what can be resolved before the first batch; sizes of batches stay in ``autos``.
+    """Resolve all keys but batch sizes, which stay in ``autos`` until the first batch.
 
     Raises:
-        ConfigError: nothing resolves a key; all of these are named.
+        ConfigError: names all keys that cannot be resolved.
     """
     found: list[Resolution] = []
     problems: list[Problem] = []
@@ -111,10 +111,10 @@ def resolve(config: ZeroConfig, facts: Facts) -> tuple[ZeroConfig, list[Resoluti
 
 
 def resolve_sizes(config: ZeroConfig, hidden: Callable[[], tuple[int, str]]) -> ZeroConfig:
-    """Resolve the sizes that depend on the model only; the rest stays in ``autos``.
+    """Resolve the sizes that depend on the model only; other keys stay in ``autos``.
 
     Raises:
-        ConfigError: there is no hidden size.
+        ConfigError: the model has no hidden size.
     """
     found = []
     for name, rule in _SIZES.items():
@@ -125,7 +125,7 @@ def resolve_sizes(config: ZeroConfig, hidden: Callable[[], tuple[int, str]]) -> 
 
 
 def resolve_batch(config: ZeroConfig, micro: int, accumulation: int, world: int) -> tuple[ZeroConfig, list[Resolution]]:
-    """Resolve the sizes of batches when the first one was seen."""
+    """Resolve the batch sizes from the first batch."""
     values = {
         "train_micro_batch_size_per_gpu": (micro, "the first batch"),
         "train_batch_size": (micro * accumulation * world, f"{micro} * {accumulation} * {world} ranks"),
@@ -152,7 +152,7 @@ def _with(config: ZeroConfig, found: Sequence[Resolution]) -> ZeroConfig:
 
 
 def _problems_of(error: ValidationError, tree: Tree, found: Sequence[Resolution]) -> Iterator[Problem]:
-    """What a value that was resolved breaks, with where it came from."""
+    """Problems caused by resolved values, with the sources of these."""
     from lt_zero.config.error_messages import message_of
 
     for entry in error.errors(include_url=False):
@@ -214,7 +214,7 @@ def _of_optimizer(name: str, facts: Facts) -> tuple[Any, str]:
 
 
 def _of_groups(config: ZeroConfig, facts: Facts, problems: list[Problem]) -> Iterator[Resolution]:
-    """Values of ``optimizer.param_groups`` that are "auto": what they are in optimizer.params."""
+    """Resolve "auto" in ``optimizer.param_groups`` to the values in ``optimizer.params``."""
     for number, entry in enumerate(config.optimizer.param_groups if config.optimizer is not None else ()):
         place = f"optimizer.param_groups[{number}]"
         for name in (key for key, value in entry.items() if isinstance(value, str) and value == "auto"):
@@ -253,5 +253,5 @@ def _of_schedule(name: str, facts: Facts, config: ZeroConfig, before: Sequence[R
 def _number(named: tuple[Any, str]) -> float:
     value, place = named
     if not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ConfigError(f"{place}={value!r} is not one finite number. Correct it, or write warmup_num_steps.")
+        raise ConfigError(f"{place}={value!r} is not a finite number. Correct it, or write warmup_num_steps.")
     return value

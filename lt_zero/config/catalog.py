@@ -1,4 +1,4 @@
-"""All keys that work, as the schema has them: type, default, bounds, meaning and other spellings of each."""
+"""All supported keys, read from the schema: type, default, bounds, description and aliases of each."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 @dataclass(frozen=True)
 class Entry:
-    """A key that works.
+    """A supported key.
 
     Attributes:
         key: dotted; ``<name>`` stands for names that users choose.
-        type: in words.
-        default: as JSON writes it; "" if there is none.
+        type: in words of a configuration file.
+        default: as in JSON; "" if there is none.
         bounds: such as ">= 0, <= 3"; "" if there are none.
         description: what it does.
-        aliases: other dotted spellings that the schema itself takes.
+        aliases: other dotted spellings in the schema.
     """
 
     key: str
@@ -51,7 +51,7 @@ class Entry:
 @cache
 def entries() -> tuple[Entry, ...]:
     """The catalog of ``ZeroConfig``, in the order of the schema."""
-    from lt_zero.config.schema import ZeroConfig  # loads the table, which asks for names that are alike
+    from lt_zero.config.schema import ZeroConfig  # circular: the key table asks the catalog for similar names
 
     return tuple(walk(ZeroConfig))
 
@@ -85,13 +85,13 @@ def _spellings(name: str, field: FieldInfo) -> list[str]:
 
 
 def block_of(annotation: Any) -> type[BaseModel] | None:
-    """The model of a block, also of one that may be absent."""
+    """The model of a block, also of an optional one."""
     kinds = (inner for part in _parts(annotation) for inner in (_bare(part),))
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
 
 
 def type_text(annotation: Any) -> str:
-    """A type in the words of somebody who writes a file. None is left out: every key may be null or absent."""
+    """A type in words of a configuration file. None is left out: every key may be null or absent."""
     kinds = list(dict.fromkeys(kind for part in _parts(annotation) for kind in _kinds(_bare(part))))
     *most, last = kinds
     return f"{', '.join(most)} or {last}" if most else last
@@ -125,13 +125,13 @@ def _is_mapping(annotation: Any) -> bool:
 
 
 def _arguments(annotation: Any) -> tuple[Any, ...]:
-    """Of the mapping in an annotation: types of its keys and values."""
+    """Types of keys and values of the mapping in an annotation."""
     found = next((get_args(_bare(p)) for p in _parts(annotation) if get_args(_bare(p))), ())
     return found or (str, Any)
 
 
 def _metadata(annotation: Any) -> list[Any]:
-    """What ``Annotated`` says about the value, in every part of a union."""
+    """The metadata of ``Annotated``, from every member of a union."""
     found: list[Any] = []
     for part in (annotation, *_parts(annotation)):
         if get_origin(part) is Annotated:
@@ -158,7 +158,7 @@ def _default_text(field: FieldInfo) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A value as one writes it into a file: true, null, 5e8, fp32."""
+    """A value as in a configuration file: true, null, 5e8, fp32."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, torch.dtype):

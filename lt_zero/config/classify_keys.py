@@ -17,22 +17,22 @@ from lt_zero.config.fields import Block
 from lt_zero.config.key_table import KeyStatus
 from lt_zero.optim.from_config import check_optimizer, check_scheduler
 
-_OFF = (False, None, "none", "None")  # of a switch in a block that is not supported
+_OFF = (False, None, "none", "None")  # values that switch an unsupported block off
 _FREE = {("optimizer", "params"), ("scheduler", "params")}  # checked where their type is known
 
 
 def classify_keys(tree: Tree, schema: type[Block]) -> frozenset[Path]:
-    """Take out of ``tree`` what is not for the schema, with a notice or a problem each.
+    """Remove keys that the schema does not have from ``tree``, with a notice or a problem for each.
 
     Returns:
-        keys that were written "auto"; they are taken out, too.
+        keys written "auto", which are removed, too.
     """
     return frozenset(_block(tree, tree.values, schema, ()))
 
 
 @cache
 def keys_of(schema: type[Block]) -> Mapping[str, FieldInfo]:
-    """The keys of a block in all spellings that its fields have, with the fields."""
+    """The fields of a block by all their spellings."""
     found: dict[str, FieldInfo] = {}
     for name, field in schema.model_fields.items():
         found[name] = field
@@ -42,7 +42,7 @@ def keys_of(schema: type[Block]) -> Mapping[str, FieldInfo]:
 
 
 def block_of(field: FieldInfo) -> type[Block] | None:
-    """The block that a field holds, if it holds one."""
+    """The block that a field holds, or None."""
     kinds = get_args(field.annotation) if _is_union(field.annotation) else (field.annotation,)
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, Block)), None)
 
@@ -60,7 +60,7 @@ def _block(tree: Tree, values: dict[str, Any], schema: type[Block], path: Path) 
             del values[key]
             continue
         if value is None and not fields[key].is_required() and fields[key].default is not None:
-            del values[key]  # as if it were not written
+            del values[key]  # null is the same as absent
             continue
         inner = block_of(fields[key])
         if value == "auto" and not _takes_auto(fields[key]):
@@ -106,16 +106,16 @@ def _foreign(tree: Tree, path: Path, value: Any) -> None:
     elif row.status == "no_effect":
         if value is not None:
             tree.notices.append(Notice("no effect", key, f"{key} has no effect here: {row.note}", tree.mark(path)))
-    elif row.status == "alias":  # an alias that is none here: its value is of another kind
+    elif row.status == "alias":  # an alias, but the value has another type
         tree.problem(path, f"{key}={value!r} cannot be read as {row.to}. Write {row.to}.")
     elif not unused(row, path, value):
-        state = "is not available yet" if row.status == "later" else "is known, and not supported"
+        state = "is not available yet" if row.status == "later" else "is known, but not supported"
         shown = "" if isinstance(value, (Mapping, list)) else f"={value!r}"
         tree.problem(path, f"{key}{shown} {state}: {row.note}")
 
 
 def _hint(tree: Tree, path: Path, value: Any) -> str:
-    """What was meant: a key that can be used, an argument that stands one level too high, or one that is refused."""
+    """A suggestion: a supported key, an argument one level too high, or a key that is refused."""
     if near := key_table.nearest(dotted(path)):
         return f" Did you mean {near}?"
     if len(path) == 2 and path[0] in ("optimizer", "scheduler"):
@@ -132,7 +132,7 @@ def _hint(tree: Tree, path: Path, value: Any) -> str:
 
 
 def unused(row: KeyStatus, path: Path, value: Any) -> bool:
-    """Whether something that is not supported is written, but switched off."""
+    """Whether an unsupported key or block is written, but switched off."""
     if row.status == "no_effect":
         return True
     if not isinstance(value, Mapping):

@@ -19,7 +19,7 @@ from lt_zero.config.rules import switched_off
 from lt_zero.config.schema import ZeroConfig
 from lt_zero.config.show import clean, json_schema, with_origins
 
-_WIDE = 16  # characters of a value; longer ones move the rest of their own line only
+_WIDE = 16  # width of the column of values; longer values shift only their own line
 
 config_command = typer.Typer(
     help="Check, show, convert and explain configurations.", no_args_is_help=True, add_completion=False
@@ -31,9 +31,9 @@ Stage = Annotated[int | None, typer.Option(help="The stage, as in ZeroStrategy(s
 
 @config_command.command()
 def check(file: Source, overrides: Changes = None, stage: Stage = None) -> None:
-    """Tell for each key whether it works. The exit code is 1 if the file cannot be used, 0 if it can."""
+    """Print the status of each key. Exits with 1 if the file cannot be used, else 0."""
     loaded = _read(file, overrides, stage)
-    console = Console(soft_wrap=True, highlight=False)  # a line each, whatever the width: nothing is cut or folded
+    console = Console(soft_wrap=True, highlight=False)  # one line per key at any width: never cut or folded
     colours = {"works": "green", "auto": "green", "error": "red"}
     rows = list(key_statuses(loaded))
     width = max((len(value) for _, value, _, _ in rows if len(value) <= _WIDE), default=0)
@@ -55,9 +55,9 @@ def show(
     file: Source,
     overrides: Changes = None,
     stage: Stage = None,
-    everything: Annotated[bool, typer.Option("--all", help="Also keys that have their defaults.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also show keys that have their defaults.")] = False,
 ) -> None:
-    """Print the configuration as it is understood, and where each value comes from."""
+    """Print the resolved configuration and the source of each value."""
     print(with_origins(_usable(_read(file, overrides, stage)), everything))
 
 
@@ -68,7 +68,7 @@ def convert(
     stage: Stage = None,
     out: Annotated[File | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
 ) -> None:
-    """Write the configuration as YAML in the keys of today, without what has no effect."""
+    """Write the configuration as YAML with current keys, without keys that have no effect."""
     text = clean(_usable(_read(file, overrides, stage)))
     if out is None:
         print(text)
@@ -88,12 +88,12 @@ def explain(key: Annotated[str, typer.Argument(help="A key, or a part of one.")]
 
 @config_command.command()
 def schema() -> None:
-    """Print the JSON Schema of all keys that work, for editors."""
+    """Print the JSON Schema of all supported keys, for editors."""
     print(json_schema())
 
 
 def key_statuses(loaded: Loaded) -> Iterator[tuple[str, str, str, str]]:
-    """Key, value, status and a note of all that was written."""
+    """Key, value, status and note of each written key."""
     notices = {notice.key: notice for notice in loaded.notices}
     wrong = {problem.key for problem in loaded.problems}
     for path, value in _leaves(loaded.written, ()):
@@ -119,7 +119,7 @@ def key_statuses(loaded: Loaded) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _divided(config: ZeroConfig) -> str:
-    """What ``train_batch_size`` leaves to the Trainer or the data loader, which only a run with its ranks can tell."""
+    """What the Trainer or data loader must provide for ``train_batch_size``, which depends on the number of ranks."""
     total = config.train_batch_size
     micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
     if total is None or (micro is not None and steps is not None):
@@ -148,7 +148,7 @@ def _read(file: File, overrides: list[str] | None, stage: int | None) -> Loaded:
         return examine(file, stage, overrides or ())
     except ConfigError as error:
         _stop(str(error))
-        raise AssertionError from None  # _stop does not come back
+        raise AssertionError from None  # _stop does not return
 
 
 def _usable(loaded: Loaded) -> Loaded:

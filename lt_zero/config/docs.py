@@ -17,43 +17,42 @@ _HEAD = """\
 
 # Configuration keys
 
-Keys are those of DeepSpeed 0.19.8, so its files can be passed as they are; some are lt_zero's own. Each key of
+Keys are those of DeepSpeed 0.19.8, so its files work unchanged; some are lt_zero's own. Each key of
 DeepSpeed has one of five statuses, and a key that is not on this page is an error. `a.b` is the key `b` in the block
 `a`. `*` stands for any name, `a.**` for the block `a` and everything in it, `<name>` for names of your choice. null is
 the same as leaving a key out. `lt-zero config explain KEY` shows a part of this page.
 """
 _AUTO = """\
-Where a value is "auto", it becomes what Hugging Face's Trainer would make of it. `fp16.enabled` and `bf16.enabled`
-become what `Trainer(precision=...)` says; `zero_optimization.stage` what `ZeroStrategy(stage=...)` says; a few keys
-have "auto" as a value of their own, see above. Anywhere else it is an error. The hidden size is `hidden_size`, or the
-largest of `hidden_sizes`, in the `config` of the model or one of its modules, or in its `text_config`; without one,
-the size that most matrices of the model have (of equals the smaller).
+"auto" is resolved as by Hugging Face's Trainer. `fp16.enabled` and `bf16.enabled` follow `Trainer(precision=...)`,
+`zero_optimization.stage` follows `ZeroStrategy(stage=...)`; a few keys have "auto" as a value of their own, see above.
+Anywhere else it is an error. The hidden size is `hidden_size`, or the largest of `hidden_sizes`, in the `config` of the
+model or one of its modules, or in its `text_config`; without one, the most frequent size among the model's matrices
+(the smaller in a tie).
 """
 _ALIASES = """\
-They are read as the keys beside them, with one warning each. Both at once are an error if they contradict each other.
+Each is read as the key next to it, with a warning. Writing both is an error if they contradict each other.
 """
 _NO_EFFECT = """\
-They are accepted, and nothing has to be done: leaving them out gives the same training, memory and files.
+They are accepted and ignored: training, memory and files are the same without them.
 """
 _LATER = """\
-They are known and will be there. Until then they are an error, unless their value asks for nothing: one of those in the
-middle, or `enabled: false` in a block.
+They are planned. Until then they are an error, unless they are switched off: by a value in the middle column, or by
+`enabled: false` in a block.
 """
 _UNSUPPORTED = """\
-They are known, and an error, unless their value asks for nothing: one of those in the middle, or `enabled: false` in a
-block.
+They are an error, unless they are switched off: by a value in the middle column, or by `enabled: false` in a block.
 """
 
 
 def working() -> Iterator[Entry]:
-    """The keys of the schema that do what they say; it also parses some that are not available yet."""
+    """The supported keys of the schema, which also parses some that are not available yet."""
     return (entry for entry in entries() if lookup(tuple(entry.key.split("."))) is None)
 
 
 def generate() -> str:
     """The whole page."""
     parts = [_HEAD, "## Keys that work\n"]
-    by_block = sorted(working(), key=lambda entry: entry.key.count(".") > 0)  # those outside of blocks first
+    by_block = sorted(working(), key=lambda entry: entry.key.count(".") > 0)  # top-level keys first
     for block, found in groupby(by_block, key=lambda entry: _top(entry.key)):
         parts += [f"### {f'`{block}`' if block else 'Outside of blocks'}\n", _works(found)]
     parts += ['## "auto"\n', _AUTO, _table(("key", "becomes"), ((_code(key), rule) for key, rule in RULES.items()))]
@@ -85,7 +84,7 @@ def _aliases() -> Iterator[Sequence[str]]:
 
 
 def _forms() -> Iterator[Sequence[str]]:
-    """Keys of today with values of another kind."""
+    """Current keys with values of an old type."""
     for written, meant in FORMS.items():
         yield _code(written), _code(meant), ""
 
@@ -95,7 +94,7 @@ def _off(row: KeyStatus) -> tuple[str, ...]:
 
 
 def _rows(status: str, middle: Callable[[KeyStatus], tuple[str, ...]] = lambda row: ()) -> Iterator[Sequence[str]]:
-    """Those with the same words in one line, where the first of them stands."""
+    """Rows with the same text merged into one, at the place of the first."""
     same: dict[tuple[str, ...], list[str]] = {}
     for row in rows():
         if row.status == status:

@@ -1,4 +1,4 @@
-"""A configuration while it is read: values, where each was written, and what was found out about them."""
+"""A configuration while it is read: values, their places, notices and problems."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
 
 @dataclass(frozen=True)
 class Notice:
-    """Something that is accepted, and that the user should know.
+    """A message about a key that is accepted.
 
     Attributes:
-        kind: ``alias``: read as another key; ``no effect``: nothing to be done here; ``inactive``: it does nothing
-            beside the other keys; ``file``: about the file itself.
+        kind: ``alias``: read as another key; ``no effect``: ignored; ``inactive``: has no effect in combination with
+            the other keys; ``file``: about the file itself.
         key: dotted.
         message: one line.
         mark: where it was written.
@@ -35,11 +35,11 @@ class Notice:
 
 @dataclass
 class Tree:
-    """Nested mappings that are changed in place.
+    """Nested mappings, changed in place.
 
     Attributes:
         values: plain containers.
-        marks: where each value was written; of a moved one, where its old key is.
+        marks: where each value was written; for moved values, the place of the old key.
         notices, problems: what was found.
         moves: from old places to new ones.
     """
@@ -60,7 +60,7 @@ class Tree:
         return node
 
     def put(self, path: Path, value: Any) -> bool:
-        """Set a value, making the blocks around it; False if one of these is no mapping."""
+        """Set a value and create the blocks around it; False if one of these is not a mapping."""
         node: Any = self.values
         for key in path[:-1]:
             if isinstance(node, list) and isinstance(key, int):
@@ -82,7 +82,7 @@ class Tree:
             node.pop(path[-1], None)
 
     def mark(self, path: Path) -> Mark | None:
-        """Where the value, or the nearest block around it, was written."""
+        """Where the value, or the innermost block around it, was written."""
         while path:
             if path in self.marks:
                 return self.marks[path]
@@ -90,7 +90,7 @@ class Tree:
         return None
 
     def move(self, old: Path, new: Path, value: Any, quiet: bool = False) -> None:
-        """Take ``value``, which ``old`` meant, to ``new``; another value there is a contradiction."""
+        """Move ``value`` from ``old`` to ``new``; a different value there is a problem."""
         there, mark = self.get(new), self.mark(old)
         self.pop(old)
         if there is not MISSING and there is not None and there != value:
@@ -111,7 +111,7 @@ class Tree:
             self.tell(old, f"{dotted(old)} is read as {dotted(new)}={_shown(value)}. Write the latter.", mark)
 
     def moved(self, paths: Iterable[Path]) -> set[Path]:
-        """Where values that were at ``paths``, or in a block there, are now."""
+        """The current paths of values that were at ``paths`` or in blocks there."""
         return {
             (*new, *path[len(old) :])
             for path in paths

@@ -1,4 +1,4 @@
-"""What pydantic found wrong with a value, in the words of somebody who wrote a configuration file."""
+"""Rewords pydantic's errors for authors of configuration files."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _KINDS = {
 
 
 def message_of(tree: Tree, entry: Mapping[str, Any]) -> tuple[Path, str]:
-    """The key of one of pydantic's errors, and what is wrong with its value."""
+    """The key of a pydantic error, and a message."""
     from lt_zero.config.schema import ZeroConfig
 
     path: list[str | int] = []
     schema: Any = ZeroConfig
     description, secret = "", False
-    for part in entry["loc"]:  # ends in names of pydantic's own where a type is a union
+    for part in entry["loc"]:  # for unions the location ends in names internal to pydantic
         field = keys_of(schema).get(str(part)) if schema is not None else None
         if schema is not None and field is None:
             break
@@ -51,7 +51,7 @@ def message_of(tree: Tree, entry: Mapping[str, Any]) -> tuple[Path, str]:
     if entry["type"] == "missing":
         return tuple(path), f"{key} is missing: {description}."
     value = tree.get(tuple(path))
-    item = bool(entry["loc"]) and isinstance(entry["loc"][-1], int)  # of a list: the input says which one
+    item = bool(entry["loc"]) and isinstance(entry["loc"][-1], int)  # an item of a list: the input shows which one
     shown = _shown(value if value is not entry["input"] and not item else entry["input"])
     shown = "..." if secret else shown
     what = _requirement(entry)

@@ -16,13 +16,13 @@ _SAYS = {
 
 
 def explain(key: str) -> str:
-    """All that is known about a key.
+    """Explain a key.
 
     Args:
-        key: dotted, whole or any part of it ("bucket"); an old spelling; a pattern ("offload_*.device").
+        key: dotted, or any part of it ("bucket"); an old spelling; or a pattern ("offload_*.device").
 
     Returns:
-        text of one or several lines: the key itself, or a list if several are meant.
+        text: about the key, or a list if several match.
     """
     key = key.strip().strip(".")
     if (exact := _exact(key)) is not None:
@@ -45,7 +45,7 @@ def _exact(key: str) -> str | None:
     entry, row = _entry(key), lookup(path)
     if row is None:
         return None if entry is None else _works(entry)
-    if entry is not None and row.status != "alias":  # parsed, and refused afterwards
+    if entry is not None and row.status != "alias":  # the schema parses it, and it is refused later
         return f"{_works(entry)}\n{_told(key, row)}"
     return _told(key, row)
 
@@ -81,7 +81,7 @@ def _names() -> list[str]:
 
 
 def _matching(part: str) -> Iterator[str]:
-    """Keys that lie in the block ``part``, match it as a pattern, or have it in their names."""
+    """Keys in the block ``part``, matching it as a pattern, or containing it."""
     names = _names()
     if part.replace("*", "") == "":
         yield from names

@@ -24,7 +24,7 @@ def _dtype(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Text that is a number, as real files have it: "2e8", "500_000_000"."""
+    """Convert text that is a number, such as "2e8" or "500_000_000"."""
     if isinstance(value, str):
         try:
             return float(value.replace("_", "")) if not value.strip().isdigit() else int(value)
@@ -34,25 +34,25 @@ def _number(value: Any) -> Any:
 
 
 def _whole_number(value: Any) -> Any:
-    """Numbers as real files write them: 5e8, "2e8", "500_000_000"; a fraction stays one and is refused by pydantic."""
+    """Convert 5e8, "2e8" or "500_000_000" to an integer; pydantic refuses fractions."""
     value = _number(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class _FrozenDict(dict[str, Any]):
-    """Of a block without a schema: a configuration does not change."""
+    """A mapping that cannot be changed, for blocks without a schema."""
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise TypeError("A configuration is frozen. Make another: ZeroConfig.of(config, overrides=[...]).")
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
-    def __reduce__(self) -> Any:  # as a dict, pickle and deepcopy would set its items
+    def __reduce__(self) -> Any:  # pickle and deepcopy would set the items of a dict
         return type(self), (dict(self),)
 
 
 def thawed(value: Any) -> Any:
-    """A dict that can be changed in place of a frozen one, or a list of such."""
+    """A mutable copy of a frozen dict, or of a list of these."""
     if isinstance(value, tuple) and any(isinstance(item, _FrozenDict) for item in value):
         return [thawed(item) for item in value]
     return dict(value) if isinstance(value, _FrozenDict) else value

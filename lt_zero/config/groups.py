@@ -18,17 +18,17 @@ _PACKAGE = re.compile(r"#\s*@package\s+(\S+)\s*")
 
 
 def folder() -> Traversable | None:
-    """Where the groups are: installed as ``lt_zero.conf``, in a checkout ``conf`` beside the package."""
+    """The folder of the groups: ``lt_zero.conf`` if installed, ``conf`` next to the package in a checkout."""
     try:
         return importlib.resources.files("lt_zero.conf")
     except ModuleNotFoundError:
         root = FilePath(__file__).parents[2]
-        is_checkout = (root / "pyproject.toml").is_file()  # site-packages/conf would be somebody else's
+        is_checkout = (root / "pyproject.toml").is_file()  # site-packages/conf would belong to another package
         return root / "conf" if is_checkout and (root / "conf").is_dir() else None
 
 
 def options(group: str) -> list[str] | None:
-    """Names of a group's options; None if there is no such group. ``a/b`` is a group in a group."""
+    """Names of a group's options; None if the group does not exist. ``a/b`` is a nested group."""
     found = folder()
     for part in group.split("/"):
         if found is None or not re.fullmatch(r"\w[\w-]*", part):
@@ -41,12 +41,12 @@ def options(group: str) -> list[str] | None:
 
 
 def load(group: str, option: str) -> dict[str, Any]:
-    """Values of an option, as mapping from the top level.
+    """Values of an option, as a mapping from the top level.
 
-    They belong under the group's name, or where the file's header says: ``# @package _global_`` is the top level.
+    They go under the group's name, or where the file's header says: ``# @package _global_`` is the top level.
 
     Raises:
-        ConfigError: there is no such option, with the nearest; its file cannot be read.
+        ConfigError: the option does not exist (names the nearest), or its file cannot be read.
     """
     known = options(group) or []
     if option not in known:
@@ -62,7 +62,7 @@ def load(group: str, option: str) -> dict[str, Any]:
     text = found.read_text(encoding="utf-8")
     values = yaml_text.parse(text, f"{group}/{option}.yaml").values
     if "defaults" in values:
-        raise ConfigError(f"{group}={option}: it has a defaults list, which only Hydra itself composes; use hydra.main")
+        raise ConfigError(f"{group}={option}: its file has a defaults list, which only Hydra composes; use hydra.main")
     for part in reversed(_package(text, group)):
         values = {part: values}
     return values

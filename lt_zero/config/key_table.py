@@ -1,8 +1,8 @@
-"""What becomes of a DeepSpeed key that the schema does not have: ``keys.tsv``, and how it is searched.
+"""Status of the DeepSpeed keys that the schema does not have: reads and searches ``keys.tsv``.
 
-A row of the table is for a dotted key. In it a segment ``*`` stands for any one segment, and a last segment ``**`` for
-the block itself and all that is in it. The most specific row counts: segment by segment from the left, a name goes
-before ``*``, and that before ``**``.
+Each row is about a dotted key. A segment ``*`` matches any one segment; a last segment ``**`` matches the block itself
+and everything in it. The most specific row wins: segment by segment from the left, a name precedes ``*``, which
+precedes ``**``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ STATUSES = ("alias", "no_effect", "later", "unsupported")
 
 @dataclass(frozen=True)
 class KeyStatus:
-    """One row.
+    """A row of the table.
 
     Attributes:
         key: dotted; may have ``*`` and end in ``**``.
-        status: "alias" (another spelling of ``to``), "no_effect" (accepted; nothing has to be done), "later" (known,
+        status: "alias" (another spelling of ``to``), "no_effect" (accepted and ignored), "later" (known,
             not available yet) or "unsupported" (known, refused).
-        to: of an alias: dotted key or block that it means; several are joined by " and ".
-        off: JSON values joined by ``|`` with which the key asks for nothing, so that it is accepted silently.
+        to: for an alias, the dotted key or block that it stands for; several are joined by " and ".
+        off: JSON values joined by ``|`` that switch the key off; these are accepted silently.
         note: one or two sentences for users.
     """
 
@@ -42,7 +42,7 @@ class KeyStatus:
     note: str
 
     def targets(self, path: KeyPath) -> tuple[str, ...]:
-        """The dotted keys that an alias means when it is written as ``path``: below ``**`` the rest is kept."""
+        """The dotted keys that the alias ``path`` stands for; segments matched by ``**`` are kept."""
         fixed = len(self.key.split(".")) - 1 if self.key.endswith(".**") else len(path)
         rest = "".join(f".{part}" for part in path[fixed:])
         return tuple(f"{target}{rest}" for target in self.to.split(" and ") if target)
@@ -50,9 +50,9 @@ class KeyStatus:
 
 @dataclass
 class _Node:
-    """A segment of the rows' keys."""
+    """A segment in the tree of keys."""
 
-    row: KeyStatus | None = None  # of the key that ends here
+    row: KeyStatus | None = None  # the row whose key ends here
     below: dict[str, _Node] = field(default_factory=dict)
 
 
@@ -60,7 +60,7 @@ class _Node:
 def rows() -> tuple[KeyStatus, ...]:
     """The whole table, in the order of its file (by key)."""
     with TABLE.open(encoding="utf-8", newline="") as file:
-        lines = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)  # values of ``off`` are quoted as in JSON
+        lines = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)  # ``off`` contains JSON quotes
         next(lines)
         return tuple(KeyStatus(*line) for line in lines)
 
@@ -82,7 +82,7 @@ def _tree() -> _Node:
 
 
 def lookup(path: KeyPath) -> KeyStatus | None:
-    """The most specific row for a key or block, if there is one."""
+    """The most specific row for a key or block, or None."""
     return _search(_tree(), tuple(map(str, path)))
 
 
@@ -98,7 +98,7 @@ def _search(node: _Node, path: tuple[str, ...]) -> KeyStatus | None:
 
 
 def below(path: KeyPath) -> bool:
-    """Whether the table has rows of its own for keys inside of the block ``path``."""
+    """Whether the table has rows for keys inside the block ``path``."""
     node: _Node | None = _tree()
     for part in map(str, path):
         node = node.below.get(part) or node.below.get("*") if node is not None else None
@@ -106,10 +106,10 @@ def below(path: KeyPath) -> bool:
 
 
 def is_off(row: KeyStatus, value: Any) -> bool:
-    """Whether a key with this value asks for nothing: null, or one of the values in the row's ``off``.
+    """Whether this value switches the key off: null, or one of the values in the row's ``off``.
 
-    Numbers are compared by value, text without regard to case; true and false are not numbers. A block is compared with
-    the keys that a mapping in ``off`` names: the switches of the block.
+    Numbers are compared by value, text ignoring case; booleans are not numbers. A block equals a mapping in ``off`` if
+    the keys named there do.
     """
     return value is None or any(_same(value, off) for off in _off_values(row.off))
 
@@ -129,19 +129,19 @@ def _same(value: Any, off: Any) -> bool:
     return bool(value == off)
 
 
-# ---- what was meant by a key that nobody knows -----------------------------------------------------------------------
+# ---- suggestions for unknown keys ------------------------------------------------------------------------------------
 
-_CLOSE = 0.78  # of two names of keys, by difflib: a typo or two
-_ALIKE = 0.6  # of two blocks, if the name of the key in them is the same
-_FEW = 2  # so many blocks with a key of this name are no riddle: offload_optimizer and offload_param
+_CLOSE = 0.78  # minimum difflib ratio of two key names: a typo or two
+_ALIKE = 0.6  # minimum difflib ratio of two blocks that have a key of the same name
+_FEW = 2  # up to so many blocks with this key name, suggest one: offload_optimizer and offload_param
 
 
 def nearest(key: str, candidates: Iterable[str] | None = None) -> str | None:
-    """The key that was probably meant: the same name in another block, or a name that differs by a typo or two.
+    """The nearest key: the same name in another block, or a name that differs by a typo or two.
 
     Args:
         key: dotted, as it was written.
-        candidates: dotted keys; by default those that can be used, so that nobody is sent on to the next error.
+        candidates: dotted keys; default: the keys that are accepted, so that a suggestion is never another error.
     """
     if candidates is None:
         candidates = _known()
@@ -149,7 +149,7 @@ def nearest(key: str, candidates: Iterable[str] | None = None) -> str | None:
     names = {c: c.rpartition(".") for c in _with_blocks(candidates) if c != key}
     same = {c: _ratio(block, b) for c, (b, _, n) in names.items() if n.lower() == name and b != block}
     if same:
-        best = max(same, key=lambda c: same[c])  # the first of equals
+        best = max(same, key=lambda c: same[c])  # the first in a tie
         if len(same) <= _FEW or same[best] >= _ALIKE:
             return best
     scores = {c: _score(block, name, b, n) for c, (b, _, n) in names.items() if c not in same}
@@ -158,7 +158,7 @@ def nearest(key: str, candidates: Iterable[str] | None = None) -> str | None:
 
 
 def _score(block: str, name: str, other_block: str, other_name: str) -> float:
-    """1 for the same key. A name that is only alike counts less in a block that is another one."""
+    """Similarity of two keys, 1 if equal; a similar name counts less in a different block."""
     alike = _ratio(name, other_name.lower())
     if alike < _CLOSE:
         return 0.0
@@ -171,7 +171,7 @@ def _ratio(one: str, other: str) -> float:
 
 
 def _with_blocks(keys: Iterable[str]) -> dict[str, None]:
-    """``keys`` and the blocks that they are in, without placeholders such as ``<name>``."""
+    """``keys`` and their blocks, cut at placeholders such as ``<name>``."""
     found: dict[str, None] = {}
     for key in keys:
         parts = key.split(".")
@@ -183,8 +183,8 @@ def _with_blocks(keys: Iterable[str]) -> dict[str, None]:
 
 @cache
 def _known() -> tuple[str, ...]:
-    """Keys that can be used."""
-    from lt_zero.config.auto import RULES  # these know the schema, whose loading looks keys up here
+    """Keys that are accepted."""
+    from lt_zero.config.auto import RULES  # circular: these import the schema, which looks keys up here
     from lt_zero.config.catalog import entries
 
     targets = [target for row in aliases() for target in row.to.split(" and ")]
@@ -194,7 +194,7 @@ def _known() -> tuple[str, ...]:
 
 
 def refused() -> tuple[str, ...]:
-    """Keys that are known, and refused."""
+    """Keys that are known but refused."""
     return tuple(row.key for row in rows() if _refuses(row))
 
 

@@ -1,6 +1,6 @@
-"""From what the user wrote to a ``ZeroConfig``: files, overrides, old spellings, key statuses, values, rules.
+"""Makes a ``ZeroConfig``: files, overrides, old spellings, key statuses, values, rules.
 
-All that is wrong is collected on the way and raised as one ``ConfigError``.
+All problems are collected and raised as one ``ConfigError``.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from lt_zero.config.schema import ZeroConfig
 from lt_zero.optim.from_config import check_optimizer, check_scheduler
 
 Given = ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None
-_RANKS = (  # of processes and of nodes; some launchers set one of them only
+_RANKS = (  # rank of the process and of the node; some launchers set only one
     *("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
 )
 
 
 class ConfigWarning(UserWarning):
-    """A key is read differently, or has no effect here."""
+    """A key was renamed or has no effect."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was read, and what is to be said about it.
+    """A configuration with its problems and notices.
 
     Attributes:
         config: validated; None if there are problems.
-        problems: all that is wrong, in the order of the file.
-        notices: what was accepted and should be known.
-        written: keys and values as they were written, after overrides and interpolations.
-        marks: where each of them was written.
+        problems: in the order of the file.
+        notices: about keys that were accepted.
+        written: keys and values as written, after overrides and interpolations.
+        marks: their places.
         secret: values that must not be shown.
     """
 
@@ -60,7 +60,7 @@ class Loaded:
     secret: frozenset[Path] = field(default=frozenset())
 
     def hides(self, path: Path) -> bool:
-        """Whether a value must not be shown."""
+        """Whether the value at ``path`` must not be shown."""
         return any(path[:length] in self.secret for length in range(1, len(path) + 1))
 
     def announce(self) -> None:
@@ -76,11 +76,11 @@ class Loaded:
                     idle.setdefault(notice.message, []).append(notice.key)
             if idle:
                 told = ", ".join(f"{', '.join(keys)} ({why})" for why, keys in idle.items())
-                warnings.warn(f"These keys do nothing here: {told}.", ConfigWarning, stacklevel=level)
+                warnings.warn(f"These keys have no effect here: {told}.", ConfigWarning, stacklevel=level)
 
 
 def _level_outside() -> int:
-    """The ``stacklevel``, for the caller, of the code that called into this package."""
+    """The ``stacklevel``, as seen by the caller, of the code that called into this package."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "lt_zero":
         level, frame = level + 1, frame.f_back
@@ -100,11 +100,11 @@ def load(
         config: a mapping, a file's path, or a configuration.
         stage: sets ``zero_optimization.stage``.
         overrides: ``key=value`` and ``group=option`` in Hydra's grammar.
-        default_stage: the stage if nothing says one.
+        default_stage: the stage if none is given.
         activations: keys of the ``activation_checkpointing`` block, or its ``mode``; True: full, False: none.
 
     Raises:
-        ConfigError: all that is wrong.
+        ConfigError: names every problem.
     """
     if isinstance(config, ZeroConfig):
         if stage is None and not overrides and activations is None:
@@ -123,13 +123,13 @@ def examine(
     default_stage: int | None = None,
     activations: Any = None,
 ) -> Loaded:
-    """Read and validate; what is wrong with keys and values is returned.
+    """Read and validate; problems with keys and values are returned.
 
     Raises:
-        ConfigError: it cannot be read at all.
+        ConfigError: the configuration cannot be read at all.
     """
     if isinstance(overrides, str):
-        raise ConfigError(f"overrides={overrides!r} is one text. Write a list: overrides=[{overrides!r}].")
+        raise ConfigError(f"overrides={overrides!r} is a single string. Write a list: overrides=[{overrides!r}].")
     source = files.read(config)
     if overrides:
         source = changes.apply(source, overrides)
@@ -160,7 +160,7 @@ def examine(
 
 
 def plain(config: ZeroConfig) -> dict[str, Any]:
-    """What was written, as plain containers: ``load`` makes the same configuration of it."""
+    """The written keys as plain containers, from which ``load`` makes the same configuration."""
     tree = Tree(_written(config))
     for path in sorted(config.autos, key=dotted):
         tree.put(path, "auto")
@@ -198,7 +198,7 @@ def _set_activations(tree: Tree, given: Any) -> None:
         given = {"mode": given}
     values = _written(given) if isinstance(given, Block) else {} if given is None else given
     if not isinstance(values, Mapping):
-        text = f"activation_checkpointing={given!r} is neither a mode nor keys of the block."
+        text = f"activation_checkpointing={given!r} is neither a mode nor a mapping of keys of the block."
         tree.problem(("activation_checkpointing",), text)
         return
     for key, value in values.items():
@@ -216,12 +216,12 @@ def _set_activations(tree: Tree, given: Any) -> None:
 
 
 def _plainly(value: Any) -> list[str]:
-    """For a comparison: one name is a list of one, and numbers may be text."""
+    """Normalize for a comparison: a name equals a list of one, and numbers may be text."""
     return [str(entry) for entry in (value if isinstance(value, (list, tuple)) else [value])]
 
 
 def _check_named(tree: Tree, autos: frozenset[Path]) -> None:
-    """The arguments of optimizers and schedulers, which the schema leaves to their classes."""
+    """Check the arguments of optimizers and schedulers, which the schema leaves to their classes."""
     for block, check in (("optimizer", check_optimizer), ("scheduler", check_scheduler)):
         kind, params = tree.get((block, "type")), tree.get((block, "params"))
         if isinstance(kind, str) and kind and (params is MISSING or params is None or isinstance(params, Mapping)):
@@ -234,7 +234,7 @@ def _check_named(tree: Tree, autos: frozenset[Path]) -> None:
 
 
 def _validate(tree: Tree) -> ZeroConfig | None:
-    """Check values, then rules between keys; the rules also if some values are wrong, so that all is told at once."""
+    """Check values, then rules between keys, even if some values are wrong, to report all problems at once."""
     try:
         return ZeroConfig.model_validate(tree.values)
     except ValidationError as error:
@@ -253,7 +253,7 @@ def _validate(tree: Tree) -> ZeroConfig | None:
 
 
 def _take(tree: Tree, error: ValidationError) -> list[Path]:
-    """Turn pydantic's errors into problems; returns the places of wrong values."""
+    """Turn pydantic's errors into problems; returns the paths of wrong values."""
     wrong: list[Path] = []
     for entry in error.errors(include_url=False):
         inner = entry.get("ctx", {}).get("error")

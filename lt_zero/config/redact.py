@@ -1,4 +1,4 @@
-"""Values that must not be displayed are taken out of messages, whichever key a message is about."""
+"""Removes secret values from messages, whichever key a message is about."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lt_zero.config.read.source import leaves
 
 HIDDEN = "***"
 _SHORT = 4
-_CUT = 12  # reprlib shows so many characters of a long text
+_CUT = 12  # length to which reprlib truncates text
 
 
 class Mask:
-    """Replaces secret values in messages, as they stand there and quoted.
+    """Replaces secret values in messages, plain or quoted.
 
     Args:
-        values: what was written, with interpolations replaced.
+        values: the written values, after interpolations.
         secret: paths of values, and of blocks, that are secret.
     """
 
@@ -37,8 +37,8 @@ class Mask:
 
 
 def _patterns(text: str) -> set[str]:
-    """Whole words only: 4 is no part of 48. Few characters are a value only where one is expected."""
+    """Match whole words only (4 is not in 48), and short values only where a value is expected."""
     before = r"(?<==)" if len(text) < _SHORT else r"(?<!\w)"
     quoted = {re.escape(repr(text)), re.escape(json.dumps(text))}
     whole = {rf"{before}{re.escape(text)}(?!\w)", *(quoted if len(text) >= _SHORT else (f"(?<==){q}" for q in quoted))}
-    return whole | ({re.escape(text[:_CUT]) + r"\S*"} if len(text) > _CUT else set())  # messages cut what is long
+    return whole | ({re.escape(text[:_CUT]) + r"\S*"} if len(text) > _CUT else set())  # messages truncate long values

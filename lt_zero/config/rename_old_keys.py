@@ -1,4 +1,4 @@
-"""Old, misplaced and abbreviated spellings: which key of the schema each one means, and with which value."""
+"""Maps old, misplaced and abbreviated spellings to keys and values of the schema."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lt_zero.config import key_table
 from lt_zero.config.document import MISSING, Tree
 
 Z = "zero_optimization"
-# Values of another kind that keys of today may have, for the documentation.
+# Old types of values that current keys accept, for the documentation.
 FORMS: Mapping[str, str] = {
     f"{Z}: true": f"{Z}.stage: 1",
     f"{Z}: false": f"{Z}.stage: 0",
@@ -22,7 +22,7 @@ FORMS: Mapping[str, str] = {
 
 
 def rename_old_keys(tree: Tree) -> None:
-    """Move values from old keys to those that they mean. Each is told; a contradiction is a problem."""
+    """Move values from old keys to current ones, with a notice for each; a contradiction is a problem."""
     _zero_switch(tree)
     for name in ("offload_optimizer", "offload_param", "offload_params"):
         _offload_switch(tree, name)
@@ -36,7 +36,7 @@ def rename_old_keys(tree: Tree) -> None:
         if (special := _SPECIAL.get(dotted(old))) is not None:
             special(tree, old, value)
         elif value is None:
-            tree.pop(old)  # in every old spelling null means that it is not said
+            tree.pop(old)  # null in an old spelling is the same as absent
         elif whole and isinstance(value, Mapping):
             tree.tell(old, f"{dotted(old)} is read as {row.to}. Write the latter.")
             for key in list(value):
@@ -73,7 +73,7 @@ def _clipping(tree: Tree) -> None:
     if enabled not in (True, False) or (enabled and limit is None):
         tree.problem(
             ("gradient_clipping",),
-            f"gradient_clipping={dict(value)} says no limit. Write the norm as a number: gradient_clipping: 1.0.",
+            f"gradient_clipping={dict(value)} has no limit. Write the norm as a number: gradient_clipping: 1.0.",
         )
         tree.pop(("gradient_clipping",))
         return
@@ -94,7 +94,7 @@ def _device(tree: Tree, old: Path, value: Any) -> None:
 
 
 def _pin_memory(tree: Tree, old: Path, value: Any) -> None:
-    """One switch for the blocks that offload something; each block's own key goes first."""
+    """One switch for both offload blocks; a block's own key takes precedence."""
     present = [n for n in ("offload_optimizer", "offload_param") if isinstance(tree.get((Z, n)), Mapping)]
     told = False
     for name in present or ["offload_optimizer"]:

@@ -1,4 +1,4 @@
-"""Keys that work, and do nothing beside the others: those of stage 3 at stage 2, of files without files, and so on."""
+"""Supported keys that have no effect in combination with others, such as keys of stage 3 at stage 2."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Z, A = "zero_optimization", "activation_checkpointing"
 
 
 class _Rule(NamedTuple):
-    """Keys of a block that count only sometimes.
+    """Keys of a block that have an effect only under a condition.
 
     Attributes:
         block: dotted.
         keys: names in it; none: all.
-        counts: when they do.
-        why: why they do not.
+        counts: the condition.
+        why: why they have no effect otherwise.
     """
 
     block: str
@@ -49,17 +49,17 @@ def _value(config: ZeroConfig, key: str) -> Any:
 
 
 def _always(block: str, name: str, why: str) -> _Rule:
-    """A key that is true whatever is written."""
+    """A switch that is always on."""
     return _Rule(block, (name,), lambda config: bool(_value(config, f"{block}.{name}")), f"{why} in any case")
 
 
 def _switched(block: str) -> _Rule:
-    """A block that nobody switched on, nor off."""
+    """A block that has no effect unless ``enabled`` is true."""
     return _Rule(block, (), lambda config: bool(_value(config, f"{block}.enabled")), f"{block}.enabled is false")
 
 
 def _without_mode(name: str) -> _Rule:
-    """A key of ``activation_checkpointing`` that says something, where nothing is recomputed."""
+    """A key of ``activation_checkpointing`` that differs from its default while nothing is recomputed."""
     default = ActivationCheckpointing.model_fields[name].default
 
     def counts(config: ZeroConfig) -> bool:
@@ -97,11 +97,11 @@ _RULES = (
         Z,
         ("sub_group_size",),
         lambda config: config.zero_optimization.offload_optimizer.device != "none",
-        "it counts with an offloaded optimizer only",
+        "it needs an offloaded optimizer",
     ),
     _always(Z, "contiguous_gradients", "gradients are copied into one flat buffer per bucket"),
-    _always(f"{Z}.offload_optimizer", "fast_init", "weights are written as they are made"),
-    _always("bf16", "immediate_grad_update", "each backward adds into the accumulators at once"),
+    _always(f"{Z}.offload_optimizer", "fast_init", "weights are written as they are initialized"),
+    _always("bf16", "immediate_grad_update", "each backward adds to the accumulators"),
     _Rule(
         f"{Z}.offload_optimizer",
         _FILES,
@@ -118,7 +118,7 @@ _RULES = (
         f"{Z}.offload_param",
         (),
         lambda config: _stage3(config) or config.zero_optimization.offload_param.device == "none",
-        "below stage 3 every rank uses all parameters all the time",
+        "parameters are not sharded below stage 3",
     ),
     _Rule(f"{Z}.offload_optimizer", ("pin_memory",), _offloads, "nothing is offloaded"),
     _Rule(f"{Z}.offload_param", ("pin_memory",), _offloads, "nothing is offloaded"),
@@ -135,7 +135,7 @@ _RULES = (
             config.zero_optimization.offload_param.device == "none"
             or config.zero_optimization.offload_optimizer.device != "none"
         ),
-        "trained parameters rest with their master weights: without offload_optimizer only frozen ones move",
+        "trained parameters are stored with their master weights: without offload_optimizer only frozen ones move",
     ),
     *map(_switched, ("flops_profiler", "comms_logger", "csv_monitor", "tensorboard", "wandb", "comet")),
     _Rule(
@@ -158,7 +158,7 @@ _RULES = (
             config.activation_checkpointing.contiguous_memory_optimization
             or config.activation_checkpointing.number_checkpoints is None
         ),
-        "it counts with contiguous_memory_optimization only",
+        "it needs contiguous_memory_optimization",
     ),
     _Rule(
         A,
@@ -184,9 +184,9 @@ _RULES = (
 
 
 def inactive(config: ZeroConfig, written: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-    """Keys among those that were written which do nothing in this configuration, and why: the first reason of each.
+    """Written keys that have no effect in this configuration, with the first reason for each.
 
-    What a block holds that is switched off by ``enabled: false`` is no news to whoever wrote that.
+    Skips blocks with ``enabled: false``, where that is expected.
     """
     for path in _leaves(written, ()):
         block, name = dotted(path[:-1]), str(path[-1])
@@ -197,7 +197,7 @@ def inactive(config: ZeroConfig, written: Mapping[str, Any]) -> Iterator[tuple[P
 
 
 def switched_off(written: Mapping[str, Any], path: Path) -> bool:
-    """Whether a key stands in a block with ``enabled: false``; patterns of modules are for both precisions."""
+    """Whether a key is in a block with ``enabled: false``; patterns of modules apply to both precisions."""
     block: Any = written
     for key in path[:-1]:
         block = block.get(key) if isinstance(block, Mapping) else None

@@ -1,4 +1,4 @@
-"""A configuration as text: YAML with the place where each value comes from, or as a file of its own."""
+"""A configuration as text: YAML with the source of each value, or a file of its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def resolved(config: ZeroConfig) -> dict[str, Any]:
-    """All keys with their values in plain containers; ``ZeroConfig.of`` reads it. Secrets are left out."""
+    """All keys with their values in plain containers, readable by ``ZeroConfig.of``. Secrets are left out."""
     values = _plain(config)
     for path in config.autos:
         Tree(values).put(path, "auto")
@@ -33,20 +33,20 @@ def resolved(config: ZeroConfig) -> dict[str, Any]:
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Blocks on lines of their own, lists on one."""
+    """Blocks in block style, lists in flow style."""
 
 
 _Dumper.add_representer(list, lambda dumper, values: dumper.represent_sequence("tag:yaml.org,2002:seq", values, True))
 
 
 def to_yaml(values: Mapping[str, Any]) -> str:
-    """YAML with two spaces of indentation, keys in their order; ``files.read`` gives the values back."""
+    """YAML with two spaces of indentation and keys in order; ``files.read`` returns the same values."""
     text = yaml.dump(_scalars(values), Dumper=_Dumper, sort_keys=False, width=1000, allow_unicode=True)
     return str(text)
 
 
 def clean(loaded: Loaded) -> str:
-    """What was written, in the keys of today: YAML that begins with what was changed."""
+    """The written keys as YAML with current spellings, preceded by comments on the changes."""
     assert loaded.config is not None
     lines = [f"# {notice.message}" for notice in loaded.notices if notice.kind in ("alias", "no effect")]
     values = _masked(plain(loaded.config), loaded.secret, to_give := "???")
@@ -56,11 +56,11 @@ def clean(loaded: Loaded) -> str:
 
 
 def with_origins(loaded: Loaded, everything: bool) -> str:
-    """YAML of the validated configuration, each value with where it comes from.
+    """YAML of the validated configuration with the source of each value.
 
     Args:
-        loaded: without problems.
-        everything: also keys that have their defaults.
+        loaded: must have no problems.
+        everything: include keys that have their defaults.
     """
     assert loaded.config is not None
     written, whole = plain(loaded.config), resolved(loaded.config)
@@ -70,8 +70,8 @@ def with_origins(loaded: Loaded, everything: bool) -> str:
 
 
 def json_schema() -> str:
-    """JSON Schema of the keys that work, for editors."""
-    with warnings.catch_warnings():  # a default that is a dtype is left out
+    """JSON Schema of the supported keys, for editors."""
+    with warnings.catch_warnings():  # leaves out defaults that are dtypes
         warnings.simplefilter("ignore", PydanticJsonSchemaWarning)
         schema = ZeroConfig.model_json_schema()
     for key in RULES:
@@ -115,7 +115,7 @@ def _plain(block: Block) -> dict[str, Any]:
 
 
 def _scalars(value: Any) -> Any:
-    """In types that YAML and ``torch.load(weights_only=True)`` know."""
+    """Convert to types that YAML and ``torch.load(weights_only=True)`` support."""
     if isinstance(value, Mapping):
         return {str(key): _scalars(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -138,12 +138,12 @@ def _masked(value: Any, secret: frozenset[Path], sign: str = HIDDEN, path: Path 
 
 
 def _allow_auto(schema: dict[str, Any], keys: list[str]) -> None:
-    """Let "auto" be a value of a key that may have it."""
+    """Allow "auto" for a key that may have it."""
     node = schema
     for number, key in enumerate(keys):
         properties = node.get("properties", {})
         if key not in properties:
-            return  # arguments of constructors may be anything
+            return  # constructor arguments may be anything
         if number == len(keys) - 1:
             entry = properties[key]
             meaning = {k: entry.pop(k) for k in ("title", "description", "default") if k in entry}

@@ -103,7 +103,7 @@ def _kinds(stage: int) -> None:
     compare(net, stage, "several forwards", {}, forwards=2)
 
 
-@pytest.mark.filterwarnings("ignore:These keys do nothing here")
+@pytest.mark.filterwarnings("ignore:These keys have no effect here")
 @pytest.mark.parametrize("stage", only([0, 3], STAGES))
 def test_gradients_are_those_without(pool: Pool, stage: int) -> None:
     pool.run(2, _kinds, stage)
@@ -126,7 +126,7 @@ class Remembering(nn.Module):
         return x + self.up(x * self.mean).tanh() * torch.rand(x.shape, generator=self.generator)
 
 
-@pytest.mark.filterwarnings("ignore:These keys do nothing here")
+@pytest.mark.filterwarnings("ignore:These keys have no effect here")
 def test_what_forward_remembers(pool: Pool) -> None:
     pool.run(1, _remembered)
 

@@ -120,7 +120,7 @@ def test_a_run_is_the_one_without(pool: Pool) -> None:
         (True, ZeroConfig.of({"zero_optimization": {"stage": 2}}), "full", 1),
     ],
 )
-@pytest.mark.filterwarnings("ignore:These keys do nothing here")
+@pytest.mark.filterwarnings("ignore:These keys have no effect here")
 def test_what_the_strategy_is_told(given: Any, config: Any, mode: str, every: int) -> None:
     block = ZeroStrategy(config=config, activation_checkpointing=given).config.activation_checkpointing
     assert (block.mode, block.every) == (mode, every)
@@ -157,7 +157,7 @@ def test_keys_without_effect() -> None:
     assert f"({NEEDS})" in text
     assert "profile" not in text, "it says what is so anyway"
     assert told({"mode": "full", "every": 2, "modules": ["Block"], "profile": True}) == ""
-    assert "number_checkpoints (it counts with contiguous" in told({"mode": "full", "number_checkpoints": 4})
+    assert "number_checkpoints (it needs contiguous" in told({"mode": "full", "number_checkpoints": 4})
     assert told({"mode": "full", "contiguous_memory_optimization": True, "number_checkpoints": 4}) == ""
     assert "there is no tensor- or sequence-parallel" in told({"mode": "full", "partition_activations": True})
 

@@ -239,7 +239,7 @@ def test_old_spellings(tmp_path: Path) -> None:
 def test_keys_that_do_nothing_are_told_together() -> None:
     zero: dict[str, Any] = {"stage": 2, "stage3_max_live_parameters": 1e9, "sub_group_size": 1e9}
     zero["offload_param"] = {"device": "none", "buffer_count": 3}
-    with pytest.warns(UserWarning, match="These keys do nothing here") as seen:
+    with pytest.warns(UserWarning, match="These keys have no effect here") as seen:
         ZeroStrategy(config={"zero_optimization": zero, "aio": {"queue_depth": 4}})
     (text,) = {str(entry.message) for entry in seen}
     for key in ("stage3_max_live_parameters", "sub_group_size", "offload_param.buffer_count", "aio.queue_depth"):

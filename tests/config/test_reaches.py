@@ -28,7 +28,9 @@ from tests.support import reach_whole as w
 from tests.support.pool import Pool
 from tests.support.reach_engine import Config, Lab, nested
 
-pytestmark = pytest.mark.filterwarnings("ignore:These keys do nothing here")  # as one of them is to be seen doing so
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:These keys have no effect here"
+)  # as one of them is to be seen doing so
 
 Z, OPTIM, PARAM, LEAF = (
     "zero_optimization.",

@@ -361,7 +361,7 @@ def test_the_table_is_part_of_the_package() -> None:
         (Z + "offload_param", [Z + "offload_param.nvme_path: "]),
         ("pipeline.stages", ["has no effect here", "PipelineModule"]),
         ("compression_training.sparse_pruning.method", ["is not supported", "accepted with: null, false"]),
-        ("activation_checkpointing", ["activation_checkpointing.mode: what is recomputed"]),
+        ("activation_checkpointing", ["activation_checkpointing.mode: what to recompute"]),
         ("gradient_compression", ["is not available yet", "communication_data_type"]),
         ("zero_optimisation", ["Did you mean zero_optimization?", Z + "stage: "]),
         ("banana", ["banana is not a key of lt_zero or DeepSpeed."]),
