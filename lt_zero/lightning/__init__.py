@@ -1,1 +1,1 @@
-"""The strategy and the precision plugin for Lightning's Trainer, and everything that watches a run."""
+"""The strategy and the precision plugin for Lightning's Trainer, and the observers of a run."""

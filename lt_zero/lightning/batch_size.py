@@ -1,4 +1,4 @@
-"""How many samples a batch has, of whatever it is made."""
+"""The number of samples of a batch of any structure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def rows_of(batch: Any) -> int | None:
 
 
 def sizes_of(batch: Any) -> Iterator[int]:
-    """The first dimension of all tensors that have one. An iterator (of the data loader) is not looked into.
+    """The first dimension of all tensors that have one. Does not read iterators (of the data loader).
 
     Raises:
         RecursionError: the batch contains itself.

@@ -1,4 +1,4 @@
-"""What ``ZeroStrategy`` answers when Lightning saves, restores and reads data."""
+"""Hooks of ``ZeroStrategy`` for saving, loading and reading data."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CheckpointingStrategy(DDPStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        """A copy (of a Trainer that is pickled or deep-copied) has not begun: threads, files and groups stay here."""
+        """A copy (of a pickled or deep-copied Trainer) starts unused: without threads, files and process groups."""
         return {name: value for name, value in super().__getstate__().items() if name not in self._of_a_run}
 
     @override
@@ -57,13 +57,13 @@ class CheckpointingStrategy(DDPStrategy):
 
     @property
     def engine(self) -> Engine:
-        """The engine of the module that is being run.
+        """The engine of the current module.
 
         Raises:
-            RuntimeError: nothing was set up yet.
+            RuntimeError: before set-up.
         """
         if self._engine is None:
-            raise RuntimeError("The ZeRO engine exists from `Trainer.fit/validate/test/predict` on.")
+            raise RuntimeError("The ZeRO engine does not exist before `Trainer.fit/validate/test/predict`.")
         return self._engine
 
     @property
@@ -80,7 +80,7 @@ class CheckpointingStrategy(DDPStrategy):
 
     @property
     def comm(self) -> Comm | None:
-        """The engine's collectives, from ``setup_environment`` on."""
+        """The engine's collectives; set in ``setup_environment``."""
         return self._comm
 
     def export(
@@ -91,9 +91,9 @@ class CheckpointingStrategy(DDPStrategy):
         shard_size: int | str | None = None,
         strip_prefix: str | None = None,
     ) -> None:
-        """Write all weights to files that need nothing of lt_zero. Collective: call it on every rank.
+        """Write all weights to files that are readable without lt_zero. Collective: call it on every rank.
 
-        Rank 0 writes, and holds one bucket at a time. Arguments and errors are those of ``lt_zero.export``.
+        Rank 0 writes one bucket at a time. Arguments and errors are those of ``lt_zero.export``.
         """
         self.engine.comm.roll_call("export")
         export_engine(self.engine, self.broadcast(path), dtype, format, shard_size, strip_prefix)
@@ -106,7 +106,9 @@ class CheckpointingStrategy(DDPStrategy):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        with self._comm.explaining() if self._comm is not None else nullcontext():  # saves outside of a run end here
+        with (
+            self._comm.explaining() if self._comm is not None else nullcontext()
+        ):  # saves outside of a run are synchronous
             super().barrier(*args, **kwargs)
 
     # ---- data --------------------------------------------------------------------------------------------------
@@ -127,7 +129,7 @@ class CheckpointingStrategy(DDPStrategy):
         """Fragments on all ranks, or (full checkpoints) the full state dict on rank 0 and {} elsewhere. Collective."""
         if self._engine is None or not self._engine.attached or self._engine.root is not self.lightning_module:
             return super().lightning_module_state_dict()
-        self._engine.comm.roll_call("Trainer.save_checkpoint")  # it comes here first
+        self._engine.comm.roll_call("Trainer.save_checkpoint")  # Lightning calls this first
         return self.persistence.model_state()
 
     @override
@@ -142,14 +144,14 @@ class CheckpointingStrategy(DDPStrategy):
     ) -> None:
         if self._comm is not None:
             self._comm.roll_call("Strategy.save_checkpoint")
-        path = str(self.broadcast(filepath))  # ranks may have computed different names
+        path = str(self.broadcast(filepath))  # ranks may have computed different paths
         checkpoint = self.persistence.with_progress(checkpoint)
         if self._engine is not None and self._engine.attached and self.persistence.sharded:
             if storage_options is not None:
-                raise TypeError("A sharded checkpoint takes no storage_options: set checkpoint.format='full'.")
+                raise TypeError("Sharded checkpoints do not support storage_options: set checkpoint.format='full'.")
             self.persistence.save(checkpoint, path)
             return
-        if self.broadcast(self.is_global_zero and os.path.isdir(path)):  # or the others wait for rank 0
+        if self.broadcast(self.is_global_zero and os.path.isdir(path)):  # raise on all ranks, or the others hang
             raise IsADirectoryError(f"The checkpoint path {path!r} is a directory. Name a file, or remove it.")
         with progress_bar(f"Saving {path}", rank=self.global_rank):
             super().save_checkpoint(self.persistence.save_full(checkpoint, path), path, storage_options)
@@ -157,7 +159,7 @@ class CheckpointingStrategy(DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        self.persistence.wait()  # it may be the one that is being saved
+        self.persistence.wait()  # it may be the one being written
         found = self.restoring.load(checkpoint_path, weights_only)
         found = found or self.restoring.load_file(checkpoint_path, weights_only)
         return self.restoring.pick(found or super().load_checkpoint(checkpoint_path, weights_only))
@@ -178,4 +180,4 @@ class CheckpointingStrategy(DDPStrategy):
     def on_train_end(self) -> None:
         self.persistence.wait()
         if self._engine is not None:
-            self._engine.finish_steps()  # the process groups may be gone after fit
+            self._engine.finish_steps()  # the process groups may be destroyed after fit

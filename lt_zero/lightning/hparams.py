@@ -1,4 +1,4 @@
-"""Values that a module keeps under the names that "auto" looks for: ``lr``, ``weight_decay``, ``warmup_steps``, ..."""
+"""Values of a module or its hparams that resolve "auto": ``lr``, ``weight_decay``, ``warmup_steps``, ..."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from lt_zero.common.errors import ConfigError
 
 
 def find_value(module: pl.LightningModule, names: Sequence[str]) -> tuple[Any, str] | None:
-    """A number, or a list of numbers, under the first of ``names`` that there is, and where it was; hparams first.
+    """The number or list of numbers under the first of ``names`` that exists, and its source; hparams first.
 
-    Numbers that were written as text count, and 0D tensors. What only shares the name (a method, a layer, a parameter,
-    a switch) does not.
+    Accepts numbers written as text and 0D tensors. Skips methods, layers, parameters and booleans of these names.
 
     Raises:
-        ConfigError: it is something else; or a property failed.
+        ConfigError: the value is of another type, or a property raised.
     """
     for place, value in _places(module, names):
         if value is None or isinstance(value, (bool, nn.Module, nn.Parameter)) or callable(value):
             continue
         if (number := _plain(value)) is None:
             raise ConfigError(
-                f'{place}={value!r:.80} is what an "auto" becomes, and it is no number. Make it one, or write a value '
+                f'{place}={value!r:.80} would resolve "auto", but is not a number. Make it one, or write a value '
                 'instead of "auto".'
             )
         return number, place
@@ -43,18 +42,18 @@ def _places(module: pl.LightningModule, names: Sequence[str]) -> Iterator[tuple[
 def _read(place: str, get: Any, name: str) -> tuple[str, Any]:
     try:
         return place, get(name)
-    except Exception as error:  # a property of the user's, an interpolation of OmegaConf's
+    except Exception as error:  # a user's property or an interpolation of OmegaConf
         raise ConfigError(
-            f'{place} is what an "auto" becomes, and reading it raised {type(error).__name__}: {error}. Correct it, or '
+            f'{place} would resolve "auto", but reading it raised {type(error).__name__}: {error}. Correct it, or '
             'write a value instead of "auto".'
         ) from error
 
 
 def _plain(value: Any) -> Any:
-    """As Python's own number or list of numbers; None if it is neither."""
+    """Convert to a Python number or list of numbers; None if it is neither."""
     if isinstance(value, Tensor) and value.is_meta:
         return None
-    if not isinstance(value, (int, float)) and hasattr(value, "tolist"):  # tensors, and whatever numpy has
+    if not isinstance(value, (int, float)) and hasattr(value, "tolist"):  # tensors and numpy scalars
         value = value.tolist()
     if isinstance(value, str):
         try:

@@ -1,4 +1,4 @@
-"""A LightningModule from a checkpoint, whoever wrote it: for inference, or to go on with other code."""
+"""Loads a LightningModule from a checkpoint of any supported format."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def load_from_checkpoint(
     weights_only: bool | None = None,
     **kwargs: Any,
 ) -> Module:
-    """``cls.load_from_checkpoint`` that also takes checkpoint directories. Needs no process group.
+    """Like ``cls.load_from_checkpoint``, but also for checkpoint directories. Needs no process group.
 
     Args:
         cls: the class of the module.
-        path: a checkpoint directory of ours, a path inside of one, or anything else that ``lt-zero export`` reads.
+        path: a checkpoint directory, a path inside one, or anything else that ``lt-zero export`` reads.
         map_location: the device of the module; default: the CPU.
         strict: whether all names must agree; default: the module's ``strict_loading``.
-        weights_only: False also unpickles what has no plain form: only for a checkpoint that is trusted.
-        kwargs: for ``cls``, instead of saved hyper-parameters.
+        weights_only: False also unpickles arbitrary objects; use it for trusted checkpoints only.
+        kwargs: for ``cls``; override saved hyper-parameters.
 
     Weights are read one by one into the module, which is the only copy in memory.
 
@@ -59,7 +59,7 @@ def load_from_checkpoint(
 
 
 def raise_or_allow(missing: list[str], strict: bool | None, path: str) -> None:
-    """Parameters that were left out on purpose keep their new values only if the caller says so.
+    """Allow frozen parameters that were not saved only if ``strict`` is False.
 
     Raises:
         RuntimeError: ``strict`` is not False.
@@ -67,5 +67,5 @@ def raise_or_allow(missing: list[str], strict: bool | None, path: str) -> None:
     if strict is not False:
         raise RuntimeError(
             f"{path} was saved with save_frozen=false: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''} "
-            "are not in it. Pass strict=False, and load them from where they came from."
+            "are not in it. Pass strict=False, and load them from their original source."
         )

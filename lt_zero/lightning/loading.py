@@ -1,14 +1,14 @@
-"""How ``ZeroStrategy`` restores: what Lightning asks for, and when.
+"""Loading checkpoints in ``ZeroStrategy``.
 
 Note [Life of a restore]
-    Lightning restores before the module is sharded. The state dict of a directory is lazy, and is kept until then:
-    each rank reads its own part only.
+    Lightning restores before the module is sharded. The state dict of a directory is lazy and is kept until then, so
+    each rank reads only its own shard.
 
 Note [Callbacks that restore]
     After the weights Lightning calls the callbacks' ``on_load_checkpoint``, which may read the module or load into it:
-    ``WeightAveraging`` puts the trained weights back, as the state dict has the averaged ones. Where a callback has
-    that hook, weights are loaded at once. What is loaded when the module is sharded is then what the module holds, but
-    for entries of the state dict that a callback has replaced.
+    ``WeightAveraging`` puts the trained weights back, as the state dict has the averaged ones. If a callback has
+    that hook, weights are loaded at once; sharding then takes the module's values, except for entries of the state
+    dict that a callback has replaced.
 """
 
 from __future__ import annotations
@@ -49,10 +49,12 @@ class Restoring:
     def __init__(self, strategy: CheckpointingStrategy) -> None:
         self._strategy = strategy
         self._late: tuple[Mapping[str, Any], bool, list[str]] | None = None  # See Note [Life of a restore]
-        self._early: dict[str, tuple[Any, Tensor]] = {}  # what was loaded, and into what: Note [Callbacks that restore]
+        self._early: dict[
+            str, tuple[Any, Tensor]
+        ] = {}  # state dict and module of an immediate load: Note [Callbacks that restore]
 
     def load(self, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any] | None:
-        """What Lightning restores from; None if ``path`` is a file. Collective.
+        """The checkpoint for Lightning to restore from; None if ``path`` is a file. Collective.
 
         Raises:
             CheckpointError: on all ranks.
@@ -65,9 +67,9 @@ class Restoring:
                 return as_lightning(open_source(path, tell=self._strategy.is_global_zero), weights_only)
 
     def load_file(self, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any] | None:
-        """A single file, mapped: ranks of a host share its pages, and parts that are not needed are never read.
+        """Load a single file by mmap: ranks of a host share its pages, and unused parts are never read.
 
-        None if that is not possible: the file is somewhere else, old, or a plugin's.
+        None if that is not possible: a remote file, an old format, or a checkpoint plugin.
         """
         if type(self._strategy.checkpoint_io) is not TorchCheckpointIO or is_url(path) or not zipfile.is_zipfile(path):
             return None
@@ -75,7 +77,7 @@ class Restoring:
         return found
 
     def pick(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Leave out what is not to be restored. See the ``checkpoint`` block of the configuration."""
+        """Remove what the ``checkpoint`` block says not to restore."""
         module, how = self._strategy.lightning_module, self._strategy.config.checkpoint
         trainer = module._trainer if module is not None else None
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
@@ -91,7 +93,7 @@ class Restoring:
         return checkpoint
 
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Load the module's weights, now or when it is sharded. See Note [Life of a restore]."""
+        """Load the module's weights, now or at sharding. See Note [Life of a restore]."""
         module = self._strategy.lightning_module
         assert module is not None
         with self._together("reading what a hook has taken from the checkpoint"):
@@ -107,7 +109,7 @@ class Restoring:
             self.load_late()
         elif not meta and self._callbacks_restore():
             with self._together("loading weights"):
-                load_module(module, state, strict=False)  # what is missing a callback may add
+                load_module(module, state, strict=False)  # a callback may add missing entries
             held = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
             self._early = {name: (value, held[name]) for name, value in state.items() if name in held}
 
@@ -119,7 +121,7 @@ class Restoring:
         return any(is_overridden("on_load_checkpoint", callback, parent=Callback) for callback in callbacks)
 
     def load_late(self) -> None:
-        """Load the weights that were to be loaded when the module is sharded, if there are some."""
+        """Load deferred weights into the sharded module, if there are any."""
         if self._late is None:
             return
         (state, strict, left_out), self._late = self._late, None
@@ -133,10 +135,10 @@ class Restoring:
             if strategy.built is not None and not strategy.config.zero_optimization.load_from_fp32_weights:
                 state = rounded_weights(strategy.built, state)
             load_module(module, counted(state, work.reach), strict, left_out)
-            read_now(module)  # a module may have taken the tensors instead of their values
+            read_now(module)  # the module may hold the tensors themselves (assign=True)
 
     def forget(self) -> None:
-        """A run is over: what it did not come to load is not for the next one."""
+        """End a run: drop weights that it did not load."""
         self._late, self._early = None, {}
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
@@ -154,8 +156,8 @@ class Restoring:
         with self._together("loading optimizer states"), waits as work:
             if len(states) != len(strategy.optimizers):
                 raise CheckpointError(
-                    f"The checkpoint has {len(states)} optimizer(s), configure_optimizers made "
-                    f"{len(strategy.optimizers)}. Make them what they were, or set "
+                    f"The checkpoint has {len(states)} optimizer(s), configure_optimizers returns "
+                    f"{len(strategy.optimizers)}. Return the same optimizers as before, or set "
                     "checkpoint.load_optimizer_states=false to start with fresh ones."
                 )
             for number, (optimizer, state) in enumerate(zip(strategy.optimizers, states, strict=True)):
@@ -172,7 +174,7 @@ class Restoring:
 
 
 class Together:
-    """Around what every rank does for itself: an error of one is an error of all. Collective."""
+    """Context for work of each rank: an error on one rank raises on all. Collective."""
 
     def __init__(self, comm: Comm | None, name: str) -> None:
         self._comm, self._name = comm, name

@@ -1,4 +1,4 @@
-"""What the engine made of a model, and what it costs: a table of units, and bytes of model states."""
+"""Reports about a sharded model: tables of units and dtypes, and bytes of model states."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
 
 def unit_table(engine: Engine, console: Console | None = None) -> None:
-    """Print which units were found and how many elements each rank holds of them.
+    """Print the units and how many elements of each a rank holds.
 
-    Names come last, in lines as long as they have to be: only the end of a name tells it from the others.
+    Names come last and are never cut, since they often differ at their ends only.
     """
     rows = [("parameters", "elements", "sharded", "kept after forward", "class", "unit")]
     for cells, group in itertools.groupby([*engine.units, engine.root_unit], key=_cells):
@@ -32,7 +32,7 @@ def unit_table(engine: Engine, console: Console | None = None) -> None:
 
 
 def _range(names: list[str]) -> str:
-    """Units that are alike: model.layers.0 ... 23 (24)."""
+    """A row for similar units: model.layers.0 ... 23 (24)."""
     if len(names) == 1:
         return names[0]
     block = names[0].rpartition(".")[0] + "."
@@ -41,7 +41,7 @@ def _range(names: list[str]) -> str:
 
 
 def _name(unit: Unit) -> str:
-    """Of a unit whose buckets hold parameters of others, too, the names of both ends."""
+    """The name of a unit; first and last name if its buckets are shared with other units."""
     return next((bucket.name for bucket in unit.buckets if " to " in bucket.name), unit.name)
 
 
@@ -56,7 +56,7 @@ def _cells(unit: Unit) -> tuple[str, str, str, str, str]:
 
 
 def dtype_table(engine: Engine, console: Console | None = None) -> Table:
-    """Print, and return, in which dtypes each kind of parameters is computed, reduced, kept and updated."""
+    """Print and return the dtypes of compute, reduction, master weights and states per kind of parameter."""
     table = Table(title=f"Precision {engine.policy.mode}")
     for column in ("kind", "elements", "forward", "gradient", "wire", "accum.", "master", "moments"):
         table.add_column(column, justify="right" if column == "elements" else "left")
@@ -85,7 +85,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _held(bucket: Bucket) -> int:
-    """Bytes of weights: the compute copy if it is in memory, and the master where it is a tensor of its own."""
+    """Bytes of weights: the compute copy if in memory, and master weights if separate."""
     flat = 0 if bucket.state is State.RELEASED else bucket.flat.nbytes
     homes = {kind: home for kind, home in bucket.store.stored.items() if kind in ("master", "weights")}
     resting = sum(home.nbytes for home in homes.values() if home.takes_memory)
@@ -116,7 +116,7 @@ def memory_report(engine: Engine, optimizers: list[ShardedOptimizer]) -> dict[st
             place = engine.owner.get(id(parameter))
             for value in sharded.optimizer.state.get(parameter, {}).values():
                 if isinstance(value, Tensor) and value.dim() > 0:
-                    states += min(value.nbytes, value.untyped_storage().nbytes())  # NaN while it is in a file
+                    states += min(value.nbytes, value.untyped_storage().nbytes())  # NaN while it is on NVMe
             if place is not None:
                 whole_states += _replicated_state(sharded, place[0]) * parameter.numel()
     return {
@@ -127,7 +127,7 @@ def memory_report(engine: Engine, optimizers: list[ShardedOptimizer]) -> dict[st
 
 
 def _replicated_state(sharded: ShardedOptimizer, bucket: Bucket) -> int:
-    """Bytes of optimizer state per element, read off any parameter of the bucket that has state here."""
+    """Bytes of optimizer state per element, from any parameter of the bucket with state on this rank."""
     for index, parameter in enumerate(bucket.params):
         state = sharded.optimizer.state.get(parameter)
         if state and bucket.pieces_of(index):

@@ -1,4 +1,4 @@
-"""The precision plugin: dtypes of forward, the loss scale, and what happens between closure and step."""
+"""The precision plugin: dtypes of forward, loss scaling, and unscaling and clipping before the step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def sharded_of(optimizer: Any) -> ShardedOptimizer | None:
-    """The engine's side of an optimizer (Lightning's wrapper is looked through), or None if it has none."""
+    """The ``ShardedOptimizer`` of an optimizer (or of Lightning's wrapper around it), or None."""
     if isinstance(optimizer, LightningOptimizer):
         optimizer = optimizer.optimizer
     return ShardedOptimizer.of(optimizer)
@@ -42,16 +42,16 @@ def sharded_of(optimizer: Any) -> ShardedOptimizer | None:
 class ZeroPrecision(HalfPrecision):
     """``Trainer(precision=...)`` under ZeRO.
 
-    * ``32-true``: weights in the dtype that the module has.
+    * ``32-true``: weights in the module's dtype.
     * ``64-true``: weights, buffers, inputs, gradients and states in fp64.
     * ``16-true``, ``bf16-true``: weights, inputs and activations in 16 bits.
     * ``16-mixed``, ``bf16-mixed``: weights in 16 bits, and autocast: losses and other operations of its fp32 list stay
-      in fp32. Nothing is cast that is already in 16 bits, so autograd keeps no second copy of a weight.
+      in fp32. Weights are already in 16 bits, so autocast makes no second copy of them.
 
     In 16 bits master weights, optimizer states and gradient accumulators are fp32 unless configured otherwise, and
     buffers keep their dtype. fp16 comes with loss scaling, in both modes. Parameters that are made in
     ``configure_model`` or ``Trainer.init_module`` are in 16 bits in the true modes, unless fp32 master weights may be
-    made from them: those begin with all digits.
+    made from them, which then start at full precision.
 
     Args:
         precision: one of the above.
@@ -68,12 +68,14 @@ class ZeroPrecision(HalfPrecision):
             )
         super().__init__()
         self.engine: Engine | None = None
-        self.grad_norm: Tensor | None = None  # 0D, before clipping, of the last step that was clipped by it or checked
+        self.grad_norm: Tensor | None = (
+            None  # 0D, before clipping, of the last step that was clipped by norm or checked
+        )
         self.device_type = "cpu"
-        self._said: list[tuple[torch.nn.Module, torch.dtype]] = []  # what ``dtype`` of modules was before the run
+        self._said: list[tuple[torch.nn.Module, torch.dtype]] = []  # ``dtype`` of modules before the run
         self._rules = _rules_of(scaler)
         self._norms: dict[str, Tensor] = {}
-        self._steps_next: ShardedOptimizer | None = None  # the step of this one follows the running closure
+        self._steps_next: ShardedOptimizer | None = None  # this optimizer steps after the running closure
         self.configure(ZeroConfig(), precision)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -82,7 +84,7 @@ class ZeroPrecision(HalfPrecision):
 
     @classmethod
     def of(cls, plugin: Precision) -> ZeroPrecision:
-        """The plugin that means the same as a stock Lightning plugin.
+        """The equivalent of a stock Lightning plugin.
 
         Raises:
             TypeError: this precision is not supported.
@@ -97,7 +99,7 @@ class ZeroPrecision(HalfPrecision):
         return cls(plugin.precision, plugin.scaler if isinstance(plugin, MixedPrecision) else None)
 
     def configure(self, config: ZeroConfig, precision: str | None = None, device_type: str = "cpu") -> None:
-        """Agree with the ``fp16``, ``bf16`` and ``data_types`` blocks.
+        """Check and apply the ``fp16``, ``bf16`` and ``data_types`` blocks.
 
         Raises:
             ValueError: they contradict the precision.
@@ -111,22 +113,22 @@ class ZeroPrecision(HalfPrecision):
 
     @property
     def skipped_steps(self) -> int:
-        """Optimizer steps that were skipped because gradients were not finite."""
+        """Number of optimizer steps skipped for non-finite gradients."""
         return self.loss_scale_controller.skipped
 
     @property
     def loss_scale(self) -> float:
-        """By what the loss is multiplied now; 1 without fp16."""
+        """The current loss scale; 1 without fp16."""
         return self.loss_scale_controller.scale
 
     @property
     def device(self) -> str:
-        """The kind of device, as in Lightning's ``MixedPrecision``."""
+        """The device type, as in Lightning's ``MixedPrecision``."""
         return self.device_type
 
     @property
     def scaler(self) -> LossScaler | None:
-        """The state of loss scaling, which can be asked what a ``GradScaler`` can; None without fp16."""
+        """The loss scaler, with the getters of a ``GradScaler``; None without fp16."""
         return self.loss_scale_controller.scaler
 
     # ---- forward -----------------------------------------------------------------------------------------------
@@ -135,14 +137,14 @@ class ZeroPrecision(HalfPrecision):
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         if self.policy.compute is not None and not self.policy.autocast:
             self._said = self._said or say_dtype(module, self.policy.compute)
-        return module  # parameters are cast when they are gathered
+        return module  # parameters are cast when gathered
 
     def init_context(self, trains: bool) -> AbstractContextManager[Any]:
-        """Context in which modules are made; ``trains``: master weights may be made from their parameters."""
+        """Context for constructing modules; ``trains``: master weights may be made from their parameters."""
         policy = self.policy
         if policy.compute == torch.float64:
             return super().tensor_init_context()
-        # Buffers stay as they are, and so do all parameters while nobody knows which ones are to be kept in fp32.
+        # Buffers keep their dtype, and so do all parameters until the fp32 modules are known.
         if policy.compute is None or policy.autocast or policy.keep_fp32 or (trains and not policy.low_master):
             return nullcontext()
         return parameters_in(policy.compute)
@@ -156,7 +158,7 @@ class ZeroPrecision(HalfPrecision):
         return self.init_context(trains=True)
 
     def autocast_context_manager(self) -> torch.autocast:
-        """As in Lightning's ``MixedPrecision``; it does nothing in the true modes."""
+        """As in Lightning's ``MixedPrecision``; no effect in the true modes."""
         enabled, dtype = self.policy.autocast, self.policy.compute
         return torch.autocast(self.device_type, dtype=dtype if enabled else None, enabled=enabled, cache_enabled=False)
 
@@ -167,7 +169,7 @@ class ZeroPrecision(HalfPrecision):
             with self.autocast_context_manager():
                 yield
         elif self.policy.compute is not None:
-            with super().forward_context():  # tensors that forward makes get the compute dtype
+            with super().forward_context():  # tensors created in forward get the compute dtype
                 yield
         else:
             yield
@@ -185,7 +187,7 @@ class ZeroPrecision(HalfPrecision):
         if self.engine is not None:
             self.loss_scale_controller.see_loss(self.engine, tensor)
         if self.loss_scale_controller.scaler is not None:
-            tensor = tensor.float() * self.loss_scale_controller.scale  # the scaled loss itself need not fit into fp16
+            tensor = tensor.float() * self.loss_scale_controller.scale  # the scaled loss may overflow fp16
         return super().pre_backward(tensor, module)
 
     @override
@@ -202,11 +204,11 @@ class ZeroPrecision(HalfPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        # The closure runs before step, not inside: step works on fragments, forward and backward on parameters.
+        # Run the closure before step, not inside: step sees shards, forward and backward see parameters.
         sharded = sharded_of(optimizer)
         if sharded is None:
             return super().optimizer_step(optimizer, model, closure, **kwargs)
-        # Another closure than Lightning's own may do anything between backward and step.
+        # A closure other than Lightning's may run user code between backward and step.
         plain = is_plain_closure(closure)
         self._steps_next = sharded if plain and not self._looked_at(model) else None
         try:
@@ -218,7 +220,7 @@ class ZeroPrecision(HalfPrecision):
         with phase("step"):
             taken, output = self._step(optimizer, model, sharded, kwargs)
         if taken and plain and takes_closure and not ran.called and self.loss_scale_controller.scaler is None:
-            raise MisconfigurationException(  # as without ZeRO, where there would be no gradients
+            raise MisconfigurationException(  # as without ZeRO: there are no gradients
                 f"The closure hasn't been executed by {ran.name}.step. HINT: pass it to the step of the parent class."
             )
         return output if taken else ran.result
@@ -226,7 +228,7 @@ class ZeroPrecision(HalfPrecision):
     def _step(
         self, optimizer: Any, model: LightningModule, sharded: ShardedOptimizer, kwargs: dict[str, Any]
     ) -> tuple[bool, Any]:
-        """Whether the step was taken, and what it returned."""
+        """Take the step; returns whether it was taken and its result."""
         self.loss_scale_controller.examine(sharded)
         self.grad_norm = (
             self.loss_scale_controller.norm if self.loss_scale_controller.norm is not None else self.grad_norm
@@ -244,7 +246,7 @@ class ZeroPrecision(HalfPrecision):
         return taken, output
 
     def _looked_at(self, model: LightningModule) -> bool:
-        """Whether gradients are read or changed between backward and step, or kept after it."""
+        """Whether user code reads, changes or keeps gradients between backward and step."""
         clips = bool(model.trainer.gradient_clip_val) or self.loss_scale_controller.checks
         own = any(is_overridden(hook, model) for hook in ("backward", "optimizer_zero_grad"))
         return clips or own or _looks_at_gradients(model, "on_after_backward")
@@ -255,7 +257,7 @@ class ZeroPrecision(HalfPrecision):
         show = sharded is not None and _looks_at_gradients(model)
         if show and sharded is not None:
             self.loss_scale_controller.unscale(sharded)
-            self.loss_scale_controller.norm = None  # user code may change the gradients
+            self.loss_scale_controller.norm = None  # user code may change gradients
         with self.engine.used_parameters.looked_at() if show and self.engine is not None else nullcontext():
             super()._after_closure(model, optimizer)
 
@@ -279,12 +281,12 @@ class ZeroPrecision(HalfPrecision):
             self._norms = {"grad_norm": norm, "grad_norm_clipped": norm.clamp(max=float(clip_val))}
 
     def _log(self, trainer: Trainer, skipped: bool) -> None:
-        """To the loggers; ``self.log`` is not allowed at this point of Lightning's loop."""
+        """Log directly to the loggers: ``self.log`` is not allowed at this point of Lightning's loop."""
         norms, self._norms = self._norms, {}
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if not trainer.loggers or every == 0 or (trainer.global_step % every and not skipped):
             return
-        norms = {} if self.loss_scale_controller.read_skip_flag() else norms  # the step was skipped on the device
+        norms = {} if self.loss_scale_controller.read_skip_flag() else norms  # skipped on the device
         values = {name: value.item() for name, value in norms.items()}
         if self.loss_scale_controller.scaler is not None:
             values["loss_scale"] = self.loss_scale_controller.scale
@@ -309,7 +311,7 @@ class ZeroPrecision(HalfPrecision):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on with the scale of a run under DDP, which Lightning saves under the name of its own plugin."""
+        """Take over the loss scale of a DDP run, which Lightning saves under the name of its own plugin."""
         theirs = checkpoint.get("MixedPrecision")
         scaler = self.loss_scale_controller.scaler
         if theirs and scaler is not None and scaler.rules.dynamic and type(self).__qualname__ not in checkpoint:
@@ -324,7 +326,7 @@ class ZeroPrecision(HalfPrecision):
 
 
 def _rules_of(scaler: GradScaler | None) -> ScalerRules | None:
-    """What a ``GradScaler`` that somebody configured means; None for one with torch's defaults."""
+    """The rules of a configured ``GradScaler``; None if it has torch's defaults."""
     if scaler is None:
         return None
     if not scaler.is_enabled():
@@ -335,12 +337,12 @@ def _rules_of(scaler: GradScaler | None) -> ScalerRules | None:
     backoff, interval = float(scaler.get_backoff_factor()), int(scaler.get_growth_interval())
     if (scale, growth, backoff, interval) == defaults:
         return None
-    smallest = 2.0**-24  # a GradScaler has no minimum; below this the scale only loses digits
+    smallest = 2.0**-24  # a GradScaler has no minimum; smaller scales only lose precision
     return ScalerRules(scale, window=interval, hysteresis=1, minimum=smallest, growth=growth, backoff=backoff)
 
 
 def _takes_closure(optimizer: Any) -> bool:
-    """Some optimizers do without; Lightning gives them none where it scales the loss."""
+    """Some optimizers take no closure, and Lightning passes none where it scales the loss."""
     parameters = inspect.signature(optimizer.step).parameters.values()
     return any(p.name == "closure" or p.kind is p.VAR_KEYWORD for p in parameters)
 
@@ -351,7 +353,7 @@ def _number_of(optimizer: Any, model: LightningModule) -> int:
 
 
 def _looks_at_gradients(model: LightningModule, *others: str) -> bool:
-    """Whether user code runs between backward and step; ``others`` are more hooks that have to be looked for."""
+    """Whether user code runs between backward and step; ``others``: further hooks to check."""
     hooks = ("on_before_optimizer_step", *others)
     if any(is_overridden(hook, model) for hook in (*hooks, "configure_gradient_clipping")):
         return True
