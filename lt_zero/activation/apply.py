@@ -1,19 +1,14 @@
-"""Checkpointed modules: their forward saves its inputs, and runs again in backward for all else that backward needs.
+"""Activation checkpointing of modules: forward saves only its inputs, and backward runs it again.
 
-Note [Where it sits]
-    ``forward`` is replaced on the module itself, so names, classes, state dicts and hooks stay as they are. The
-    engine's hooks run around it: weights are gathered when backward reaches the module's output, before anything is
-    recomputed, and the graph is the one that forward made, so leases and gradients come as without checkpointing
-    (engine.py, Notes [Leases] and [Recomputation]). Units inside of a checkpointed module gather in its recomputation.
+``forward`` is replaced on the module itself, so names, classes, state dicts and hooks stay as they are. The engine's
+hooks run around it: weights are gathered when backward reaches the module's output, before the recomputation, and the
+graph is the one that forward built, so leases and gradients work as without checkpointing (engine.py, Notes [Leases]
+and [Recomputation]). Units inside a checkpointed module gather during its recomputation. A module that is pickled or
+deep-copied while it trains gets its original forward.
 
-Note [Copies]
-    A module that is pickled or deep-copied while it trains gets the ordinary forward.
-
-Note [torch.compile]
-    A module that is traced (``block.compile()``, or part of something compiled) hands the recomputation to the
-    compiler, which recomputes within its graphs: saved inputs are the compiler's, so neither the store nor ``around``
-    see them. ``torch.compile(block)`` in place of the block is checkpointed from outside in mode full: its compiled
-    forward is called again.
+A module that is traced (``block.compile()``, or part of something compiled) leaves the recomputation to the compiler.
+The compiler then also keeps the saved inputs, so neither the store nor ``around`` sees them. A block that was replaced
+by ``torch.compile(block)`` is checkpointed from outside in mode full: its compiled forward is called again.
 """
 
 from __future__ import annotations
@@ -43,14 +38,14 @@ Around = Callable[[str], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class How:
-    """What all checkpointed modules of a model share.
+    """Settings that all checkpointed modules of a model share.
 
     Attributes:
         keeps_products: outputs of matrix products and attention are not recomputed.
-        store: takes saved inputs; None: they stay where they are.
-        around: entered around each forward, with the module's name; recomputation may leave by an exception.
-        recompute: the same around each recomputation.
-        caches: are kept from them.
+        store: stores saved inputs; None: they stay on the device.
+        around: context entered around each forward, with the module's name.
+        recompute: the same for each recomputation, which may end by an exception.
+        caches: removes key-value caches from the arguments.
     """
 
     keeps_products: bool
@@ -65,8 +60,8 @@ class Checkpointing:
 
     Attributes:
         kind: ``full`` or ``selective``.
-        found: which they are.
-        store: where their saved inputs rest, None: where they were.
+        found: the modules.
+        store: stores their saved inputs; None: they stay on the device.
     """
 
     def __init__(self, kind: str, found: Found, how: How) -> None:
@@ -80,7 +75,7 @@ class Checkpointing:
         return f"activation checkpointing: {self.kind}, {self.found}"
 
     def remove(self) -> None:
-        """Give all modules their own forward back."""
+        """Restore the original forward of all modules."""
         for forward in self._forwards:
             forward.remove()
         self._forwards = []
@@ -94,29 +89,29 @@ def apply(
     recompute: Around | None = None,
     tells: bool = True,
 ) -> Checkpointing:
-    """Checkpoint modules of ``root`` until the handle that is returned is removed.
+    """Checkpoint modules of ``root`` until ``remove`` is called on the returned handle.
 
     Args:
         root: the model.
-        block: which modules, and how; its ``kind`` is not none.
-        store: where inputs rest between forward and backward.
-        around: entered around each checkpointed forward (and each recomputation) with the module's name.
-        recompute: entered around recomputations in place of ``around``.
-        tells: this rank warns.
+        block: the configuration; its ``mode`` is not none.
+        store: stores inputs between forward and backward.
+        around: context entered around each forward and each recomputation, with the module's name.
+        recompute: replaces ``around`` for recomputations.
+        tells: whether this rank warns.
 
     Raises:
-        ConfigError: a name matches nothing, or there is nothing to checkpoint.
+        ConfigError: a name matches no module, or there is nothing to checkpoint.
     """
     first = around or (lambda name: nullcontext())
     how = How(block.mode == "selective", store, first, recompute or first, Caches(tells))
     found = find_modules(root, block)
-    if how.keeps_products:  # what is compiled is traced: the compiler knows what to keep
+    if how.keeps_products:  # trace compiled modules, so that the policy applies inside their graphs
         found = Found(tuple((name, compiled_module(module)) for name, module in found.modules), found.every)
     return Checkpointing(block.mode, found, how)
 
 
 class _Checkpointed:
-    """Stands in for the forward of one module. Without a ``__dict__``: what modules hold is searched for tensors."""
+    """Replaces the forward of one module. It has no ``__dict__``, since module attributes are searched for tensors."""
 
     __slots__ = ("__wrapped__", "_active", "_how", "_module", "_name", "_state", "_theirs")
 
@@ -124,18 +119,18 @@ class _Checkpointed:
         self.__wrapped__: Callable[..., Any] = module.forward
         self._name, self._module, self._how, self._active = name, module, how, True
         self._state = State(module)
-        self._theirs = vars(module).get("forward")  # what was set on the module itself, as torch.compile does
+        self._theirs = vars(module).get("forward")  # an instance attribute, as torch.compile sets one
         vars(module)["forward"] = self
 
     def remove(self) -> None:
-        self._active = False  # whoever replaced forward since keeps calling this
+        self._active = False  # a wrapper that was installed later keeps calling this object
         if vars(self._module).get("forward") is self:
             del vars(self._module)["forward"]
             if self._theirs is not None:
                 vars(self._module)["forward"] = self._theirs
 
-    def __reduce__(self) -> Any:  # for deepcopy, too
-        return operator.getitem, ((self.__wrapped__,), 0)  # becomes the method of the copy
+    def __reduce__(self) -> Any:  # also used by deepcopy
+        return operator.getitem, ((self.__wrapped__,), 0)  # copied as the plain method of the copied module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._active or not torch.is_grad_enabled() or torch.compiler.is_exporting():
@@ -145,7 +140,7 @@ class _Checkpointed:
         args, kwargs = self._how.caches.without(self.__wrapped__, args, kwargs)
         inputs = _Inputs(args, kwargs)
         if not inputs.need_grad and not any(p.requires_grad for p in self._module.parameters()):
-            return self.__wrapped__(*args, **kwargs)  # frozen layers before the first that trains
+            return self.__wrapped__(*args, **kwargs)  # frozen layers before the first trainable one
         run = _Run(self, inputs, args, kwargs)
         contexts = selective.contexts if self._how.keeps_products else noop_context_fn
         store = self._how.store
@@ -162,36 +157,36 @@ class _Checkpointed:
 
 
 class _Inputs:
-    """Arguments of one call, without the tensors that are saved: each once, so what was one object is one again."""
+    """Arguments of one call without the saved tensors, each of which is saved once, so identities are preserved."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._tensors: list[Tensor] = []
         self._order: list[int] = []
-        places: dict[int, int] = {}
+        indices: dict[int, int] = {}
 
         def take(tensor: Tensor) -> Tensor:
             if isinstance(tensor, Parameter):
-                return tensor  # stays where it is, and may be gathered anew
-            place = places.setdefault(id(tensor), len(self._tensors))
-            if place == len(self._tensors):
+                return tensor  # never saved: the engine may release and gather it
+            index = indices.setdefault(id(tensor), len(self._tensors))
+            if index == len(self._tensors):
                 self._tensors.append(tensor)
-            self._order.append(place)
+            self._order.append(index)
             return _NOTHING
 
         self._args, self._kwargs = map_tensors(args, take), map_tensors(kwargs, take)
         self.need_grad = any(tensor.requires_grad for tensor in self._tensors)
 
     def take(self) -> list[Tensor]:
-        """The tensors; they are not referred to from here any more."""
+        """The saved tensors; this object drops its references."""
         tensors, self._tensors = self._tensors, []
         return tensors
 
     def fill(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with these tensors."""
-        places = iter(self._order)
+        """The arguments with these tensors put back."""
+        indices = iter(self._order)
 
         def put(tensor: Tensor) -> Tensor:
-            return tensor if isinstance(tensor, Parameter) else tensors[next(places)]
+            return tensor if isinstance(tensor, Parameter) else tensors[next(indices)]
 
         return map_tensors(self._args, put), map_tensors(self._kwargs, put)
 
@@ -200,13 +195,13 @@ _NOTHING = torch.empty(0)
 
 
 class _Run:
-    """What torch calls in forward and again in backward, with what its checkpoints do not restore."""
+    """The function that torch calls in forward and again in backward; restores what torch's checkpoint does not."""
 
     def __init__(self, forward: _Checkpointed, inputs: _Inputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forward, self._inputs = forward, inputs
-        self._first: list[Any] = [args, kwargs]  # the caller's own lists and dicts: he sees what forward puts in there
+        self._first: list[Any] = [args, kwargs]  # the caller's own containers: forward may write to them
         self._state, self._objects = forward._state.before_forward(), Objects((args, kwargs))
-        self._dtype = torch.get_default_dtype()  # precision plugins and islands set it around forward only
+        self._dtype = torch.get_default_dtype()  # precision plugins and fp32 modules set it around forward only
 
     def __call__(self, *tensors: Tensor) -> Any:
         forward = self._forward

@@ -1,4 +1,4 @@
-"""Which modules are checkpointed: the repeated blocks of a model, or modules of classes that are named."""
+"""Finds the modules to checkpoint: the repeated blocks of a model, or modules of configured classes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _BLOCK = "activation_checkpointing"
 
 @dataclass(frozen=True)
 class Found:
-    """Modules that a configuration means.
+    """The modules that a configuration selects.
 
     Attributes:
-        modules: with their names, in registration order; none inside another.
+        modules: (name, module) in registration order; none inside another.
         every: each n-th of them is checkpointed.
     """
 
@@ -40,12 +40,12 @@ class Found:
 
 
 def class_name(module: nn.Module) -> str:
-    """Of the module that torch.compile may have wrapped."""
+    """The class name of a module, or of the module inside torch.compile's wrapper."""
     return type(compiled_module(module)).__name__
 
 
 def find_modules(root: nn.Module, block: ActivationCheckpointing) -> Found:
-    """The modules of ``root`` to checkpoint; it is never one itself. Nothing is changed.
+    """The modules inside ``root`` to checkpoint. Changes nothing.
 
     Raises:
         ConfigError: a name matches nothing, or no blocks are found.
@@ -66,7 +66,7 @@ def find_modules(root: nn.Module, block: ActivationCheckpointing) -> Found:
 
 
 def _callable_modules(root: nn.Module) -> dict[str, nn.Module]:
-    """All that have a forward, by their names; a module that torch.compile wrapped is its wrapper."""
+    """All modules with a forward, by name; for a compiled module the wrapper."""
     wrapped = {inner for m in root.modules() if (inner := compiled_module(m)) is not m}
     return {
         clean_name(f"{name}.")[:-1]: module
@@ -93,7 +93,7 @@ def _named(root: nn.Module, classes: Sequence[str]) -> list[tuple[str, nn.Module
 
 
 def _example(root: nn.Module) -> str:
-    """The class that has most of the model's elements, of those in lists of modules if there are any."""
+    """The class with the most elements, preferably one inside a module list: an example for the error message."""
     modules = _callable_modules(root).values()
     lists = [m for m in root.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict, nn.Sequential))]
     listed = {c for m in lists for c in m.children() if c in modules and any(True for _ in c.children())}

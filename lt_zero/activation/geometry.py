@@ -1,8 +1,7 @@
-"""A tensor as the elements that it has, and the shape and strides that they are seen through.
+"""Splits a tensor into its distinct elements and its shape and strides.
 
-What is saved is what a tensor shows, not the storage that it is a view of: of an expanded tensor the elements before
-they were expanded, of a slice the slice. What is restored has the same strides, since kernels choose the order of
-their sums by them.
+Only the elements that a tensor shows are saved, not its whole storage: of an expanded tensor those before the expand,
+of a slice the slice. A restored tensor has the same strides, because kernels choose the order of summation by them.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Geometry:
-    """Shape and strides over elements that are stored without gaps.
+    """Shape and strides of a tensor, and the layout of its distinct elements.
 
     Attributes:
         shape: of the tensor.
         strides: of the tensor, in elements.
-        sides: shape of the elements that are stored, the largest stride first.
-        steps: their strides in the tensor.
+        sides: sizes of the dimensions with distinct elements, by decreasing stride.
+        steps: the strides of these dimensions.
     """
 
     shape: tuple[int, ...]
@@ -31,27 +30,27 @@ class Geometry:
 
     @property
     def numel(self) -> int:
-        """Elements that are stored."""
+        """Number of distinct elements."""
         return torch.Size(self.sides).numel()
 
     @property
     def span(self) -> int:
-        """Elements from the first that is seen to the last."""
+        """Elements of storage from the first to the last distinct element."""
         return 1 + sum((side - 1) * step for side, step in zip(self.sides, self.steps, strict=True))
 
     @property
     def dense(self) -> bool:
-        """Whether elements lie side by side."""
+        """Whether the elements are contiguous in storage, in any order."""
         return self.span == self.numel
 
     def elements(self, tensor: Tensor) -> Tensor:
-        """The elements (1D) of ``tensor``; a copy if there are gaps between them."""
+        """The distinct elements (1D) of ``tensor``; a copy if they are not dense."""
         if self.dense:
             return tensor.as_strided((self.numel,), (1,), tensor.storage_offset())
         return tensor.as_strided(self.sides, self.steps, tensor.storage_offset()).contiguous().view(-1)
 
     def restore(self, elements: Tensor) -> Tensor:
-        """The tensor that has the elements (1D); a view of them if they lie side by side."""
+        """The tensor with these elements (1D); a view of them if they are dense."""
         if not self.dense:
             spread = elements.new_empty(self.span)  # 1D
             spread.as_strided(self.sides, self.steps).copy_(elements.view(self.sides))
@@ -60,7 +59,7 @@ class Geometry:
 
 
 def geometry_of(tensor: Tensor) -> Geometry | None:
-    """How ``tensor`` lies in memory; None if elements overlap otherwise than by being expanded, or there are none."""
+    """The layout of ``tensor``; None if it is empty, or if elements overlap in another way than by ``expand``."""
     if tensor.numel() == 0:
         return None
     pairs = zip(tensor.shape, tensor.stride(), strict=True)

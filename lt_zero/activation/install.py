@@ -1,4 +1,4 @@
-"""Activation checkpointing of an engine's model: put on when it is to train, taken off when it is done."""
+"""Installs activation checkpointing on an engine's model for training, and removes it afterwards."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lt_zero.io.thread_pool import SwapError
 
 
 class Installed:
-    """What checkpoints the modules of one engine, and where their inputs rest.
+    """The activation checkpointing of one engine.
 
     Args:
-        engine: tells when a backward and a step are over.
+        engine: the engine, whose hooks report the end of a backward and of a step.
         found: the modules.
-        store: None: inputs stay where they are.
+        store: stores their inputs; None: they stay on the device.
     """
 
     def __init__(self, engine: Engine, found: Found, store: Store | None) -> None:
@@ -62,11 +62,13 @@ class Installed:
 
 
 def install(engine: Engine) -> Installed | None:
-    """Checkpoint what the engine's configuration says, until the engine is detached; once is enough. Collective.
+    """Checkpoint the modules that the engine's configuration selects, until the engine is detached. Collective.
+
+    Idempotent. Returns None if nothing is configured.
 
     Raises:
         ConfigError: there is nothing to checkpoint.
-        SwapError: there can be no files in ``nvme_path`` on one of the ranks.
+        SwapError: a rank cannot create files in ``nvme_path``.
     """
     config, comm, there = engine.config, engine.comm, installed(engine)
     block = config.activation_checkpointing
@@ -80,29 +82,29 @@ def install(engine: Engine) -> Installed | None:
         made = Installed(engine, found, store)
     except BaseException:
         if store is not None:
-            store.close()  # another rank has no folder: this one's would stay until the process ends
+            store.close()  # another rank may have failed: this rank's folder would stay until the process ends
         raise
     engine.handles.append(made)
     return made
 
 
 def installed(engine: Engine) -> Installed | None:
-    """What was installed and not removed."""
+    """The installed activation checkpointing, or None."""
     return next((handle for handle in engine.handles if isinstance(handle, Installed)), None)
 
 
 def uninstall(engine: Engine) -> None:
-    """Give the modules their own forward back; the engine stays as it is."""
+    """Restore the modules' original forward; the engine stays attached."""
     if (there := installed(engine)) is not None:
         there.remove()
         engine.handles.remove(there)
 
 
 def _where(block: ActivationCheckpointing, device: torch.device) -> str:
-    """Where saved inputs rest, for the line at the start."""
+    """Where saved inputs are stored, for the line that is logged at the start."""
     one = " in one block" if block.contiguous_memory_optimization else ""
     if block.nvme_path is not None:
-        return f", inputs rest in files in {block.nvme_path}"
+        return f", inputs in files in {block.nvme_path}"
     if block.cpu_checkpointing:
-        return f", inputs rest in host memory{one}" + ("" if is_apart(device) else ", where the model is anyway")
-    return f", inputs rest{one}" if one else ""
+        return f", inputs in host memory{one}" + ("" if is_apart(device) else " (the model's device)")
+    return f", inputs{one}" if one else ""

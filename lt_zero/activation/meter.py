@@ -1,4 +1,4 @@
-"""How much memory tensors take between forward and backward: what tests and benchmarks compare modes by."""
+"""Measures the memory of saved activations, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lt_zero.common.tensor_tree import iter_tensors
 
 
 class Meter(DispatchMode):
-    """Counts bytes of storages that operators made and that are alive. Use ``live_bytes``.
+    """Counts the bytes of live storages that operators allocated. Use ``live_bytes``.
 
     Attributes:
-        now: bytes alive. After forward, with the loss as the only thing held, that is what autograd saved.
-        peak: the most since the start or ``reset``.
+        now: live bytes; after forward, while only the loss is referenced, the bytes that autograd saved.
+        peak: maximum since the start or ``reset``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class Meter(DispatchMode):
         self._lock = threading.RLock()
 
     def reset(self) -> None:
-        """The peak begins at what is alive now."""
+        """Set the peak to the live bytes."""
         self.peak = self.now
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -66,11 +66,11 @@ def _plain(values: Any) -> list[Tensor]:
 
 @contextmanager
 def live_bytes(device: torch.device | None = None) -> Iterator[Meter]:
-    """Count what operators allocate on a device inside and keep: activations, gradients, temporaries.
+    """Count what operators allocate on a device inside the context: activations, gradients, temporaries.
 
-    Parameters and what else was there before do not count, nor does memory that no operator makes, such as buffers of
-    files and page-locked ones. On a CPU also in backward; a GPU's backward runs in a thread of its own, where
-    ``torch.cuda.memory_stats`` is the better meter.
+    Tensors that existed before are not counted, nor is memory that no operator allocates, such as I/O and pinned
+    buffers. Backward is counted on a CPU only; a GPU's backward runs in another thread: use
+    ``torch.cuda.memory_stats`` there.
     """
     meter = Meter(device or torch.device("cpu"))
     with meter:

@@ -1,9 +1,8 @@
-"""``activation_checkpointing.profile`` and ``synchronize_checkpoint_boundary``: what happens around a forward.
+"""``activation_checkpointing.profile`` and ``synchronize_checkpoint_boundary``.
 
-Note [Times on a GPU]
-    Events are recorded around each call and read when they have happened, so nothing waits for the device. What a
-    table lacks because it had not happened yet is in the next one. A recomputation's time is that of running forward
-    again, up to the last tensor that backward needs, without the gradients.
+On a GPU, times are measured with events that are read once they have completed, so the host never waits. Calls that
+have not completed are counted in the next table. The time of a recomputation covers forward up to the last tensor that
+backward needs, without the gradients.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ _EVERY = 10  # optimizer steps
 
 @dataclass
 class Times:
-    """Of one module since the last table: milliseconds and calls of forward, and of recomputation.
+    """Times of one module since the last table.
 
     Attributes:
-        milliseconds: (forward, recomputation).
-        calls: the same.
+        milliseconds: [forward, recomputation].
+        calls: [forward, recomputation].
     """
 
     milliseconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -42,14 +41,14 @@ class Times:
 
 
 class Boundary:
-    """What is done around calls of checkpointed modules.
+    """Measures, and synchronizes around, calls of checkpointed modules.
 
     Args:
         device: of the model.
         profile: measure times.
         synchronize: wait for the device before and after each call.
-        every: optimizer steps after which a table is printed.
-        console: where; None: this rank prints nothing.
+        every: optimizer steps between tables.
+        console: prints the tables; None: this rank prints nothing.
     """
 
     def __init__(
@@ -65,11 +64,11 @@ class Boundary:
         self._profile, self._synchronize = profile, synchronize
         self._every, self._console, self._steps = every, console, 0
         self._pending: deque[tuple[str, bool, Any, Any]] = deque()
-        self._spare: list[Any] = []  # events that were read
+        self._spare: list[Any] = []  # events to reuse
 
     @contextmanager
     def around(self, name: str, recompute: bool = False) -> Iterator[None]:
-        """Around one call of module ``name``, in forward or in recomputation; which may end by an exception."""
+        """A context for one call of module ``name``, in forward or in recomputation, which may end by an exception."""
         self._wait()
         start = self._now() if self._profile else None
         try:
@@ -80,7 +79,7 @@ class Boundary:
                 self._note(name, recompute, start, self._now())
 
     def end_step(self) -> None:
-        """An optimizer step is over; print a table if one is due."""
+        """Called after an optimizer step; prints a table if one is due."""
         self._collect()
         self._steps += 1
         if not self._profile or self._steps % self._every:
@@ -90,7 +89,7 @@ class Boundary:
         self.times = {}
 
     def table(self, steps: int) -> Table:
-        """The times of each module since the last table, which was so many steps ago."""
+        """The times of each module since the last table, ``steps`` optimizer steps ago."""
         self._collect()
         table = Table(title=f"Checkpointed modules, ms per optimizer step, mean of {steps}")
         for column in ("module", "forwards", "ms", "recomputations", "ms"):
@@ -125,7 +124,7 @@ class Boundary:
         self.times.setdefault(name, Times()).add(recompute, milliseconds)
 
     def _collect(self) -> None:
-        """See Note [Times on a GPU]."""
+        """Read the events that have completed."""
         while self._pending and self._pending[0][3].query():
             name, recompute, start, end = self._pending.popleft()
             self._add(name, recompute, start.elapsed_time(end))
@@ -140,10 +139,10 @@ def _cells(found: Times, steps: int) -> list[str]:
 def open_boundary(
     block: ActivationCheckpointing, device: torch.device, rank: int = 0, steps_per_print: int | None = None
 ) -> Boundary | None:
-    """What the block asks for around checkpointed calls; None: nothing. Rank 0 prints.
+    """The ``Boundary`` that the configuration asks for, or None. Rank 0 prints.
 
     Args:
-        block: asks for it.
+        block: the configuration.
         device: of the model.
         rank: of this process.
         steps_per_print: optimizer steps between tables; None: 10.

@@ -1,20 +1,10 @@
-"""``mode: selective``: outputs of matrix products and attention are kept, what is cheap is recomputed.
+"""``mode: selective``: keeps the outputs of matrix products and attention, and recomputes the cheap operators.
 
-Note [Not torch's contexts]
-    torch's ``create_selective_checkpoint_contexts`` counts every operator of the region, and raises when the counts of
-    forward and recomputation differ (the autocast cache makes casts differ), when a kept output was written in place
-    (``nn.ReLU(inplace=True)`` after a convolution), and in a second backward. Here only operators that are kept are
-    counted, and one whose output is gone or was overwritten is computed again. Inside torch.compile torch's are used:
-    the partitioner knows them, and a compiled graph has neither of these cases.
-
-Note [Random numbers]
-    An operator that draws random numbers is always recomputed: if its output was kept, all that draws after it in the
-    recomputation would get other numbers than in forward.
-
-Note [Unsafe views]
-    ``matmul`` and ``linear`` of more than two dimensions return an ``_unsafe_view`` of their product: the same memory
-    with a version counter of its own. Who adds to it in place changes the product that is kept, whose version says
-    nothing of that. So versions of these are looked at, too.
+torch's ``create_selective_checkpoint_contexts`` counts every operator. It raises when the counts of forward and
+recomputation differ (the autocast cache makes casts differ), when a kept output was changed in place
+(``nn.ReLU(inplace=True)`` after a convolution), and in a second backward. Here only kept operators are counted, and one
+whose output is gone or was changed is computed again. Inside torch.compile torch's contexts are used: the partitioner
+supports them, and none of these cases occurs in a compiled graph.
 """
 
 from __future__ import annotations
@@ -43,12 +33,12 @@ KEPT = (
     *("aten::_efficient_attention_forward", "aten::_cudnn_attention_forward", "flex_attention"),
     *("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"),
 )
-"""Names of operators, as in their schemas, whose outputs are kept; overloads count alike."""
+"""Operators, by schema name without overload, whose outputs are kept."""
 
 
 @functools.cache
-def _place_of_dropout(op: Any) -> int | None:
-    """Where among its arguments an operator that is kept has its dropout probability; None without."""
+def _dropout_index(op: Any) -> int | None:
+    """Index of an operator's dropout probability among its arguments; None if it has none."""
     names = [argument.name for argument in op._schema.arguments] if hasattr(op, "_schema") else []
     return names.index("dropout_p") if "dropout_p" in names else None
 
@@ -59,13 +49,14 @@ def _is_kept(op: Any) -> bool:
 
 
 def keeps(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the output of this call is kept. See Note [Random numbers]."""
+    """Whether the output of this call is kept."""
     if not _is_kept(op):
         return False
-    place = _place_of_dropout(op)
-    if place is None:
+    index = _dropout_index(op)
+    if index is None:
         return True
-    probability = kwargs.get("dropout_p", args[place] if place < len(args) else 0.0)
+    # With dropout the call draws random numbers. If it were not recomputed, all later draws would differ from forward.
+    probability = kwargs.get("dropout_p", args[index] if index < len(args) else 0.0)
     return not probability
 
 
@@ -74,39 +65,41 @@ def _policy(ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any)
 
 
 traced_contexts: Contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
-"""For code that torch.compile traces."""
+"""Contexts for code that torch.compile traces."""
 
 
 class _Kept:
-    """The output of one operator, until it is used or overwritten."""
+    """The output of one operator, until it is used or changed in place."""
 
     def __init__(self, op: Any, output: Any) -> None:
         self.op, self._output = op, map_tensors(output, alias_with_version)
         self._watched = [(tensor, version_of(tensor)) for tensor in iter_tensors(self._output)]
-        self._places = {_place(tensor) for tensor, _ in self._watched} - {None}
+        self._addresses = {_address(tensor) for tensor, _ in self._watched} - {None}
 
     def follow(self, view: Tensor) -> bool:
-        """See Note [Unsafe views]. Whether it is a view of this output."""
-        found = _place(view) in self._places
+        """Also watch ``view`` if it is an unsafe view of this output; returns whether it is."""
+        # ``matmul`` and ``linear`` of more than two dimensions return an ``_unsafe_view`` of their product: the same
+        # memory with another version counter. In-place changes to it do not show in the kept output's version.
+        found = _address(view) in self._addresses
         if found:
             self._watched.append((alias_with_version(view), version_of(view)))
         return found
 
     def take(self) -> Any:
-        """The output; None if it is gone."""
+        """The output; None if it was used or changed."""
         output, self._output = self._output, None
         intact = all(version_of(tensor) == version for tensor, version in self._watched)
         self._watched = []
         return output if intact else None
 
 
-def _place(tensor: Tensor) -> int | None:
+def _address(tensor: Tensor) -> int | None:
     plain = type(tensor) is Tensor and tensor.layout is torch.strided
     return tensor.untyped_storage().data_ptr() if plain else None
 
 
 class _Forward(DispatchMode):
-    """Keeps outputs."""
+    """Keeps outputs during forward."""
 
     def __init__(self, kept: list[_Kept]) -> None:
         super().__init__()
@@ -122,7 +115,7 @@ class _Forward(DispatchMode):
 
 
 class _Recompute(DispatchMode):
-    """Uses the outputs that were kept. May be entered several times: autograd can come back to a graph."""
+    """Reuses kept outputs. May be entered several times, because autograd may run through a graph again."""
 
     def __init__(self, kept: list[_Kept]) -> None:
         super().__init__()
@@ -137,9 +130,9 @@ class _Recompute(DispatchMode):
             number, self._next = self._next, self._next + 1
             if number >= len(self._kept) or self._kept[number].op is not op:
                 raise RuntimeError(
-                    f"A checkpointed module called {op} in its recomputation where its forward called something else: "
-                    "it depends on what has changed since. Set activation_checkpointing.mode='full' to see where, or "
-                    "name other classes in activation_checkpointing.modules."
+                    f"The recomputation of a checkpointed module called {op} where its forward called another operator:"
+                    " the module depends on state that has changed since. Set activation_checkpointing.mode='full' to "
+                    "see where, or name other classes in activation_checkpointing.modules."
                 )
             output = self._kept[number].take()
             if output is not None:
@@ -148,6 +141,6 @@ class _Recompute(DispatchMode):
 
 
 def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Around one forward, and around its recomputations."""
+    """The contexts for one forward, and for its recomputations."""
     kept: list[_Kept] = []
     return _Forward(kept), _Recompute(kept)

@@ -1,24 +1,4 @@
-"""What a module's forward changes beside its output, so that a recomputation starts from what forward started from.
-
-Note [State]
-    Buffers (running statistics, the vectors of spectral_norm, a codebook's averages) and generators of random numbers
-    that the module holds as attributes. Those that forward changes are copied before it, put in place around its
-    recomputation, and are afterwards as they were before that. Which ones change is seen by their versions: all are
-    copied before the first forward in training, later only those that have changed. torch's default generators are
-    restored by ``torch.utils.checkpoint`` itself; attributes of the module in Python are not restored.
-
-Note [Objects]
-    An object among the arguments (a cache of keys and values, a collector of losses) that forward writes to would be
-    written to twice, and a cache that has grown gives tensors of other shapes. A recomputation finds the attributes,
-    and the lists and dicts in them, as forward found them, and leaves them as it found them. Tensors that were written
-    in place are not restored.
-
-Note [Caches]
-    A cache that was made for this forward (transformers make one in training, too, while ``use_cache`` is on) would
-    keep all keys and values until backward, which recomputation is there to save. As under transformers' own
-    gradient checkpointing a block runs without it. A cache that came with something in it (a learned prefix) is used.
-    Known by what it can do: there are caches of many classes, and no import of transformers here.
-"""
+"""Restores the side effects of a module's forward, so that a recomputation starts from the same state as forward."""
 
 from __future__ import annotations
 
@@ -36,61 +16,68 @@ from lt_zero.common.compat import version_of
 from lt_zero.common.tensor_tree import iter_containers, iter_tensors
 from lt_zero.engine.fp32_modules import BATCH_NORMS
 
-_Place = tuple[nn.Module, str]
+_BufferName = tuple[nn.Module, str]
 
 
 class State:
-    """The state of one module and those in it. See Note [State]."""
+    """Buffers and random generators of a module and its submodules.
+
+    Buffers (running statistics, the vectors of spectral_norm, a codebook's averages) that forward changes are copied
+    before it, put back for its recomputation, and set to their current values afterwards; so are random generators
+    that modules hold as attributes. Versions tell which buffers change: the first forward in training copies all, later
+    ones only those that have changed. torch's default generators are restored by ``torch.utils.checkpoint``; Python
+    attributes of modules are not restored.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = list(module.modules())
-        norms = [m for m in self._modules if isinstance(m, BATCH_NORMS)]  # they are not frozen for ever, if they are
-        self.changing: set[_Place] = {(norm, name) for norm in norms for name, _ in norm.named_buffers(recurse=False)}
+        norms = [m for m in self._modules if isinstance(m, BATCH_NORMS)]  # always copied: frozen ones may be unfrozen
+        self.changing: set[_BufferName] = {(n, name) for n in norms for name, _ in n.named_buffers(recurse=False)}
         self._seen = False  # a forward in training has ended
 
     def before_forward(self) -> Saved:
-        """Copies of what forward may change."""
+        """Copy what forward may change."""
         return Saved(self, self.changing if self._seen else set(self.versions()))
 
-    def note(self, changed: set[_Place]) -> None:
-        """A forward in training has changed these buffers."""
+    def note(self, changed: set[_BufferName]) -> None:
+        """Record the buffers that a forward in training has changed."""
         self.changing |= changed
         self._seen = True
 
     def generators(self) -> list[torch.Generator]:
         return [value for m in self._modules for value in vars(m).values() if isinstance(value, torch.Generator)]
 
-    def versions(self) -> dict[_Place, tuple[Tensor, int]]:
-        """Of all buffers, while their modules train."""
-        places = [(m, name) for m in self._modules if m.training for name in m._buffers]
-        return {place: (buffer, version_of(buffer)) for place in places if (buffer := _get(place)) is not None}
+    def versions(self) -> dict[_BufferName, tuple[Tensor, int]]:
+        """Buffers of all modules in training mode, with their versions."""
+        names = [(m, name) for m in self._modules if m.training for name in m._buffers]
+        return {name: (buffer, version_of(buffer)) for name in names if (buffer := _get(name)) is not None}
 
 
 class Saved:
     """The state before one forward."""
 
-    def __init__(self, state: State, places: set[_Place]) -> None:
+    def __init__(self, state: State, names: set[_BufferName]) -> None:
         self._state, self._versions = state, state.versions()
-        found = {place: _get(place) for place in places if place[0].training}
-        self._buffers = {place: buffer.clone() for place, buffer in found.items() if buffer is not None}
+        found = {name: _get(name) for name in names if name[0].training}
+        self._buffers = {name: buffer.clone() for name, buffer in found.items() if buffer is not None}
         self._generators = [(g, g.get_state()) for g in state.generators()]
 
     def after_forward(self) -> None:
-        """See which buffers have changed; the others are not kept."""
+        """Find the buffers that have changed, and drop the copies of the others."""
         changed = {p for p, (b, v) in self._versions.items() if _get(p) is not b or version_of(b) != v}
         self._versions = {}
         if self._buffers or changed:
             self._state.note(changed)
         kept = self._state.changing
-        self._buffers = {place: buffer for place, buffer in self._buffers.items() if place in kept}
+        self._buffers = {name: buffer for name, buffer in self._buffers.items() if name in kept}
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Around a recomputation."""
-        now = {place: _get(place) for place in self._buffers}
+        """A context for a recomputation."""
+        now = {name: _get(name) for name in self._buffers}
         drawn = [(generator, generator.get_state()) for generator, _ in self._generators]
         for (module, name), buffer in self._buffers.items():
-            setattr(module, name, buffer.clone())  # a graph may be walked again
+            setattr(module, name, buffer.clone())  # a copy: with retain_graph there may be another recomputation
         for generator, value in self._generators:
             generator.set_state(value)
         try:
@@ -102,24 +89,29 @@ class Saved:
                 generator.set_state(value)
 
 
-def _get(place: _Place) -> Tensor | None:
-    buffer = place[0]._buffers.get(place[1])
+def _get(name: _BufferName) -> Tensor | None:
+    buffer = name[0]._buffers.get(name[1])
     return buffer if buffer is not None and not buffer.is_inference() else None
 
 
 class Objects:
-    """What objects among the arguments hold before one forward. See Note [Objects]."""
+    """The content of objects among the arguments before one forward.
+
+    Without this, an object that forward writes to (a key-value cache, a collector of losses) would be written to twice,
+    and a cache that has grown would give tensors of other shapes. A recomputation sees attributes, and the lists and
+    dicts in them, as forward saw them; afterwards they are set back. In-place changes of tensors are not restored.
+    """
 
     def __init__(self, arguments: Any) -> None:
         self._before = [(held, held.copy()) for held in iter_containers(tuple(_objects(arguments)))]
 
     def after_forward(self) -> None:
-        """See what has changed. Nothing else is kept, or a recomputation would keep what all layers have left there."""
+        """Keep only what has changed: the rest would hold the entries of all layers until the recomputation."""
         self._before = [(held, old) for held, was in self._before if (old := _replaced(held, was))]
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Around a recomputation."""
+        """A context for a recomputation."""
         now = [(held, {key: _at(held, key) for key in old}) for held, old in self._before]
         self._put(self._before)
         try:
@@ -128,8 +120,8 @@ class Objects:
             self._put(now)
 
     @staticmethod
-    def _put(places: list[tuple[Any, dict[Any, Any]]]) -> None:
-        for held, values in places:
+    def _put(contents: list[tuple[Any, dict[Any, Any]]]) -> None:
+        for held, values in contents:
             for key, value in values.items():
                 if key is _ALL:
                     held[:] = value
@@ -143,7 +135,7 @@ _ALL, _MISSING = object(), object()
 
 
 def _objects(value: Any) -> Iterator[Any]:
-    """What is in tuples, lists and dicts, which each recomputation gets anew."""
+    """The objects in tuples, lists and dicts; these containers are rebuilt for each recomputation."""
     if type(value) in (tuple, list, dict):
         for item in value.values() if type(value) is dict else value:
             yield from _objects(item)
@@ -156,7 +148,7 @@ def _at(held: Any, key: Any) -> Any:
 
 
 def _replaced(held: Any, before: Any) -> dict[Any, Any]:
-    """By key, what stood where something else stands now; of a list, all."""
+    """The old values of changed keys; of a changed list all items, under ``_ALL``."""
     if isinstance(held, list):
         same = len(held) == len(before) and all(a is b for a, b in zip(held, before, strict=True))
         return {} if same else {_ALL: before}
@@ -164,20 +156,25 @@ def _replaced(held: Any, before: Any) -> dict[Any, Any]:
 
 
 class Caches:
-    """Keeps caches that were made for a forward from modules that are recomputed. See Note [Caches].
+    """Removes empty key-value caches from the arguments of recomputed modules.
+
+    transformers create such a cache in training, too, if ``use_cache`` is on. It would hold all keys and values until
+    backward, which recomputation is meant to avoid. Their own gradient checkpointing also runs blocks without it. A
+    cache with content (a learned prefix) is passed on. Caches are recognized by their methods, since there are many
+    classes of them and transformers are not imported here.
 
     Args:
-        tells: warn about the first one.
+        tells: warn about the first removed cache.
     """
 
     def __init__(self, tells: bool = True) -> None:
         self._tells = tells
-        self._taken = WeakIdKeyDictionary()  # those that were empty: blocks that are not recomputed may fill them
+        self._taken = WeakIdKeyDictionary()  # caches that were empty; blocks without recomputation may fill them later
 
     def without(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call of ``forward``, with None for caches where it may be None."""
+        """The arguments of a call of ``forward``, with None for caches whose parameter is optional."""
         if not any(_is_cache(value) for value in (*args, *kwargs.values())):
             return args, kwargs
         known = inspect.signature(forward).parameters
@@ -197,8 +194,8 @@ class Caches:
             self._tells = False
             warnings.warn(
                 f"Recomputed modules run without the {type(value).__name__} of `use_cache=True` in training: "
-                "`past_key_values` in the model's output stays empty there. Set `model.config.use_cache = False` for "
-                "training; generation is as before.",
+                "`past_key_values` in the model's output stays empty. Set `model.config.use_cache = False` for "
+                "training; generation is not affected.",
                 stacklevel=2,
             )
         return None

@@ -1,26 +1,20 @@
-"""Where the inputs of checkpointed modules rest between forward and backward.
+"""Stores the inputs of checkpointed modules between forward and backward.
 
-``torch.utils.checkpoint`` saves them through autograd, so ``saved_tensors_hooks(store.pack, store.unpack)`` around a
-checkpointed call is all that a store needs (ZeRO-R's activation checkpoints in host memory, arXiv:1910.02054 section
-6.1, and ZeRO-Infinity's, arXiv:2104.07857 section 5.1.2).
+``torch.utils.checkpoint`` saves them through autograd, so a store only needs
+``saved_tensors_hooks(store.pack, store.unpack)`` around a checkpointed call (ZeRO-R's activation checkpoints in host
+memory, arXiv:1910.02054 section 6.1, and ZeRO-Infinity's, arXiv:2104.07857 section 5.1.2).
 
 Note [What is stored]
-    Dense tensors of ordinary type on the store's device, from ``least`` bytes on. Parameters and views of them stay
-    where they are, and so do sparse, nested, quantized and lazily conjugated tensors, subclasses, tensors of other
-    devices, tensors with overlapping elements and small ones. Those are watched: who writes to one in place before
-    backward gets autograd's error, as without a store.
-    What several modules get (a mask, a rotary table) is stored once: a tensor is known by its storage, the elements of
-    it that it shows, and its version.
+    Plain dense tensors on the store's device of at least ``least`` bytes. Not stored are parameters and views of them,
+    sparse, nested, quantized and lazily conjugated tensors, subclasses, tensors of other devices, and tensors with
+    overlapping elements. For these the version is checked: an in-place write before backward raises autograd's error,
+    as without a store. A tensor that several modules get (a mask, a rotary table) is stored once; it is identified by
+    its storage, the elements it shows, and its version.
 
 Note [How long]
-    What was packed belongs to the graph: it can be asked for as often as the graph is walked (retain_graph, several
-    forwards before their backwards), and its place is free when the graph is, walked or not. The end of a graph can
-    come anywhere, in the middle of any call; it is only noted there, and the next call frees the place. A graph that
-    somebody holds keeps its places, as it would keep its tensors. ``clear`` takes them back by force.
-
-Note [Order of backward]
-    Backward asks in the reverse order of forward. With each tensor the ``_AHEAD`` that were packed before it are
-    started on their way, so they come while the module that asked is computed.
+    A packed tensor belongs to the graph: it can be unpacked as often as backward runs (retain_graph), and its memory is
+    freed with the graph. A graph can be freed in the middle of any call, so its finalizer only queues the tensor, and
+    the next call frees the memory. A graph that is kept alive keeps its stored tensors. ``clear`` frees them anyway.
 """
 
 from __future__ import annotations
@@ -46,61 +40,61 @@ from lt_zero.offload.reuse import Arena, Memory, Stock
 from lt_zero.offload.saved_activations import InHost, OnDevice, Place, Rest, changed
 from lt_zero.offload.saved_activations_nvme import InFiles
 
-_LEAST = 4096  # bytes: below that a tensor costs less than what moves it
-_AHEAD = 2  # tensors that are brought before they are asked for
-_SPARE = 2  # slots for tensors that were brought, while others rest
+_LEAST = 4096  # bytes; storing a smaller tensor costs more than it saves
+_AHEAD = 2  # tensors to prefetch in backward
+_SPARE = 2  # slots for prefetched tensors, in addition to the stored ones
 
 
 class Store(Protocol):
-    """Keeps what autograd saves. Any thread may call it."""
+    """Stores the tensors that autograd saves. Thread-safe."""
 
     @property
     def problem(self) -> SwapError | None:
-        """The first thing that went wrong with files; NaN is handed out then. To be raised where ranks meet."""
+        """The first I/O error. Tensors are NaN afterwards; the ranks agree on raising (offload/nvme_files.py)."""
 
     def pack(self, tensor: Tensor) -> object:
-        """Take a tensor that autograd saves."""
+        """Store a tensor that autograd saves."""
 
     def unpack(self, packed: Any) -> Tensor:
         """A tensor of the same values, dtype, shape, strides and device, detached.
 
         Raises:
-            RuntimeError: the tensor was written to in place, or ``clear`` took it back.
+            RuntimeError: the tensor was changed in place, or freed by ``clear``.
         """
 
     def end_backward(self) -> None:
-        """A backward is over, or was given up: free what no graph holds any more. See Note [How long]."""
+        """Free what no graph holds, after a backward that has ended or failed. See Note [How long]."""
 
     def clear(self) -> None:
-        """Free everything, also what graphs hold that nobody will walk."""
+        """Free everything, also what live graphs hold."""
 
     def stats(self) -> dict[str, int]:
         """Counts and bytes so far.
 
         ``packed``, ``kept`` (not stored), ``shared`` (stored before), ``unpacked``: calls. ``stored``, ``bytes``:
-        tensors at rest now; ``most``: bytes at most. ``made``: allocations; ``memory``, ``disk``: bytes taken, in use
-        or not.
+        tensors stored now; ``most``: peak of ``bytes``. ``made``: allocations; ``memory``, ``disk``: bytes allocated,
+        in use or not.
         """
 
     def close(self) -> None:
-        """Free everything, and remove files. Again a no-op."""
+        """Free everything and remove files. Idempotent."""
 
 
 class _Entry:
-    """One tensor's elements at rest; all that was packed of them shares it."""
+    """The stored elements of a tensor; all packed tensors with these elements share it."""
 
     def __init__(self, place: Place, nbytes: int, before: weakref.ref[_Entry] | None) -> None:
         self.place: Place | None = place
         self.nbytes, self.before = nbytes, before
         self.users, self.shared = 0, False
-        self.common: Tensor | None = None  # what was brought, for all that share it
+        self.common: Tensor | None = None  # the copy on the device, if the entry is shared
 
 
 class _Kept:
     """A tensor that is not stored."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.detach()  # or an output that is saved would keep its own graph
+        self._tensor = tensor.detach()  # a saved output would otherwise keep its own graph alive
         self._version = None if tensor.is_inference() else version_of(tensor)
 
     def get(self) -> Tensor:
@@ -110,22 +104,22 @@ class _Kept:
 
 
 class _Packed:
-    """What a graph holds of a stored tensor."""
+    """The graph's handle of a stored tensor."""
 
     def __init__(self, entry: _Entry, dtype: torch.dtype, geometry: Geometry, gone: deque[_Entry]) -> None:
         self.entry, self.dtype, self.geometry, self._gone = entry, dtype, geometry, gone
 
     def __del__(self) -> None:
-        self._gone.append(self.entry)  # no more than that: see Note [How long]
+        self._gone.append(self.entry)  # nothing else: see Note [How long]
 
 
 class Saved:
-    """A store over something that keeps bytes.
+    """The store: decides which tensors to store, and shares, prefetches and frees them.
 
     Args:
-        rest: keeps them.
+        rest: stores the bytes.
         device: whose tensors are stored.
-        least: bytes of the smallest tensor that is stored.
+        least: minimum bytes of a stored tensor.
     """
 
     def __init__(self, rest: Rest, device: torch.device, least: int = _LEAST) -> None:
@@ -133,10 +127,10 @@ class Saved:
         self.rest, self.device, self._least = rest, torch.device(device.type, which), least
         self._lock = threading.RLock()
         self._gone: deque[_Entry] = deque()
-        self._entries: dict[int, _Entry] = {}  # by id, all that have a place
-        self._last: weakref.ref[_Entry] | None = None  # that was packed
+        self._entries: dict[int, _Entry] = {}  # by id, all that are stored
+        self._last: weakref.ref[_Entry] | None = None  # packed last
         self._known: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[Any, _Entry]]
-        self._known = weakref.WeakKeyDictionary()  # by storage: a dead one's address may be another's
+        self._known = weakref.WeakKeyDictionary()  # by storage object, since addresses are reused
         self._counts = dict.fromkeys(("packed", "kept", "shared", "unpacked", "bytes", "most"), 0)
 
     @property
@@ -194,8 +188,8 @@ class Saved:
     def _bring(self, entry: _Entry) -> Tensor:
         if entry.place is None:
             raise RuntimeError(
-                "An input of a checkpointed module is asked for that is not stored any more: Store.clear() was called "
-                "after this forward. Run backward before it, or forward again."
+                "The input of a checkpointed module was freed: Store.clear() was called after this forward. Run "
+                "backward before it, or run forward again."
             )
         if not entry.shared or isinstance(self.rest, OnDevice):
             return entry.place.bring()
@@ -204,6 +198,7 @@ class Saved:
         return entry.common.clone()
 
     def _look_ahead(self, entry: _Entry | None) -> None:
+        # Backward unpacks in reverse order. What was packed before is copied while the calling module is computed.
         for _ in range(_AHEAD):
             entry = entry.before() if entry is not None and entry.before is not None else None
             if entry is None or (entry.place is not None and entry.common is None and not entry.place.prefetch()):
@@ -249,17 +244,17 @@ class Saved:
 def open_store(
     block: ActivationCheckpointing, device: torch.device, count: int, aio: Aio | None = None, rank: int = 0
 ) -> Store | None:
-    """Where the block says that saved inputs rest; None: where they are.
+    """The store that the configuration asks for; None if saved inputs stay where they are.
 
     Args:
-        block: says where.
+        block: the configuration.
         device: of the model.
-        count: checkpointed modules.
-        aio: how files are read and written; None: the defaults.
+        count: number of checkpointed modules.
+        aio: block size, threads and queue depth of file I/O; None: the defaults.
         rank: of this process, for files.
 
     Raises:
-        SwapError: there can be no files in ``nvme_path``. Other ranks may have opened theirs.
+        SwapError: files cannot be created in ``nvme_path`` on this rank; other ranks may have succeeded.
     """
     if block.nvme_path is not None:
         return Saved(InFiles(block.nvme_path, rank, aio or Aio(), device, is_apart(device)), device)

@@ -1,4 +1,4 @@
-"""One request to the disk, carried through: cut short, interrupted, refused or failed."""
+"""Reads and writes whole blocks, repeating requests that were short, interrupted or refused for lack of resources."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 
 from lt_zero.io.thread_pool import SwapError
 
-# What can pass by itself. EIO does not: the kernel has tried again already, and what a disk lost does not come back.
-_PASSING = {errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.EBUSY}
-_PAUSE = 0.01  # seconds before the first new try; they double
+# Worth a retry. EIO is not: the kernel has retried already.
+_TRANSIENT = {errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.EBUSY}
+_PAUSE = 0.01  # seconds before the first retry; doubles with each
 
 _REMEDIES = {
     errno.EIO: "The disk failed: see dmesg and smartctl, set nvme_path to another disk, and restart from a checkpoint.",
-    errno.EROFS: "The file system is read-only (if it was not before, see dmesg): set nvme_path to one to write to.",
-    errno.EFBIG: "Files may not be that large: raise the limit (ulimit -f), or set nvme_path to another file system.",
-    errno.EDQUOT: "The user's quota on it is used up: remove files, or set nvme_path to another file system.",
-    errno.EACCES: "Give the user the right to write there, or set nvme_path to a folder of the user.",
-    errno.EPERM: "Give the user the right to write there, or set nvme_path to a folder of the user.",
-    errno.ENOENT: "Make the folder first.",
-    errno.EEXIST: "Two files need two names; remove it if it is left over.",
+    errno.EROFS: "The file system is read-only (if it was writable before, see dmesg): use a writable one.",
+    errno.EFBIG: "The file is too large: raise the limit (ulimit -f), or set nvme_path to another file system.",
+    errno.EDQUOT: "The user's quota is exceeded: remove files, or set nvme_path to another file system.",
+    errno.EACCES: "Give the user write permission, or set nvme_path to a folder of the user.",
+    errno.EPERM: "Give the user write permission, or set nvme_path to a folder of the user.",
+    errno.ENOENT: "Create the folder first.",
+    errno.EEXIST: "A file of that name exists; remove it if it is left over.",
     errno.ENOTDIR: "Set nvme_path to a folder.",
     errno.ENAMETOOLONG: "Set nvme_path to a shorter path.",
     errno.EMFILE: "The process has too many files open: raise the limit (ulimit -n).",
@@ -29,20 +29,20 @@ _REMEDIES = {
 
 
 def free_bytes(path: Path) -> int:
-    """What an ordinary user may still write to the file system of ``path``."""
+    """Bytes that an ordinary user can still write to the file system of ``path``."""
     state = os.statvfs(path)
     return state.f_bavail * state.f_frsize
 
 
 def in_words(nbytes: int) -> str:
-    """A number of bytes, also in GiB if there are many."""
+    """A number of bytes as text, also in GiB if it is large."""
     return f"{nbytes} bytes" + (f" ({nbytes / 2**30:.2f} GiB)" if nbytes >= 2**27 else "")
 
 
 def trouble(what: str, folder: Path, error: OSError) -> SwapError:
-    """What failed, the system's words for it, and what to do. ``folder`` tells how much space is left."""
+    """An error that says what failed, why, and what to do; ``folder``: whose free space is reported."""
     code = error.errno or 0
-    remedy = _REMEDIES.get(code, "See dmesg; if it stays, set nvme_path to another disk.")
+    remedy = _REMEDIES.get(code, "See dmesg; if the error persists, set nvme_path to another disk.")
     if code == errno.ENOSPC:
         try:
             free = f"{in_words(free_bytes(folder))} are free"
@@ -53,12 +53,12 @@ def trouble(what: str, folder: Path, error: OSError) -> SwapError:
 
 
 def read_some(fd: int, view: memoryview, offset: int) -> int:
-    """Read at most a view; how much. Tests replace this."""
+    """One request to read into ``view``; returns the bytes read. Tests replace this."""
     return os.preadv(fd, [view], offset)
 
 
 def write_some(fd: int, view: memoryview, offset: int) -> int:
-    """Write at most a view; how much. Tests replace this."""
+    """One request to write ``view``; returns the bytes written. Tests replace this."""
     return os.pwritev(fd, [view], offset)
 
 
@@ -68,8 +68,8 @@ class Blocks:
     Args:
         fd: the open file.
         path: for messages.
-        unit: every request begins at a multiple of it (1 without O_DIRECT).
-        retries: how often a request that failed for want of resources, or moved nothing, is tried again.
+        unit: alignment of offsets in bytes (1 without O_DIRECT).
+        retries: how often a request that failed for lack of resources, or moved nothing, is repeated.
     """
 
     def __init__(self, fd: int, path: Path, unit: int, retries: int) -> None:
@@ -82,7 +82,7 @@ class Blocks:
         """Write all of ``view``.
 
         Raises:
-            SwapError: that is impossible.
+            SwapError: the write failed.
         """
         self._move(True, view, offset)
 
@@ -90,7 +90,7 @@ class Blocks:
         """Fill all of ``view``.
 
         Raises:
-            SwapError: that is impossible, or the file ends before.
+            SwapError: the read failed, or the file is too short.
         """
         self._move(False, view, offset)
 
@@ -103,11 +103,11 @@ class Blocks:
             except InterruptedError:
                 continue
             except OSError as error:
-                if error.errno not in _PASSING or failures == self.retries:
+                if error.errno not in _TRANSIENT or failures == self.retries:
                     what = self._what(writes, len(view) - done, offset + done)
                     raise trouble(what, self.path.parent, error) from None
                 count = 0
-            # A short request can end within a sector, and the next must not begin there.
+            # A short request can end within a sector, where the next one must not start.
             progress = count if done + count == len(view) else (done + count) // self.unit * self.unit - done
             if progress > 0:
                 done, failures = done + progress, 0
@@ -124,8 +124,8 @@ class Blocks:
         size = os.fstat(self.fd).st_size
         if size < end:
             raise SwapError(
-                f"{self.path} ends at byte {size}, and {end} bytes were written: something cut it short. Keep other"
-                " programs away from lt_zero's folders, and restart from a checkpoint."
+                f"{self.path} ends at byte {size}, and {end} bytes were written: another program truncated it. Keep"
+                " other programs away from lt_zero's folders, and restart from a checkpoint."
             )
 
     def _what(self, writes: bool, length: int, offset: int) -> str:

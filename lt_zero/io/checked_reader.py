@@ -1,4 +1,4 @@
-"""Reading files that were written with checksums, in blocks."""
+"""Reads files in blocks and verifies the checksum of each block."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _THREADS = 4
 
 
 class BlockReader:
-    """Reads the files of a directory by checked blocks.
+    """Reads the files of a directory in verified blocks.
 
-    The last block of each file is kept, since small tensors share blocks.
+    The last block of each file is cached, since small tensors share blocks.
 
     Args:
         folder: the directory.
-        fs: its file system (fsspec); None: this machine's.
+        fs: its fsspec file system; None for a local directory.
     """
 
     def __init__(self, folder: str, fs: Any = None) -> None:
@@ -115,8 +115,8 @@ class BlockReader:
         buffer[length:full].zero_()
         if got != length or checksum(buffer[:full], self._weights) != record.sums[number]:
             raise CheckpointError(
-                f"{path} is damaged: bytes {number * STEP} to {number * STEP + length} are not those that were "
-                "written. Restore it from a copy, or resume from another checkpoint."
+                f"{path} is damaged: bytes {number * STEP} to {number * STEP + length} have a wrong checksum. Restore "
+                "it from a copy, or resume from another checkpoint."
             )
 
     def _fill(self, file: str, offset: int, view: memoryview) -> int:

@@ -1,18 +1,18 @@
-"""A process's own folder on the disk, which vanishes with the process: at once, or when the next one starts.
+"""A private folder of one process. It is removed at exit, or, after a kill, by the next process that uses the disk.
 
 Note [Leftovers]
-    A folder is ``lt_zero-<host>-<pid>-<random>`` with a file ``lock`` that its process holds a lock on (flock: the
-    kernel releases it with the process, however that ends). Who gets the lock of another's folder knows that its
-    process is dead, and removes it. The process number is for people only: containers share numbers. Of a file
-    system that may be shared with other hosts, whose locks nobody guarantees, only folders of this host's name go; on
-    a local disk all do, since containers change their names and leave their folders.
+    A folder is named ``lt_zero-<host>-<pid>-<random>``. Its process holds a flock on the file ``lock`` in it, which the
+    kernel releases however the process ends. A process that can take the lock of another folder knows that its owner
+    is dead, and removes the folder. The process number is informative only, since containers share numbers. On a file
+    system that other hosts may share, where flock may not reach them, only folders of this host's name are removed; on
+    a local disk all are, since containers change their host name and leave folders behind.
 
-    A folder is locked before it gets that name by a rename: nobody finds it without a lock. Until then it ends in
-    ``.new``; such a folder is left over when it is old. Other names, other users' folders, links and folders in ours
+    A folder is locked before a rename gives it this name, so it is never visible without a lock. Before, its name ends
+    in ``.new``; such a folder is removed once it is old. Other names, other users' folders, links and nested folders
     are never touched.
 
-    The lock belongs to the open file, which a forked child has too: a data loader's worker that outlives its parent
-    would keep the folder. A child therefore closes the file first of all; that does not unlock it for the parent.
+    The lock belongs to the open file, which forked children inherit: a data loader worker that outlives its parent
+    would keep the folder locked. So a child closes the file right after the fork, which does not unlock the parent's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lt_zero.io.thread_pool import SwapError, log
 
 _LOCK = "lock"
 _NEW = ".new"
-_NEW_AGE = 3600.0  # seconds after which a folder that never got its name is left over
+_NEW_AGE = 3600.0  # seconds after which a ``.new`` folder is removed
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _LOCAL = {"ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "tmpfs"}  # no other host mounts these at the same time
 _told: set[str] = set()
@@ -45,11 +45,11 @@ class SwapFolder:
     """A private folder below ``nvme_path`` for the files of one process.
 
     Args:
-        nvme_path: a folder on a local disk; it is made if it does not exist.
-        rank: the process's rank, for the log and for people who look into the folder.
+        nvme_path: a folder on a local disk; created if it does not exist.
+        rank: the process's rank, for messages and the lock file.
 
     Raises:
-        SwapError: no folder can be made there.
+        SwapError: the folder cannot be created.
     """
 
     def __init__(self, nvme_path: Path, rank: int) -> None:
@@ -61,20 +61,20 @@ class SwapFolder:
         try:
             self.path, lock = _make(self._base, rank)
         except OSError as error:
-            raise trouble(f"Cannot make a folder in nvme_path={str(self._base)!r}", self._base, error) from error
-        self._lock = [lock]  # what a child empties
+            raise trouble(f"Cannot create a folder in nvme_path={str(self._base)!r}", self._base, error) from error
+        self._lock = [lock]  # emptied in a forked child
         _folders.add(self)
         self._finalizer = weakref.finalize(self, _release, self.path, self._lock, os.getpid())
 
     def free_bytes(self) -> int:
-        """How much may still be written."""
+        """Bytes that can still be written."""
         return free_bytes(self.path)
 
     def require(self, nbytes: int) -> None:
-        """Check that there is space for ``nbytes`` more.
+        """Check that the disk has space for ``nbytes`` more.
 
         Raises:
-            SwapError: there is not.
+            SwapError: the free space is too small.
         """
         free = self.free_bytes()
         if free < nbytes:
@@ -85,7 +85,7 @@ class SwapFolder:
             )
 
     def close(self) -> None:
-        """Remove the folder and the files in it. Again a no-op."""
+        """Remove the folder and the files in it. Idempotent."""
         self._finalizer()
 
     def _forget_lock(self) -> None:
@@ -106,7 +106,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def filesystem_of(path: Path) -> str:
-    """The type of the file system under ``path``, such as "ext4"; "" if the system does not tell."""
+    """The type of the file system under ``path``, such as "ext4"; "" if it is unknown."""
     device = os.stat(path).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -127,7 +127,7 @@ def _make_base(base: Path) -> None:
             raise SwapError(f"{what}: it is not a folder. Set it to a folder on a local disk.")
         if not base.exists():
             base.mkdir(parents=True, exist_ok=True)
-            log.warning("nvme_path %s did not exist; it was made, on the file system of %s.", base, base.parent)
+            log.warning("nvme_path %s did not exist; it was created, on the file system of %s.", base, base.parent)
         if not os.access(base, os.W_OK | os.X_OK):
             read_only = os.statvfs(base).f_flag & os.ST_RDONLY
             raise OSError(errno.EROFS if read_only else errno.EACCES, "no access")
@@ -140,7 +140,7 @@ def _warn_of_memory(base: Path) -> None:
     if kind in ("tmpfs", "ramfs") and str(base) not in _told:
         _told.add(str(base))
         log.warning(
-            "nvme_path %s is on %s, which is memory and no disk: offload to it frees nothing. Set nvme_path to a disk.",
+            "nvme_path %s is on %s, which is memory: offload to it frees nothing. Set nvme_path to a folder on a disk.",
             base,
             kind,
         )
@@ -151,7 +151,7 @@ def _host() -> str:
 
 
 def _make(base: Path, rank: int) -> tuple[Path, int]:
-    """A locked folder, and the open file that holds the lock."""
+    """Create a locked folder; returns its path and the file descriptor that holds the lock."""
     path = base / f"lt_zero-{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
     new = path.with_name(path.name + _NEW)
     new.mkdir(mode=0o700)
@@ -160,7 +160,7 @@ def _make(base: Path, rank: int) -> tuple[Path, int]:
         try:
             os.write(lock, f"rank {rank}, process {os.getpid()} on {socket.gethostname()}, {time.ctime()}\n".encode())
             if not _lock(lock):
-                log.warning("%s takes no locks: what killed runs leave there has to be removed by hand.", base)
+                log.warning("%s does not support locks: remove the folders of killed runs there by hand.", base)
             new.rename(path)
         except OSError:
             os.close(lock)
@@ -172,7 +172,14 @@ def _make(base: Path, rank: int) -> tuple[Path, int]:
 
 
 def _lock(fd: int) -> bool:
-    """Take the lock without waiting; False if the file system has none, BlockingIOError if another process has it."""
+    """Take the lock without waiting.
+
+    Returns:
+        False if the file system does not support locks.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -185,29 +192,28 @@ def _lock(fd: int) -> bool:
 
 
 def _remove_leftovers(base: Path) -> None:
-    """Remove what dead processes of this host left in ``base``. See Note [Leftovers]."""
+    """Remove the folders of dead processes in ``base``. See Note [Leftovers]."""
     host = ".+" if filesystem_of(base) in _LOCAL else re.escape(_host())
     pattern = re.compile(rf"lt_zero-{host}-\d+-[0-9a-f]{{8}}({re.escape(_NEW)})?")
     count, freed = 0, 0
     try:
         names = [entry.name for entry in os.scandir(base) if entry.is_dir(follow_symlinks=False)]
     except OSError as error:
-        log.warning("%s cannot be searched for what killed runs left there: %s", base, error)
+        log.warning("Cannot search %s for folders of killed runs: %s", base, error)
         return
     for name in filter(pattern.fullmatch, names):
         try:
             if (size := _remove_if_dead(base / name)) is not None:
                 count, freed = count + 1, freed + size
         except OSError as error:
-            # Another rank was faster (then it is gone), or the disk is in trouble, which others will tell.
-            if not isinstance(error, FileNotFoundError):
-                log.warning("%s cannot be removed, though its process is dead: %s", name, error)
+            if not isinstance(error, FileNotFoundError):  # another rank may have removed it first
+                log.warning("Cannot remove %s of a dead process: %s", name, error)
     if count:
         log.warning("Removed %d folder(s) of killed runs from %s: %s freed.", count, base, in_words(freed))
 
 
 def _remove_if_dead(folder: Path) -> int | None:
-    """The bytes freed; None if the folder is alive or not ours to remove."""
+    """Remove a folder if its process is dead; returns the bytes freed, or None if it must stay."""
     state = folder.lstat()
     if state.st_uid != os.geteuid():
         return None
@@ -216,7 +222,7 @@ def _remove_if_dead(folder: Path) -> int | None:
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
-        # The lock is removed last: who did that was killed before it could remove the empty folder.
+        # The lock is removed last: a process was killed before it removed the empty folder.
         return None if any(folder.iterdir()) else _clear(folder)
     try:
         return _clear(folder) if _lock(lock) else None
@@ -227,7 +233,7 @@ def _remove_if_dead(folder: Path) -> int | None:
 
 
 def _clear(folder: Path) -> int:
-    """Remove a folder and the files in it, its lock last; how many bytes that freed."""
+    """Remove a folder and the files in it, its lock last; returns the bytes freed."""
     files = [Path(entry.path) for entry in os.scandir(folder) if not entry.is_dir(follow_symlinks=False)]
     freed = 0
     for file in sorted(files, key=lambda file: file.name == _LOCK):
@@ -242,10 +248,10 @@ def _release(path: Path, lock: list[int], pid: int) -> None:
     if os.getpid() != pid:  # the parent's folder stays; see Note [Fork and exit] in thread_pool.py
         return
     try:
-        with contextlib.suppress(FileNotFoundError):  # somebody removed it before
+        with contextlib.suppress(FileNotFoundError):
             _clear(path)
     except OSError as error:
-        log.warning("%s cannot be removed: %s. Remove it by hand.", path, error)
+        log.warning("Cannot remove %s: %s. Remove it by hand.", path, error)
     for fd in lock:
         os.close(fd)
     lock.clear()

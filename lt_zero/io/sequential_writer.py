@@ -1,13 +1,9 @@
-"""A new file that is written once from front to back, in large aligned blocks, by several threads.
+"""Writes a new file front to back, in large aligned blocks, with several threads.
 
-Note [Two ways into a block]
-    Blocks that lie within one tensor are copied from it by the thread that writes them. What is smaller is put into
-    the block that is being filled at once. Either way bytes are copied exactly once, into memory that O_DIRECT can
-    take; the checksum is made of that copy, so it covers what was handed to the disk. Past the page cache, because
-    a checkpoint is as large as memory and nobody reads it soon.
-
-Note [Borrowed tensors]
-    A tensor belongs to the threads until ``wait_written`` or ``close`` has returned.
+A block that lies within one tensor is copied by the thread that writes it; smaller data is copied at once into the
+block that is being filled. Either way bytes are copied exactly once, into aligned memory for O_DIRECT, and the checksum
+is computed from that copy, so it covers what the disk gets. O_DIRECT, because a checkpoint is as large as memory and is
+not read soon. A tensor belongs to the threads until ``wait_written`` or ``close`` has returned.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ from lt_zero.common.errors import CheckpointError
 from lt_zero.io.direct_file import go_direct, logical_block, reserve
 from lt_zero.io.pinned import BLOCK, aligned_buffer, checksum, checksum_weights, rounded, view_of
 
-STEP = 4 << 20  # bytes of a block, and of what a checksum covers
+STEP = 4 << 20  # bytes of a block, which has one checksum
 THREADS = 4
 
 
@@ -44,23 +40,23 @@ class FileRecord:
 
 
 class Sink(Protocol):
-    """Takes the bytes of one file, in order."""
+    """A file that is written in order."""
 
     def write(self, data: bytes | Tensor) -> None:
-        """``data``: bytes, or a 1D uint8 tensor on the CPU, which is borrowed until ``wait_written``."""
+        """Append bytes, or a 1D uint8 tensor on the CPU, which must not change until ``wait_written``."""
 
     def wait_written(self) -> None:
-        """Return when nothing is borrowed any more."""
+        """Wait until no tensor is in use any more."""
 
     def close(self) -> FileRecord:
-        """Make the file durable."""
+        """Finish the file and make it durable."""
 
     def abandon(self) -> None:
-        """After an error: release everything; the file is not complete."""
+        """Release everything after an error; the file stays incomplete."""
 
 
 class Blocks:
-    """The threads and buffers of the files that one process writes at a time."""
+    """The threads and buffers that the open files of one process share."""
 
     def __init__(self, threads: int = THREADS) -> None:
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="lt_zero-save")
@@ -71,11 +67,11 @@ class Blocks:
         self._own = threading.local()
 
     def take(self) -> Tensor:
-        """A buffer of ``STEP`` bytes to be filled; waits for one. Not in the threads, or they wait for each other."""
+        """A free buffer of ``STEP`` bytes; blocks until there is one. Not for the threads: deadlock."""
         return self._free.get()
 
     def mine(self) -> Tensor:
-        """The running thread's own buffer."""
+        """The calling thread's buffer."""
         if not hasattr(self._own, "buffer"):
             self._own.buffer = aligned_buffer(STEP)
         buffer: Tensor = self._own.buffer
@@ -89,17 +85,17 @@ class Blocks:
 
 
 class FileSink:
-    """A local file. See Note [Two ways into a block].
+    """A local file.
 
     Args:
-        path: it must not exist.
+        path: the file to create; it must not exist.
         blocks: threads and buffers.
-        expected: bytes that it will have, about; they are allocated now.
-        name: what the file is called in messages; default: ``path``.
-        copies: nothing is borrowed: what ``write`` gets may change as soon as it returns.
+        expected: approximate size in bytes, which is allocated now.
+        name: the file's name in messages; default: ``path``.
+        copies: copy all data in ``write``, so that tensors may change as soon as it returns.
 
     Raises:
-        CheckpointError: the file cannot be made, for want of space or rights.
+        CheckpointError: the file cannot be created, for lack of space or permissions.
     """
 
     def __init__(
@@ -110,19 +106,19 @@ class FileSink:
         self._lock = threading.Lock()
         self._pending: deque[Future[None]] = deque()
         self._filling: Tensor | None = None
-        self._fill = 0  # bytes of ``_filling``
-        self._number = 0  # of the block that is being filled
+        self._fill = 0  # bytes in ``_filling``
+        self._number = 0  # index of the block that is being filled
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise trouble("Cannot make", self.path, error) from None
+            raise trouble("Cannot create", self.path, error) from None
         try:
             if expected >= STEP:
                 reserve(self._fd, rounded(expected))
             self._direct = go_direct(self._fd, max(BLOCK, logical_block(path.parent)), expected)
         except OSError as error:
             os.close(self._fd)
-            raise trouble("Cannot make room for", self.path, error) from None
+            raise trouble("Cannot allocate", self.path, error) from None
 
     @property
     def position(self) -> int:
@@ -175,7 +171,7 @@ class FileSink:
             future.cancel()
         for future in self._pending:
             if not future.cancelled():
-                future.exception()  # until it has ended: it borrows memory
+                future.exception()  # wait: it still reads the tensor's memory
         self._pending.clear()
         if self._filling is not None:
             self._blocks.give_back(self._filling)
@@ -188,7 +184,7 @@ class FileSink:
 
     def _submit(self, work: Any, *args: Any) -> None:
         while self._pending and self._pending[0].done():
-            self._pending.popleft().result()  # an error ends the file at once
+            self._pending.popleft().result()  # raise errors early
         self._pending.append(self._blocks.pool.submit(work, *args))
 
     def _copy_and_write(self, number: int, address: int, keep: object) -> None:
@@ -220,13 +216,13 @@ class FileSink:
             except OSError as error:
                 raise trouble("Cannot write", self.path, error) from None
             if count <= 0:
-                raise CheckpointError(f"Cannot write {self.path}: the system writes nothing. See dmesg.")
-            # A short request can end within a sector, and the next must not begin there.
+                raise CheckpointError(f"Cannot write {self.path}: the system wrote 0 bytes. See dmesg.")
+            # A short request can end within a sector, where the next one must not start.
             done += count if done + count == len(view) or not self._direct else max(0, count // BLOCK * BLOCK)
 
 
 class StreamSink:
-    """A file of any file system that only writes from front to back (fsspec)."""
+    """A file on an fsspec file system, which can only be written sequentially."""
 
     def __init__(self, path: str, stream: IO[bytes]) -> None:
         self._path, self._stream = path, stream
@@ -257,7 +253,7 @@ class StreamSink:
         self._fill = 0
 
     def wait_written(self) -> None:
-        """Nothing is borrowed."""
+        """A no-op: ``write`` copies all data."""
 
     def close(self) -> FileRecord:
         self._flush()
@@ -265,17 +261,17 @@ class StreamSink:
         return FileRecord(self.position, tuple(self._sums))
 
     def abandon(self) -> None:
-        with contextlib.suppress(Exception):  # what went wrong before is what is reported
+        with contextlib.suppress(Exception):  # the first error is the one to report
             self._stream.close()
 
 
 def write_some(fd: int, view: memoryview, offset: int) -> int:
-    """Write at most a view; how much. Tests replace this."""
+    """One request to write ``view``; returns the bytes written. Tests replace this."""
     return os.pwritev(fd, [view], offset)
 
 
 def _address_of(data: bytes | Tensor) -> tuple[int, object]:
-    """Where the bytes lie, and what keeps them there."""
+    """The address of the bytes, and the object that keeps them alive."""
     if isinstance(data, Tensor):
         assert data.dtype == torch.uint8, data.dtype
         assert data.is_contiguous(), data.stride()
@@ -286,17 +282,17 @@ def _address_of(data: bytes | Tensor) -> tuple[int, object]:
 
 _REMEDIES = {
     errno.ENOSPC: "Free space there, or save to another disk.",
-    errno.EDQUOT: "The user's quota there is used up: remove files, or save to another disk.",
-    errno.EACCES: "Give the user the right to write there, or save elsewhere.",
+    errno.EDQUOT: "The user's quota is exceeded: remove files, or save to another disk.",
+    errno.EACCES: "Give the user write permission, or save elsewhere.",
     errno.EROFS: "The file system is read-only: save elsewhere.",
     errno.EIO: "The disk failed: see dmesg and smartctl, and save to another disk.",
-    errno.EFBIG: "Files may not be that large there: raise the limit (ulimit -f), or save to another file system.",
+    errno.EFBIG: "The file is too large: raise the limit (ulimit -f), or save to another file system.",
 }
 
 
 def trouble(what: str, path: Path | str, error: OSError) -> CheckpointError:
-    """What failed, the system's words for it, and what to do."""
+    """An error that says what failed, why, and what to do."""
     code = error.errno or 0
-    remedy = _REMEDIES.get(code, "See dmesg; if it stays, save to another disk.")
+    remedy = _REMEDIES.get(code, "See dmesg; if the error persists, save to another disk.")
     name = errno.errorcode.get(code, str(code))
     return CheckpointError(f"{what} {path}: {error.strerror or error} ({name}). {remedy}")

@@ -150,7 +150,7 @@ def test_a_cache_that_was_made_for_a_forward_is_not_kept() -> None:
     assert [block.seen[0] for block in model.block] == [False, True, False, True]
     assert [str(entry.message) for entry in told if "use_cache" in str(entry.message)] == [
         "Recomputed modules run without the Cache of `use_cache=True` in training: `past_key_values` in the model's "
-        "output stays empty there. Set `model.config.use_cache = False` for training; generation is as before."
+        "output stays empty. Set `model.config.use_cache = False` for training; generation is not affected."
     ]
     with torch.no_grad():
         model(tokens(0, 0, 0))

@@ -299,7 +299,7 @@ def test_closed_files_and_pools_refuse(tmp_path: Path) -> None:
         other.write(0, aligned_buffer(1))
     other.close()
     assert not list(tmp_path.iterdir())
-    with pytest.raises(SwapError, match=r"No such file.*Make the folder"):
+    with pytest.raises(SwapError, match=r"No such file.*Create the folder"):
         SwapFile(tmp_path / "none" / "a", [1], pool)
 
 

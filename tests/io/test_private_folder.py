@@ -123,7 +123,7 @@ def test_a_folder_with_folders_is_left(tmp_path: Path, caplog: pytest.LogCapture
     (made.path / "results").mkdir()
     made.close()
     assert (made.path / "results").is_dir()
-    assert "cannot be removed" in caplog.text
+    assert "Cannot remove" in caplog.text
 
 
 def test_file_systems_without_locks_keep_everything(
@@ -135,7 +135,7 @@ def test_file_systems_without_locks_keep_everything(
     monkeypatch.setattr(private_folder.fcntl, "flock", no_locks)
     first, second = SwapFolder(tmp_path, 0), SwapFolder(tmp_path, 1)
     assert first.path.is_dir()
-    assert "takes no locks" in caplog.text
+    assert "does not support locks" in caplog.text
     first.close()
     second.close()
 
@@ -146,7 +146,7 @@ def test_places_that_cannot_be_used_are_told(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(SwapError, match=f"nvme_path='{place}' cannot be used.*[Ss]et .*to a folder"):
             SwapFolder(place, 0)
     monkeypatch.setattr(os, "access", lambda *args: False)
-    with pytest.raises(SwapError, match=r"Permission denied \(EACCES\)\. Give the user the right"):
+    with pytest.raises(SwapError, match=r"Permission denied \(EACCES\)\. Give the user write permission"):
         SwapFolder(tmp_path, 0)
     real = os.statvfs(tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result([*real[:8], os.ST_RDONLY, real[9]]))
@@ -156,7 +156,7 @@ def test_places_that_cannot_be_used_are_told(tmp_path: Path, monkeypatch: pytest
 
 def test_a_missing_place_is_made_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = SwapFolder(tmp_path / "a" / "b", 0)
-    assert f"nvme_path {tmp_path / 'a' / 'b'} did not exist; it was made" in caplog.text
+    assert f"nvme_path {tmp_path / 'a' / 'b'} did not exist; it was created" in caplog.text
     free = made.free_bytes()
     made.require(1)
     with pytest.raises(SwapError, match=rf"rank 0 needs {1 << 60} bytes \(.* GiB\), and [0-9]+ bytes .*are free"):
@@ -172,7 +172,7 @@ def test_memory_is_told_from_disks(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     monkeypatch.setattr(private_folder, "_told", set())
     for _ in range(2):
         SwapFolder(place, 0).close()
-    assert caplog.text.count("is on tmpfs, which is memory and no disk") == 1
+    assert caplog.text.count("is on tmpfs, which is memory") == 1
 
 
 def test_exit_removes_everything_and_the_exit_of_a_child_nothing(tmp_path: Path) -> None:
