@@ -1,11 +1,10 @@
-"""Parameters that no rank ever holds all of: meta-device modules filled unit by unit, and cutting at construction.
+"""Models that no rank ever holds in full: meta-device modules filled unit by unit, and sharding at construction.
 
-Note [Cutting at construction]
-    Inside ``ConstructionSharder`` a module's parameters are cut as soon as the module is registered in its parent:
-    each rank keeps 1/world of each and a sentinel stands in (guard.py). Initialisation code that comes later
-    (``self.apply(init)``, ``module.weight.data.normal_()``) meets the guard, which puts the parameter together again,
-    lets the code run on the real values, and cuts it when the next one is asked for. Every random number is drawn on
-    full shapes in the original order, so the result equals construction in one process bit by bit.
+Inside ``ConstructionSharder`` a module's parameters are sharded as soon as the module is registered in its parent: each
+rank keeps 1/world of each, and the parameter gets a sentinel and a guard (guard.py). Later initialisation code
+(``self.apply(init)``, ``module.weight.data.normal_()``) triggers the guard, which gathers the parameter, runs the code
+on its values, and shards it again when the next one is used. All random numbers are drawn for full shapes in the
+original order, so the result is bitwise that of construction in one process.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from lt_zero.engine.layout import plan_bucket
 
 @contextmanager
 def parameters_in(dtype: torch.dtype) -> Generator[None, None, None]:
-    """Context in which fp32 parameters become ``dtype`` as soon as a module has them; ties stay ties."""
+    """Context in which fp32 parameters are cast to ``dtype`` when a module registers them; ties are kept."""
 
     def registered(module: nn.Module, name: str, parameter: Parameter | None) -> None:
         if parameter is None or is_lazy(parameter) or is_guarded(parameter):
@@ -48,19 +47,19 @@ def parameters_in(dtype: torch.dtype) -> Generator[None, None, None]:
 
 
 class ConstructionSharder:
-    """Context in which modules are built with their parameters cut over the ranks of ``comm``.
+    """Context in which modules are built with their parameters sharded over the ranks of ``comm``.
 
     Args:
         comm: the collectives; every rank must build the same modules.
-        threshold: parameters with fewer elements stay whole.
+        threshold: parameters with fewer elements are not sharded.
     """
 
     def __init__(self, comm: Comm, threshold: int = 0) -> None:
         self._comm, self._threshold = comm, threshold
         self._slices: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> this rank's 1D slice
-        self._open: list[Parameter] = []  # whole again for initialisation code, cut at the next opportunity
+        self._open: list[Parameter] = []  # gathered for initialisation code, to be sharded again
         self._handle: Any = None
-        # Strong: the cut parameters keep this object, which has their values, until the engine takes them over.
+        # A strong reference: parameters keep this object, which has their values, until the engine takes them over.
         self._owner: Callable[[], ConstructionSharder | None] = lambda: self
 
     def __enter__(self) -> ConstructionSharder:
@@ -96,7 +95,7 @@ class ConstructionSharder:
 
     @torch.no_grad()
     def whole(self, parameter: Parameter) -> Tensor:
-        """The full value of a cut parameter. Collective, unless the last one that was used is still whole."""
+        """The full value of a parameter. Collective, unless it is gathered."""
         if not is_guarded(parameter):
             return parameter.detach()
         piece: Tensor = self._slices[parameter]
@@ -108,13 +107,13 @@ class ConstructionSharder:
         return flat[: parameter.numel()].view(parameter.shape).to(piece.device, copy=True)
 
     def hand_over(self, parameter: Parameter) -> Tensor:
-        """As ``whole``, for the last time: this rank's slice is given up."""
+        """As ``whole``, and free this rank's slice."""
         value = self.whole(parameter)
         self._slices.pop(parameter, None)
         return value
 
     def on_guarded_use(self, parameters: list[Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Initialisation code wants values. See Note [Cutting at construction]."""
+        """Gather parameters that initialisation code uses, and call it."""
         wanted = [p for p in parameters if isinstance(p, Parameter)]
         self._close()
         for parameter in dict.fromkeys(wanted):
@@ -126,7 +125,7 @@ class ConstructionSharder:
 
 
 class Materializer:
-    """Gives the engine the values of parameters, wherever they are."""
+    """Gives the engine the values of ordinary, meta-device and sharded parameters."""
 
     def __init__(self, root: nn.Module, comm: Comm) -> None:
         self._root, self._comm = root, comm
@@ -134,17 +133,17 @@ class Materializer:
         self._paths = {m: n for n, m in root.named_modules()}
 
     def fetch(self, parameter: Parameter) -> Tensor:
-        """The full value of ``parameter``. Collective if it was cut at construction."""
+        """The full value of ``parameter``. Collective if it was sharded at construction."""
         owner = owner_of(parameter)
         if isinstance(owner, ConstructionSharder):
             return owner.hand_over(parameter)
         return parameter.detach()
 
     def fill(self, parameters: Iterable[Parameter]) -> None:
-        """Make the values of those of the ``parameters`` that are on the meta device, and of their modules' buffers.
+        """Initialise the ``parameters`` that are on the meta device, and their modules' buffers.
 
-        A module fills its own parameters in ``reset_parameters``; afterwards ``_init_weights(module)`` of the nearest
-        parent that has such a method is called, as in nanoGPT and transformers.
+        Calls the module's ``reset_parameters``, then ``_init_weights(module)`` of the nearest parent that has it, as in
+        nanoGPT and transformers.
 
         Raises:
             RuntimeError: a module's parameters or buffers were not filled.
@@ -157,7 +156,7 @@ class Materializer:
                 self._fill_module(module, path)
 
     def fill_buffers(self) -> None:
-        """Make the values of meta buffers of modules that have no parameters."""
+        """Initialise meta buffers of modules without parameters."""
         for module, path in self._paths.items():
             if any(b.is_meta for b in module.buffers(recurse=False)):
                 self._fill_module(module, path)
@@ -199,7 +198,7 @@ class Materializer:
 
 
 def _unset(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the same shape and dtype that can be told from one that somebody filled."""
+    """A tensor of the same shape and dtype with values by which ``_is_unset`` recognises it."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return torch.full(tensor.shape, float("nan"), dtype=tensor.dtype, device=device)
     fill = False if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min

@@ -1,14 +1,13 @@
-"""Which rank owns which parameter, where shards must not cut through parameters. Pure integers.
+"""Which rank owns which parameter, if shards must not cut through parameters. Pure integers.
+
+Within a bucket the largest parameter is assigned first, to the smallest share (Graham's LPT rule: the longest shard is
+at most 4/3 of the shortest possible). The largest share goes to the rank with the least elements in earlier buckets: so
+the optimizer's work is balanced over the engine although no single bucket is.
 
 Note [Padding]
     All shards of a bucket are as long as the longest, so a bucket of few parameters is padded: four matrices on eight
     ranks take twice their memory. Below stage 3 a bucket may hold parameters of several units, so units are joined
-    until the padding is small or the bucket full. At stage 3 units are gathered one by one, and nothing can be joined.
-
-Note [Balance]
-    Within a bucket the largest parameter comes first and goes to the rank that has least (Graham's LPT rule: the
-    longest shard is at most 4/3 of the shortest possible). The heaviest of these shares goes to the rank that has least
-    of all buckets before: the work of an optimizer is even over the whole engine although no single bucket is.
+    until the padding is small or the bucket is full. At stage 3 each unit is gathered alone, and cannot be joined.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from heapq import heapreplace
 
 from lt_zero.engine.layout import aligned
 
-SMALL = 1 / 16  # of a bucket's elements: padding that joining more units need not reduce
+SMALL = 1 / 16  # of a bucket's elements: units are not joined to reduce smaller padding
 
 
 class Owners:
-    """Gives the parameters of one bucket after the other to ranks. See Note [Balance].
+    """Assigns the parameters of one bucket after the other to ranks.
 
     Args:
-        world: ranks.
+        world: number of ranks.
     """
 
     def __init__(self, world: int) -> None:
@@ -33,7 +32,7 @@ class Owners:
         self._loads = [0] * world  # elements of trained parameters so far
 
     def of(self, numels: Sequence[int], trains: bool) -> tuple[int, ...]:
-        """The rank of each parameter of the next bucket; frozen ones are no work."""
+        """The owner of each parameter of the next bucket; frozen buckets (not ``trains``) do not count as work."""
         shares = share_out(numels, self._world)
         sizes = shares_of(numels, shares, self._world)
         heavy = sorted(range(self._world), key=lambda share: (-sizes[share], share))
@@ -45,12 +44,12 @@ class Owners:
 
 
 def share_out(numels: Sequence[int], world: int) -> tuple[int, ...]:
-    """Divide items among ``world`` shares of about equal size: the share of each item. See Note [Balance].
+    """Divide items among ``world`` shares of about equal size (LPT rule): the share of each item.
 
     >>> share_out([1, 4, 3, 4], 2)
     (1, 0, 0, 1)
     """
-    sizes = [(0, share) for share in range(world)]  # a heap: with hundreds of ranks a search would take minutes
+    sizes = [(0, share) for share in range(world)]  # a heap: a linear search takes minutes with hundreds of ranks
     found = [0] * len(numels)
     for index in sorted(range(len(numels)), key=lambda index: (-numels[index], index)):
         size, share = sizes[0]
@@ -68,7 +67,7 @@ def shares_of(numels: Sequence[int], shares: Sequence[int], world: int) -> list[
 
 
 def padding(numels: Sequence[int], world: int) -> float:
-    """The elements that a bucket of whole parameters has beyond theirs, per element of theirs."""
+    """The padding of a bucket with owners, per element of its parameters."""
     total = sum(numels)
     longest = max(shares_of(numels, share_out(numels, world), world))
     return longest * world / total - 1 if total else 0.0
@@ -94,7 +93,7 @@ def join(numels: Sequence[int], groups: Sequence[Sequence[int]], limit: int, wor
             joined.append(current)
             current = []
     while current and joined and spare(current) > SMALL and size(joined[-1]) + size(current) <= limit:
-        both = [*joined[-1], *current]  # what is left over, a large output layer for example, needs those before it
+        both = [*joined[-1], *current]  # the rest, such as a large output layer, is joined with the group before
         if spare(both) * size(both) >= spare(current) * size(current) + spare(joined[-1]) * size(joined[-1]):
             break
         joined, current = joined[:-1], both

@@ -1,6 +1,6 @@
-"""What an engine is made of, before anything is allocated: units, and the buckets that each is cut into.
+"""The plan of an engine before anything is allocated: its units and their buckets.
 
-``build.py`` makes buckets of it, memory planning adds up their bytes, so a forecast cannot differ from the engine.
+``build.py`` makes the buckets, and memory planning adds up their bytes, so a forecast cannot differ from the engine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lt_zero.engine.owner_assignment import Owners, join
 
 _WEIGHTLESS_BACKWARD = (nn.Embedding, nn.EmbeddingBag)  # their backward needs indices only
 
-_MUCH = 0.25  # padding, per element of the parameters, that is told
+_MUCH = 0.25  # padding, per element of the parameters, that is warned about
 
 Named = tuple[str, Parameter]
 
@@ -39,11 +39,11 @@ class BucketPlan:
     """Parameters of one dtype and one kind (trainable or frozen) that are gathered and reduced together.
 
     Attributes:
-        name: of the unit, for messages.
-        parameters: with their names; they may be on the meta device.
-        dtype: of the gathered weights.
-        sharding: what a rank holds only a shard of.
-        owners: the rank of each parameter; None: shards cut through parameters.
+        name: name of the unit, for messages.
+        parameters: parameters and their names; they may be on the meta device.
+        dtype: dtype of the gathered weights.
+        sharding: what is sharded.
+        owners: the rank that owns each parameter; None: shards cut through parameters.
     """
 
     name: str
@@ -62,10 +62,9 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """A unit of the model and its buckets; the root's has the name ''.
+    """A unit of the model and its buckets; the root's name is ''.
 
-    A bucket may hold parameters of later units, too, if it is not gathered for a unit (owner_assignment.py, Note
-    [Padding]).
+    Below stage 3 a bucket may hold parameters of later units, too (owner_assignment.py, Note [Padding]).
     """
 
     plan: UnitPlan
@@ -79,13 +78,13 @@ class PlannedUnit:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """All buckets of a model, in the order in which they are made: those of ``units``, then ``rest``.
+    """All buckets of a model in the order of construction: those of ``units``, then ``rest``.
 
     Attributes:
         root: the model.
         units: in registration order, the root last.
-        rest: small parameters of all units, which stay whole; they belong to the root.
-        islands: what stays in fp32.
+        rest: buckets of the unsharded small parameters of all units; they belong to the root.
+        fp32_modules: modules and parameters that stay in fp32.
     """
 
     root: nn.Module
@@ -99,27 +98,27 @@ class EnginePlan:
 
     @property
     def joins(self) -> bool:
-        """Whether a unit has a bucket with parameters of others."""
+        """Whether a bucket has parameters of several units."""
         mine = [{p for _, p in unit.plan.parameters} for unit in self.units]
         held = [{p for bucket in unit.buckets for _, p in bucket.parameters} for unit in self.units]
-        return any(some - own for some, own in zip(held, mine, strict=True))
+        return any(some - unit for some, unit in zip(held, mine, strict=True))
 
     def padding(self, world: int) -> float:
-        """The elements that buckets have beyond those of the parameters, per element of theirs."""
+        """The padding of all buckets, per element of the parameters."""
         elements = sum(p.numel() for bucket in self.buckets for _, p in bucket.parameters)
         return sum(bucket.layout(world).numel for bucket in self.buckets) / elements - 1 if elements else 0.0
 
 
 def plan_engine(root: nn.Module, config: ZeroConfig, policy: DtypePolicy, world: int) -> EnginePlan:
-    """Find the units of ``root`` and cut their parameters into buckets. Nothing is allocated or changed.
+    """Find the units of ``root`` and assign their parameters to buckets. Nothing is allocated or changed.
 
     Raises:
-        ValueError: a pattern of ``fp16_override_modules``, or a class or module that the configuration names, matches
+        ValueError: a pattern of ``fp16_override_modules``, or a class or module name in the configuration, matches
             nothing.
         TypeError: a lazy parameter has no shape yet.
     """
     zero = config.zero_optimization
-    fp32_modules = _islands(root, policy)
+    fp32_modules = _fp32_modules_of(root, policy)
     leaf = zero.leaf_module
     rules = UnitRules(
         zero.stage3_param_persistence_threshold, zero.reduce_bucket_size, leaf.classes, leaf.names, leaf.name_suffixes
@@ -138,7 +137,7 @@ def plan_engine(root: nn.Module, config: ZeroConfig, policy: DtypePolicy, world:
 
 
 def warn_of_padding(plan: EnginePlan, zero: ZeroOptimization, world: int) -> None:
-    """Say it if whole parameters leave much of the buckets empty. See owner_assignment.py, Note [Padding]."""
+    """Warn if owners leave much padding in the buckets. See owner_assignment.py, Note [Padding]."""
     share = plan.padding(world) if zero.shard_along == "parameter" else 0.0
     if share <= _MUCH:
         return
@@ -159,7 +158,7 @@ def _name(plan: UnitPlan) -> str:
 
 
 def stay_whole(root: nn.Module, zero: ZeroOptimization) -> frozenset[Parameter]:
-    """The parameters of which every rank has all elements also at stage 3."""
+    """The parameters that are not sharded, also at stage 3."""
     whole: set[Parameter] = set()
     total, limit = 0, zero.stage3_model_persistence_threshold if zero.stage == 3 else None
     for parameter in sorted(root.parameters(), key=lambda p: p.numel()):
@@ -167,7 +166,7 @@ def stay_whole(root: nn.Module, zero: ZeroOptimization) -> frozenset[Parameter]:
         if parameter.numel() < zero.stage3_param_persistence_threshold and (limit is None or total <= limit):
             whole.add(parameter)
     if zero.stage < 3:
-        return frozenset(whole)  # all are whole; the small ones are together in buckets of their own
+        return frozenset(whole)  # none is sharded; the small ones get buckets of their own
     if zero.zero_force_param_types:
         whole |= _inside(root, zero.zero_force_param_types)
     if zero.zero_allowed_param_types:
@@ -180,7 +179,7 @@ def _inside(root: nn.Module, classes: tuple[str, ...]) -> set[Parameter]:
 
 
 def _check_names(root: nn.Module, config: ZeroConfig) -> None:
-    """A name that matches nothing is a typing error, and would change nothing in silence."""
+    """Refuse class and module names that match nothing: typing errors that would have no effect."""
     zero, leaf = config.zero_optimization, config.zero_optimization.leaf_module
     modules = {clean_name(f"{name}.").removesuffix("."): module for name, module in root.named_modules()}
     known = sorted({type(module).__name__ for module in modules.values()})
@@ -199,19 +198,19 @@ def _check_names(root: nn.Module, config: ZeroConfig) -> None:
 
 
 def refuse_name(key: str, name: str, why: str, known: list[str]) -> NoReturn:
-    """Raise for a name that matches nothing, with one that is near or some that there are."""
+    """Raise for a name that matches nothing, suggesting a similar name, or some that exist."""
     near = difflib.get_close_matches(name, known, 1)
     hint = f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(filter(None, known[:8]))}, ..."
     raise ConfigError([Problem(key, f"{key}: {name!r}: {why}.{hint}")])
 
 
-def _islands(root: nn.Module, policy: DtypePolicy) -> Fp32Modules:
-    """What the user wants in fp32, and what cannot run with 16-bit weights."""
+def _fp32_modules_of(root: nn.Module, policy: DtypePolicy) -> Fp32Modules:
+    """The modules that the user keeps in fp32, and those that cannot run with 16-bit weights."""
     if not policy.low:
         return Fp32Modules((), frozenset())
     if policy.autocast:
         found = find_fp32_modules(root, policy.keep_fp32, keep=DEFAULT_ISLANDS_MIXED)
-        # Norms that users write: their functions take fp32 activations with fp32 weights only.
+        # Norms written by users: their functions take fp32 activations only with fp32 weights.
         own = [m for m in root.modules() if not type(m).__module__.startswith("torch.nn.")]
         vectors = {p for m in own for p in m.parameters(recurse=False) if p.dim() <= 1}
         return Fp32Modules(found.modules, found.parameters | vectors)
@@ -219,7 +218,7 @@ def _islands(root: nn.Module, policy: DtypePolicy) -> Fp32Modules:
 
 
 class _Cutter:
-    """Cuts the parameters of a unit into buckets of one dtype and one kind (trainable or frozen) each."""
+    """Assigns the parameters of units to buckets of one dtype and one kind (trainable or frozen) each."""
 
     def __init__(
         self,
@@ -231,7 +230,7 @@ class _Cutter:
     ) -> None:
         zero = config.zero_optimization
         self.sharding = Sharding.of_stage(zero.stage)
-        # A bucket is reduced as one, and below stage 3 gathered as one after the step.
+        # A bucket is reduced in one collective, and below stage 3 gathered in one after the step.
         whole_after_step = self.sharding.optim and not self.sharding.params
         gather_limit = zero.allgather_bucket_size if whole_after_step else zero.reduce_bucket_size
         step_limit = zero.sub_group_size if zero.offload_optimizer.device != "none" else gather_limit
@@ -246,12 +245,12 @@ class _Cutter:
         return self._owners is not None and not self.sharding.params
 
     def divide(self, plan: UnitPlan) -> tuple[list[Named], list[Named]]:
-        """Parameters that stay whole, most of them small, and the others."""
+        """(parameters that are not sharded, mostly small ones; the others)."""
         whole = [(n, p) for n, p in plan.parameters if p in self._whole]
         return whole, [(n, p) for n, p in plan.parameters if p not in self._whole]
 
     def buckets(self, name: str, parameters: Iterable[Named], stay: bool = False) -> tuple[BucketPlan, ...]:
-        """Of one unit; with ``stay`` the parameters stay whole on every rank."""
+        """The buckets of one unit; with ``stay`` their parameters are not sharded."""
         sharding = Sharding(self.sharding.optim, self.sharding.grads, params=False) if stay else self.sharding
         found = []
         for (dtype, _), members in self._kinds(parameters).items():
@@ -260,7 +259,7 @@ class _Cutter:
         return tuple(found)
 
     def joined(self, units: Sequence[tuple[UnitPlan, list[Named]]]) -> list[tuple[BucketPlan, ...]]:
-        """Of all units; a bucket is with the first one that has a parameter in it."""
+        """The joined buckets of all units; a bucket belongs to the first unit that has a parameter in it."""
         number_of = {p: number for number, (_, members) in enumerate(units) for _, p in members}
         found: list[list[BucketPlan]] = [[] for _ in units]
         for (dtype, _), members in self._kinds(named for _, mine in units for named in mine).items():

@@ -1,8 +1,8 @@
-"""What the ranks know about gradients between a backward and the step: which are there, which are late, what is shown.
+"""Used parameters, late gradients, and what ``p.grad`` shows between a backward and the step.
 
-The gradients themselves lie in the buckets' accumulators. Ranks agree on which parameters any of them used
-(reduced_grads.py, Note [Unused parameters]) and which buckets need a second reduction (grad_reducer.py, Note [When a
-bucket is ready]) by one exchange of flags, launched when backward ends and waited for at the step.
+The gradients are in the buckets' accumulators. One exchange of flags, launched when backward ends and waited for at the
+step, tells all ranks which parameters any of them used (reduced_grads.py, Note [Unused parameters]) and which buckets
+need a second reduction (grad_reducer.py, Note [When a bucket is ready]).
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from lt_zero.io.thread_pool import SwapError
 
 
 class UsedParameters:
-    """The gradients of one engine as the optimizer side and user code see them."""
+    """The gradients of one engine, for the optimizer and for user code."""
 
     def __init__(self, comm: Comm, reducer: Reducer, buckets: list[Bucket]) -> None:
         self._comm, self._reducer, self._buckets = comm, reducer, buckets
         self.late: set[Bucket] = set()  # buckets that got gradients after their reduction in the last backward
         self._flags: tuple[Work, Tensor] | None = None  # which parameters had a gradient on any rank
-        self._hold = False  # user code is looking at p.grad: settle leaves it
-        self._shown: dict[tuple[Bucket, int], Tensor | None] = {}  # in p.grad; None: a late gradient keeps its place
-        self._hidden: dict[tuple[Bucket, int], ShardedGrad] = {}  # of the last backward, to be shown again
-        self.nonfinite = False  # a loss was not, on this rank, or on any once the ranks have agreed
-        self.problem: Callable[[], SwapError | None] = lambda: None  # of files, on this rank
-        self._norms: Norms | None = None  # of what is shown; the stand-ins refer to them weakly
+        self._hold = False  # user code reads p.grad: ``finish_reductions`` leaves it as it is
+        self._shown: dict[tuple[Bucket, int], Tensor | None] = {}  # shown in p.grad; None: p.grad is a late gradient
+        self._hidden: dict[tuple[Bucket, int], ShardedGrad] = {}  # of the last backward, for reuse
+        self.nonfinite = False  # a loss was not finite: on this rank, after the exchange on any
+        self.problem: Callable[[], SwapError | None] = lambda: None  # error of files on this rank
+        self._norms: Norms | None = None  # of shown gradients, which refer to it weakly
 
     def record(self) -> None:
-        """A backward has been reduced."""
+        """Called when the reductions of a backward are finished."""
         self._hidden = {}
         self._flags, self.late = None, {b for b in self._buckets if b.has_grads()}
         if self._reducer.sync:
@@ -48,7 +48,7 @@ class UsedParameters:
         self.show_held()
 
     def abort(self) -> None:
-        """A backward failed: nothing of it may be taken for a gradient, and what it was added to is of no use."""
+        """Drop all gradients after a failed backward, including those that it was added to."""
         self._flags, self._shown, self._hidden = None, {}, {}
         for bucket in self._buckets:
             for parameter in bucket.params:
@@ -56,7 +56,7 @@ class UsedParameters:
             bucket.grads.clear(bucket.grads.held)
 
     def _launch(self) -> None:
-        """Start agreeing: which parameters had a gradient, which buckets have late ones, and whether all is well."""
+        """Launch the exchange of flags: used parameters, buckets with late gradients, errors."""
         for bucket in self._buckets:
             bucket.edits.check()
         used = [flag for b in self._buckets for flag in b.grads.used_flags()]
@@ -71,7 +71,8 @@ class UsedParameters:
         """Finish all reductions; returns whether parameter ``index`` of a bucket has a gradient. Collective.
 
         Raises:
-            RuntimeError: on all ranks, if a parameter was written where the edit is lost.
+            RuntimeError: on all ranks, if an in-place edit of a sharded parameter was lost.
+            SwapError: on all ranks, if files failed on one.
         """
         if not self._hold:
             self.hide()
@@ -118,19 +119,19 @@ class UsedParameters:
         )
 
     def show_held(self) -> None:
-        """Show all that was accumulated, reduced or not: whoever sets ``p.grad`` to None has to reach it."""
+        """Show all accumulated gradients, reduced or not, so that ``p.grad = None`` clears them."""
         self.show({(bucket, index) for bucket in self._buckets for index in bucket.grads.held})
 
     def show(self, places: set[tuple[Bucket, int]], norms: Norms | None = None) -> None:
-        """Put stand-ins for the accumulated gradients into ``p.grad``. See visible_grads.py."""
+        """Set ``p.grad`` to stand-ins for the accumulated gradients. See visible_grads.py."""
         self.hide()
         ordered = [(b, i) for b in self._buckets for i in range(len(b.params)) if (b, i) in places]
         self._norms = norms = norms or Norms(self._comm, ordered)
         views = {bucket: is_view(bucket) for bucket in {bucket for bucket, _ in places}}
-        with without_torch_function():  # parameters that are guarded ask whether each access is allowed
+        with without_torch_function():  # guards would intercept each access
             for bucket, index in places:
                 parameter = bucket.params[index]
-                if parameter.grad is not None:  # late: it stays there until the ranks have agreed to reduce it
+                if parameter.grad is not None:  # late: it stays there until its second reduction
                     self._shown[(bucket, index)] = None
                     continue
                 hidden = None if views[bucket] else self._hidden.get((bucket, index))
@@ -141,12 +142,12 @@ class UsedParameters:
         self._hidden = {}
 
     def scaled(self, places: list[tuple[Bucket, int, Parameter]], factor: Tensor | float) -> None:
-        """Gradients were multiplied; norms that are known are, too. Not collective."""
+        """Scale computed norms after gradients were multiplied by ``factor``. Not collective."""
         if self._norms is not None:
             self._norms.scale([(bucket, index) for bucket, index, _ in places], factor)
 
     def changed(self) -> None:
-        """Gradients were changed in some other way. Collective."""
+        """Drop computed norms after any other change of gradients. Collective."""
         if self._norms is not None:
             self._norms.forget()
             if self._hold:
@@ -154,9 +155,9 @@ class UsedParameters:
 
     @contextmanager
     def looked_at(self) -> Iterator[None]:
-        """Around user code between backward and step: ``p.grad`` is there exactly where any rank used the parameter.
+        """Context for user code between backward and step: ``p.grad`` is set where any rank used the parameter.
 
-        Collective. The 2-norms are computed beforehand, so that one rank alone may ask for them.
+        Collective. The 2-norms are computed in advance, so that one rank alone may read them.
         """
         used = self.finish_reductions()
         places = [(b, i) for b in self._buckets for i in range(len(b.params)) if used(b, i)]
@@ -172,12 +173,12 @@ class UsedParameters:
             self.show({(bucket, index) for bucket, index in places if index in bucket.grads.held})
 
     def hide(self, fresh: bool = False) -> None:
-        """Take the stand-ins back, and take over what was done to ``p.grad``: None clears, a tensor replaces.
+        """Remove the stand-ins and apply assignments to ``p.grad``: None clears, a tensor replaces the gradient.
 
-        With ``fresh`` a backward is running already: a tensor is its gradient, after somebody had set None.
+        With ``fresh`` a backward is running: a tensor is its gradient, and the accumulated one was cleared before.
 
         Raises:
-            RuntimeError: a gradient was replaced of which this rank holds a piece only.
+            RuntimeError: a sharded gradient was replaced.
         """
         shown, self._shown = self._shown, {}
         cleared = []
@@ -198,7 +199,7 @@ class UsedParameters:
         self._clear(cleared, shown)
 
     def drop_cleared(self) -> None:
-        """Free the accumulators whose gradients were set to None since they were shown, so that forward has room."""
+        """Clear the accumulators whose ``p.grad`` was set to None, to free memory before forward."""
         cleared = [(bucket, index) for bucket, index in self._shown if bucket.params[index].grad is None]
         self._clear(cleared, self._shown)
         for place in cleared:
@@ -211,5 +212,5 @@ class UsedParameters:
             gone.setdefault(bucket, set()).add(index)
         left = {bucket for bucket, index in shown if index not in gone.get(bucket, ())}
         for bucket, indices in gone.items():
-            # What nobody used was not shown, and goes with the last of the others.
+            # Unused parameters were not shown; they are cleared with the last of the others.
             bucket.grads.clear(indices if bucket in left else bucket.grads.held)

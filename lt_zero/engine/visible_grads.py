@@ -1,12 +1,10 @@
-"""``p.grad`` for code that looks at gradients between backward and step (norm logging, clipping by hand).
+"""``p.grad`` for code that reads gradients between backward and step (norm logging, manual clipping).
 
-Note [Stand-ins]
-    After a backward ``p.grad`` of every reduced parameter is a stand-in; the gradients themselves lie in the buckets'
-    accumulators. Setting it to None forgets the gradient, as everywhere in torch, so ``optimizer.zero_grad()``,
-    ``module.zero_grad()`` and loops over parameters work. Where a rank holds the whole gradient (stage 0, and stage 1
-    inside of an accumulation window) the stand-in is a view of it. Elsewhere it is a ``ShardedGrad``, which answers
-    what can be answered without gathering: norms over all ranks (one all-reduce for all parameters), and element-wise
-    changes in place, which reach the rank's own piece. Everything else raises and says what to do.
+After a backward ``p.grad`` of every reduced parameter is a stand-in; the gradients are in the buckets' accumulators.
+Setting it to None clears the gradient, so ``optimizer.zero_grad()``, ``module.zero_grad()`` and loops over parameters
+work. Where a rank holds the full gradient (stage 0, and stage 1 inside of an accumulation window) the stand-in is a
+view of it. Elsewhere it is a ``ShardedGrad``, which supports what needs no gather: norms over all ranks (one all-reduce
+for all parameters), and element-wise changes in place, of the rank's own piece. All else raises and names a remedy.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ _REMEDY = (
 
 
 class Norms:
-    """Norms of all parameters' gradients, computed for all at once when the first is asked for. Collective then."""
+    """Norms of all parameters' gradients, computed together when the first is read. Collective then."""
 
     def __init__(self, comm: Comm, places: list[Place]) -> None:
         self._comm, self._places = comm, places
@@ -54,19 +52,19 @@ class Norms:
         return self._tables[norm_type][place]
 
     def prepare(self) -> None:
-        """Compute the 2-norms, so that one rank alone may ask for them. Collective."""
+        """Compute the 2-norms, so that one rank alone may read them. Collective."""
         if self._places:
             self.of(self._places[0], 2.0)
 
     def scale(self, places: list[Place], factor: Tensor | float) -> None:
-        """The gradients of some parameters were multiplied by ``factor`` (0D, not negative)."""
+        """Scale the norms of ``places``, whose gradients were multiplied by ``factor`` (0D, not negative)."""
         for table in self._tables.values():
             for place in places:
                 if place in table:
                     table[place] = table[place] * factor
 
     def forget(self) -> None:
-        """Gradients have changed."""
+        """Drop all norms: gradients have changed."""
         self._tables.clear()
 
     @torch.no_grad()
@@ -77,7 +75,7 @@ class Norms:
             if bucket.grads.local is not None:
                 continue  # not reduced: ``of`` refuses it
             if bucket.shard_range == (0, bucket.layout.numel) and self._comm.rank > 0:
-                continue  # every rank has all of it: counted once
+                continue  # every rank has all elements: count them once
             for grad in _local(bucket, index):
                 norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
                 row[number] = norm if infinite else norm**norm_type
@@ -90,20 +88,20 @@ class Norms:
 
 
 def _local(bucket: Bucket, index: int) -> list[Tensor]:
-    """What this rank holds of a gradient (1D): all of it, not reduced yet, and its piece of what was reduced."""
+    """This rank's rows (1D) of a gradient: all elements of the unreduced one, and the piece of the reduced one."""
     grads, span = bucket.grads, bucket.layout.spans[index]
     reduced = [grads.of(piece) for piece in bucket.pieces_of(index)] if grads.accumulated else []
     return reduced if grads.local is None else [grads.local[span.lo : span.hi], *reduced]
 
 
 def _is_whole(bucket: Bucket) -> bool:
-    """Whether ``_local`` is one row of all elements."""
+    """Whether ``_local`` is a single row with all elements."""
     grads = bucket.grads
     return bucket.shard_range == (0, bucket.layout.numel) if grads.local is None else not grads.accumulated
 
 
 def is_view(bucket: Bucket) -> bool:
-    """Whether ``p.grad`` shows the accumulators themselves. See Note [Stand-ins]."""
+    """Whether ``p.grad`` is a view of the accumulator."""
     grad = bucket.grads.local
     if grad is None and bucket.store.moves_optim:
         return False  # the accumulators are in files, or in host memory
@@ -113,7 +111,7 @@ def is_view(bucket: Bucket) -> bool:
 
 
 def stand_in(place: Place, norms: Norms, view: bool) -> Tensor:
-    """What ``p.grad`` shows; ``view`` is what ``is_view`` says of the bucket. See Note [Stand-ins]."""
+    """The tensor for ``p.grad``; ``view``: ``is_view`` of the bucket."""
     bucket, index = place
     local = _local(bucket, index) if view else []
     return local[0].view(bucket.shapes[index]) if local else ShardedGrad.make(place, norms)
@@ -121,10 +119,10 @@ def stand_in(place: Place, norms: Norms, view: bool) -> Tensor:
 
 @torch.no_grad()
 def replace_grad(bucket: Bucket, index: int, grad: Tensor) -> None:
-    """The user assigned another tensor to ``p.grad``.
+    """Replace the gradient by a tensor that the user assigned to ``p.grad``.
 
     Raises:
-        RuntimeError: this rank holds a piece of the gradient only.
+        RuntimeError: this rank holds only a piece of the gradient.
     """
     name = bucket.layout.spans[index].name
     if not is_view(bucket):
@@ -134,10 +132,10 @@ def replace_grad(bucket: Bucket, index: int, grad: Tensor) -> None:
 
 
 class ShardedGrad(Tensor):
-    """The gradient of a parameter whose pieces lie on several ranks. Asking for a norm is collective.
+    """A gradient that is sharded over the ranks. Reading a norm is collective.
 
-    It refers weakly to its bucket and norms: the garbage collector does not see ``p.grad``, so that a parameter, its
-    stand-in and its bucket, with the process groups of the run, would keep each other alive for ever.
+    It refers weakly to its bucket and norms: the garbage collector does not traverse ``p.grad``, so a cycle of a
+    parameter, its stand-in and its bucket, with the process groups of the run, would never be freed.
     """
 
     _refs: tuple[weakref.ref[Bucket], int, weakref.ref[Norms]]
@@ -165,11 +163,11 @@ class ShardedGrad(Tensor):
         return grad
 
     def refer_to(self, norms: Norms) -> None:
-        """Norms of what was accumulated meanwhile."""
+        """Use the norms of a later backward."""
         self._refs = (*self._refs[:2], weakref.ref(norms))
 
     def _apply(self, func: Any, *args: Any, **kwargs: Any) -> ShardedGrad:
-        """An element-wise change in place, on this rank's piece."""
+        """Apply an element-wise in-place function to this rank's piece."""
         for piece in _local(*self._place):
             func(piece, *args, **kwargs)
         self._place[0].grads.stow()
@@ -184,7 +182,7 @@ class ShardedGrad(Tensor):
                 return func(*args, **kwargs)
         if func is Tensor.__repr__:
             return f"ShardedGrad(shape={tuple(args[0].shape)}, dtype={args[0].dtype}, device={str(args[0].device)!r})"
-        if all(_is_whole(grad._place[0]) for grad in _stand_ins(args)):  # only its dtype keeps it out of p.grad
+        if all(_is_whole(grad._place[0]) for grad in _stand_ins(args)):  # no view only because of its dtype
             return func(*_open(args), **_open(kwargs))
         if getattr(func, "__name__", "") == "_foreach_zero_":  # optimizer.zero_grad(set_to_none=False)
             for grad in args[0]:
@@ -206,7 +204,7 @@ class ShardedGrad(Tensor):
 
 @lru_cache(maxsize=1024)
 def _nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One NaN in the shape of a gradient. It is never written; each stand-in is an alias."""
+    """One NaN expanded to the shape of a gradient; stand-ins are aliases of it, and it is never written."""
     return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
 
 
@@ -216,7 +214,7 @@ def _stand_ins(value: Any) -> list[ShardedGrad]:
 
 
 def _open(value: Any) -> Any:
-    """``value`` with the accumulated gradients in the place of their stand-ins."""
+    """``value`` with stand-ins replaced by the accumulated gradients."""
 
     def whole(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, ShardedGrad):
