@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: all of it at once, each with its place in the file."""
+"""Errors. A configuration's problems are reported together, each with its place in the file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Mark(NamedTuple):
     """Where a value was written.
 
     Attributes:
-        source: name of the file, or of what else it came from ("overrides[2]", "argument stage").
+        source: name of the file or other source ("overrides[2]", "argument stage").
         line, column: counted from 1; None without a file.
     """
 
@@ -27,12 +27,12 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """One problem of a configuration.
 
     Attributes:
-        key: dotted, "" if it is about the whole configuration.
+        key: dotted, "" for the whole configuration.
         message: what is wrong and what to do; names the key and its value.
-        mark: where it was written, if that is known.
+        mark: where it was written, if known.
     """
 
     key: str
@@ -47,7 +47,7 @@ class ConfigError(ValueError):
     """A configuration that cannot be used.
 
     Attributes:
-        problems: all that is wrong with it.
+        problems: all of them.
     """
 
     def __init__(self, problems: Iterable[Problem] | str) -> None:

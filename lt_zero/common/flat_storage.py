@@ -1,4 +1,4 @@
-"""Flat storage that can be given back and taken again while views of it live on.
+"""Flat storage that can be freed and reallocated while views of it stay valid.
 
 Note [Pages on the CPU]
     Freeing and allocating megabytes through malloc once per unit and step fragments the heap: resident memory creeps
@@ -38,10 +38,10 @@ class FlatStorage:
             storage.resize_(self._nbytes)
 
     def free(self) -> None:
-        """Give the memory back; only ``allocate`` may follow."""
+        """Free the memory; only ``allocate`` may follow."""
         if self._pages is not None:
             self._pages.madvise(mmap.MADV_DONTNEED)
-        elif self.tensor.untyped_storage().resizable():  # not after somebody made a numpy array of it
+        elif self.tensor.untyped_storage().resizable():  # fails if a numpy array shares the storage
             self.tensor.untyped_storage().resize_(0)
 
 
@@ -53,5 +53,5 @@ def _map(nbytes: int) -> mmap.mmap:
 
 
 def flat_empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A 1D tensor for the life of a run, on huge pages where there are some. Its content is undefined."""
+    """An uninitialized 1D tensor for the whole run, on huge pages where available."""
     return FlatStorage(numel, dtype, device).tensor

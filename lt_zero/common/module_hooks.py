@@ -1,4 +1,4 @@
-"""Hooks on modules that do not go where a copy of the module goes."""
+"""Module hooks that are not copied with the module."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 class Hook:
     """A function that is called as a hook of a module.
 
-    In a copy of the module (pickled, or deep-copied) it is a function that does nothing: what it belongs to trains this
-    module, in this process. torch.compile breaks the graph at it instead of tracing what it does.
+    In a pickled or deep-copied module it is a no-op, as it refers to the engine of the original. torch.compile breaks
+    the graph at it instead of tracing it.
     """
 
     __slots__ = ("__weakref__", "_call")
@@ -29,11 +29,11 @@ class Hook:
 
 
 def no_hook(*args: Any, **kwargs: Any) -> None:
-    """What is left of a hook in a copy of its module."""
+    """The no-op that replaces a hook in a copy of its module."""
 
 
 class Here:
-    """Mixed into what belongs to this process: a copy has None in its place."""
+    """Mixin for objects bound to this process: copies contain None in their place."""
 
     def __reduce__(self) -> Any:
         return type(None), ()

@@ -1,11 +1,11 @@
-"""What takes long is never silent: what is done, how far it is, how long it takes, on stderr.
+"""Progress of long operations on stderr.
 
 Note [Two ways to show it]
-    A bar on a terminal, lines at growing intervals elsewhere (log files, SLURM). Lines also where somebody else draws
-    on the terminal: rich has one live display, which prints lines above itself (it replaces ``sys.stderr``
-    meanwhile), and tqdm's bars move for what is written through tqdm. What is over in two seconds shows nothing.
+    A bar on a terminal, lines at growing intervals elsewhere (log files, SLURM). Also lines if another bar is on the
+    terminal: rich allows one live display and prints lines above it, and tqdm's bars make room for lines written
+    through tqdm. Operations of under two seconds show nothing.
 
-    A thread per work looks at it from time to time; the work itself only counts. All bars of a process are one display.
+    A thread per operation polls its counters. All bars of a process share one display.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def local_rank_is(rank: int) -> None:
 
 
 def local_rank() -> int:
-    """The number of this process on its machine, 0 if nobody tells."""
+    """The local rank of this process, 0 if unknown."""
     if _local_rank is not None:
         return _local_rank
     found = next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "0")
@@ -50,7 +50,7 @@ def local_rank() -> int:
 
 
 class ProgressBar:
-    """Something that takes time: how much of it is done. Any thread may count.
+    """Progress of an operation. Any thread may advance it.
 
     Args:
         what: in a few words, such as "Sharding 24 units"; or a function that tells them, asked when they are shown.
@@ -77,12 +77,12 @@ class ProgressBar:
             self.done += count
 
     def reach(self, done: float) -> None:
-        """That much is done, if it is more than before."""
+        """Raise the amount done to this value."""
         with self._lock:
             self.done = max(self.done, done)
 
     def expect(self, total: float) -> None:
-        """How much there is to do is known now."""
+        """Set the total."""
         self.total = total
 
     @property
@@ -131,14 +131,14 @@ def progress_bar(
     in_bytes: bool = False,
     shown: bool = True,
 ) -> Iterator[ProgressBar]:
-    """Around what may take long: shows it on stderr from the third second on. See Note [Two ways to show it].
+    """Context that shows the progress of an operation on stderr after two seconds. See Note [Two ways to show it].
 
     Silent if the logger "lt_zero" shows no warnings (``log_level: error``).
 
     Args:
         what, total, in_bytes: see ``ProgressBar``.
-        rank: of this process among those that do it together, of which 0 shows it; None: its number on this machine,
-            for what each machine does by itself.
+        rank: of this process in a joint operation, which rank 0 shows; None: its local rank, for operations of each
+            machine.
         shown: False shows nothing.
     """
     work = ProgressBar(what, total, in_bytes)
@@ -149,7 +149,7 @@ def progress_bar(
     over = threading.Event()
     outcome = ["done"]
     thread = threading.Thread(target=_watch, args=(work, over, outcome), name="lt_zero-waiting", daemon=True)
-    with contextlib.suppress(RuntimeError):  # no more threads: then nothing is shown
+    with contextlib.suppress(RuntimeError):  # show nothing if no thread can be started
         thread.start()
     try:
         yield work
@@ -163,7 +163,7 @@ def progress_bar(
 
 
 def _watch(work: ProgressBar, over: threading.Event, outcome: list[str]) -> None:
-    """The thread beside a work. A display that fails is no reason for the work to fail."""
+    """The thread that shows an operation. A failing display must not fail the operation."""
     with contextlib.suppress(Exception):
         if over.wait(FIRST):
             return
@@ -175,7 +175,7 @@ def _watch(work: ProgressBar, over: threading.Event, outcome: list[str]) -> None
 
 
 def follow_lines(work: ProgressBar, over: Callable[[float], bool], outcome: list[str], write: Any = None) -> None:
-    """Write a line whenever one is due until the work is over, and one for its end.
+    """Write a line whenever one is due until the operation ends, and one at its end.
 
     Args:
         work: what to tell.
@@ -219,7 +219,7 @@ _lock = threading.Lock()
 
 
 def _fresh() -> None:
-    """A forked child has neither the display nor the thread that may hold its lock."""
+    """Reset in a forked child, which has neither the display nor the thread that may hold its lock."""
     global _display, _shown, _lock
     _display, _shown, _lock = None, 0, threading.Lock()
 
@@ -233,7 +233,7 @@ def _tqdm_bars() -> bool:
 
 
 def _draws() -> bool:
-    """Whether stderr is a terminal on which nobody else draws."""
+    """Whether stderr is a terminal without another live display."""
     stderr = sys.stderr
     if stderr is None or not stderr.isatty() or os.environ.get("TERM", "") in ("dumb", "unknown"):
         return False
@@ -245,7 +245,7 @@ def _draws() -> bool:
 
 
 def follow_bar(work: ProgressBar, over: Callable[[float], bool]) -> bool:
-    """Show a bar until the work is over; False if there can be none."""
+    """Show a bar until the operation ends; False if that is not possible."""
     from rich.errors import LiveError
 
     try:

@@ -10,14 +10,13 @@ Note [Stages and parts]
     the compute, and the wait is the operation itself.
 
 Note [Moments]
-    On a CPU a moment is what the host's clock says. On a GPU it is an event on the stream that computes, which is read
-    once the device has passed it: the host never waits. What the GPU waits for is then a wait, what the host does
-    while the GPU is busy is not.
+    On a CPU a moment is a host timestamp. On a GPU it is an event on the compute stream, read after the device has
+    passed it: the host never waits. Only waits of the GPU count as waits, not work of the host while the GPU is busy.
 
 Note [One clock for the process]
-    Waits happen where no engine is known, in a file's home or a lane of copies, so the running clock is looked up
-    here. It counts the thread that trains, and those that autograd runs a backward in; what others do beside it is no
-    time of the step. Without a clock and without a profiler ``phase`` costs two look-ups.
+    Waits happen in NVMe stores and copy streams, which do not know the engine, so the running clock is global. It
+    times the training thread and autograd's threads; work of other threads is not counted. Without a clock or
+    profiler, ``phase`` costs two look-ups.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def phased(kind: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 class Span:
-    """Nothing: what runs while nobody looks."""
+    """A no-op span, used without clock and profiler."""
 
     __slots__ = ()
 
@@ -153,7 +152,7 @@ class _State(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds by stage and part, over a number of optimizer steps."""
+    """Seconds by stage and part over several optimizer steps."""
 
     steps: int
     seconds: dict[str, float]
@@ -190,7 +189,7 @@ class Clock:
         self._before = None
 
     def enter(self, kind: str) -> int:
-        """``kind`` begins; returns what ``leave`` wants."""
+        """Begin ``kind``; returns the argument for ``leave``."""
         if threading.get_ident() != self._thread and not in_running_backward():
             return -1
         with self._lock:
@@ -205,14 +204,14 @@ class Clock:
             return len(self._stack) - 1
 
     def leave(self, depth: int) -> None:
-        """What began ends, and all that began in it."""
+        """End a span and all spans inside it."""
         with self._lock:
             if 0 < depth < len(self._stack):
                 del self._stack[depth:]
                 self._marks.append((self._stack[-1], self._now()))
 
     def paused(self) -> Span:
-        """What happens inside is not counted."""
+        """Context that is not counted."""
         return _Running(self, _PAUSE, None)
 
     def lap(self) -> None:
@@ -228,7 +227,7 @@ class Clock:
 
     @property
     def times(self) -> Times:
-        """The steps since ``forget``; on a GPU those that it has ended."""
+        """The steps since ``forget``; on a GPU only those that the device has completed."""
         return Times(self._steps, dict(self._seconds))
 
     def forget(self) -> None:

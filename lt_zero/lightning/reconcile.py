@@ -1,10 +1,10 @@
-"""The configuration, the Trainer and the module: what one of them says holds, what two of them say has to agree.
+"""Reconciles the configuration, the Trainer and the module: one may set a value; if two do, they must agree.
 
 Note [Who says it]
-    A value that only the configuration has is given to the Trainer before the run, and shown in a table. A Trainer
-    cannot tell whether the user wrote its default (one micro-batch per step, no clipping), so a default contradicts
-    nothing. Batches are looked at as they come: data loaders are built by Lightning, once. What two of the three keys
-    about batches say of the third holds, too: accumulation is given to the Trainer, a micro-batch only shown.
+    A value set only in the configuration is given to the Trainer before the run and shown in a table. A Trainer cannot
+    tell whether the user wrote its default (one micro-batch per step, no clipping), so defaults never conflict. Batch
+    sizes are checked on the first batch, since Lightning builds the data loaders. Two of the three keys about batches
+    imply the third: accumulation is given to the Trainer, the micro-batch is only shown.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 
 class _Lent:
-    """``configure_optimizers`` of a module; a copy of the module has its own."""
+    """A ``configure_optimizers`` for a module; copies of the module have their own."""
 
     def __init__(self, theirs: Any, ours: Callable[[], Any]) -> None:
-        self._theirs, self.__wrapped__ = theirs, ours  # Lightning looks there at the code of what is overridden
+        self._theirs, self.__wrapped__ = theirs, ours  # Lightning inspects the code of overridden methods
 
     def __call__(self) -> Any:
         return self.__wrapped__()
@@ -54,18 +54,18 @@ class _Lent:
 
 
 class Reconciler:
-    """Holds the configuration of one strategy, and what of it is resolved.
+    """The configuration of one strategy, and its resolved values.
 
     Args:
-        config: as it was given.
-        marks: where its values were written.
+        config: as given.
+        marks: the places of its values.
 
     Attributes:
-        config: as far as it is resolved now.
+        config: as far as resolved.
     """
 
     def __init__(self, config: ZeroConfig, marks: Mapping[Path, Mark] | None = None) -> None:
-        self.config = self._given = config  # "auto" is resolved anew for each fit: for its module, Trainer and data
+        self.config = self._given = config  # resolve "auto" again for each fit, with its module, Trainer and data
         self._written = Tree({}, dict(marks or {}))
         self._lent: pl.LightningModule | None = None  # has our configure_optimizers
         self._theirs: Any = None  # what was set on the module itself, as LightningCLI does
@@ -77,7 +77,7 @@ class Reconciler:
         """Give the module a ``configure_optimizers`` if the configuration names an optimizer or a schedule.
 
         Raises:
-            ConfigError: the module has one, too.
+            ConfigError: the module already has one.
         """
         self.take_back()
         if self.config.optimizer is None and self.config.scheduler is None:
@@ -99,7 +99,7 @@ class Reconciler:
         elif own:
             setattr(module, _HOOK, _Lent(theirs, lambda: self._scheduled(theirs())))
         else:
-            return  # Lightning says that there is no optimizer
+            return  # Lightning raises that there is no optimizer
         self._lent = module
 
     def take_back(self) -> None:
@@ -111,16 +111,16 @@ class Reconciler:
         self._lent = None
 
     def agree(self, trainer: pl.Trainer, module: pl.LightningModule, comm: Comm, show: bool) -> ZeroConfig:
-        """Resolve "auto" and make the Trainer and the configuration say the same. Collective.
+        """Resolve "auto" and make the Trainer and the configuration agree. Collective.
 
         Args:
             trainer: about to fit.
-            module: complete, not sharded yet.
-            comm: all ranks, which have to come to the same.
-            show: whether to print the table of what was resolved.
+            module: fully constructed, not sharded yet.
+            comm: of all ranks, which must agree.
+            show: whether to print the table of resolved values.
 
         Raises:
-            ConfigError: they contradict each other, or nothing resolves an "auto".
+            ConfigError: they contradict each other, or an "auto" cannot be resolved.
         """
         self._seen, config = False, self._given
         with together(comm), self._placed():
@@ -161,7 +161,7 @@ class Reconciler:
 
     @contextmanager
     def _placed(self) -> Generator[None]:
-        """What is wrong is said with the place where it was written."""
+        """Add the place of the key to a problem."""
         try:
             yield
         except ConfigError as error:
@@ -171,12 +171,12 @@ class Reconciler:
     # ---- in a run ----------------------------------------------------------------------------------------------
 
     def see(self, batch: Any, trainer: pl.Trainer, comm: Comm, show: bool) -> ZeroConfig:
-        """Compare the keys about batches with the first batch of a run, and resolve them. Collective for that batch.
+        """Resolve the keys about batches and compare them with the first batch. Collective for that batch.
 
-        A run that was resumed may begin with the last batch of an epoch, which may be short: the next one counts.
+        A resumed run may begin with the last, short batch of an epoch: then the next one is used.
 
         Raises:
-            ConfigError: on all ranks: they contradict it.
+            ConfigError: on all ranks, if they contradict it.
         """
         if self._seen:
             return self.config
@@ -194,7 +194,7 @@ class Reconciler:
         if size is None:
             if given and show:
                 names = " and ".join(f"{key}={value}" for key, value in given.items())
-                text = f"{names} cannot be compared with the first batch: its size is not clear."
+                text = f"{names} cannot be compared with the first batch: its size is ambiguous."
                 warnings.warn(text, ConfigWarning, stacklevel=2)
             return self.config
         self.config, found = resolve_batch(self.config, size, self._steps, world)
@@ -223,7 +223,7 @@ class Reconciler:
         return self._scheduled(build_optimizer(block.type, block.params, parameters))
 
     def _scheduled(self, optimizers: Any) -> Any:
-        """Add the configured schedule to what a ``configure_optimizers`` returns."""
+        """Add the configured schedule to the result of ``configure_optimizers``."""
         block = self.config.scheduler
         if block is None:
             return optimizers
@@ -244,7 +244,7 @@ class Reconciler:
 
 
 def _division(grouping: Sequence[Mapping[str, Any]]) -> list[Resolution]:
-    """What Muon steps, and what Adam does."""
+    """Describe which parameters Muon steps and which Adam."""
     found = []
     for use, what, which in ((True, "Muon", "matrices of hidden layers"), (False, "Adam", "all other parameters")):
         members = [p for group in grouping if group["use_muon"] is use for p in group["params"]]
@@ -254,7 +254,7 @@ def _division(grouping: Sequence[Mapping[str, Any]]) -> list[Resolution]:
 
 
 def show_table(found: Sequence[Resolution], console: Console | None = None) -> None:
-    """Print what was resolved, if something was: a line each, which neither pipes nor narrow terminals cut."""
+    """Print resolved values, one per line, never cut to the terminal's width."""
     width = max((len(entry.key) for entry in found), default=0)
     lines = [f"  {entry.key.ljust(width)}  {entry.value}  ({entry.source})" for entry in found]
     if lines:
@@ -263,10 +263,10 @@ def show_table(found: Sequence[Resolution], console: Console | None = None) -> N
 
 
 def _derived(config: ZeroConfig, world: int) -> Resolution | None:
-    """The accumulation where only sizes of batches are written, as in DeepSpeed; None where it is not so.
+    """The accumulation implied by the two batch sizes, as in DeepSpeed; None if they are not both set.
 
     Raises:
-        ConfigError: there is none for this number of ranks.
+        ConfigError: none fits this number of ranks.
     """
     total, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     if config.gradient_accumulation_steps is not None or total is None or micro is None:
@@ -283,7 +283,7 @@ def _derived(config: ZeroConfig, world: int) -> Resolution | None:
 
 
 def _micro_batch(config: ZeroConfig, steps: int, world: int) -> list[Resolution]:
-    """The micro-batch that ``train_batch_size`` alone leaves; the first batch is compared with it."""
+    """The micro-batch implied by ``train_batch_size`` alone, to compare the first batch with."""
     total = config.train_batch_size
     assert total is not None
     if total % (steps * world):
@@ -305,7 +305,7 @@ def _agree_on_accumulation(
 ) -> list[Resolution]:
     key, wanted = "gradient_accumulation_steps", config.gradient_accumulation_steps
     has, said = trainer.accumulate_grad_batches, f"{key}={wanted}"
-    if derived is not None and has == 1:  # if it is not, the sizes are compared with it
+    if derived is not None and has == 1:  # otherwise the sizes are compared with it
         key, wanted = "train_batch_size", derived.value
         said = f"{derived.source} = {wanted} micro-batches per step"
     if wanted is None or wanted == has:
@@ -372,7 +372,7 @@ def _check_batch(config: ZeroConfig, micro: int, steps: int, world: int, origin:
 def _size(batch: Any) -> int | None:
     """Samples of a batch; None if its tensors have different sizes, or it has none.
 
-    Not Lightning's ``extract_batch_size``: it takes the first of different sizes, and warns once per process.
+    Lightning's ``extract_batch_size`` takes the first of different sizes instead and warns once per process.
     """
     try:
         sizes = set(sizes_of(batch))

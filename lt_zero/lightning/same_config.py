@@ -1,5 +1,4 @@
-"""All ranks go on with the same configuration, or all of them stop: a rank that stopped alone would leave the others
-waiting."""
+"""Checks that all ranks have the same configuration; raises on all of them, or the others would hang."""
 
 from __future__ import annotations
 
@@ -15,17 +14,17 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.read.source import leaves
 from lt_zero.config.show import resolved
 
-# What a node or a rank may have for itself.
+# Keys that may differ between nodes or ranks.
 _LOCAL = ("aio", "csv_monitor", "tensorboard", "wandb", "comet", "log_level", "disable_python_gc", "max_cpu_gb")
 _LOCAL_NAMES = ("nvme_path", "pin_memory")
-_SHOWN = 5  # keys in an error
+_SHOWN = 5  # maximum keys in an error
 
 
 def check_same(config: ZeroConfig, comm: Comm) -> None:
     """Compare the configurations of all ranks. Collective.
 
     Raises:
-        ConfigError: on all ranks: they differ, with the values of two of them.
+        ConfigError: on all ranks, if they differ; shows the values of two of them.
     """
     if comm.world == 1:
         return
@@ -44,9 +43,7 @@ def check_same(config: ZeroConfig, comm: Comm) -> None:
     raise ConfigError(f"The ranks have different configurations: {_difference(every[0], every[other], other)}. {_WHY}")
 
 
-_WHY = (
-    "Every rank makes its own; give all of them the same values: look for what depends on the rank or the environment."
-)
+_WHY = "Give all ranks the same values: look for values that depend on the rank or the environment."
 
 
 def _difference(first: dict[str, str], second: dict[str, str], rank: int) -> str:
@@ -61,7 +58,7 @@ def _difference(first: dict[str, str], second: dict[str, str], rank: int) -> str
 
 @contextmanager
 def together(comm: Comm | None) -> Generator[None, None, None]:
-    """Around what each rank finds out for itself: a ``ConfigError`` of one is one of all. Collective."""
+    """Context for checks of each rank: a ``ConfigError`` on one raises on all. Collective."""
     error: ConfigError | None = None
     try:
         yield

@@ -1,10 +1,10 @@
-"""How ``ZeroStrategy`` saves: what Lightning hands over, and when.
+"""Saving checkpoints in ``ZeroStrategy``.
 
 Note [Life of a save]
-    ``dump_checkpoint`` asks for the module's and the optimizers' states: fragments, nothing is copied. Then
-    ``save`` writes them (checkpoint/native/save.py). With ``checkpoint.async`` it copies them to host memory instead, a
-    thread writes, and training goes on; one save at most is under way, and what waits for its success (removing older
-    checkpoints) waits with it. Ranks look at the outcome together at the beginning of each training step.
+    ``dump_checkpoint`` collects the module's and the optimizers' states as fragments, without copies. Then ``save``
+    writes them (checkpoint/native/save.py). With ``checkpoint.async`` it copies them to host memory and a thread
+    writes while training continues. At most one save is pending; older checkpoints are removed only after it succeeds.
+    All ranks check the outcome at the beginning of each training step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from lt_zero.lightning.precision import sharded_of
 if TYPE_CHECKING:
     from lt_zero.lightning.checkpoint_service import CheckpointingStrategy
 
-GRACE = 15.0  # seconds after an error for the save that is under way; tests replace this
+GRACE = 15.0  # seconds to wait for the pending save after an error; tests replace this
 _HPARAMS, _HPARAMS_TYPE = LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE
 
 
@@ -54,7 +54,7 @@ class Persistence:
 
     def __init__(self, strategy: CheckpointingStrategy) -> None:
         self._strategy = strategy
-        self._frozen: list[str] = []  # left out of the state dict that was asked for last
+        self._frozen: list[str] = []  # names left out of the last state dict
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         self._after: list[str] = []  # checkpoints to remove when the pending save is done
@@ -96,9 +96,9 @@ class Persistence:
         return optimizer_fragments(sharded) if self.sharded else full_optimizer_state(sharded)
 
     def with_progress(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint to go on from with random states and positions in the data of all ranks. Collective.
+        """The checkpoint with random states and data positions of all ranks added. Collective.
 
-        A new dict: callbacks may have kept the one that their hooks were given.
+        Returns a new dict, as callbacks may have kept the one passed to their hooks.
         """
         comm = self._strategy.comm
         if comm is None or "optimizer_states" not in checkpoint:
@@ -108,10 +108,10 @@ class Persistence:
     # ---- saving --------------------------------------------------------------------------------------------------
 
     def save(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Write what Lightning dumped, as a directory. Collective.
+        """Write Lightning's checkpoint as a directory. Collective.
 
         Raises:
-            CheckpointError: on all ranks; what was at ``path`` before is still there.
+            CheckpointError: on all ranks; an earlier checkpoint at ``path`` is kept.
         """
         self.wait()
         self._beside(path)  # refuses a URL before anything is written
@@ -140,7 +140,7 @@ class Persistence:
         self._pending = self._thread.submit(self._write, made, place, group)
 
     def save_full(self, checkpoint: dict[str, Any], path: str) -> dict[str, Any]:
-        """The checkpoint in plain containers, for one file at ``path``. What has no plain form stays as it is."""
+        """The checkpoint in plain containers where possible, for a single file at ``path``."""
         self._beside(path)  # refuses a URL before anything is written
         content, rest = plain(_without_type(checkpoint))
         put_back(content, rest)
@@ -152,7 +152,7 @@ class Persistence:
 
     @contextmanager
     def foreground(self) -> Iterator[None]:
-        """Saves return when their files are complete."""
+        """Context in which saves are synchronous."""
         self._waits = True
         try:
             yield
@@ -160,28 +160,28 @@ class Persistence:
             self._waits = False
 
     def _may_go_on(self) -> bool:
-        """Whether training goes on beside a save: not when the process is about to end."""
+        """Whether to save in the background: not when the process is about to end."""
         module = self._strategy.lightning_module
         trainer = module._trainer if module is not None else None
         ends = trainer is None or trainer.state.status == TrainerStatus.INTERRUPTED
         return trainer is not None and trainer.training and not ends and not self._waits
 
     def _make(self, path: str) -> Place:
-        """The directory to write to, which all ranks see. Collective."""
+        """The directory to write to, visible to all ranks. Collective."""
         comm = self._strategy.engine.comm
         place, problem, facts = None, None, None
         try:
             if comm.rank == 0:
                 place = Place.make(path)
                 facts = (place.name, place.folder, place.token())
-        except Exception as error:  # also what a path or another file system raises: the other ranks wait for this one
+        except Exception as error:  # any error of the path or file system: the other ranks are waiting
             problem = str(error) if isinstance(error, CheckpointError) else f"Cannot save to {path!r}: {error!r}."
         facts = comm.host_broadcast(facts, "checkpoint directory")
         if facts is not None and place is None:
             place = Place(facts[0], facts[1])
             try:
                 seen = place.token()
-                problem = None if seen == facts[2] else f"{place.folder} is not the directory that rank 0 made."
+                problem = None if seen == facts[2] else f"{place.folder} is not the directory that rank 0 created."
             except CheckpointError as error:
                 problem = str(error)
         if found := comm.problems(problem, "checkpoint directory"):
@@ -204,7 +204,7 @@ class Persistence:
     # ---- one file with all weights beside each checkpoint ----------------------------------------------------------
 
     def _beside(self, path: str) -> tuple[Path, torch.dtype] | None:
-        """The file of ``stage3_gather_16bit_weights_on_model_save``, if there is to be one."""
+        """The file of ``stage3_gather_16bit_weights_on_model_save``, or None."""
         strategy = self._strategy
         if not strategy.config.zero_optimization.stage3_gather_16bit_weights_on_model_save:
             return None
@@ -217,7 +217,7 @@ class Persistence:
         return beside(path, dtype), dtype
 
     def _export_saved(self, path: str) -> None:
-        """From the directory that has just been written: no rank gathers anything. On rank 0, in any thread."""
+        """Write it from the saved directory, without gathering. On rank 0, in any thread."""
         if (found := self._beside(path)) is not None:
             target, dtype = found
             kept = {id(p) for p in self._strategy.engine.kept}
@@ -225,14 +225,14 @@ class Persistence:
             export(Archive(path), target, dtype, keep_fp32=names, strip_prefix="")
 
     def export_beside(self, path: str) -> None:
-        """After a full checkpoint. Collective."""
+        """Write it after a full checkpoint. Collective."""
         if self._strategy.built is not None and (found := self._beside(path)) is not None:
             export_engine(self._strategy.engine, *found)
 
     # ---- saves in the background -----------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Look whether the save that is under way has ended, if there is one. Collective.
+        """Check whether the pending save, if any, has ended. Collective.
 
         Raises:
             CheckpointError: on all ranks: it failed.
@@ -245,7 +245,7 @@ class Persistence:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save that is under way, if there is one. Collective.
+        """Wait for the pending save, if any. Collective.
 
         Raises:
             CheckpointError: on all ranks: it failed.
@@ -255,33 +255,33 @@ class Persistence:
         pending, self._pending = self._pending, None
         after, self._after = self._after, []
         with progress_bar("Waiting for the save in the background", rank=self._strategy.global_rank):
-            pending.result()  # fails on all ranks if it does on one
+            pending.result()  # raises on all ranks if one failed
         for path in after:
             self.remove(path)
 
     def abandon(self) -> None:
-        """After an error, when other ranks may be gone: do not wait for long."""
+        """Clean up after an error without waiting long: other ranks may be gone."""
         ended = True
         if self._pending is not None and self._strategy.comm is not None:
             with progress_bar("Waiting for the save in the background", rank=self._strategy.global_rank):
                 ended = bool(futures.wait([self._pending], GRACE).done)
             if not ended:
-                self._strategy.comm.leave_saving_group()  # to the save that may still go on
+                self._strategy.comm.leave_saving_group()  # owned by the save, which may still be running
         self._pending, self._after = None, []
         if self._thread is not None:
             self._thread.shutdown(wait=ended, cancel_futures=True)
         self._thread = self._buffer = None
 
     def close(self) -> None:
-        """Wait for what is under way; give back threads and memory. Collective."""
-        with suppress(CheckpointError):  # `wait` was called where an error can be raised
+        """Wait for the pending save; release threads and memory. Collective."""
+        with suppress(CheckpointError):  # `wait` was called earlier, where it can raise
             self.wait()
         if self._thread is not None:
             self._thread.shutdown()
         self._thread = self._buffer = None
 
     def remove(self, path: str) -> None:
-        """Remove a checkpoint; after the save that is under way, if there is one: it may be the last good one."""
+        """Remove a checkpoint, after the pending save if any: it may be the last good one."""
         if self._pending is not None:
             self._after.append(path if is_url(path) else os.path.abspath(path))
         elif self._strategy.is_global_zero:
@@ -291,7 +291,7 @@ class Persistence:
 
 
 def beside(path: str, dtype: torch.dtype) -> Path:
-    """The name of the file with all weights that goes with a checkpoint.
+    """The path of the file with all weights next to a checkpoint.
 
     >>> beside("runs/last.ckpt", torch.float16).name
     'last-fp16.pt'
@@ -301,7 +301,7 @@ def beside(path: str, dtype: torch.dtype) -> Path:
 
 
 def _without_type(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """OmegaConf's class is not kept: the values become plain containers."""
+    """Convert OmegaConf containers to plain ones."""
     made = dict(checkpoint)
     made.pop(_HPARAMS_TYPE, None)
     if isinstance(made.get(_HPARAMS), Container):

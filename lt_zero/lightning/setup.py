@@ -1,4 +1,4 @@
-"""What ``ZeroStrategy`` does with the parts of a Trainer at set-up: module, callbacks, optimizers, schedules."""
+"""Set-up of module, callbacks, optimizers and schedules for ``ZeroStrategy``."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from lt_zero.step.supported_optimizers import states_per_element
 _NEEDS_WHOLE = {
     StochasticWeightAveraging: "keeps a full copy of the parameters",
     WeightAveraging: "keeps a full copy of the parameters",
-    ModelPruning: "computes masks from whole parameters and puts others in their place",
+    ModelPruning: "computes masks from full parameters and replaces these",
 }
 
 
 def check_callbacks(trainer: pl.Trainer, stage: int) -> None:
-    """Refuse what does not work at this stage, before it has done anything.
+    """Refuse callbacks that do not work at this stage, before they run.
 
     Raises:
-        TypeError: a callback needs whole parameters, and they are sharded.
+        TypeError: a callback needs full parameters, which are sharded.
     """
     for callback in trainer.callbacks if stage == 3 else []:  # type: ignore[attr-defined]
         for kind, what in _NEEDS_WHOLE.items():
@@ -61,13 +61,13 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def find_engine(module: nn.Module, config: ZeroConfig, policy: DtypePolicy, last: Engine | None) -> Engine | None:
-    """The engine of an earlier run, if it fits; one that does not gives the module back whole. Collective.
+    """The engine of an earlier run if it can be reused; else its module is unsharded. Collective.
 
     Args:
         module: the model.
-        config: of the run that begins.
+        config: of the new run.
         policy: its dtypes.
-        last: the strategy's own engine, which fits as long as the module is the same.
+        last: the strategy's engine, reusable while the module is the same.
     """
     owners = {id(e): e for e in map(owner_of, module.parameters()) if isinstance(e, Engine) and e.attached}
     for engine in owners.values():
@@ -76,12 +76,12 @@ def find_engine(module: nn.Module, config: ZeroConfig, policy: DtypePolicy, last
         if mine and len(owners) == 1 and owns_all(engine):
             check_identity(engine)
             return engine
-        restore_whole(engine)  # another module's, another configuration's, or layers have changed since
+        restore_whole(engine)  # another module or configuration, or changed layers
     return None
 
 
 def show_tables(engine: Engine) -> None:
-    """Print what was found in the model and in which dtypes it runs."""
+    """Print the model's units and dtypes."""
     if engine.comm.rank == 0:
         unit_table(engine)
         dtype_table(engine)
@@ -89,7 +89,7 @@ def show_tables(engine: Engine) -> None:
 
 
 def show_checkpointing(engine: Engine) -> None:
-    """Print what is recomputed in backward, if something is."""
+    """Print which modules are recomputed in backward, if any."""
     if engine.comm.rank == 0 and (checkpointing := installed(engine)) is not None:
         Console().print(str(checkpointing))
 
@@ -106,7 +106,7 @@ def shard_optimizers(engine: Engine, optimizers: Iterable[Optimizer], loss_scale
 def hold_schedules(
     configs: Iterable[LRSchedulerConfig], optimizers: Sequence[Optimizer], loss_scale: LossScaleController
 ) -> None:
-    """Let schedules stand still when the step of their optimizer is skipped, if steps are checked."""
+    """Hold schedules while steps of their optimizer are skipped, if steps are checked."""
     if not loss_scale.checks:
         return
     numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
@@ -116,7 +116,7 @@ def hold_schedules(
 
 
 def announce_offload(engine: Engine, optimizers: Iterable[Optimizer]) -> None:
-    """Say what a step costs with states in files, if there are some. Collective."""
+    """Print the cost of a step with states on NVMe, if any. Collective."""
     states = max([states_per_element(o) for o in optimizers], default=0)
     line = engine.offload_manager.announce(engine.buckets, states)
     if line and engine.comm.rank == 0:

@@ -1,8 +1,8 @@
-"""SIGTERM and SLURM's requeue signal wait for the end of a batch, the same one on all ranks.
+"""Defers SIGTERM and SLURM's requeue signal to the end of the same batch on all ranks.
 
-Lightning's handlers broadcast, save and write logs wherever the signal comes, which may be inside of a collective. Here
-they only note it. All ranks agree on a point (comm/agreement.py) and do there what Lightning does: stop after the
-batch with SIGTERMException, which callbacks may save on, or save a checkpoint to go on from and requeue the job.
+Lightning's handlers broadcast, save and log when the signal arrives, possibly inside a collective. Here they only
+record it. All ranks agree on a point (comm/agreement.py) and do there what Lightning does: stop after the batch with
+SIGTERMException, on which callbacks may save, or save a checkpoint and requeue the job.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STOP, REQUEUE = "stop", "requeue"
 
 
 class Signals:
-    """The signals of one run.
+    """Signal handling of one run.
 
     Args:
         trainer: whose handlers are replaced until ``give_back``.
@@ -36,11 +36,11 @@ class Signals:
         self._held = HeldSignals(trainer, lambda: agreement.wish(STOP), lambda: agreement.wish(REQUEUE))
 
     def give_back(self) -> None:
-        """Lightning's handlers act again."""
+        """Restore Lightning's handlers."""
         self._held.give_back()
 
     def pass_point(self, trains: bool) -> None:
-        """Part of a batch is done, on all ranks; ``trains``: one of training. Collective if there was a signal."""
+        """Called by all ranks during a batch; ``trains``: of training. Collective if there was a signal."""
         agreed = self._agreement.passed(trains)
         if not agreed:
             return
@@ -48,17 +48,17 @@ class Signals:
         if STOP in agreed:
             if self._trainer.is_global_zero:
                 log.warning("SIGTERM: all ranks stop after this batch.")
-            self._held.stop()  # Lightning looks at this when a batch is done
+            self._held.stop()  # Lightning checks this at the end of a batch
 
     def begin_batch(self, trains: bool, saving: Callable[[], AbstractContextManager[object]]) -> None:
-        """Nothing is under way: save and requeue if that was agreed on. Collective if there was a signal.
+        """Between batches: save and requeue if that was agreed on. Collective if there was a signal.
 
         Args:
             trains: whether the batch is one of training.
-            saving: a context in which saves wait until their files are complete; the job ends soon afterwards.
+            saving: a context in which saves are synchronous, as the job ends soon.
 
         Raises:
-            SIGTERMException: where Lightning does not look whether to stop.
+            SIGTERMException: where Lightning does not check whether to stop.
         """
         self.pass_point(trains)
         if REQUEUE in self._agreed:

@@ -53,12 +53,11 @@ class ZeroStrategy(MonitoredStrategy):
         process_group_backend: ``gloo`` on CPU and ``nccl`` on CUDA by default.
         timeout: of collectives on the default process group.
         start_method: ``popen``, or ``spawn``, ``fork``, ``forkserver`` for multiprocessing and notebooks.
-        activation_checkpointing: what backward computes again: "full" or True for everything inside the model's
-            repeated blocks, "selective", "none", or keys of that block of the configuration, which must not say
-            something else.
+        activation_checkpointing: what backward recomputes: "full" or True for everything inside the model's repeated
+            blocks, "selective", "none", or keys of that block of the configuration, which must not contradict it.
 
     Raises:
-        ConfigError: all that is wrong with the configuration: unknown keys, values, keys that contradict each other.
+        ConfigError: names every problem: unknown keys, wrong values, keys that contradict each other.
     """
 
     def __init__(
@@ -202,10 +201,10 @@ class ZeroStrategy(MonitoredStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        self._reset_optimizers_and_schedulers()  # those of an earlier run refer to fragments that may be gone
+        self._reset_optimizers_and_schedulers()  # those of an earlier run refer to freed fragments
         self._reconciler.lend_optimizers(trainer.lightning_module)
         super().setup_optimizers(trainer)
-        self._reconciler.take_back()  # a module that is pickled or copied while it trains has nothing of ours
+        self._reconciler.take_back()  # copies of the module made during training must not contain our hook
         loss_scale = self.precision_plugin.loss_scale_controller
         set_up.shard_optimizers(self.engine, self.optimizers, loss_scale)
         accumulates, saves = trainer.accumulate_grad_batches > 1, bool(trainer.checkpoint_callbacks)
@@ -215,7 +214,7 @@ class ZeroStrategy(MonitoredStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Buffers and metrics only; parameters move bucket by bucket when they are sharded."""
+        """Move buffers and metrics only; parameters move bucket by bucket when sharded."""
         assert self.lightning_module is not None
         set_up.move_buffers(self.lightning_module, self.root_device)
 
@@ -226,7 +225,7 @@ class ZeroStrategy(MonitoredStrategy):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        # On the meta device nothing is allocated; set-up fills the parameters unit by unit.
+        # Allocate nothing on the meta device; set-up fills the parameters unit by unit.
         # Otherwise construction stays on the CPU, as without a strategy: same random numbers, no full copy on a GPU.
         device: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
         trainer = self.lightning_module._trainer if self.lightning_module is not None else None
@@ -247,7 +246,7 @@ class ZeroStrategy(MonitoredStrategy):
     # ---- running -----------------------------------------------------------------------------------------------
 
     def _scope(self) -> AbstractContextManager[None]:
-        """Parameters of the LightningModule itself are readable inside its steps."""
+        """Make parameters of the LightningModule itself readable inside its steps."""
         return self._engine.forward_scope() if self._engine is not None else nullcontext()
 
     def _begin_batch(self, trains: bool) -> None:
@@ -328,7 +327,7 @@ class ZeroStrategy(MonitoredStrategy):
 
     @override
     def teardown(self) -> None:
-        """Leaves shards where they are, and no thread. No collectives after an error: other ranks may be gone."""
+        """Stop all threads; keep the shards. No collectives after an error: other ranks may be gone."""
         module = self.lightning_module
         trainer = module._trainer if module is not None else None
         clean = trainer is not None and trainer.state.status != TrainerStatus.INTERRUPTED
@@ -360,7 +359,7 @@ class ZeroStrategy(MonitoredStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """DDP's advice on unused parameters does not apply; what another rank led to is explained."""
+        """Skip DDP's advice on unused parameters; explain errors caused by another rank."""
         if self._comm is not None:
             self._comm.tell(exception)
 

@@ -1,7 +1,7 @@
 """The native kernels as ctypes libraries: found or built on first use, checked, and declared as in csrc/lt_zero.h.
 
-Where they cannot be had, ``cpu()`` and ``cuda()`` return None and the torch references run, which give the same bits.
-That is told once per process; ``LT_ZERO_NATIVE=0`` asks for it and is silent.
+If they are unavailable, ``cpu()`` and ``cuda()`` return None and the torch references run, with bitwise equal results
+and one warning per process. ``LT_ZERO_NATIVE=0`` selects the references without a warning.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _doubles(*names: str) -> list[tuple[str, Any]]:
 
 
 class Tensors(ctypes.Structure):
-    """``lt_tensors``. Arrays that are assigned are kept alive by it; what the pointers in them lead to is not."""
+    """``lt_tensors``. Keeps the assigned arrays alive, but not the memory that their pointers refer to."""
 
     _fields_ = [
         ("count", c_int64),
@@ -199,7 +199,7 @@ def writable(cache: Path) -> Path:
         found = private.lstat()
         if (
             found.st_uid != os.getuid() or found.st_mode & 0o170077 != 0o040000
-        ):  # somebody else's: a library in it could be too
+        ):  # owned by another user, who could have planted a library
             private = Path(tempfile.mkdtemp(prefix="lt_zero-"))
         log.log(_level(), "the cache %s cannot be written (%s); kernels are compiled into %s", cache, error, private)
         return private
@@ -210,7 +210,7 @@ def _level() -> int:
 
 
 def _unwanted(kind: str, force: bool) -> str:
-    """Why native kernels are not even tried; empty if they are."""
+    """Why native kernels are disabled; empty if they are not."""
     if (value := os.environ.get("LT_ZERO_NATIVE", "1").strip().lower()) in ("0", "false", "off", "no"):
         return f"LT_ZERO_NATIVE={value}"
     if kind == "cuda" and not force:
@@ -239,7 +239,7 @@ class Loader:
         self._lock = threading.Lock()
 
     def get(self, kind: str, force: bool = False) -> ctypes.CDLL | None:
-        """The library, or None if the references have to do. ``force``: try also without a device."""
+        """The library, or None if the references run. ``force``: try even without a device."""
         known = self._known.get(kind)
         if known is None or (force and known[0] is None):
             problem = ""
@@ -258,7 +258,7 @@ class Loader:
         return self._known[kind][1]
 
     def _load(self, kind: str, force: bool) -> tuple[tuple[ctypes.CDLL | None, Status], str]:
-        """The library, its status, and what to warn of."""
+        """The library, its status, and a warning."""
         if why := _unwanted(kind, force):
             return (None, Status(kind, False, None, why)), ""
         try:
@@ -312,7 +312,7 @@ def _explain(status: Status) -> str:
 
 
 def remedy(status: Status) -> str:
-    """What makes native kernels available where they are not, in a sentence."""
+    """The remedy for missing native kernels, in a sentence."""
     if status.why.startswith("LT_ZERO_NATIVE="):
         return "unset LT_ZERO_NATIVE."
     variable, compiler = ("CXX", "a C++ compiler") if status.kind == "cpu" else ("NVCC", "the CUDA toolkit")
@@ -333,12 +333,12 @@ _loader = Loader()
 
 
 def cpu() -> ctypes.CDLL | None:
-    """The CPU kernels, built on first use; None if the references have to do. Thread-safe."""
+    """The CPU kernels, built on first use; None if the references run. Thread-safe."""
     return _loader.get("cpu")
 
 
 def cuda(force: bool = False) -> ctypes.CDLL | None:
-    """The CUDA kernels, built on first use; None if the references have to do. Thread-safe.
+    """The CUDA kernels, built on first use; None if the references run. Thread-safe.
 
     Args:
         force: build them even if torch sees no device.

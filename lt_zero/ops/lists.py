@@ -75,12 +75,12 @@ def sizes(tensors: Sequence[Tensor]) -> Any:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Where the first element is; None for None."""
+    """The address of the first element; None for None."""
     return tensor.data_ptr() if tensor is not None else None
 
 
 def native(device: torch.device) -> ctypes.CDLL | None:
-    """The kernels for ``device``; None if the references have to do."""
+    """The kernels for ``device``; None if the references run."""
     if device.type == "cpu":
         return library.cpu()
     return library.cuda() if device.type == "cuda" else None
@@ -115,7 +115,7 @@ def call(lib: ctypes.CDLL, operation: str, device: torch.device, *args: Any) -> 
 def scratch(lib: ctypes.CDLL, tensors: Sequence[Tensor], device: torch.device) -> Tensor | None:
     """Room for partial sums, which kernels with a result take on CUDA; None on the CPU.
 
-    To be kept until the kernel is launched. Then it may go: whoever gets it next uses it on the same stream.
+    Keep it until the kernel is launched; afterwards it may be freed, as the allocator reuses it on the same stream.
     """
     if device.type == "cpu":
         return None
@@ -129,7 +129,7 @@ def pointer(room: Tensor | None) -> tuple[int, ...]:
 
 
 def factor_of(scale: Tensor | None, clip: Tensor | None) -> Tensor | None:
-    """What the kernels multiply gradients by: the product in fp32, None for nothing."""
+    """The factor of the gradients: the product in fp32, or None."""
     if scale is None or clip is None:
         return scale if clip is None else clip
     return scale * clip

@@ -1,8 +1,8 @@
-"""What all optimizer kernels share: the lists, the scaling of gradients, the low-precision copy.
+"""Shared parts of the optimizer kernels: tensor lists, gradient scaling, the low-precision copy.
 
 Note [Skipping on the device]
-    Whether a step is taken may be known to the device only. So the kernels take ``found_inf``, and write nothing if it
-    is not zero; the host need not wait for it.
+    Only the device may know whether to take a step. So the kernels take ``found_inf`` and write nothing if it is not
+    zero, without a synchronization.
 """
 
 from __future__ import annotations

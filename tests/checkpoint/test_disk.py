@@ -81,7 +81,7 @@ def _full(*args: Any, **kwargs: Any) -> int:
     [
         ("space", ["one", "free", "save_top_k"]),
         ("unseen", ["rank 1", "one", "disk of one node", 'format="full"']),
-        ("other", ["rank 1", "not the directory that rank 0 made"]),
+        ("other", ["rank 1", "not the directory that rank 0 created"]),
         ("write", ["rank 1", "-00001.pt", "ENOSPC", "Free space"]),
         ("manifest", ["rank 0", "No space left"]),
         ("rename", ["Cannot name", "one", "ENOSPC"]),

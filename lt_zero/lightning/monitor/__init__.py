@@ -1,1 +1,1 @@
-"""What a run tells: printed lines, metrics for loggers, time, memory, FLOPs."""
+"""Monitoring of a run: printed lines, metrics for loggers, time, memory, FLOPs."""

@@ -1,9 +1,9 @@
-"""What a run tells about itself: a line every N steps, the resolved configuration, messages of the package.
+"""Console output of a run: a line every N steps, the resolved configuration, messages of the package.
 
 Note [Silent until a line is due]
-    The line is no Callback: it would appear in ``trainer.callbacks``, and hooks around backward would make the engine
-    believe that somebody looks at gradients. Between two lines numbers stay where they are, on the device; a line that
-    is due reads them, on all ranks at the same step, since means over ranks and the verdict on a step are collective.
+    The printer is not a Callback: it would appear in ``trainer.callbacks``, and its hooks around backward would look
+    like user code that reads gradients. Metrics stay on the device until a line is due; then all ranks read them at
+    the same step, since means over ranks and the skip flag are collective.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
 @dataclass(frozen=True)
 class _Step:
-    """What is known of a step only while it is taken."""
+    """Metrics that are known only during the step."""
 
     number: int
     optimizer: int  # its number
@@ -63,7 +63,7 @@ class StepPrinter(RunObserver):
     * ``memory_gb``: of rank 0, in 10^9 bytes. On a GPU the most that torch had allocated since the process began, or
       since somebody else reset that peak; on the CPU the resident memory of the process at the line.
 
-    What is not known is left out. Loggers of the Trainer get the same as ``zero/loss``, ``zero/lr``, ...
+    Unknown metrics are left out. Loggers of the Trainer get the same as ``zero/loss``, ``zero/lr``, ...
     (step_metrics.py) under Lightning's own step, which counts from 0, and once per batch that steps.
 
     See Note [Silent until a line is due].

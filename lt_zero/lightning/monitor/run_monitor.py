@@ -1,4 +1,4 @@
-"""The part of ``ZeroStrategy`` that shows what a run does: the switchboard of all that the configuration can turn on.
+"""Monitoring in ``ZeroStrategy``: turns on what the configuration asks for.
 
 steps_per_print, csv_monitor, ...       a line and metrics every N steps    console.py, step_metrics.py, loggers.py
 wall_clock_breakdown, memory_breakdown  time and memory of a step           breakdown.py, timing.py
@@ -36,10 +36,9 @@ from lt_zero.lightning.precision import sharded_of
 
 
 class MonitoredStrategy(CheckpointingStrategy):
-    """Calls the monitors of the configuration where they have something to see; none is a Callback.
+    """Calls the monitors of the configuration; none is a Callback.
 
-    Those that only look are ``RunObserver``s. What counts or times goes around a call (``FlopCount``, ``Profiler``),
-    and what is recorded everywhere is another class of collectives (``LoggedComm``).
+    ``RunObserver``s are notified. ``FlopCount`` and ``Profiler`` wrap calls, ``LoggedComm`` replaces the collectives.
     """
 
     _of_a_run = CheckpointingStrategy._of_a_run | {"flops", "_profiler", "_observers", "_for_this_run", "_clean"}
@@ -59,7 +58,7 @@ class MonitoredStrategy(CheckpointingStrategy):
             self._observers.append(MemoryPhases(every or EVERY))
         if watched:
             self._observers.append(StepPrinter(every, self.flops))
-        self._for_this_run = ExitStack()  # what is undone when a run ends
+        self._for_this_run = ExitStack()  # undone at the end of a run
         self._clean = True  # it ended without an error
 
     @property
@@ -69,7 +68,7 @@ class MonitoredStrategy(CheckpointingStrategy):
 
     @override
     def setup_environment(self) -> None:
-        """Loggers are there before anybody asks for their folder: profilers, checkpoints, hyper-parameters."""
+        """Attach loggers before profilers, checkpoints or hyper-parameters use their folder."""
         super().setup_environment()
         config = self.config
         assert self.lightning_module is not None
@@ -84,7 +83,7 @@ class MonitoredStrategy(CheckpointingStrategy):
 
     @property
     def comm_class(self) -> type[Comm]:
-        """Makes the collectives; without ``comms_logger`` nothing is recorded."""
+        """Make the communicator, which records collectives only with ``comms_logger``."""
         return LoggedComm if self.config.comms_logger.enabled else Comm
 
     def log_comms(self) -> None:

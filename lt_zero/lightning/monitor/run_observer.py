@@ -1,4 +1,4 @@
-"""What the strategy tells those who watch a run: the one protocol of printed lines, times and memory."""
+"""The protocol of run observers, which print lines, times and memory."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from torch.optim import Optimizer
 
 
 class RunObserver:
-    """Is told where a fit is, on every rank. Nothing by itself."""
+    """Callbacks during a fit, on every rank; no-ops by default."""
 
     def start(self, strategy: Any) -> None:
         """A fit begins."""
 
     def stop(self) -> None:
-        """It has ended, maybe with an error."""
+        """The fit has ended, maybe with an error."""
 
     def before_forward(self) -> None:
         """``training_step`` is about to be called."""
 
     def after_forward(self, module: pl.LightningModule, batch: Any, output: Any) -> None:
-        """It has returned; with manual optimization backward and steps were inside."""
+        """``training_step`` has returned; with manual optimization backward and steps ran inside."""
 
     def before_backward(self) -> None:
         """A backward is about to begin."""
 
     def after_backward(self) -> None:
-        """It has ended, its gradients are reduced."""
+        """A backward has ended, its gradients are reduced."""
 
     def after_step(self, module: pl.LightningModule, optimizer: Optimizer) -> None:
-        """An optimizer has stepped, or skipped its step; schedules and ``trainer.global_step`` are those of before."""
+        """An optimizer has stepped or skipped its step; schedules and ``trainer.global_step`` are not updated yet."""
 
     def pause(self) -> None:
         """Validation begins."""

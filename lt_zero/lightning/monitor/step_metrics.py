@@ -1,4 +1,4 @@
-"""The numbers of one optimizer step: as the line that is printed, and as metrics for loggers."""
+"""Metrics of one optimizer step, as a printed line and for loggers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PREFIX = "zero/"
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What is known of a step; None: it is not. ``StepPrinter`` tells what each number means.
+    """Metrics of a step, None if unknown; ``StepPrinter`` documents them.
 
     Attributes:
         optimizer: its number, where there are several.
