@@ -1,18 +1,8 @@
-"""Before memory is taken: do the machines have it? All ranks decide together, and all of them raise.
+"""Checks before allocating whether the machines have enough memory. The ranks decide together, so all of them raise.
 
-Note [Two checks]
-    When a model is sharded its optimizer is not known yet. So what does not depend on it is checked then
-    (``check_build``), before the first bucket; the optimizer's states and copies for a checkpoint are checked
-    when there is one (``check_optimizers``), before the first step allocates them.
-
-Note [Who shares a host]
-    Each rank reads what is available before it tells the others, and takes nothing before it has heard from all. So
-    nobody's memory is counted as needed and as taken. Needs are added up over the ranks of a host.
-
-Note [Credit]
-    What the model takes already is a part of what it needs: parameters that give their memory back when they move into
-    a bucket, and in the second check the buckets. It is added to what the system says is free. ``max_cpu_gb`` is a
-    limit for all of it and gets no credit.
+There are two checks, because the optimizer is not known when a model is sharded. ``check_build`` runs before the first
+bucket is allocated and covers everything but the optimizer. ``check_optimizers`` runs before the first step and adds
+optimizer states and copies for checkpoints.
 """
 
 from __future__ import annotations
@@ -44,14 +34,14 @@ from lt_zero.memory.rows import DEVICE, HOST, NVME, Setup
 
 _EVERYTHING = 1 << 62  # bytes: not limited
 
-Advice = Callable[[int, int], str]  # (bytes of the host, ranks on it) -> what to do
+Advice = Callable[[int, int], str]  # (bytes of the host, ranks on it) -> remedy
 
 
 def check_build(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, comm: Comm, training: bool = True) -> None:
-    """Check everything but the optimizer's states, before anything is allocated. Collective. See Note [Two checks].
+    """Check everything but the optimizer, before the first bucket is allocated. Collective.
 
     Raises:
-        NotEnoughMemory: on all ranks, if one machine has too little.
+        NotEnoughMemory: on all ranks, if a machine has too little memory.
     """
     if not limits.checks_wanted():
         return
@@ -64,16 +54,16 @@ def check_build(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, comm:
 def check_optimizers(
     engine: Engine, optimizers: Iterable[Optimizer], accumulates: bool = False, saves: bool = True
 ) -> None:
-    """Check what training takes beyond the weights, before the first step. Collective. See Note [Two checks].
+    """Check what training needs beyond the weights, before the first step. Collective.
 
     Args:
         engine: of the model.
-        optimizers: that will step it.
+        optimizers: the optimizers of the run.
         accumulates: several micro-batches per step.
-        saves: whether there will be checkpoints, for which buffers or copies are needed.
+        saves: whether checkpoints will be saved, which need buffers or copies.
 
     Raises:
-        NotEnoughMemory: on all ranks, if one machine has too little.
+        NotEnoughMemory: on all ranks, if a machine has too little memory.
     """
     if not limits.checks_wanted():
         return
@@ -91,7 +81,7 @@ def check_optimizers(
 
 
 def _taken(root: nn.Module, world: int) -> dict[str, int]:
-    """Bytes of the parameters as they are, by device type; those that were cut at construction count as shards."""
+    """Bytes that parameters take now, by device type; those that were sharded at construction count as shards."""
     taken: dict[str, int] = {}
     for parameter in root.parameters():
         parts = world if is_guarded(parameter) else 1
@@ -103,7 +93,9 @@ def _taken(root: nn.Module, world: int) -> dict[str, int]:
 def _check(
     cast: Forecast, phases: Sequence[str], taken: dict[str, int], max_cpu_gb: float | None, comm: Comm, advice: Advice
 ) -> None:
-    """See Note [Who shares a host] and Note [Credit]."""
+    """Compare needs and available memory per host. Collective."""
+    # Each rank reads the available memory before the gather and allocates only after it, so no rank's memory counts
+    # both as needed and as taken.
     needs = {phase: cast.need_of_rank(phase, HOST, first=comm.rank == 0) for phase in phases}
     problem = _gpu_problem(cast, phases, taken.get("cuda", 0), comm)
     mine = _Rank(needs, taken.get("cpu", 0), limits.host_memory(), problem)
@@ -113,10 +105,12 @@ def _check(
     for ranks in hosts.values():
         need = max((_together(ranks, phase) for phase in phases), key=lambda need: sum(need.values()))
         free = min((rank.free for rank in ranks), key=lambda free: free.nbytes)
+        # Memory that the model has already is part of the need: parameters are freed when they move into a bucket.
+        # ``max_cpu_gb`` limits the total, so nothing is added to it.
         have = Available(free.nbytes + sum(rank.taken for rank in ranks), f"{free.source}, plus what the model has")
         if max_cpu_gb is not None and max_cpu_gb * GB < have.nbytes:
             have = Available(int(max_cpu_gb * GB), f"max_cpu_gb={max_cpu_gb:g}")
-        if sum(need.values()) > have.nbytes:  # advice is not free
+        if sum(need.values()) > have.nbytes:  # compute the advice only if it is needed
             check_host_memory(need, have, ranks=len(ranks), remedy=advice(have.nbytes, len(ranks)))
         for rank in ranks:
             if rank.problem:
@@ -124,7 +118,7 @@ def _check(
 
 
 class _Rank(NamedTuple):
-    """What one rank tells the others: its needs by phase and kind, what it has taken, what is free, its GPU."""
+    """Sent to all ranks: needs by phase and kind, bytes taken, memory available, and the GPU's shortage or ""."""
 
     needs: dict[str, dict[str, int]]
     taken: int
@@ -140,7 +134,7 @@ def _together(ranks: Sequence[_Rank], phase: str) -> dict[str, int]:
 
 
 def _gpu_problem(cast: Forecast, phases: Sequence[str], taken: int, comm: Comm) -> str:
-    """What to say if this rank's GPU is too small; "" if it is not, or there is none."""
+    """The error message if this rank's GPU is too small, else ""."""
     there = limits.device_memory(comm.device)
     need = max((cast.need_of_rank(phase, DEVICE) for phase in phases), key=lambda need: sum(need.values()))
     if there is None or sum(need.values()) <= there.nbytes + taken:
@@ -151,7 +145,7 @@ def _gpu_problem(cast: Forecast, phases: Sequence[str], taken: int, comm: Comm) 
 
 
 def _host() -> str:
-    """Equal for ranks that share their memory."""
+    """An identifier that is equal for ranks on the same host."""
     try:
         return host_identity()
     except OSError:  # not Linux
@@ -159,7 +153,7 @@ def _host() -> str:
 
 
 def _advice(root: nn.Module, config: ZeroConfig, policy: DtypePolicy, setup: Setup, known: bool) -> Advice:
-    """Finds the first setting that would have fitted; Adam is assumed if the optimizer is not ``known``."""
+    """A function that finds the first setting that fits; Adam is assumed if the optimizer is not ``known``."""
 
     def advise(host: int, ranks: int) -> str:
         fit = cheapest(

@@ -1,9 +1,4 @@
-"""What each kind of memory costs one rank. Every function says which part of the engine it stands for.
-
-Note [Files]
-    A file has a record for every bucket, also for those that do not rest in it, and records are full blocks
-    (offload/nvme_files.py): what lies on nvme is counted by file, not by bucket.
-"""
+"""Bytes per rank of each kind of memory. Each function names the part of the engine that it models."""
 
 from __future__ import annotations
 
@@ -23,15 +18,15 @@ GRADS, LOCAL, FRESH = "gradients", "local gradients", "autograd's gradients"
 GATHERED, REDUCE, OFFLOAD = "gathered weights", "reduce buffers", "offload buffers"
 BUILD, STEP, COPY, FILE = "build buffers", "step copies", "checkpoint copy", "checkpoint file"
 KINDS = (WEIGHTS, MASTER, GRADS, LOCAL, FRESH, MOMENTS, GATHERED, REDUCE, OFFLOAD, BUILD, STEP, COPY, FILE)
-STATES = (WEIGHTS, MASTER, GRADS, LOCAL, MOMENTS)  # that stay from step to step (LOCAL: within one)
+STATES = (WEIGHTS, MASTER, GRADS, LOCAL, MOMENTS)  # kept from step to step (LOCAL: within one step)
 
-SAVE_BUFFERS = 2 * 4 * (4 << 20)  # bytes: of the threads, and of those that are being filled (io/sequential_writer.py)
+SAVE_BUFFERS = 2 * 4 * (4 << 20)  # bytes: buffers of the threads and those being filled (io/sequential_writer.py)
 
 Part = tuple[str, str, int]  # place, kind, bytes
 
 
 def kept(rows: Sequence[Row]) -> list[Part]:
-    """Weights and master weights, as ``Bucket.adopt`` keeps them."""
+    """Weights and master weights (``Bucket.adopt``)."""
     total: list[Part] = []
     files: set[tuple[str, torch.dtype]] = set()
     for row in rows:
@@ -39,7 +34,7 @@ def kept(rows: Sequence[Row]) -> list[Part]:
             total.append((DEVICE, WEIGHTS, row.numel * row.dtype.itemsize))
         held = [(row.states, MASTER, row.master)] if row.trains and not row.master_is_view else []
         held += [(row.weights, WEIGHTS, row.dtype)] if row.copies_weights else []
-        held += [(row.weights, WEIGHTS, row.home)] if not row.trains and (row.wide or row.sharding.params) else []
+        held += [(row.weights, WEIGHTS, row.kept_dtype)] if not row.trains and (row.wide or row.sharding.params) else []
         for place, kind, dtype in held:
             if place == NVME:
                 files.add((kind, dtype))
@@ -49,7 +44,7 @@ def kept(rows: Sequence[Row]) -> list[Part]:
 
 
 def _file(rows: Sequence[Row], dtype: torch.dtype) -> int:
-    """See Note [Files]."""
+    """Bytes of one NVMe file: a record of full blocks for every bucket, also for those that do not use it."""
     return sum(rounded(row.own * dtype.itemsize) for row in rows)
 
 
@@ -72,7 +67,7 @@ def gradients(trained: Sequence[Row], rows: Sequence[Row], setup: Setup) -> list
 
 
 def reducing(trained: Sequence[Row], setup: Setup) -> list[Part]:
-    """Accumulators on their way from the device to where they rest: two in flight, two that are being written."""
+    """Accumulators that are moved off the device: two in flight, two being written."""
     files = max((rounded(row.own * row.accum.itemsize) for row in trained if row.states == NVME), default=0)
     landing = max((row.own * row.accum.itemsize for row in trained if row.moved), default=0)
     total = [(_memory(setup), OFFLOAD, 4 * files)]
@@ -80,20 +75,20 @@ def reducing(trained: Sequence[Row], setup: Setup) -> list[Part]:
 
 
 def crossing(trained: Sequence[Row], setup: Setup) -> list[Part]:
-    """Buffers through which low-precision weights go from host memory to the device (``shelf.Traffic``)."""
+    """Staging buffers for low-precision weights from host memory to the device (``HostLink``)."""
     cast = [row.own * row.dtype.itemsize for row in trained if row.moved and row.dtype != row.master]
     return [(HOST, OFFLOAD, 2 * max(cast, default=0) if setup.device != "cpu" else 0)]
 
 
 def spare(rows: Sequence[Row], setup: Setup) -> list[Part]:
-    """Buffers of homes that are kept for the next one (``offload.buffers.Buffers``)."""
+    """Free buffers that are kept for the next stored tensor (``io.buffer_pool.Buffers``)."""
     sizes = [row.own * row.master.itemsize for row in rows if NVME in (row.states, row.weights)]
-    tiers = 1 if all(row.states == NVME for row in rows if row.weights == NVME) else 2
-    return [(_memory(setup), OFFLOAD, 2 * tiers * rounded(max(sizes, default=0)))]
+    pools = 1 if all(row.states == NVME for row in rows if row.weights == NVME) else 2
+    return [(_memory(setup), OFFLOAD, 2 * pools * rounded(max(sizes, default=0)))]
 
 
 def local(trained: Sequence[Row], setup: Setup) -> list[Part]:
-    """Gradients that were not reduced yet, in accumulation windows (``Accumulator.accumulate_local``)."""
+    """Gradients of an accumulation window before they are reduced (``Accumulator.accumulate_local``)."""
     whole = [row for row in trained if not row.sharding.grads] if setup.accumulates else []
     return [(DEVICE, LOCAL, row.numel * row.accum.itemsize) for row in whole]
 
@@ -109,7 +104,7 @@ def fresh(plan: EnginePlan, setup: Setup) -> list[Part]:
 
 
 def gathered(plan: EnginePlan, table: Mapping[BucketPlan, Row], config: ZeroConfig, setup: Setup) -> list[Part]:
-    """Flat storages of sharded buckets, and with parameters in files the memory through which they come."""
+    """Flat storages of gathered buckets, and read buffers if parameters are stored in files."""
 
     def of(buckets: Iterable[BucketPlan], needs_weights: bool) -> Gathered:
         rows = [table[b] for b in buckets if b.sharding.params]
@@ -134,7 +129,7 @@ def gathered(plan: EnginePlan, table: Mapping[BucketPlan, Row], config: ZeroConf
 
 
 def reduce(rows: Sequence[Row], config: ZeroConfig, setup: Setup) -> list[Part]:
-    """The buffers of ``Reducer``: what is sent, and scratch memory as large where the collective needs it."""
+    """The buffers of ``Reducer``: send buffers, and scratch of the same size where the collective needs it."""
     limit, total = config.zero_optimization.reduce_bucket_size, 0
     if not setup.training:
         return []
@@ -152,7 +147,7 @@ def reduce(rows: Sequence[Row], config: ZeroConfig, setup: Setup) -> list[Part]:
 
 
 def stepping(trained: Sequence[Row], config: ZeroConfig, setup: Setup) -> list[Part]:
-    """Buckets that are here for a step: from files, or as fp32 copies (per_bucket.py, Note [Staged buckets])."""
+    """Buckets in memory for a step: read from files, or fp32 copies (per_bucket.py, Note [Staged buckets])."""
     optim = config.zero_optimization.offload_optimizer
     groups = [_group(row, setup.states) for row in trained if row.states == NVME]
     leaving = max(0, min(1, optim.buffer_count - 2)) if optim.pipeline_write else 0
@@ -169,32 +164,32 @@ def stepping(trained: Sequence[Row], config: ZeroConfig, setup: Setup) -> list[P
 
 
 def overlapping(trained: Sequence[Row], config: ZeroConfig, setup: Setup) -> list[Part]:
-    """What is here for steps that run beside backward or the next forward (step/overlap.py)."""
+    """Buckets in memory for steps that overlap with backward or the next forward (step/overlap.py)."""
     how = config.zero_optimization.offload_optimizer.overlap_step
     beside = [row for row in trained if row.states == NVME and (how is True or row.sharding.params)]
     return stepping(beside, config, setup) if how is not False and setup.fused else []
 
 
 def _group(row: Row, states: float) -> int:
-    """What one step brings, and the weights that it writes to another file."""
+    """Bytes that the step of one bucket reads, and the weights that it writes to another file."""
     copy = [rounded(row.own * row.dtype.itemsize)] if row.copies_weights and row.weights == NVME else []
     return sum(row.step_sizes(states) + copy)
 
 
 def building(rows: Sequence[Row], setup: Setup) -> list[Part]:
-    """One bucket in full precision, on its way into its shard (``Bucket.adopt``)."""
+    """One bucket in full precision while its shard is built (``Bucket.adopt``)."""
 
     def nbytes(row: Row) -> int:
         apart = row.wide or (row.trains and not row.master_is_view)
         flat = row.numel * row.dtype.itemsize if row.sharding.params else 0
-        home = rounded(row.own * row.master.itemsize) if NVME in (row.states, row.weights) else 0
-        return (row.numel * row.master.itemsize if apart else 0) + flat + home
+        stored = rounded(row.own * row.master.itemsize) if NVME in (row.states, row.weights) else 0
+        return (row.numel * row.master.itemsize if apart else 0) + flat + stored
 
     return [(DEVICE, BUILD, max(map(nbytes, rows), default=0))]
 
 
 def collecting(rows: Sequence[Row], trained: Sequence[Row], setup: Setup) -> list[Part]:
-    """One bucket at a time, put together from all ranks' parts (``values.gather_own``), and brought from files."""
+    """One bucket gathered from the shards of all ranks (``full_params.gather_own``), after a read from files."""
     apart = [row for row in rows if row.own != row.numel]
     widest = {id(row): row.step.itemsize if row.trains and setup.states else 0 for row in rows}
     flat = max((row.numel * max(row.exact.itemsize, widest[id(row)]) for row in apart), default=0)
@@ -203,7 +198,7 @@ def collecting(rows: Sequence[Row], trained: Sequence[Row], setup: Setup) -> lis
 
 
 def staging(rows: Sequence[Row], trained: Sequence[Row], config: ZeroConfig, setup: Setup) -> list[Part]:
-    """A sharded save: buffers of the threads that write, a bucket from files, and asynchronous saves' copy."""
+    """A sharded save: buffers of the writer threads, a bucket read from files, and the copy of an async save."""
     files = [sum(row.step_sizes(setup.states)) for row in trained if row.states == NVME]
     copy = 0
     if config.checkpoint.async_save:
@@ -213,7 +208,7 @@ def staging(rows: Sequence[Row], trained: Sequence[Row], config: ZeroConfig, set
 
 
 def full_copy(rows: Sequence[Row], setup: Setup) -> list[Part]:
-    """Rank 0's copy of everything, and the bytes of the file, which Lightning makes in memory (``_atomic_save``)."""
+    """A full save: rank 0's copy, and the file, which Lightning builds in memory (``_atomic_save``)."""
     total = sum(row.elements * row.exact.itemsize for row in rows)
     if setup.training:
         total += sum(int(row.elements * row.step.itemsize * setup.states) for row in rows if row.trains)
@@ -221,5 +216,5 @@ def full_copy(rows: Sequence[Row], setup: Setup) -> list[Part]:
 
 
 def _memory(setup: Setup) -> str:
-    """Where files are read to."""
+    """The place that files are read into."""
     return DEVICE if setup.device == "cpu" else HOST

@@ -1,4 +1,4 @@
-"""``estimate``: the forecast for a model, or for sizes alone."""
+"""``estimate``: the memory forecast for a model, or for sizes alone."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lt_zero.memory.rows import Setup
 from lt_zero.step.fused_step import FusedAdam
 from lt_zero.step.supported_optimizers import states_by_group
 
-_MOST_UNITS = 1024  # of sizes alone; more would not change the result
-_OF_HIDDEN = ("bucket_size", "persistence_threshold")  # ends of keys that "auto" makes of the hidden size
-_USUAL_UNITS = 32  # layers of a model of which only the size is known
+_MOST_UNITS = 1024  # units of a model given by size; more would not change the result
+_OF_HIDDEN = ("bucket_size", "persistence_threshold")  # suffixes of keys that "auto" derives from the hidden size
+_USUAL_UNITS = 32  # default number of layers of a model given by size
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model of which only sizes are known, all of it trainable.
+    """A fully trainable model that is given by its size only.
 
     Attributes:
         total: parameters.
@@ -57,21 +57,21 @@ def estimate(
     accumulate_grad_batches: int = 1,
     saves: bool = True,
 ) -> Forecast:
-    """How many bytes each rank and node needs. Nothing is allocated, no process group is needed.
+    """The bytes that each rank and node needs. Allocates nothing and needs no process group.
 
     Args:
         model: a module on any device, also "meta"; or ``Sizes``, or the number of parameters. For a module that is not
-            sharded yet the engine's own plan is added up. Of sizes alone nobody knows the padding of
-            ``shard_along=parameter``: it is not counted.
+            sharded yet the engine's own plan is used. For sizes the padding of ``shard_along=parameter`` is unknown and
+            not counted.
         config: as for ``ZeroStrategy``.
         world: ranks.
-        ranks_per_node: of them on one node; default: all on CPUs, at most 8 on GPUs.
-        optimizer: a class of ``torch.optim`` ("adam", "sgd", ...; "momentum" is SGD with it), an optimizer, or the
-            bytes of its states per parameter (8 for Adam).
+        ranks_per_node: ranks on one node; default: all on CPUs, at most 8 on GPUs.
+        optimizer: a class of ``torch.optim`` ("adam", "sgd", ...; "momentum" is SGD with momentum), an optimizer, or
+            the bytes of its states per parameter (8 for Adam).
         precision: as for ``Trainer``; default: what the config says, or "32-true".
         device: "cuda" or "cpu", where the ranks will compute.
         accumulate_grad_batches: as for ``Trainer``; stages 0 and 1 keep whole gradients if it is above 1.
-        saves: whether there will be checkpoints: full ones make rank 0 collect a full copy on its host.
+        saves: whether checkpoints will be saved; for full ones rank 0 collects a full copy in host memory.
 
     Raises:
         ValueError: a value is wrong, or precision and config contradict each other.
@@ -95,7 +95,7 @@ def estimate(
         sizes = model if isinstance(model, Sizes) else Sizes(int(model))
         limit = min(config.zero_optimization.reduce_bucket_size, config.zero_optimization.allgather_bucket_size)
         model = skeleton(sizes, limit)
-        policy = replace(policy, keep_fp32=())  # names that no one knows
+        policy = replace(policy, keep_fp32=())  # the names of modules are unknown
     states, fused = states_of(optimizer)
     setup = replace(
         Setup.imagined(config, world, per_node, device),
@@ -113,7 +113,7 @@ class _Layer(nn.Module):
     def __init__(self, numel: int, limit: int) -> None:
         super().__init__()
         for number, lo in enumerate(range(0, numel, limit)):
-            shape = (min(limit, numel - lo), 1)  # not a vector: those would be taken for norms, which stay fp32
+            shape = (min(limit, numel - lo), 1)  # 2D: vectors would be taken for norms, which stay fp32
             self.register_parameter(f"weight_{number}", Parameter(torch.empty(shape, device="meta")))
 
     def forward(self) -> None:
@@ -128,10 +128,10 @@ def skeleton(sizes: Sizes, limit: int) -> nn.Module:
 
 
 def states_of(optimizer: str | float | Optimizer) -> tuple[float, bool]:
-    """How many element-wise states an optimizer keeps (mean of its groups), and whether the native kernel steps it.
+    """The number of element-wise states of an optimizer (mean of its groups), and whether the native kernel steps it.
 
     Raises:
-        ValueError: no such optimizer.
+        ValueError: the optimizer is unknown.
     """
     if isinstance(optimizer, (int, float)):
         if optimizer < 0:

@@ -1,4 +1,4 @@
-"""Which setting fits a machine: the ladder from fast to frugal, and a table of all its rungs."""
+"""Finds the fastest setting that fits a machine, and prints a table of all settings."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Setting:
 
     @property
     def places(self) -> tuple[str, str]:
-        """Where master weights and moments rest, and the weights that gathers read; "-" for the device."""
+        """The places of master weights and moments, and of the weights that gathers read; "-" for the device."""
         optim, param = (
             str(self.keys[f"offload_{key}"]["device"]).replace("none", "-") for key in ("optimizer", "param")
         )
@@ -151,7 +151,7 @@ def cheapest(
 
 
 def misfit(cast: Forecast, machine: Machine) -> str:
-    """What is too small, in words; "" if everything fits."""
+    """A sentence that says what is too small; "" if everything fits."""
     needs = {DEVICE: cast.rank(DEVICE), HOST: cast.node(HOST), NVME: cast.node(NVME)}
     limits = {DEVICE: machine.device, HOST: machine.host, NVME: machine.nvme}
     words = {DEVICE: "GPU", HOST: "host", NVME: "NVMe"}

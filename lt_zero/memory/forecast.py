@@ -32,13 +32,13 @@ Amounts = Mapping[tuple[str, str], int]  # (place, kind) -> bytes
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run needs.
+    """The memory that a run needs.
 
     Attributes:
         setup: ranks, device, optimizer.
         parameters: elements of the model.
         phases: (place, kind) -> bytes of one rank, in each phase. See Note [Phases].
-        first: the same, only on rank 0 in addition.
+        first: (place, kind) -> additional bytes of rank 0, in each phase.
     """
 
     setup: Setup
@@ -47,7 +47,7 @@ class Forecast:
     first: Mapping[str, Amounts]
 
     def kinds(self, place: str) -> dict[str, int]:
-        """Bytes of each kind at most, on rank 0. They do not all exist at once."""
+        """Peak bytes of each kind on rank 0. The peaks may occur in different phases."""
         found: dict[str, int] = {}
         for phase in self.phases:
             for kind, nbytes in self.need_of_rank(phase, place, first=True).items():
@@ -55,15 +55,15 @@ class Forecast:
         return {kind: found[kind] for kind in KINDS if found.get(kind)}
 
     def rank(self, place: str) -> int:
-        """Bytes of one rank (any but rank 0) at most."""
+        """Peak bytes of one rank, other than rank 0."""
         return max(sum(self.need_of_rank(phase, place).values()) for phase in self.phases)
 
     def node(self, place: str) -> int:
-        """Bytes of the first node at most, which has rank 0."""
+        """Peak bytes of the first node, which has rank 0."""
         return max(sum(self.need_of_node(phase, place).values()) for phase in self.phases)
 
     def model_states(self) -> int:
-        """Bytes of one rank's weights, gradients, master weights and moments at most: what the ZeRO paper counts."""
+        """Peak bytes of one rank's weights, gradients, master weights and moments, as the ZeRO paper counts them."""
         amounts = [[n for (_, kind), n in phase.items() if kind in costs.STATES] for phase in self.phases.values()]
         return max(map(sum, amounts))
 
@@ -86,7 +86,7 @@ def _at(place: str, amounts: Amounts) -> dict[str, int]:
 
 
 def forecast(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup) -> Forecast:
-    """Add up a plan. Nothing is allocated; ranks differ only in what ``Forecast.first`` says."""
+    """Sum up a plan. Allocates nothing; ranks differ only by ``Forecast.first``."""
     table = dict(zip(plan.buckets, rows_of(plan, config, policy, setup), strict=True))
     rows = list(table.values())
     trained = [row for row in rows if row.trains] if setup.training else []

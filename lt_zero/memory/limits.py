@@ -1,10 +1,4 @@
-"""How much memory is there, and the error if it is not enough.
-
-Note [What counts as free]
-    The kernel's estimate ``MemAvailable``, unless a control group of this process, or one around it, allows less: a
-    container or a batch job is killed at its own limit (exit code -9), whatever the machine has. What a group uses is
-    counted without file pages that the kernel would drop. ``max_cpu_gb`` only ever lowers the result.
-"""
+"""Available memory, and the error if it is not enough."""
 
 from __future__ import annotations
 
@@ -21,7 +15,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 GB = 10**9  # bytes
-_NO_LIMIT = 1 << 62  # version 1 writes a number of this order for "none"
+_NO_LIMIT = 1 << 62  # cgroup version 1 writes a number of this order for "no limit"
 
 
 class NotEnoughMemory(MemoryError):
@@ -42,18 +36,22 @@ class NotEnoughMemory(MemoryError):
 
 @dataclass(frozen=True)
 class Available:
-    """Bytes that may still be taken, and what sets the limit."""
+    """Bytes that can still be allocated, and what sets the limit."""
 
     nbytes: int
     source: str
 
 
 def host_memory(max_cpu_gb: float | None = None, root: Path = Path("/")) -> Available:
-    """What this process may still allocate on the host. See Note [What counts as free].
+    """The host memory that this process can still allocate.
+
+    The kernel's estimate ``MemAvailable``, or less if a control group of this process or one around it has a lower
+    limit: a container or batch job is killed at its own limit (exit code -9). File pages that the kernel would drop do
+    not count as used. ``max_cpu_gb`` can only lower the result.
 
     Args:
         max_cpu_gb: the configuration's limit for a node, in GB (1e9 bytes).
-        root: where ``proc`` lies; tests have another one.
+        root: the folder that has ``proc``; replaced in tests.
     """
     limits = [Available(int(psutil.virtual_memory().available), "MemAvailable of this machine"), *cgroup_limits(root)]
     if max_cpu_gb is not None:
@@ -62,7 +60,7 @@ def host_memory(max_cpu_gb: float | None = None, root: Path = Path("/")) -> Avai
 
 
 def cgroup_limits(root: Path = Path("/")) -> list[Available]:
-    """What each control group (version 1 or 2) that holds this process leaves free; [] where none has a limit."""
+    """The memory left in each control group (version 1 or 2) of this process that has a limit."""
     found = []
     for mount, folder, version in _memory_groups(root):
         names = ("memory.max", "memory.current", "inactive_file")
@@ -82,7 +80,7 @@ def cgroup_limits(root: Path = Path("/")) -> list[Available]:
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[Path, Path, int]]:
-    """(mount point, this process's own group below it, version) of the hierarchies that count memory."""
+    """(mount point, this process's group below it, version) of each hierarchy with a memory controller."""
     own: dict[int, str] = {}
     for line in _lines(root / "proc/self/cgroup"):
         number, _, rest = line.partition(":")
@@ -100,7 +98,7 @@ def _memory_groups(root: Path) -> Iterator[tuple[Path, Path, int]]:
         if version not in own or (version == 1 and "memory" not in kind[2].split(",")):
             continue
         mount = root / fields[4].lstrip("/")
-        # The mount shows the hierarchy from the group fields[3] on, which is "/" unless a container has a part of it.
+        # The mount shows the hierarchy from group fields[3] on, which is "/" unless a container sees only a part.
         inside = own[version].removeprefix(fields[3]) if fields[3] != "/" else own[version]
         folder = mount / inside.lstrip("/")
         yield mount, folder if ".." not in folder.parts and folder.is_dir() else mount, version
@@ -124,7 +122,7 @@ def _stat(path: Path, key: str) -> int:
 
 
 def device_memory(device: torch.device) -> Available | None:
-    """What may still be allocated on a GPU; None for a CPU."""
+    """The memory that can still be allocated on a GPU; None for a CPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -135,16 +133,16 @@ def device_memory(device: torch.device) -> Available | None:
 def check_host_memory(
     need: Mapping[str, int], have: Available | None = None, *, ranks: int = 1, remedy: str = ""
 ) -> None:
-    """Compare what the ranks of a node need with what the node has.
+    """Check that a node has the memory that its ranks need.
 
     Args:
         need: bytes by kind, of all ``ranks`` together.
-        have: what there is; default: what ``host_memory`` finds.
-        ranks: of this node, for the message.
-        remedy: what to do instead; a sentence.
+        have: available memory; default: ``host_memory()``.
+        ranks: ranks of the node, for the message.
+        remedy: a sentence that says what to do.
 
     Raises:
-        NotEnoughMemory: with a table of the kinds.
+        NotEnoughMemory: the need is larger; with a table of the kinds.
     """
     have = have or host_memory()
     if sum(need.values()) > have.nbytes:
@@ -154,7 +152,7 @@ def check_host_memory(
 
 
 def shortage(need: Mapping[str, int], have: Available, what: str, remedy: str) -> str:
-    """The message: what is short, a table of needs, what there is, what to do."""
+    """The error message: what is too small, a table of needs, the available memory, and the remedy."""
     total = sum(need.values())
     table = Table(show_header=False, box=None, padding=(0, 2))
     table.add_column()
@@ -170,10 +168,10 @@ def shortage(need: Mapping[str, int], have: Available, what: str, remedy: str) -
 
 
 def amount(nbytes: int, digits: int = 2) -> str:
-    """Bytes for people, in units of 1000."""
+    """Bytes as text, in units of 1000."""
     return decimal(nbytes, precision=digits) if nbytes else "-"
 
 
 def checks_wanted() -> bool:
-    """Whether memory is checked before it is taken; ``LT_ZERO_MEMORY_CHECK=0`` turns it off."""
+    """Whether memory is checked before it is allocated; ``LT_ZERO_MEMORY_CHECK=0`` turns it off."""
     return os.environ.get("LT_ZERO_MEMORY_CHECK", "1").lower() not in ("0", "false", "no", "off")

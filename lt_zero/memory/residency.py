@@ -1,4 +1,4 @@
-"""How many bytes of sharded weights are gathered at a time: the engine's rules, played through on sizes alone."""
+"""Simulates on sizes alone how many bytes of sharded weights the engine has gathered at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lt_zero.engine.gather_order import Residency
 
 @dataclass(frozen=True)
 class Gathered:
-    """What one unit gathers: elements, bytes and buckets, and whether its backward needs them."""
+    """Elements, bytes and buckets that one unit gathers, and whether its backward needs them."""
 
     numel: int
     nbytes: int
@@ -21,7 +21,7 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Ahead:
-    """How far ahead units are gathered: elements and buckets at most."""
+    """Limits of prefetching, in elements and buckets."""
 
     numel: int
     buckets: float = float("inf")
@@ -33,14 +33,14 @@ def residency_of(zero: ZeroOptimization) -> Residency:
 
 
 def gathered_peak(units: Sequence[Gathered], root: Gathered, residency: Residency, ahead: Ahead, window: bool) -> int:
-    """Bytes of gathered weights at most, in a forward and a backward after the first (whose order is not known yet).
+    """Peak bytes of gathered weights in a forward and backward after the first, which records the order.
 
     Args:
         units: all but the root, in forward order; small parameters, which are never released, are not counted.
-        root: stays gathered all the time.
-        residency: what stays gathered after its forward.
-        ahead: nothing is gathered ahead if ``numel`` is 0.
-        window: weights stay gathered from one micro-batch to the next where the whole model may (Gatherer.fits_whole).
+        root: the root unit, which always stays gathered.
+        residency: limits on what stays gathered after its forward.
+        ahead: limits of prefetching; none if ``numel`` is 0.
+        window: weights stay gathered between micro-batches if the whole model may (Gatherer.fits_whole).
     """
     total = root.numel + sum(unit.numel for unit in units)
     stays = residency.keep_after_forward([unit.numel for unit in units])
@@ -53,19 +53,19 @@ def gathered_peak(units: Sequence[Gathered], root: Gathered, residency: Residenc
             play.release(index)
     for index in reversed(range(len(units))):
         if units[index].needs_weights:
-            # A unit is released when its inputs have their gradients, before autograd comes to the unit in front of it.
+            # A unit is released when its inputs have gradients, before backward reaches the previous unit.
             play.visit(index, (i for i in range(index - 1, -1, -1) if units[i].needs_weights))
             play.release(index)
     return root.nbytes + play.peak
 
 
 class _Play:
-    """Units come and go; the peak is noted."""
+    """Gathers and releases units, and records the peak."""
 
     def __init__(self, units: Sequence[Gathered], residency: Residency, ahead: Ahead, start: Iterable[int]) -> None:
         self._units, self._residency, self._ahead = units, residency, ahead
         self._here: set[int] = set()
-        self._early: set[int] = set()  # gathered ahead, and not visited yet
+        self._early: set[int] = set()  # prefetched, not visited yet
         self._numel = self._nbytes = self.peak = 0
         for index in start:
             self._gather(index)
@@ -84,7 +84,7 @@ class _Play:
             self._nbytes -= self._units[index].nbytes
 
     def visit(self, index: int, upcoming: Iterable[int]) -> None:
-        """Gather a unit, and those that come next as far as ``Gatherer.visit`` would."""
+        """Gather a unit, and prefetch those that ``Gatherer.visit`` would."""
         self._gather(index)
         self._early.discard(index)
         flying = sum(self._units[i].numel for i in self._early)

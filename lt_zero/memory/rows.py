@@ -1,9 +1,8 @@
-"""The buckets of a plan as numbers: what each costs in its dtypes, and where its parts rest.
+"""The buckets of a plan as numbers: sizes, dtypes, and where their parts are stored.
 
-Note [Places]
-    A byte lies on the ``device`` (where the model computes), on the ``host``, or on ``nvme``. With a CPU as the device
-    the first two are one, and offloading to the CPU changes nothing. ``offload_optimizer`` takes master weights,
-    moments and gradient accumulators off the device, and ``offload_param`` the shards that gathers read.
+Places are the ``device`` that computes, the ``host`` and ``nvme``. If the device is a CPU, the first two are the same,
+and offloading to the CPU changes nothing. ``offload_optimizer`` moves master weights, moments and gradient accumulators
+off the device, ``offload_param`` the shards that gathers read.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ PLACES = (DEVICE, HOST, NVME)
 
 @dataclass(frozen=True)
 class Setup:
-    """What a forecast has to know of the run beside its configuration.
+    """Facts of a run that a forecast needs beside the configuration.
 
     Attributes:
         world: ranks.
-        per_node: of them on one node, which share its host memory and NVMe.
+        per_node: ranks on one node, which share its host memory and NVMe.
         device: type, "cpu" or "cuda".
         windows: ranks read each other's memory (comm/shared_memory.py).
-        sums_wide: gradients are summed in the accumulators' dtype whatever is sent (comm/communicator.py).
-        background: gathers go on while the model computes, so units are gathered ahead.
+        sums_wide: gradients are summed in the accumulators' dtype, whatever dtype is sent (comm/communicator.py).
+        background: gathers overlap with compute, so units are prefetched.
         states: element-wise states of the optimizer; 2 for Adam.
         fused: the optimizer is stepped by the native kernel, which takes any dtype of gradients.
         accumulates: several micro-batches per step.
@@ -59,7 +58,7 @@ class Setup:
 
     @classmethod
     def of_comm(cls, comm: Comm, states: float, training: bool, fused: bool = False) -> Setup:
-        """A run that exists."""
+        """The setup of a running process group."""
         return cls(
             world=comm.world,
             per_node=comm.world,
@@ -74,7 +73,7 @@ class Setup:
 
     @classmethod
     def imagined(cls, config: ZeroConfig, world: int, per_node: int, device: str) -> Setup:
-        """A run on machines that are not here: NCCL on GPUs; on CPUs shared memory within a node, else gloo."""
+        """An assumed setup: NCCL on GPUs; on CPUs shared memory within a node, else gloo."""
         one_cpu_node = device == "cpu" and world == per_node > 1
         gloo = device == "cpu" and config.zero_optimization.reduce_scatter
         return cls(
@@ -94,14 +93,14 @@ class Row:
     Attributes:
         elements: of its parameters.
         numel: with padding.
-        own: with padding, of this rank's master weights (or what stands for them).
-        held: of it, those of the parameters that a rank steps; moments need no padding.
+        own: of this rank's master weights or shard, with padding.
+        held: of ``own`` without padding, which is the size of moments.
         dtype, master, accum, step, send: of the compute copy, master weights, accumulators, what the optimizer sees,
             and gradients on the wire.
         sharding: what a rank holds only a shard of.
         trains: whether it has trainable parameters.
-        wide: it is frozen, and keeps digits that ``dtype`` has no room for.
-        states, weights: where master weights and moments rest, and what gathers read.
+        wide: it is frozen and kept in a higher precision than ``dtype``.
+        states, weights: places of master weights and moments, and of what gathers read.
     """
 
     elements: int
@@ -130,25 +129,22 @@ class Row:
 
     @property
     def copies_weights(self) -> bool:
-        """Whether gathers read something else than the master weights.
-
-        See master_weights.py.
-        """
+        """Whether gathers read a copy instead of the master weights (master_weights.py)."""
         both = self.weights == self.states == NVME and self.master == self.dtype
         return self.trains and self.sharding.params and self.moved and not both
 
     @property
-    def home(self) -> torch.dtype:
-        """Of a frozen bucket's values as precise as they are kept."""
+    def kept_dtype(self) -> torch.dtype:
+        """The dtype in which a frozen bucket is kept."""
         return self.master if self.wide else self.dtype
 
     @property
     def exact(self) -> torch.dtype:
-        """Of the values in a checkpoint."""
-        return self.master if self.trains else self.home
+        """The dtype in a checkpoint."""
+        return self.master if self.trains else self.kept_dtype
 
     def step_sizes(self, states: float) -> list[int]:
-        """Bytes of what a step of this bucket brings from files: master weights, gradients, each state."""
+        """Bytes that a step of this bucket reads from files: master weights, gradients, each state."""
         whole, part = int(states), states - int(states)
         dtypes = [self.master, self.accum, *[self.step] * whole]
         sizes = [self.own * dtype.itemsize for dtype in dtypes] + [int(self.own * self.step.itemsize * part)]
@@ -188,7 +184,7 @@ def rows_of(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Se
 
 
 def _held(plan: EnginePlan, layouts: Sequence[BucketLayout]) -> list[int]:
-    """The elements of each bucket that the rank with most to step has; with whole parameters others have less."""
+    """Elements of each bucket on the rank with the most to step; if parameters are not cut, ranks differ."""
     if all(bucket.owners is None for bucket in plan.buckets):
         return [layout.shard_numel for layout in layouts]
     shares = []
