@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench bench-ops bench-offload bench-checkpoint bench-activation gpu docs clean
+.PHONY: help demo test test-slow lint bench bench-ops bench-offload bench-checkpoint bench-activation gpu compat docs clean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -49,6 +49,25 @@ gpu: $(STAMP) ## On a machine with a GPU: build the CUDA kernels, test them agai
 docs: $(DOCS_STAMP) ## Write docs/config.md from the schema and the table of keys, build the documentation into site/
 	$(BIN)/python -m lt_zero.config.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Other versions of torch and lightning than constraints.txt: make compat WITH="torch==2.10.0 lightning==2.5.6"
+WITH ?=
+COMPAT := build/compat
+TESTS ?= tests
+
+compat: ## Build the wheel with PYTHON, install it into a clean environment, run the fast tests against it
+	rm -rf $(COMPAT)
+	mkdir -p $(COMPAT)/source
+	$(PYTHON) -m venv $(COMPAT)/venv
+	$(COMPAT)/venv/bin/python -m pip install --quiet build
+	$(COMPAT)/venv/bin/python -m build --wheel --outdir $(COMPAT) .
+	for pin in $(WITH); do echo "$${pin%%[=<>]*}"; done > $(COMPAT)/free  # these pins give way
+	echo packaging >> $(COMPAT)/free
+	grep -v -w -f $(COMPAT)/free constraints.txt > $(COMPAT)/constraints.txt
+	wheel=$$(ls $(COMPAT)/*.whl) && $(COMPAT)/venv/bin/python -m pip install --quiet -c $(COMPAT)/constraints.txt \
+		"$$wheel[dev,examples]" $(WITH)
+	git ls-files -z | grep -zv '^lt_zero/' | xargs -0 cp --parents -P -t $(COMPAT)/source  # not the package itself
+	cd $(COMPAT)/source && ../venv/bin/python -m pytest -n 2 --dist loadfile $(TESTS)
 
 clean: ## Remove the virtual environment, caches and outputs
 	rm -rf $(VENV) build dist out site lightning_logs *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
