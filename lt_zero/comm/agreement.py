@@ -1,19 +1,16 @@
-"""What one rank wants, all ranks do, at the same point of their programs: how a signal to one of them stops all.
+"""Agreement on requests: what one rank requests, all ranks do at the same point, such as a stop after a signal.
 
-Note [The same point]
-    Ranks pass the same points (batches) in the same order, and count them. A wish is told through the store. Each rank
-    that hears of it tells how many points it has passed, and the first point that is beyond all of these numbers is the
-    one: nobody has passed it, and everybody comes to it. Threads tell, because a main thread may wait in a collective
-    for a rank that has stopped to hear the numbers. Nothing is sent as long as nobody wishes anything; a thread looks
-    at the store every few seconds.
+Ranks pass the same points (batches) in the same order, and count them. A request is posted to the store. Each rank that
+sees it posts its count, and all ranks act at the first point beyond all of these counts: no rank has passed it, and all
+reach it. Threads post, because a main thread may wait in a collective for a rank that waits for the counts. Nothing is
+sent without a request; a thread polls the store every few seconds.
 
-    What a rank wishes travels with its number, so all ranks know the same wishes when they know all numbers. What is
-    wished later belongs to the next round. Who has no more points ahead (its run is over) has infinitely many behind.
+Requests are posted with the count, so all ranks know the same requests when they know all counts. Later ones belong to
+the next round. A rank whose run is over posts an infinite count.
 
-Note [Two threads, one count]
-    A main thread counts and then looks whether its number was told; another thread marks it as told and then reads the
-    count. Whatever comes between, the number that is told is at least that of each point that was passed without
-    waiting. Signal handlers only append to a list: what they interrupt may hold any lock.
+Threads: the main thread increments its count and then checks whether it was posted; the other thread marks it as posted
+and then reads it. In any interleaving the posted count is at least that of each point that was passed without waiting.
+Signal handlers only append to a list, because the code that they interrupt may hold any lock.
 """
 
 from __future__ import annotations
@@ -28,17 +25,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-_LONG = 5.0  # seconds of waiting for numbers after which ranks may have ended
+_LONG = 5.0  # seconds of waiting for counts between checks for ended ranks
 
 
 class Agreement:
-    """Agrees on wishes.
+    """Agrees on requests.
 
     Args:
-        store: of the group, or None: this rank is alone.
-        rank: this one.
-        world: how many there are.
-        check: raises if a rank of those given is gone, or nothing can complete any more.
+        store: store of the group; None: there is only this rank.
+        rank: this rank.
+        world: number of ranks.
+        check: raises if one of the given ranks has ended, or no collective can complete any more.
     """
 
     def __init__(
@@ -49,21 +46,21 @@ class Agreement:
         check: Callable[[list[int]], object] = lambda ranks: None,
     ) -> None:
         self._store, self._rank, self._world, self._check = store, rank, world, check
-        self._wishes: list[str] = []  # of this rank, not told yet
-        self._at = (0.0, 0.0)  # points of training that were passed, and other points since the last of them
-        self._told = False  # the number of this round
+        self._wishes: list[str] = []  # requests of this rank, not posted yet
+        self._at = (0.0, 0.0)  # training points that were passed, and other points since the last of them
+        self._told = False  # the count of this round was posted
         self._posting = threading.Lock()
         self._run, self._round = -1, 0
         self._open = False
 
     def begin(self) -> None:
-        """A run begins. On all ranks, with a collective between this and the first point."""
+        """Begin a run. On all ranks, with a collective between this and the first point."""
         self.end()
         self._run, self._round = self._run + 1, 0
         self._at, self._told, self._open = (0.0, 0.0), False, True
 
     def end(self) -> None:
-        """The run is over: this rank comes to no more points."""
+        """End the run: this rank reaches no more points."""
         if not self._open:
             return
         self._at = (math.inf, math.inf)
@@ -74,26 +71,26 @@ class Agreement:
             self._open = False
 
     def wish(self, what: str) -> None:
-        """Have all ranks do something. For signal handlers, too."""
+        """Request ``what`` of all ranks. May be called in signal handlers."""
         if what not in self._wishes:
             self._wishes.append(what)
 
     def look(self) -> None:
-        """Hear and tell what there is. Another thread calls this from time to time."""
+        """Poll the store, and post if there is a request. Called periodically by another thread."""
         if self._open and not self._told and (self._wishes or self._heard()):
             self._post()
 
     def passed(self, trains: bool) -> list[str]:
-        """The main thread is at its next point; returns what all ranks do here. In the same order on all ranks.
+        """Count a point of the main thread; returns the requests that all ranks serve here. In order on all ranks.
 
         Args:
-            trains: other points (of a validation, say) may be different in number if a point of training follows.
+            trains: whether it is a training point; the number of other points (validation) between may differ by rank.
 
         Raises:
-            RuntimeError: a rank that wished something is gone.
+            RuntimeError: a rank has ended without posting its count.
         """
         if self._wishes and self._open:
-            self._post()  # before counting: this may be the point
+            self._post()  # before counting, so that this point may be the one
         points, others = self._at
         self._at = (points + 1, 0.0) if trains else (points, others + 1)
         if not self._told:
@@ -114,11 +111,11 @@ class Agreement:
         return self._store is not None and bool(self._store.check([self._key("wished")]))
 
     def _post(self) -> None:
-        """Tell this rank's number and wishes."""
+        """Post this rank's count and requests."""
         with self._posting:
             if self._told:
                 return
-            self._told = True  # first: see Note [Two threads, one count]
+            self._told = True  # before ``_at`` is read, see above
             wishes = self._wishes[: len(self._wishes)]
             self._mine = [self._at, wishes]
             if self._store is not None:
@@ -129,8 +126,8 @@ class Agreement:
             del self._wishes[: len(wishes)]
 
     def _numbers(self) -> list[Any]:
-        """The number and the wishes of each rank, once all are told."""
-        with self._posting:  # or the thread is about to
+        """Wait for the counts and requests of all ranks."""
+        with self._posting:  # the other thread may be posting
             if self._store is None:
                 return [self._mine]
         started = asked = time.monotonic()

@@ -1,14 +1,13 @@
-"""Whether the ranks run the same collectives in the same order.
+"""Checks that the ranks run the same collectives in the same order.
 
 Note [Unforeseen collectives]
-    Backends match collectives by their order alone. If one rank runs a module that another does not, two different
-    gathers meet: of equal size they swap data, of other sizes they abort a process; and where ranks read each other's
-    memory nothing meets at all. To compare each one before its launch would cost a round trip. But training repeats
-    itself: a rank foresees its next collective as the one that followed the same two the last time. All ranks have the
-    same past, so they foresee the same, and at the first difference at least one of them does what it had not foreseen.
-    Such a collective is agreed upon before it is launched (``Comm._agree``): the ranks exchange a number that stands
-    for all they have run. Either they agree, or the numbers differ, or a rank waits until it finds out that the others
-    will never come (hang_detection.py). A step like the last one costs nothing.
+    Backends match collectives only by order. If one rank runs a module that another does not, two different gathers
+    meet: of equal size they swap data, of other sizes they abort a process; and with shared memory nothing meets.
+    Comparing each collective before its launch would cost a round trip. But training repeats itself: a rank predicts
+    the collective that followed the same two the last time. All ranks have the same history, so they predict the same,
+    and at the first difference at least one of them launches a collective that it did not predict. Such a collective is
+    compared before its launch (``Comm._agree``): the ranks exchange a checksum of their histories. They agree, or the
+    checksums differ, or a rank waits until hang detection ends that (hang_detection.py). A repeated step costs nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import os
 import zlib
 
 Label = tuple[str, str, int]  # operation, name, elements
-_FACTOR = 0x01000193  # odd, so that no collective is forgotten
+_FACTOR = 0x01000193  # odd: multiplication loses no bits
 
 
 def debug_enabled() -> bool:
@@ -29,13 +28,13 @@ class Sequence:
     """The collectives of one channel on this rank."""
 
     def __init__(self) -> None:
-        # The last two -> what came then, and its checksum.
+        # The last two collectives -> the one that followed, and its checksum.
         self._followed: dict[tuple[Label | None, Label | None], tuple[Label, int]] = {}
         self._last: tuple[Label | None, Label | None] = (None, None)
         self._count = self._hash = 0
 
     def add(self, operation: str, name: str, numel: int) -> bool:
-        """The next one; returns whether it was foreseen. See Note [Unforeseen collectives]."""
+        """Add the next collective; returns whether it was predicted. See Note [Unforeseen collectives]."""
         label = (operation, name, numel)
         before, checksum = self._followed.get(self._last, (None, 0))
         foreseen = before == label
@@ -49,5 +48,5 @@ class Sequence:
 
     @property
     def sign(self) -> int:
-        """A number of 63 bits that is equal on two ranks if their sequences are."""
+        """A checksum of the sequence, 63 bits."""
         return (self._count % 2**31) << 32 | self._hash

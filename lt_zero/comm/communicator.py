@@ -1,20 +1,17 @@
-"""Every collective of the engine, as launch/wait pairs; what differs between gloo and NCCL is decided here.
+"""Every collective of the engine, as launch/wait pairs, on gloo and NCCL.
 
-Note [Collectives on gloo]
-    gloo's reduce-scatter is an all-reduce that throws most of its result away, and its all-gather slows down above
-    16 MB. An all-to-all followed by a local sum, and one broadcast per rank into views of the result, move half the
-    bytes and run 2-3x faster. The local sum adds the ranks' contributions in rank order in the accumulator's dtype
-    (fp32 by default), so an element's sum does not depend on where in a bucket it lies: on gloo all stages agree
-    bitwise. And 16-bit gradients can be sent as they are: nothing is rounded, and no sum overflows, on the way.
-    NCCL has good collectives of its own and gets them as they are.
-    Ranks of one host do not even need the sockets: shared_memory.py.
+gloo: its reduce-scatter is an all-reduce that discards most of the result, and its all-gather slows down above 16 MB.
+An all-to-all followed by a local sum, and one broadcast per rank into views of the result, move half the bytes and run
+2-3x faster. The local sum adds the ranks' contributions in rank order in the accumulator's dtype (fp32 by default), so
+the sum of an element does not depend on its offset in a bucket: on gloo all stages agree bitwise. It also lets 16-bit
+gradients be sent without rounding and without overflow of the sum. Ranks of one host use no sockets: shared_memory.py.
 
 Note [Order of launches]
     Ranks must launch the same collectives in the same order. Nothing in this file reorders; the callers launch in an
-    order that depends on the module and the recorded schedule only, never on data (grad_reducer.py, gather_order.py).
-    When a bucket's gradients are complete does depend on data, relative to the gathers around it: a rank whose router
-    skipped an expert reduces later. So reductions have a process group of their own, and are numbered apart. A user's
-    module may break the rule, so it is checked: collective_check.py, Note [Unforeseen collectives].
+    order that depends only on the module and the recorded schedule, not on data (grad_reducer.py, gather_order.py).
+    When a bucket's gradients are complete, relative to the gathers around it, does depend on data: a rank whose router
+    skipped an expert reduces later. So reductions have their own process group and their own numbers. A user's module
+    may break the rule, so it is checked: collective_check.py, Note [Unforeseen collectives].
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ from lt_zero.common.module_hooks import Here
 
 
 def with_index(device: torch.device) -> torch.device:
-    """``device`` with the number that "cuda" leaves out: the calling thread's, which other threads do not share."""
+    """``device`` with an index: "cuda" becomes the calling thread's current device, which is per thread."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -57,10 +54,10 @@ class Comm(Here):
     """The collectives of one data-parallel group.
 
     Args:
-        group: the process group of the engine's traffic, or None for a single process without one.
+        group: the engine's process group; None: a single process without one.
         reductions: a second group over the same ranks, for gradients. See Note [Order of launches].
-        device: where the buckets live.
-        check: agree on each collective before its launch, reductions included (debug mode).
+        device: device of the buckets.
+        check: compare each collective before its launch, including reductions (debug mode).
     """
 
     def __init__(
@@ -78,9 +75,9 @@ class Comm(Here):
         self.world = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
         self._gloo = group is not None and dist.get_backend(group) == "gloo"
-        # Decisions of the host (which parameters were used, in which order) must not make the GPU wait.
+        # Exchanges of host data (used parameters, orders) must not synchronise the GPU.
         self._host = group
-        # A simulated group (torch's "fake" backend) has no other processes; it answers for them with this one's values.
+        # A simulated group (torch's "fake" backend) has no other processes; results are this process's values.
         if group is not None and dist.get_backend(group) not in ("gloo", "fake"):
             self._host = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
         self._checked = reductions
@@ -91,11 +88,11 @@ class Comm(Here):
         self._agreements = 0
         self._watch = Watch()
         self._roll_call: HangDetector | None = None
-        self.agreement = Agreement()  # of this rank alone, unless there are others
+        self.agreement = Agreement()  # of a single rank; ``for_world`` sets that of the group
         self._background: dist.ProcessGroup | None = None  # see ``allow_background``
         self._saving: dist.ProcessGroup | None = None  # see ``saving_group``
         self._arena: SharedArena | None = None
-        self._written = self._read = False  # windows changed, or read, since the last fence
+        self._written = self._read = False  # windows were written, or read, since the last fence
         self._all_gather = _collective("all_gather_single", "all_gather_into_tensor")
         self._reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
 
@@ -103,8 +100,8 @@ class Comm(Here):
     def for_world(cls, device: torch.device, check: bool = False) -> Comm:
         """A communicator over all ranks of the default process group, with a process group of its own.
 
-        Lightning issues collectives on the default group between batches and swallows their errors; traffic of ours
-        on the same group could then be matched with theirs.
+        Lightning issues collectives on the default group between batches and swallows their errors; collectives of ours
+        on the same group could then be matched with its.
         """
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(None, None, device)
@@ -121,10 +118,10 @@ class Comm(Here):
     # ---- operations of all ranks -----------------------------------------------------------------------------------
 
     def roll_call(self, what: str) -> None:
-        """Wait until every rank has called this for ``what``, an operation that needs them all; collective.
+        """Wait until every rank has called this for ``what``, an operation of all ranks. Collective.
 
         Raises:
-            RuntimeError: a rank never will, or called it for something else. No collective works afterwards.
+            RuntimeError: a rank never will, or called it for another operation. No collective works afterwards.
         """
         if self._roll_call is None:
             return
@@ -141,21 +138,21 @@ class Comm(Here):
             ) from error
 
     def begin_run(self) -> None:
-        """From now on this rank answers others that ask for it, and comes to ``agreement``. On all ranks."""
+        """Begin a run: answer other ranks' questions, and take part in ``agreement``. On all ranks."""
         if self._roll_call is not None:
             self._roll_call.listen()
             self._roll_call.ended.forget()
         self.agreement.begin()
 
     def rest(self) -> None:
-        """The run is over, on this rank at least: end the thread. The next operation of all ranks starts it again."""
-        with suppress(RuntimeError):  # who serves the store is gone
+        """End the run on this rank, and its thread; the next operation of all ranks starts it again."""
+        with suppress(RuntimeError):  # the process that serves the store has ended
             self.agreement.end()
         if self._roll_call is not None:
             self._roll_call.rest()
 
     def explain(self, error: BaseException) -> bool:
-        """Put into an error's text what led to it, if that is known: a failed roll call, another rank's end."""
+        """Add the cause (a hang, or the end of another rank) to an error's text; returns whether it is known."""
         if self._roll_call is None or not isinstance(error, RuntimeError):
             return False
         verdict = self._watch.verdict
@@ -169,13 +166,13 @@ class Comm(Here):
         return cause is not None
 
     def tell(self, error: BaseException) -> None:
-        """An error ends this rank: explain it, or leave word of it for the ranks that fail because of it."""
+        """Before an error ends this rank: explain it, or post it for the ranks that fail because of it."""
         if not self.explain(error) and self._roll_call is not None:
             self._roll_call.tell(error)
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Around collectives of torch's that wait by themselves: errors in it are explained."""
+        """Context for torch's blocking collectives: explains their errors."""
         try:
             yield
         except RuntimeError as error:
@@ -185,30 +182,30 @@ class Comm(Here):
     # ---- in the background ---------------------------------------------------------------------------------------
 
     def allow_background(self) -> None:
-        """Have a process group for what another thread launches (background.py). Collective."""
+        """Make a process group for the background thread (background.py). Collective."""
         if self.world > 1 and self._background is None:
             ranks = dist.get_process_group_ranks(self._group)
             self._background = dist.new_group(ranks, backend=dist.get_backend(self._group))
-            dist.barrier(self._background)  # connects it now: later other collectives might wait for each other
+            dist.barrier(self._background)  # connect now: connecting later could deadlock with other collectives
 
     def saving_group(self, background: bool) -> dist.ProcessGroup | None:
-        """The process group over which ranks agree on what they save; None in a single process. Collective.
+        """The process group for saving; None in a single process. Collective.
 
-        ``background``: one of its own, for a thread that saves while training goes on.
+        ``background``: a group of its own, for a thread that saves during training.
         """
         if self.world > 1 and background and self._saving is None:
             self._saving = dist.new_group(dist.get_process_group_ranks(self._group), backend="gloo")
-            dist.barrier(self._saving)  # connects it now
+            dist.barrier(self._saving)  # connect now
         return self._saving if background else self._host
 
     def leave_saving_group(self) -> None:
-        """The next save in the background gets a group of its own."""
+        """Make a new group for the next background save."""
         self._saving = None
 
     def publish(self, flat: Tensor | None) -> Work:
-        """In the background: fill ``flat`` as ``all_gather`` does; None: what was written to windows is complete.
+        """In the background thread: fill ``flat`` as ``all_gather`` does; None: wait until all windows are written.
 
-        Not compared in debug mode: the order does not depend on the model.
+        Not compared in debug mode, as the order does not depend on the model.
         """
         if self.world == 1:
             return Done()
@@ -233,18 +230,18 @@ class Comm(Here):
 
     @property
     def gathers_in_background(self) -> bool:
-        """Whether a launched all-gather goes on while the caller computes; reading a peer's memory does not."""
+        """Whether all-gathers overlap with computation; reading a peer's memory does not."""
         return self._arena is None and self.world > 1
 
     @property
     def sums_wide(self) -> bool:
-        """Whether ``reduce_scatter`` adds in the dtype of ``out`` whatever dtype is sent."""
+        """Whether ``reduce_scatter`` adds in the dtype of ``out``, in whatever dtype gradients are sent."""
         return self.world == 1 or self._arena is not None or (self._gloo and self.use_reduce_scatter)
 
     def factors(self, wire: torch.dtype) -> tuple[float, float]:
-        """By what gradients sent as ``wire`` are multiplied before and after the sum.
+        """Factors of gradients sent as ``wire``, before and after the sum.
 
-        A sum in fp16 could exceed 65504 although the mean does not, so it is divided beforehand; bf16 has fp32's range.
+        A sum in fp16 can exceed 65504 although the mean does not, so it is divided before; bf16 has fp32's range.
         """
         whole = 1.0 if self.sum_gradients else float(self.world)
         before = self.predivide
@@ -253,18 +250,18 @@ class Comm(Here):
         return 1.0 / before, before / whole
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1D tensor that collectives read best, for the life of a run; in the same order on all ranks."""
+        """A 1D tensor for the life of a run, in shared memory if possible; in the same order on all ranks."""
         if self._arena is not None:
             return self._arena.allocate(numel, dtype)
         return flat_empty(numel, dtype, self.device)
 
     def before_write(self) -> None:
-        """What was allocated here is about to change: wait until no rank reads it any more."""
+        """Before writing to a tensor from ``allocate``: wait until no rank reads it."""
         if self._read:
             self.fence()
 
     def after_write(self) -> None:
-        """What was allocated here has changed: the next reader waits until every rank is done writing."""
+        """After writing to a tensor from ``allocate``: the next reader waits until all ranks have written."""
         self._written = self._arena is not None
 
     def fence(self) -> None:
@@ -276,7 +273,7 @@ class Comm(Here):
     def _announce(
         self, operation: str, name: str, numel: int, channel: str = "collective", agree: bool = False
     ) -> Launch:
-        """Number a collective that is launched next; all ranks are here afterwards if it has to be agreed upon.
+        """Number the collective that is launched next, and compare it over the ranks if it was not predicted.
 
         Raises:
             RuntimeError: ranks diverge, see collective_check.py.
@@ -288,7 +285,7 @@ class Comm(Here):
         return launch
 
     def _agree(self, launch: Launch) -> None:
-        """Compare what the ranks have run so far, ``launch`` included; a barrier."""
+        """Compare the ranks' collectives up to ``launch``; a barrier."""
         mine, group = self._sequences[launch.channel].sign, self._host
         if self._roll_call is None or group is None:
             return
@@ -307,7 +304,7 @@ class Comm(Here):
             self._roll_call.compare(launch)
 
     def _require_device(self, tensor: Tensor, name: str) -> None:
-        """Raise for a tensor that the backend of a GPU's group would not take; so a run on the CPU shows it, too."""
+        """Raise for a tensor on another device, as the backend of a GPU would; so tests on the CPU find it."""
         if tensor.device.type != self.device.type:
             raise RuntimeError(
                 f"A collective for {name!r} got a tensor on {tensor.device}, its group is of {self.device}."
@@ -325,9 +322,9 @@ class Comm(Here):
         return dist.get_global_rank(self._group, rank)
 
     def all_gather(self, flat: Tensor, name: str, own: Tensor | None = None) -> Work:
-        """Fill ``flat`` (1D, world equal shards) from the ranks' own shards, which already lie in place.
+        """Fill ``flat`` (1D, world equal shards) from the ranks' shards, which are in place already.
 
-        ``own`` is where the ranks' shards come from, if it was made by ``allocate``.
+        ``own``: this rank's shard; if it is from ``allocate``, peers read it there.
         """
         self._require_device(flat, name)
         if self.world == 1:
@@ -350,11 +347,11 @@ class Comm(Here):
         return self._all([self._all_gather(flat, shards[self.rank], group=group, async_op=True)], launch)
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Work:
-        """Average ``flat`` (1D, world shards) over the ranks and put this rank's shard into ``out``, or add it there.
+        """Average ``flat`` (1D, world shards) over the ranks, and write this rank's shard to ``out``, or add it.
 
-        The caller has multiplied by what ``factors`` says comes before. ``flat`` and ``scratch`` (as large as ``flat``)
-        belong to the collective until it was waited for. ``flat`` may have a narrower dtype than ``out`` if
-        ``sums_wide``: the sum is as exact as if ``flat`` had been cast before.
+        The caller has multiplied by the first of ``factors``. ``flat`` and ``scratch`` (as large as ``flat``) must not
+        be used until the wait. If ``sums_wide``, ``flat`` may have a narrower dtype than ``out``: the sum is as exact
+        as if it had been cast before.
         """
         after = self.factors(flat.dtype)[1]
         self._require_device(flat, name)
@@ -378,7 +375,7 @@ class Comm(Here):
         return self._all([work], launch, lambda: _store(out, mine, add, after))
 
     def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Work:
-        """Average ``flat`` (1D, world shards) over the ranks and put all of it into ``out``, or add it there."""
+        """Average ``flat`` (1D, world shards) over the ranks, and write all of it to ``out``, or add it."""
         after = self.factors(flat.dtype)[1]
         self._require_device(flat, name)
         if self.world == 1:
@@ -420,7 +417,7 @@ class Comm(Here):
         return value
 
     def host_max(self, flags: Tensor, name: str) -> Work:
-        """Element-wise maximum over the ranks of a CPU tensor, through the CPU side channel, in place."""
+        """Element-wise maximum over the ranks of a CPU tensor, in place, over the gloo group."""
         if self.world == 1:
             return Done()
         launch = self._announce("flags", name, flags.numel())
@@ -428,7 +425,7 @@ class Comm(Here):
         return All([work], None, self._watch if self._roll_call is not None else None, launch)
 
     def problems(self, problem: str | None, name: str) -> list[str]:
-        """What went wrong on any rank ("rank 1: ..."), on every rank; [] if nothing did."""
+        """The problems of all ranks ("rank 1: ..."), on every rank; [] if there are none. Collective."""
         flag = torch.tensor([problem is not None], dtype=torch.uint8)
         self.host_max(flag, name).wait()
         if not flag.item():
@@ -439,7 +436,7 @@ class Comm(Here):
         """Rank 0's (small, picklable) Python value on every rank."""
         if self.world == 1:
             return value
-        self._announce("object", name, 0, agree=True)  # torch's collective waits by itself: have all ranks at it
+        self._announce("object", name, 0, agree=True)  # torch's collective blocks: make sure that all ranks enter it
         box = [_packed(value) if self.rank == 0 else None]
         dist.broadcast_object_list(box, src=self._peer(0), group=self._host)
         assert box[0] is not None
@@ -456,7 +453,7 @@ class Comm(Here):
 
 
 def try_gloo() -> None:
-    """Open a gloo group of this process alone, and close it: most failures are those of the network interface.
+    """Open and close a gloo group of this process alone, which fails as most groups do: at the network interface.
 
     Raises:
         RuntimeError: torch is built without gloo, or gloo cannot use the network interface.
@@ -474,7 +471,7 @@ def nccl_version() -> str:
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors as bytes: left to itself, pickle calls ``torch.save`` for the whole storage of each."""
+    """Pickles tensors as bytes; by default pickle calls ``torch.save`` for the full storage of each."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not Tensor or value.layout is not torch.strided or value.device.type != "cpu":

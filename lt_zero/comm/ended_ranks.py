@@ -1,10 +1,9 @@
-"""Which rank has ended, told to those that fail because of it.
+"""Ranks that have ended, and why, for the error messages of the ranks that fail because of it.
 
-Note [First cause]
-    When a rank ends, the others fail one after the other, each with gloo's words about a neighbour. So each that ends
-    with an error leaves word in the store: its own error, or whose end it follows from. Who finds a closed connection
-    reads that, and ends with the first cause for its last line. A rank that was killed leaves no word, and a store ends
-    with the process that serves it; then all that is known is whose connections are closed.
+When a rank ends, the others fail one after the other, each with gloo's message about a neighbour. So each rank that
+ends with an error posts it to the store: its own error, or the first cause that it follows from. A rank that finds a
+closed connection reads these, and adds the first cause to its error. A rank that was killed posts nothing, and the
+store ends with the process that serves it; then only the closed connections are known.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defin
 from lt_zero.comm import work
 
 _PROBE_TAG = 0x5AB0  # of a message that nobody receives
-_PATIENCE = 1.0  # seconds for connections of several groups to be found closed, one after the other
-_MANY = 64  # closed connections of which words are read
+_PATIENCE = 1.0  # seconds to wait for a closed connection
+_MANY = 64  # most ended ranks whose messages are read
 _OWN, _FOLLOWS = "own", "follows"
 
 
@@ -33,13 +32,13 @@ class _Word(NamedTuple):
 
 
 class Ended:
-    """What is known of ranks that have ended.
+    """Finds ranks that have ended, and their errors.
 
     Args:
-        ranks: global ones of the group.
-        rank: this one's number among them.
+        ranks: global ranks of the group.
+        rank: this rank's number in the group.
         host: a gloo group over them.
-        store: of words.
+        store: for messages.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, host: dist.ProcessGroup, store: Store) -> None:
@@ -56,12 +55,12 @@ class Ended:
         return False
 
     def tell(self, error: BaseException, place: str) -> None:
-        """This rank is about to end with an error that came from ``place``."""
+        """Post the error, raised at ``place``, with which this rank ends."""
         text = str(error).strip().split("\n", 1)[0][:300]
         self._leave(_Word(_OWN, f"{type(error).__name__}{f': {text}' if text else ''} ({place})"))
 
     def forget(self) -> None:
-        """A new run begins: the error of the last one has not ended this rank."""
+        """Delete what this rank has posted: the error of the last run has not ended it."""
         if self._told:
             self._store.delete_key(str(self._rank))
         self._told, self._found = False, None
@@ -120,7 +119,7 @@ def in_collective(error: BaseException) -> bool:
 
 
 def innermost(trace: TracebackType | None) -> FrameType | None:
-    """Where an exception was raised."""
+    """The frame in which an exception was raised."""
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace.tb_frame if trace is not None else None

@@ -1,15 +1,15 @@
-"""Ranks of one host read each other's memory: no sockets between processes that share their RAM.
+"""Collectives through shared memory: ranks of one host read each other's memory instead of using sockets.
 
 Note [Shared windows]
     Each rank has one anonymous in-memory file (memfd). All ranks allocate the same sizes in the same order, so a
-    window has the same offset in every rank's file, and a rank finds a peer's window without asking. A rank writes
-    its own windows through a mapping and reads its peers' with ``pread``, which copies once and maps nothing: resident
-    memory counts nobody else's pages. The files vanish with the processes, however they end.
+    window has the same offset in every rank's file. A rank writes its own windows through a mapping and reads its
+    peers' with ``pread``, which copies once and maps nothing: peers' pages do not count as resident memory. The files
+    are removed when their processes end.
 
-    Nothing but the order of events protects a window. ``Comm.fence`` is a barrier; it stands between every write of
-    a window and the reads that follow, and between reads and the next write (Comm.before_write, Comm.after_write).
-    A send buffer is written again four launches later with at most two in flight: whoever launches has seen the
-    barrier of two launches ago, which every rank entered after it had read the buffer that is written now.
+    Only barriers protect a window. ``Comm.fence`` is one; it is called between a write of a window and the next reads,
+    and between reads and the next write (Comm.before_write, Comm.after_write). A send buffer is rewritten four launches
+    later with at most two in flight: a rank that launches has passed the barrier of two launches ago, which every rank
+    entered after reading the buffer that is rewritten now.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_SEGMENT = 1 << 30  # bytes of address space per mapping; pages exist when they are written
+_SEGMENT = 1 << 30  # bytes of address space per mapping; pages are allocated when they are written
 _PAGE = mmap.ALLOCATIONGRANULARITY
-CHUNK = 1 << 18  # elements that are summed at a time: they stay in the cache
+CHUNK = 1 << 18  # elements that are summed at a time, to stay in the cache
 SEND_BUFFERS = 4
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """In which dtype to add numbers that end up in ``dtype``: they are rounded once, at the end."""
+    """The dtype in which sums for a result in ``dtype`` are computed, to be rounded once."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def supported() -> bool:
-    """Whether this system has what windows need, and nobody switched them off (``LT_ZERO_SHARED_MEMORY=0``)."""
+    """Whether this system supports windows, and they are not disabled (``LT_ZERO_SHARED_MEMORY=0``)."""
     wanted = os.environ.get("LT_ZERO_SHARED_MEMORY", "1").lower() not in ("0", "false", "no", "off")
     return wanted and sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(os, "preadv")
 
 
 def host_identity() -> str:
-    """Equal for processes that can reach each other's ``/proc`` entries."""
+    """A string that is equal for processes that can open each other's ``/proc`` entries."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
@@ -54,13 +54,13 @@ class SharedArena:
         self._size = 0
         self._segment: mmap.mmap | None = None
         self._used = 0  # bytes of the current segment
-        self._start = 0  # where the current segment begins in the file
+        self._start = 0  # offset of the current segment in the file
         self._offsets: dict[int, int] = {}  # address of a window -> offset in the file
         self._peers: dict[int, int] = {}
         self._posts = self.allocate(2, torch.int64)
 
     def address(self) -> tuple[str, str]:
-        """What peers need to open this rank's file."""
+        """The host, and the path by which peers open this rank's file."""
         return host_identity(), f"/proc/{os.getpid()}/fd/{self._file}"
 
     def connect(self, rank: int, addresses: list[Any]) -> bool:
@@ -95,13 +95,13 @@ class SharedArena:
         self._used += nbytes
         return window
 
-    def post(self, slot: int, value: int) -> None:
-        """Show a number to the peers from the next barrier on; slots (0, 1) take turns, as send buffers do."""
-        self._posts[slot] = value
+    def post(self, index: int, value: int) -> None:
+        """Post a number, which peers may read after the next barrier; indices 0 and 1 take turns."""
+        self._posts[index] = value
 
-    def posted(self, slot: int) -> list[int]:
+    def posted(self, index: int) -> list[int]:
         """The peers' numbers."""
-        offset = self._offsets[self._posts.data_ptr()] + slot * self._posts.element_size()
+        offset = self._offsets[self._posts.data_ptr()] + index * self._posts.element_size()
         return [int.from_bytes(os.pread(file, 8, offset), sys.byteorder) for file in self._peers.values()]
 
     def has(self, tensor: Tensor) -> bool:
@@ -114,7 +114,7 @@ class SharedArena:
         Raises:
             RuntimeError: the peer's file ends before them.
         """
-        # Not through numpy: a tensor that was exported to numpy can never give its storage back.
+        # Not through numpy: the storage of a tensor that was exported to numpy can not be freed.
         target = memoryview((ctypes.c_char * out.nbytes).from_address(out.data_ptr())).cast("B")
         offset = self._offsets[window.data_ptr()] + first * window.element_size()
         done = 0
@@ -127,7 +127,7 @@ class SharedArena:
     def gather(self, rank: int, own: Tensor, flat: Tensor) -> None:
         """Fill the peers' shards of ``flat`` (1D) from their counterparts of ``own``, casting if dtypes differ.
 
-        ``own`` is a window as large as a shard, or as large as ``flat`` (then a peer's shard is read from its place).
+        ``own`` is a window as large as a shard, or as large as ``flat`` (then a peer's shard is read at its offset).
         """
         shards = flat.chunk(len(self._peers) + 1)
         whole = own.numel() == flat.numel()
@@ -143,7 +143,7 @@ class SharedArena:
                 shard[lo:hi].copy_(piece[: hi - lo])
 
     def sum(self, rank: int, send: Tensor, numel: int, out: Tensor, add: bool, factor: float) -> None:
-        """The ranks' sum of shard ``rank`` of ``send[:numel]``, times ``factor``, into or onto ``out``.
+        """Write the ranks' sum of shard ``rank`` of ``send[:numel]``, times ``factor``, to ``out``, or add it.
 
         Added in rank order, in fp32 if ``out`` has 16 bits.
         """

@@ -1,10 +1,9 @@
-"""Work that was launched and is waited for later.
+"""Launched collectives and copies, and interruptible waits for them.
 
-Note [Waits that can end]
-    A collective that a peer never enters would block in C++ until its timeout, and no other thread can end it: gloo's
-    ``abort`` does nothing. So on gloo, where waiting costs the host's time anyway, this file waits in slices, and
-    in between this rank or another finds out whether the collective can ever complete (hang_detection.py). The
-    operation itself stays behind in gloo's thread until its sockets close, which they do when a peer ends or hangs up.
+A collective that a peer never enters would block in C++ until its timeout, and no other thread can end it: gloo's
+``abort`` does nothing. So on gloo, where waiting costs the host's time anyway, ``Watch.wait`` waits in slices, and in
+between hang detection finds out whether the collective can complete (hang_detection.py). The operation stays in gloo's
+thread until its sockets close, when a peer ends or closes its connections.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
-CALL = "roll call"  # the operation of a launch that stands for a call of the user
+CALL = "roll call"  # the operation of a launch that is a call of the user
 FENCE = "fence"
 _SLICE = 0.5  # seconds
-_REMEMBERED = 4096  # launches of a channel, for messages
+_REMEMBERED = 4096  # launches that are kept per channel, for messages
 
 
 class Work(Protocol):
@@ -28,7 +27,7 @@ class Work(Protocol):
 
 
 class Launch(NamedTuple):
-    """A collective: which one of its channel it is (from 1), and what for."""
+    """A collective: its number in its channel (from 1), operation, purpose and elements."""
 
     channel: str
     number: int
@@ -40,7 +39,7 @@ class Launch(NamedTuple):
         return f"`{self.name}`" if self.operation == CALL else f"the {self.operation} of {self.name!r}"
 
     def like(self, other: Launch | None) -> bool:
-        """Whether that is the same collective, if it has the same number."""
+        """Whether both are the same operation of the same name and size."""
         return other is not None and self[2:] == other[2:]
 
 
@@ -48,18 +47,18 @@ class Examiner(Protocol):
     """Finds out whether a wait can end (hang_detection.py)."""
 
     def examine(self, launch: Launch, waited: float) -> None:
-        """Raise if this rank waits for ever; it has for so many seconds."""
+        """Raise if ``launch``, which this rank has waited for ``waited`` seconds, can never complete."""
 
     def look(self) -> None:
-        """Bring the verdict up to date."""
+        """Update the verdict."""
 
 
 class Watch:
-    """What the collectives of one group have come to on this rank; another thread may look.
+    """The state of one group's collectives on this rank; other threads may read it.
 
-    ``launched``: per channel, how many; equal numbers are the same collective on all ranks. ``waiting``: the one that
-    is being waited for. ``verdict``: why no collective can complete any more. ``cause``: tells why one has failed.
-    ``examiner``: a weak reference to who finds out whether a wait can end; asked every ``slice`` of it.
+    ``launched``: number of launches per channel; equal numbers are the same collective on all ranks. ``waiting``: the
+    launch that is waited for. ``verdict``: why no collective can complete any more. ``cause``: explains a failed one.
+    ``examiner``: weak reference to the hang detection, called after every ``slice`` of a wait.
     """
 
     def __init__(self) -> None:
@@ -75,25 +74,25 @@ class Watch:
         """Number a collective that is about to be launched.
 
         Raises:
-            RuntimeError: there is a verdict.
+            RuntimeError: with the verdict, if there is one.
         """
         self.refuse()
         number = self.launched.get(channel, 0) + 1
         launch = self._recent[channel, number % _REMEMBERED] = Launch(channel, number, operation, name, numel)
-        self.launched[channel] = number  # in this order: another thread may look
+        self.launched[channel] = number  # after ``_recent``, as other threads read both
         return launch
 
     def ran(self, channel: str, number: int) -> Launch | None:
-        """The launch of that number, if there was one and it is remembered."""
+        """The launch of that number; None if there was none, or it is forgotten."""
         found = self._recent.get((channel, number % _REMEMBERED))
         return found if found is not None and found.number == number else None
 
     def history(self, channel: str) -> list[Launch]:
-        """The launches that are remembered."""
+        """The recent launches of a channel."""
         return sorted(launch for launch in self._recent.values() if launch.channel == channel)
 
     def wait(self, work: Any, launch: Launch | None) -> None:
-        """Wait for a gloo work. See Note [Waits that can end].
+        """Wait for a gloo work in slices.
 
         Raises:
             RuntimeError: there is a verdict, or the collective failed.
@@ -103,7 +102,7 @@ class Watch:
             if launch is not None:
                 self.waiting = launch
             while not work.is_completed():
-                with suppress(RuntimeError):  # a slice is over, or the work has failed and is completed
+                with suppress(RuntimeError):  # end of a slice, or the work has failed
                     work.wait(self.slice)
                 if not work.is_completed():
                     self.refuse()
@@ -114,7 +113,7 @@ class Watch:
             if (examiner := self.examiner()) is not None:
                 examiner.look()
             if self.verdict is not None and self.verdict not in str(error):
-                raise RuntimeError(self.verdict) from error  # peers left because of it
+                raise RuntimeError(self.verdict) from error  # peers closed their connections because of it
             if self.verdict is None and (cause := self.cause()) is not None:
                 raise RuntimeError(cause) from error
             raise
@@ -129,16 +128,16 @@ class Watch:
 
 
 class Done:
-    """Nothing was to be done."""
+    """A work that is complete."""
 
     def wait(self) -> None:
         return None
 
 
 class All:
-    """Several launched works that are waited for together, in order, and what is done with their results afterwards.
+    """Several works that are waited for in order, and ``finish``, which is called afterwards.
 
-    With ``watch`` the works are gloo's, of ``launch``.
+    With ``watch`` they are gloo works of ``launch``.
     """
 
     def __init__(
