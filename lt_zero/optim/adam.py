@@ -1,4 +1,4 @@
-"""Adam without the correction of its moments' bias, which DeepSpeed's ``bias_correction: false`` asks for."""
+"""Adam without bias correction, for DeepSpeed's ``bias_correction: false``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.optim import Adam
 
 
 class UncorrectedAdam(Adam):
-    """Adam whose moments count as they are, so its first steps are larger; the state is that of ``torch.optim.Adam``.
+    """Adam without bias correction, so its first steps are larger; the state is that of ``torch.optim.Adam``.
 
-    It is a subclass, so lt_zero's kernel, which corrects, leaves it alone.
+    A subclass, so that lt_zero's kernel, which corrects the bias, does not step it.
 
     Args:
         params: parameters, or dicts of parameter groups.

@@ -1,4 +1,4 @@
-"""What the values of ``params`` blocks may be: each reader checks one, as JSON or YAML has it, and converts it."""
+"""Types of values in ``params`` blocks: each reader checks and converts a value from JSON or YAML."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class PerGroup:
 
 @dataclass(frozen=True)
 class Nullable:
-    """What ``inner`` takes, or null."""
+    """A value for ``inner``, or null."""
 
     inner: Reader
 
@@ -113,7 +113,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Only:
-    """A switch that can have one position only."""
+    """A switch that supports one value only."""
 
     position: bool
     remedy: str

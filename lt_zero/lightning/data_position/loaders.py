@@ -1,4 +1,4 @@
-"""How far the training loaders were read, and the way back to that place.
+"""Tracks and restores the position in the training loaders.
 
 Note [Read when needed]
     A watched loader is the user's loader with one method changed: ``__iter__`` answers at once and asks the loader for
@@ -40,7 +40,7 @@ Make = Callable[[], Iterator[Any]]
 
 
 class Later(Here):
-    """An iterator that is made when it is first read. See Note [Read when needed]."""
+    """An iterator that is created on first read. See Note [Read when needed]."""
 
     def __init__(self, make: Make, before: Callable[[], object]) -> None:
         self._make, self._before = make, before
@@ -122,7 +122,7 @@ class Watch:
         return self.make()
 
     def _own(self) -> list[torch.Generator]:
-        """The user's generators that the order depends on."""
+        """The user's generators that determine the order."""
         holders = [self.loader, getattr(self.loader, "sampler", None), getattr(self.loader, "batch_sampler", None)]
         holders.append(getattr(holders[-1], "sampler", None))
         found = [getattr(holder, "generator", None) for holder in holders]
@@ -213,7 +213,7 @@ class Watch:
         begun: RandomStates | None = None
         for _ in range(count):
             if next(items, self) is self:
-                return  # the data have become less: the epoch ends here
+                return  # the dataset has become smaller: the epoch ends here
             begun = begun or RandomStates.now()  # the order may be drawn with the first batch
         if begun is None:
             return

@@ -1,4 +1,4 @@
-"""Random states and the position in the data: a resumed run goes on with what would have come next.
+"""Random states and the position in the data: a resumed run continues with the next batch.
 
 Note [When states are set]
     A checkpoint holds the random states of the moment it is made. A resumed run sets them when training starts (after
@@ -9,7 +9,7 @@ Note [When states are set]
     whose gradients are in no checkpoint.
 
 Note [Validation aside]
-    Validation inside of fit gives the random states back as it found them. Lightning leaves out a validation that was
+    Validation inside fit restores the random states. Lightning leaves out a validation that was
     due when the checkpoint was made; with this, training does not depend on it.
 
 Note [Lightning's counters]

@@ -74,7 +74,7 @@ class RandomStates:
 
     @classmethod
     def of(cls, packed: Any, where: str) -> RandomStates:
-        """What ``state_dict`` has made of it.
+        """Restore from ``state_dict``.
 
         Raises:
             CheckpointError: it is something else.
