@@ -1,9 +1,9 @@
 """``comms_logger``: how often, how large and how long the collectives of the engine are.
 
 Note [What is measured]
-    bytes   of the buffer that the operation is about: what all shards come to together for all_gather and
-            reduce_scatter, the tensor for all_reduce and broadcast. It is the "size" of nccl-tests. Of Python objects
-            it is what they are on this rank when they are pickled, without a bandwidth; a barrier has none.
+    bytes   of the buffer: all shards together for all_gather and reduce_scatter, the tensor for all_reduce and
+            broadcast, as the "size" of nccl-tests. For Python objects the pickled size on this rank, without a
+            bandwidth; 0 for a barrier.
     time    from the launch to the end of ``wait``, with what is done to the result (sums on gloo) and with the wait for
             late ranks. Computation in between hides communication and is in it: the bandwidths are lower bounds.
     waited  the part of it in which nothing else was done: in a call that waits by itself, all of it.
@@ -11,8 +11,8 @@ Note [What is measured]
             https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
     On a GPU both times are between events on the stream that launches, which are read later, when they are over.
 
-    A collective here may be several of torch.distributed's, or a copy through shared memory (communicator.py). The
-    checks of the sequence and the roll calls, which exist beside them, are not in it, nor are those of Lightning.
+    A collective here may be several of torch.distributed's, or a copy through shared memory (communicator.py). Checks
+    of the sequence, roll calls, and Lightning's collectives are not included.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class CommRecord(NamedTuple):
 
 
 def bus_factor(operation: str, world: int) -> float:
-    """By what nccl-tests multiply bytes per second to compare them with what a link can do.
+    """The factor by which nccl-tests multiply algbw to compare it with the bandwidth of a link.
 
     >>> bus_factor("all_reduce", 4), bus_factor("reduce_scatter", 4), bus_factor("broadcast", 4)
     (1.5, 0.75, 1.0)
@@ -92,9 +92,9 @@ class CommLog:
     """Adds up collectives. Two threads may use it (offload/background.py).
 
     Args:
-        device: whose stream launches.
-        world: ranks.
-        show: prints a line, on the rank that shows something.
+        device: device whose stream launches.
+        world: number of ranks.
+        show: prints a line; None: this rank prints nothing.
     """
 
     def __init__(self, device: torch.device, world: int, show: Callable[[str], None] | None = None) -> None:
@@ -106,7 +106,7 @@ class CommLog:
         self._unread: deque[tuple[_Open, Any, Any]] = deque()  # with events of a GPU: waiting began, ended
 
     def configure(self, block: CommsLogger) -> None:
-        """What is recorded, in what detail; also of what was before."""
+        """Set what is recorded, and filter what was recorded before."""
         before, self._block, self._sums = self.sums(), block, {}
         for (operation, name, nbytes), found in before.items():
             if operation in block.operations:
@@ -114,12 +114,12 @@ class CommLog:
                 _merge(total, found)
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Drop all records."""
         self._sums.clear()
         self._unread.clear()
 
     def open(self, operation: str, name: str, nbytes: int, host: bool = False) -> _Open | None:
-        """Right before a launch; None if it is not recorded. ``host``: of host memory, whatever the device is."""
+        """Call before a launch; None if it is not recorded. ``host``: the collective is on the host, not the device."""
         if operation not in self._block.operations:
             return None
         return _Open(operation, name, nbytes, self._now(host))
@@ -129,7 +129,7 @@ class CommLog:
         return self._now(isinstance(opened.launched, float))
 
     def close(self, opened: _Open, waiting: Any) -> None:
-        """It was waited for, from ``waiting`` on."""
+        """Call after the wait, which began at ``waiting``."""
         ended = self.now(opened)
         if isinstance(opened.launched, float):
             self._add(opened, ended - opened.launched, ended - waiting)

@@ -1,33 +1,32 @@
-"""Waits that can never end become errors on all ranks that say who waits where.
+"""Hang detection: waits that can never end become errors on all ranks, which say which rank waits where.
 
 The usual bugs: ``if trainer.is_global_zero: trainer.save_checkpoint(path)``, or a branch that one rank takes alone.
 Ranks then wait for each other in different collectives until a timeout of half an hour.
 
 Note [Who can still come]
-    Ranks may come minutes apart: one evaluates, another writes a file. Lateness proves nothing, so a rank is given up
-    only for what makes its coming impossible: it has launched another collective in place of this one, it waits in a
-    collective that this rank is part of and has not launched, or it is gone. Each rank has a thread that tells what its
-    main thread is doing, once somebody asks; which collectives have been launched is known by number (work.py). In a
-    collective that is not ours nothing is numbered, so such a rank has to stay in the same call for
-    ``Patience.stuck``. A rank that does not answer need not be gone, its main thread may hold the interpreter: gloo
-    knows, its connection is closed.
+    Ranks may arrive minutes apart: one evaluates, another writes a file. Being late proves nothing, so a rank is given
+    up only if it cannot arrive: it has launched another collective instead of this one, it waits in a collective that
+    needs this rank and that this rank has not launched, or it has ended. Each rank has a thread that reports what its
+    main thread is doing, when asked; launched collectives are known by number (work.py). Collectives of others are not
+    numbered, so there a rank has to stay in the same call for ``Patience.stuck``. A rank that does not answer need not
+    have ended, its main thread may hold the interpreter: its closed connection to gloo proves it.
 
 Note [Telling everybody]
-    One rank writes the verdict into the store and waits until the other ranks' threads have read it, before it raises:
-    it hangs up then, and they would know no better than "closed by peer". Waits on gloo look at the verdict
-    (work.py) and raise it. Where the main thread waits elsewhere, its thread logs the verdict, and hangs up; the
-    error that follows is explained by the verdict (``Comm.explain``).
+    One rank writes the verdict to the store and waits until the other ranks' threads have read it before it raises and
+    closes its connections: otherwise they would only see "closed by peer". Waits on gloo check the verdict (work.py)
+    and raise it. If the main thread waits elsewhere, its thread logs the verdict and closes the connections; the error
+    that follows is explained by the verdict (``Comm.explain``).
 
 Note [Hanging up]
-    A process group whose collective does not end cannot be destroyed either: the process would wait at its exit. gloo
-    closes all connections of a group when a receive runs out of time, which ends everything that anybody waits for in
-    that group, on all ranks. Other backends have ``abort``.
+    A process group with a collective that does not end cannot be destroyed: the process would wait at exit. gloo closes
+    all connections of a group when a receive times out, which ends all waits in that group, on all ranks. Other
+    backends have ``abort``.
 
 Note [Life of the thread]
-    It answers from ``listen`` on and ends with ``rest``; a wait that lasts starts it where it is needed. The thread
-    knows the watch and a store client of its own, not the ``HangDetector``: when nobody has that any more, or at exit,
-    the thread is ended and joined, because a daemon thread inside of torch's C++ code must not meet the end of the
-    interpreter. A forked child has no such thread and must not use the store's connection.
+    It answers from ``listen`` to ``rest``; a long wait starts it again. The thread refers to the watch and to its own
+    store client, not to the ``HangDetector``: when that is collected, or at exit, the thread is ended and joined,
+    because a daemon thread must not be in torch's C++ code when the interpreter ends. A forked child has no such
+    thread, and must not use the store's connection.
 """
 
 from __future__ import annotations
@@ -79,13 +78,13 @@ PATIENCE = Patience()  # tests replace this
 
 
 class HangDetector:
-    """Finds out who does not come to the collectives of one process group.
+    """Finds ranks that will not enter the collectives of one process group.
 
     Args:
-        groups: of which the ranks have to come; all over the same ones, and more may be added.
+        groups: process groups over the same ranks; more may be added.
         host: a gloo group over the same ranks.
-        watch: what the collectives of this rank have come to.
-        store: a client of its own for this object.
+        watch: the state of this rank's collectives.
+        store: a store client that only this object uses.
     """
 
     def __init__(self, groups: list[dist.ProcessGroup], host: dist.ProcessGroup, watch: Watch, store: Store) -> None:
@@ -108,7 +107,7 @@ class HangDetector:
 
     @classmethod
     def over(cls, groups: list[dist.ProcessGroup], host: dist.ProcessGroup, watch: Watch) -> HangDetector | None:
-        """That of ``groups``, or None where nobody is to be asked (a simulated group)."""
+        """The detector of ``groups``; None for a simulated group."""
         if dist.get_backend(host) != "gloo":
             return None
         store: Any = groups[0].get_group_store()  # has the group's prefix
@@ -117,7 +116,7 @@ class HangDetector:
         return cls(groups, host, watch, PrefixStore("roll_call", store))
 
     def listen(self) -> None:
-        """Answer other ranks from now on. A no-op again, and after a verdict."""
+        """Answer other ranks from now on. No-op if it does, or after a verdict."""
         if self._watch.verdict is not None:
             return
         if (self._finalizer is None or not self._finalizer.alive) and os.getpid() == self._pid:
@@ -128,7 +127,7 @@ class HangDetector:
             self._finalizer = weakref.finalize(self, _end, stop, thread, self._pid)
 
     def rest(self) -> None:
-        """End the thread. Again a no-op."""
+        """End the thread. No-op if there is none."""
         if self._finalizer is not None:
             self._finalizer()
 
@@ -140,18 +139,18 @@ class HangDetector:
     # ---- one rank waits --------------------------------------------------------------------------------------------
 
     def examine(self, launch: Launch, waited: float) -> None:
-        """Fail if this rank, which has waited in ``launch`` for so many seconds, waits for ever.
+        """Raise if ``launch``, which this rank has waited for ``waited`` seconds, can never complete.
 
         See Note [Who can still come].
 
         Raises:
-            RuntimeError: on all ranks that can be told.
+            RuntimeError: on all ranks that can be reached.
         """
         now = time.monotonic()
         if waited < self._patience.ask or now - self._asked < self._patience.poll:
             return
         self.listen()
-        with contextlib.suppress(dist.DistError):  # who serves the store has ended: gloo will notice
+        with contextlib.suppress(dist.DistError):  # the process that serves the store has ended: gloo will notice
             if self._subject != launch:
                 self._subject, self._first = launch, 0
                 self._heard_of.clear()
@@ -173,12 +172,12 @@ class HangDetector:
             self._fail(_sentence(parties, self._rank, lost), hearing)
 
     def look(self) -> None:
-        """Bring the verdict up to date."""
+        """Update the verdict."""
         with contextlib.suppress(dist.DistError):
             self._reporter.hear()
 
     def compare(self, launch: Launch) -> None:
-        """All ranks meet here, in different collectives.
+        """Raise the error of ranks that meet in different collectives. Collective.
 
         Raises:
             RuntimeError: always.
@@ -191,7 +190,7 @@ class HangDetector:
         raise RuntimeError(f"The ranks diverged at {launch}. {_RAN}")
 
     def _party(self, rank: int, launch: Launch, now: float) -> _Party:
-        """What another rank is doing, and whether it never will launch ``launch``."""
+        """What another rank is doing, and whether it will never launch ``launch``."""
         key = f"doing/{rank}"
         answer: dict[str, Any] = json.loads(self._store.get(key)) if self._store.check([key]) else {"asks": 0}
         last, since = self._heard_of.get(rank, (0, now))
@@ -219,7 +218,7 @@ class HangDetector:
         return party
 
     def tell(self, error: BaseException) -> None:
-        """Leave word for other ranks: this one ends with an error."""
+        """Post the error that ends this rank for the other ranks."""
         self.ended.tell(error, user_line(innermost(error.__traceback__)))
 
     def gone(self) -> list[int]:
@@ -229,7 +228,7 @@ class HangDetector:
     # ---- the verdict ---------------------------------------------------------------------------------------------
 
     def _fail(self, verdict: str, hearing: int) -> None:
-        """Tell every rank, of which ``hearing`` may listen, and raise. See Note [Telling everybody]."""
+        """Post the verdict, wait until ``hearing`` ranks have read it, and raise. See Note [Telling everybody]."""
         if self._store.add("verdicts", 1) == 1:
             self._store.set("verdict", verdict)
             self._store.add("asks", 1)
@@ -268,15 +267,15 @@ class _Party:
         return cls(launch, place, f"waits in {launch} ({place})", came=True)
 
     def tell(self, ran: Launch) -> None:
-        """``ran`` is what it launched as number so-and-so."""
+        """Add ``ran``, which the rank launched under the same number, to the text."""
         if self.never and not ran.like(self.launch):
             self.text += f", and ran {ran} ({ran.numel:,} elements) in its place"
 
 
 def diverged(told: list[tuple[list[Launch], str]]) -> str:
-    """The verdict on ranks that meet in different collectives: of each what it has run, and its line.
+    """The verdict on ranks that meet in different collectives, from the history and user line of each.
 
-    Every rank comes to the same words.
+    The same text on every rank.
     """
     least = min(ran[-1].number for ran, _ in told)
     ran_at = [{launch.number: launch for launch in ran} for ran, _ in told]
@@ -294,14 +293,14 @@ def diverged(told: list[tuple[list[Launch], str]]) -> str:
 
 
 def _sentence(parties: dict[int, _Party], head: int, lost: int) -> str:
-    """Rank ``head`` waits for rank ``lost``, which never comes."""
+    """The verdict: rank ``head`` waits for rank ``lost``, which will never arrive."""
     first, other = parties[head], parties[lost]
     assert first.launch is not None
     called = first.launch.operation == CALL
     calls = other.launch is not None and other.launch.operation == CALL
     ours = first.launch.operation == FENCE and other.launch is not None and other.launch.operation != FENCE
     if other.launch is not None and other.launch[:2] <= first.launch[:2] and (ours or (calls and not called)):
-        # The user knows calls better than modules, and modules better than what we do.
+        # Users know their calls better than modules, and modules better than our fences.
         parties = {rank: replace(party, came=False) for rank, party in parties.items()}
         return _sentence(parties, lost, head)
     came = sorted(rank for rank, party in parties.items() if party.launch == first.launch)
@@ -330,7 +329,7 @@ def _names(ranks: list[int]) -> str:
 
 
 class _Reporter:
-    """Looks at the store, and answers what the thread that made it is doing."""
+    """Polls the store, and reports what the thread that made it is doing."""
 
     def __init__(self, watch: Watch, store: Store, groups: list[dist.ProcessGroup], poll: float) -> None:
         self.poll = poll
@@ -342,13 +341,13 @@ class _Reporter:
         self._answered = self._quiet = 0  # questions so far; looks since the last one
 
     def hear(self) -> bool:
-        """Bring the verdict up to date; returns whether there is one."""
+        """Update the verdict; returns whether there is one."""
         if self._watch.verdict is None and self._store.check(["verdict"]):
             self._watch.verdict = self._store.get("verdict").decode()
         return self._watch.verdict is not None
 
     def look(self) -> bool:
-        """Answer if somebody asks. Returns whether there is a verdict: all is over, and everybody is told."""
+        """Answer questions; returns whether there is a verdict, after which the thread ends."""
         asks = self._store.add("asks", 0)
         self._quiet = 0 if asks != self._answered else self._quiet + 1
         if self._quiet > 3:
@@ -366,7 +365,7 @@ class _Reporter:
         return True
 
     def leave(self, hearing: int) -> None:
-        """Wait a while until so many ranks know the verdict, and hang up. See Note [Hanging up]."""
+        """Wait until ``hearing`` ranks know the verdict, with a timeout, and close connections: Note [Hanging up]."""
         patience = time.monotonic() + 2.5 * self.poll
         while time.monotonic() < patience and self._store.add("heard", 0) < hearing:
             time.sleep(self.poll / 20)
@@ -391,7 +390,7 @@ class _Reporter:
         self._store.set(f"doing/{self._rank}", json.dumps(answer))
 
     def _ran(self) -> dict[int, Launch]:
-        """What was launched here in the places of the collectives that others have asked about."""
+        """This rank's launches with the numbers that other ranks have asked about."""
         asked = {rank: f"question/{rank}" for rank in range(self._world) if rank != self._rank}
         places = {rank: json.loads(self._store.get(key)) for rank, key in asked.items() if self._store.check([key])}
         found = {rank: self._watch.ran(channel, number) for rank, (channel, number) in places.items()}
@@ -411,12 +410,12 @@ def _serve(reporter: _Reporter, agreement: Agreement, stop: threading.Event) -> 
             agreement.look()
             if reporter.look():
                 return
-    except RuntimeError as error:  # who serves the store has ended: nobody asks any more
+    except RuntimeError as error:  # the process that serves the store has ended
         log.debug("No more roll calls: %s", error)
 
 
 def _hang_up(group: dist.ProcessGroup) -> None:
-    """See Note [Hanging up]."""
+    """Close the connections of ``group``. See Note [Hanging up]."""
     with contextlib.suppress(RuntimeError, ValueError, AttributeError):  # it may be gone, or unable to abort
         if dist.get_backend(group) != "gloo":
             group.abort()
@@ -451,7 +450,7 @@ def _short(path: str) -> str:
 
 
 def _collective_of(frame: FrameType) -> list[int] | None:
-    """The global ranks that the collective in which this frame waits needs; None if it waits in none."""
+    """The global ranks of the collective in which this frame waits; None if it waits in none."""
     code = frame.f_code
     if code.co_filename == work_module.__file__:  # of another engine
         return list(range(dist.get_world_size()))
