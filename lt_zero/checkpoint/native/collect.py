@@ -1,6 +1,6 @@
-"""What of a model and its optimizers this rank saves: fragments of full tensors, under the names of parameters.
+"""Describes this rank's shards of a model and its optimizers as fragments of full tensors, by parameter name.
 
-Nothing is gathered and nothing is copied here; fragments are asked for their values when they are written.
+Nothing is gathered or copied here; fragments read their values when they are written.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ _Scalars = dict[torch.dtype, tuple[list[tuple[int, str]], Tensor]]
 
 
 def _pack(own: Mapping[int, Mapping[str, Any]]) -> tuple[dict[int, dict[str, Any]], _Scalars]:
-    """Step counters of thousands of parameters as one tensor each dtype: pickling a tensor takes long."""
+    """Pack step counters of thousands of parameters into one tensor per dtype, since pickling tensors is slow."""
     rest: dict[int, dict[str, Any]] = {}
     scalars: dict[torch.dtype, list[tuple[int, str, Tensor]]] = {}
     for number, held in own.items():
@@ -141,19 +141,19 @@ def _itself(row: Tensor) -> Tensor:
 
 
 def _is_whole(bucket: Bucket, piece: Piece) -> bool:
-    """Whether a piece is all of its parameter."""
+    """Whether a piece covers its whole parameter."""
     return piece.numel == math.prod(bucket.shapes[piece.index])
 
 
 def _state(bucket: Bucket, index: int, piece: Piece, key: str, value: Tensor) -> Fragment:
-    home = bucket.store.stored.get(f"state {key}")
+    stored = bucket.store.stored.get(f"state {key}")
 
     def local() -> Tensor:
-        if home is not None:
-            home.bring(write=False)
+        if stored is not None:
+            stored.bring(write=False)
         return value.detach().reshape(-1)
 
-    return _fragment(bucket, index, piece, local, value.dtype, home is not None)
+    return _fragment(bucket, index, piece, local, value.dtype, stored is not None)
 
 
 def packed_states(sharded: ShardedOptimizer) -> tuple[dict[str, Any], dict[int, int]]:
@@ -172,7 +172,7 @@ def parameter_numbers(packed: Mapping[str, Any]) -> list[int]:
 
 
 def parameter_names(optimizer: Optimizer, engine: Engine) -> list[list[str]]:
-    """The names of the optimizer's parameters, by group; ``#<number>`` for those of nobody."""
+    """The names of the optimizer's parameters, by group; ``#<number>`` for those outside the module."""
     known = {id(p): name for name, p in engine.root.named_parameters()}
     owner = engine.owner
     names: list[list[str]] = []

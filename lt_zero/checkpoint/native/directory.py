@@ -1,20 +1,16 @@
-"""Where a checkpoint directory is made, and how it takes its name.
+"""Creates a checkpoint directory under a temporary name and publishes it with one rename.
 
 Note [Taking the name]
-    A checkpoint is written into ``.<name>.tmp-<host>-<pid>-<random>`` beside its place. When everything in it is on the
-    disk, the manifest is written, last, and the directory gets its name by one rename; what had the name before goes
-    away after that. Who looks at ``<name>`` at any moment finds the old checkpoint or the new one, complete. Where
-    something has the name already, both are exchanged in one step (renameat2, Linux); file systems that cannot do
-    this need two renames, and a kill between them leaves the new one under its temporary name, where ``find`` sees it.
-    Temporary directories of processes that are gone are removed by the next save beside them: the process that made
-    one holds a lock on it (flock), which the kernel releases with the process.
+    A checkpoint is written into ``.<name>.tmp-<host>-<pid>-<random>`` beside its path. Once all files are durable,
+    the manifest is written last, and a rename gives the directory its name; an older checkpoint of that name is removed
+    afterwards. So ``<name>`` is at any moment the complete old or the complete new checkpoint. If ``<name>`` exists,
+    both are exchanged atomically (renameat2, Linux). File systems without that need two renames; a kill between them
+    leaves the new checkpoint under its temporary name, where ``find`` finds it. Each process holds a flock on its
+    temporary directory, which the kernel releases with the process, so the next save can remove those of dead ones.
+    For the same reason a checkpoint is renamed before its files are removed.
 
-Note [Removing]
-    A checkpoint is renamed before its files go, for the same reason.
-
-Note [Other file systems]
-    Object stores know neither directories nor renames. There files are written under the checkpoint's own name, with
-    the manifest last: until then it is no checkpoint. What was there before is removed first.
+Object stores have neither directories nor renames. There files are written under the final name, after what was there
+is removed; without the manifest, which is written last, they are no checkpoint.
 """
 
 from __future__ import annotations
@@ -187,7 +183,7 @@ def _refuse_others(path: str, names: list[str]) -> None:
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Remove a checkpoint directory or file. See Note [Removing]."""
+    """Remove a checkpoint directory or file. See Note [Taking the name]."""
     target = Path(path)
     if target.is_dir() and not target.is_symlink():
         gone = _temporary(target, "old")

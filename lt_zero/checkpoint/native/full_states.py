@@ -32,8 +32,8 @@ def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
         for bucket in engine.buckets:
             mine = {i: p for i, p in enumerate(bucket.params) if id(p) in numbers}
             local = {i: optimizer.state[p] for i, p in mine.items() if p in optimizer.state}
-            for home in bucket.store.step_tensors() if local else ():
-                home.bring(write=False)
+            for stored in bucket.store.step_tensors() if local else ():
+                stored.bring(write=False)
             for key, dtype in sorted(_keys(bucket, local).items()):
                 for index, value in _collect(bucket, local, key, dtype).items():
                     if keep and index in mine:
@@ -87,12 +87,12 @@ def _collect(bucket: Bucket, local: dict[int, dict[str, Any]], key: str, dtype: 
 def load_full_optimizer_state(
     sharded: ShardedOptimizer, full: Mapping[str, Any], tick: Callable[[], object] = lambda: None
 ) -> None:
-    """Take this rank's pieces of a full state dict (every rank passes the same one). Not collective.
+    """Load this rank's pieces of a full state dict (every rank passes the same one). Not collective.
 
     Args:
         sharded: the optimizer's side of the engine.
         full: as ``Optimizer.state_dict`` returns it; tensors may be lazy, then only the pieces are read.
-        tick: is called for each parameter whose state was read.
+        tick: called for each parameter whose state was read.
 
     Raises:
         ValueError: the optimizer has other parameters than the saved one.
@@ -139,7 +139,7 @@ def load_full_optimizer_state(
 
 
 class _Resting(NamedTuple):
-    """An element-wise state that goes to a file."""
+    """An element-wise state that is stored in a file."""
 
     parameter: Parameter
     piece: Piece
@@ -163,14 +163,14 @@ def _piece_of(bucket: Bucket, piece: Piece, value: Tensor) -> Tensor:
 def _load_resting(
     sharded: ShardedOptimizer, resting: Mapping[Bucket, Sequence[_Resting]], tick: Callable[[], object]
 ) -> None:
-    """Bring states to their files, one bucket in memory at a time."""
+    """Write loaded states to their files, with one bucket in memory at a time."""
     for bucket, states in resting.items():
         for state in states:
             row = _piece_of(bucket, state.piece, state.value)
-            home = bucket.store.state_tensor(state.key, row.dtype)
-            assert home is not None
-            home.bring()
-            kept = home.lend(state.piece.offset, row.shape).copy_(row)
+            stored = bucket.store.state_tensor(state.key, row.dtype)
+            assert stored is not None
+            stored.bring()
+            kept = stored.lend(state.piece.offset, row.shape).copy_(row)
             sharded.optimizer.state[state.parameter][state.key] = kept
         bucket.store.tidy()
         for _ in {id(state.parameter) for state in states}:

@@ -56,7 +56,7 @@ class Extras:
 
 @dataclass(frozen=True)
 class _Placed:
-    """Where a chunk is: the file, its values' first byte, and the small file of torch.save around them."""
+    """The location of a chunk: file, first byte of its values, and (offset, length) of the embedded torch.save file."""
 
     file: str
     start: int
@@ -87,8 +87,8 @@ class DirectoryWriter(StorageWriter):
         state: what this rank holds, by full name.
         rank: of this process.
         extras: called on rank 0 when all tensors are written.
-        then: called on rank 0 when the checkpoint is there.
-        tick: told the bytes of each tensor that was written.
+        then: called on rank 0 when the checkpoint is complete.
+        tick: called with the bytes of each written tensor.
 
     Raises:
         CheckpointError: the directory has too little space; a file cannot be written.
@@ -178,7 +178,7 @@ class DirectoryWriter(StorageWriter):
             self._leave(holder)
 
     def _leave(self, holder: Callable[[], object]) -> None:
-        """What rests in files is about to make room for the next."""
+        """Release stored tensors, whose buffers the next bucket needs, once the sinks have written them."""
         for output in self._outputs.values():
             output.sink.wait_written()
         holder()
