@@ -17,6 +17,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from tests.support.paths import ROOT
+
 TASK_TIMEOUT_S = 90.0
 GRACE_S = 5.0  # for the other ranks, once one has failed
 
@@ -43,8 +45,9 @@ def _run(rank: int, world: int, store: str, fn: Callable[..., Any], args: Any, e
     import torch
     import torch.distributed as dist
 
-    saved, folder = dict(os.environ), os.getcwd()
+    saved = dict(os.environ)
     os.environ.update(env)
+    os.chdir(ROOT)  # the processes are forked from wherever the first test was
     try:
         timeout = timedelta(seconds=60)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
@@ -56,7 +59,6 @@ def _run(rank: int, world: int, store: str, fn: Callable[..., Any], args: Any, e
     finally:
         os.environ.clear()
         os.environ.update(saved)
-        os.chdir(folder)
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()  # a process group lives, with its threads, as long as cycles through the engine do
