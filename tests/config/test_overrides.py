@@ -202,7 +202,7 @@ def test_groups_that_fail() -> None:
     said = refused("zero_optimization=stage3_ofload")
     assert "has the options stage1, stage3_offload; did you mean zero_optimization=stage3_offload?" in said
     assert "options" in refused("zero_optimization=../precision/bf16", "zero_optimization=bf16")
-    assert "only Hydra itself composes" in refused("optimizer=composed")
+    assert "which only Hydra composes" in refused("optimizer=composed")
     assert "optimizer/broken.yaml, line 2" in refused("optimizer=broken")
     assert "one value only" in refused("optimizer=adamw,lamb")
 

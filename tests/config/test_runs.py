@@ -78,7 +78,7 @@ class Failing(Plain):
 
 
 def test_what_is_no_number_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"Plain\.hparams\.lr='fast' .* is no number"):
+    with pytest.raises(ConfigError, match=r"Plain\.hparams\.lr='fast' .* is not a number"):
         trainer_for(AUTO).fit(Plain(lr="fast"))
     with pytest.raises(ConfigError, match=r"Failing\.lr .* raised RuntimeError: not ready"):
         trainer_for(AUTO).fit(Failing())
