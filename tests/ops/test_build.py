@@ -54,7 +54,7 @@ except build.BuildError as error:
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("LT_ZERO_NATIVE", "LOCAL_RANK", "CXX", "NVCC", "CUDA_HOME", "XDG_CACHE_HOME"):
+    for name in ("LT_ZERO_NATIVE", "LT_ZERO_ISA", "LOCAL_RANK", "CXX", "NVCC", "CUDA_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LT_ZERO_CACHE", str(tmp_path / "a cache"))
 

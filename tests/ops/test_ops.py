@@ -21,10 +21,27 @@ ISAS = ["avx512", "avx2", "neon", "portable"]
 def isa(request: Any) -> Iterator[str]:
     lib = library.cpu()
     assert lib is not None, library.status("cpu").why
+    before = lib.lt_cpu_isa()
     if lib.lt_cpu_use_isa(request.param.encode()) != 0:
         pytest.skip(f"this CPU has no {request.param}")
     yield request.param
-    lib.lt_cpu_use_isa(None)
+    lib.lt_cpu_use_isa(before)
+
+
+def test_the_environment_chooses_the_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = library.cpu()
+    assert kernels is not None
+    before = kernels.lt_cpu_isa()
+    try:
+        monkeypatch.setenv("LT_ZERO_ISA", "Portable")
+        assert library.Loader().status("cpu").isa == "portable"
+    finally:
+        kernels.lt_cpu_use_isa(before)  # both loaders have the same library
+    monkeypatch.setenv("LT_ZERO_ISA", "mmx")
+    with pytest.warns(
+        UserWarning, match="LT_ZERO_ISA=mmx is no instruction set of this CPU's(.|\\n)*unset LT_ZERO_ISA"
+    ):
+        assert library.Loader().get("cpu") is None
 
 
 def copies(lists: list[list[Tensor]]) -> list[list[Tensor]]:
