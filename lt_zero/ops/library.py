@@ -1,8 +1,8 @@
 """The native kernels as ctypes libraries: found or built on first use, checked, and declared as in csrc/lt_zero.h.
 
 If they are unavailable, ``cpu()`` and ``cuda()`` return None and the torch references run, with bitwise equal results
-and one warning per process. ``LT_ZERO_NATIVE=0`` selects the references without a warning; ``LT_ZERO_ISA=avx2`` selects the
-instruction set of the CPU kernels, which is the best one of the machine otherwise.
+and one warning per process. ``LT_ZERO_NATIVE=0`` selects the references without a warning; ``LT_ZERO_ISA=avx2`` selects
+the instruction set of the CPU kernels, which is the best one of the machine otherwise.
 """
 
 from __future__ import annotations
@@ -268,10 +268,10 @@ class Loader:
         except (BuildError, OSError, AttributeError) as error:
             status = Status(kind, False, None, str(error), log=getattr(error, "log", None))
             return (None, status), _explain(status)
-        if kind == "cpu" and (wanted := os.environ.get("LT_ZERO_ISA", "").strip().lower()):
-            if library.lt_cpu_use_isa(wanted.encode()) != 0:
-                status = Status(kind, False, None, f"LT_ZERO_ISA={wanted} is no instruction set of this CPU's.")
-                return (None, status), _explain(status)
+        isa = os.environ.get("LT_ZERO_ISA", "").strip().lower()
+        if kind == "cpu" and isa and library.lt_cpu_use_isa(isa.encode()) != 0:
+            status = Status(kind, False, None, f"LT_ZERO_ISA={isa} is no instruction set of this CPU's.")
+            return (None, status), _explain(status)
         why = "from the cache" if built.seconds is None else f"compiled in {built.seconds:.1f} s"
         isa = library.lt_cpu_isa().decode() if kind == "cpu" else "cuda"
         return (library, Status(kind, True, built.path, why, isa, built.seconds)), ""
