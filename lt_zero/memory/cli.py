@@ -13,8 +13,7 @@ from rich.console import Console
 from torch import nn
 
 from lt_zero.config import ZeroConfig
-from lt_zero.memory.estimate import Sizes, estimate
-from lt_zero.memory.fit import Machine, cheapest, kinds_table, settings_table
+from lt_zero.memory.estimate import Machine, Sizes, cheapest, estimate, kinds_table, settings_table
 from lt_zero.memory.limits import GB, amount
 from lt_zero.memory.rows import DEVICE, HOST, NVME
 

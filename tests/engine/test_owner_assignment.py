@@ -23,8 +23,8 @@ from lt_zero.engine import bucket_store
 from lt_zero.engine.layout import ALIGN, aligned, plan_bucket, split_by_size
 from lt_zero.engine.owner_assignment import Owners, join, share_out, shares_of
 from lt_zero.engine.partition import plan_engine
-from lt_zero.memory.costs import GRADS, MASTER, MOMENTS, REDUCE, WEIGHTS
-from lt_zero.memory.measure import measured
+from lt_zero.memory.check import measured
+from lt_zero.memory.forecast import GRADS, MASTER, MOMENTS, REDUCE, WEIGHTS
 from lt_zero.memory.rows import HOST
 from lt_zero.optim import Lamb, Muon, muon_groups
 from tests.support.matrix import only

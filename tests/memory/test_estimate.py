@@ -22,9 +22,9 @@ from lt_zero.engine import bucket_store
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.full_params import full_state_dict
 from lt_zero.io.pinned import rounded
-from lt_zero.memory.costs import COPY, FILE, GATHERED, GRADS, LOCAL, MASTER, MOMENTS, OFFLOAD, REDUCE, WEIGHTS
+from lt_zero.memory.check import RESTING, measured
 from lt_zero.memory.estimate import states_of
-from lt_zero.memory.measure import RESTING, measured
+from lt_zero.memory.forecast import COPY, FILE, GATHERED, GRADS, LOCAL, MASTER, MOMENTS, OFFLOAD, REDUCE, WEIGHTS
 from lt_zero.memory.rows import DEVICE, HOST, NVME
 from lt_zero.offload.nvme_store import StoredTensor
 from tests.support.matrix import cover

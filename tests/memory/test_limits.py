@@ -17,7 +17,7 @@ from lt_zero import NotEnoughMemory, Sizes, ZeroConfig, ZeroStrategy
 from lt_zero.cli import app
 from lt_zero.engine.bucket import Bucket
 from lt_zero.memory import Machine, cheapest, check_host_memory, limits
-from lt_zero.memory.fit import settings
+from lt_zero.memory.estimate import settings
 from lt_zero.memory.limits import GB, Available, cgroup_limits, host_memory
 from tests.support.lightning_tools import GPT, QUIET
 from tests.support.models import Net
