@@ -14,7 +14,6 @@ from lt_zero.activation.stores import Store, open_store
 from lt_zero.config.blocks.activation import ActivationCheckpointing
 from lt_zero.engine.bucket_store import is_apart
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.offload_manager import together
 from lt_zero.io.thread_pool import SwapError
 
 
@@ -77,7 +76,11 @@ def install(engine: Engine) -> Installed | None:
     found, device = find_modules(engine.root, block), engine.buckets[0].flat.device
     store: Store | None = None
     try:
-        with together(comm, "the folder for saved inputs") if block.nvme_path is not None else nullcontext():
+        with (
+            comm.agree("opening the folder for saved inputs", SwapError)
+            if block.nvme_path is not None
+            else nullcontext()
+        ):
             store = open_store(block, device, len(found.chosen), config.aio, comm.rank)
         made = Installed(engine, found, store)
     except BaseException:

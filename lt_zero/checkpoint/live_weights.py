@@ -109,19 +109,15 @@ def export_engine(
     """
     engine.finish_steps()
     engine.offload_manager.refuse_partially_stepped(engine.comm)
-    problem: Exception | None = None
-    if engine.comm.rank == 0:
-        kept = {id(p) for p in engine.kept}
-        source = EngineSource(engine)
-        names = [name for name, p in engine.root.named_parameters() if id(p) in kept]
-        try:
-            export(source, path, dtype, format, shard_size, False, names, True, strip_prefix)
-        except Exception as error:  # told to all ranks below
-            problem = error
-        finally:
-            engine.comm.host_broadcast(_END, "export")
-    else:
-        engine.root.state_dict(keep_vars=True)  # metrics may synchronise in it
-        _serve(engine)
-    if found := engine.comm.problems(str(problem) if problem is not None else None, "export"):
-        raise problem or CheckpointError(" ".join(found))
+    with engine.comm.agree("the export", CheckpointError):
+        if engine.comm.rank == 0:
+            kept = {id(p) for p in engine.kept}
+            source = EngineSource(engine)
+            names = [name for name, p in engine.root.named_parameters() if id(p) in kept]
+            try:
+                export(source, path, dtype, format, shard_size, False, names, True, strip_prefix)
+            finally:
+                engine.comm.host_broadcast(_END, "export")
+        else:
+            engine.root.state_dict(keep_vars=True)  # metrics may synchronise in it
+            _serve(engine)

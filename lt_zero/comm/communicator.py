@@ -432,6 +432,24 @@ class Comm(Here):
             return []
         return [f"rank {rank}: {text}" for rank, text in enumerate(self.host_gather(problem, name)) if text is not None]
 
+    @contextmanager
+    def agree(self, what: str, error: type[Exception]) -> Iterator[None]:
+        """Context for work that each rank does for itself: if it fails on one rank, all ranks raise. Collective.
+
+        Raises:
+            Exception: what this rank's work raised; ``error`` with the problems of the others if only they failed.
+        """
+        problem: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            problem = caught
+        found = self.problems(None if problem is None else str(problem) or repr(problem), what)
+        if problem is not None:
+            raise problem
+        if found:
+            raise error(f"{what[0].upper()}{what[1:]} failed on another rank: {' '.join(found)}")
+
     def host_broadcast(self, value: Any, name: str) -> Any:
         """Rank 0's (small, picklable) Python value on every rank."""
         if self.world == 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -77,7 +77,7 @@ class OffloadManager:
             SwapError: on all ranks, naming ranks, files and remedies.
         """
         if self.optim is not None or self.params is not None or self.background is not None:
-            with together(comm, name):
+            with comm.agree(name, SwapError):
                 if (problem := self.find_problem()) is not None:
                     raise problem
 
@@ -91,7 +91,7 @@ class OffloadManager:
         """
         if not self.overlaps:
             return
-        with together(comm, "steps beside backward"):
+        with comm.agree("checking steps beside backward", SwapError):
             if self.partially_stepped:
                 raise SwapError(
                     f"{self.partially_stepped} were stepped during a backward that no optimizer step followed, so the "
@@ -106,7 +106,7 @@ class OffloadManager:
             SwapError: it has not, on some rank.
         """
         if self.optim is not None:
-            with together(comm, "room for optimizer states"):
+            with comm.agree("reserving room for optimizer states", SwapError):
                 self.optim.require(states * 4)
 
     def announce(self, buckets: Sequence[Bucket], states: int) -> str:
@@ -124,7 +124,10 @@ class OffloadManager:
             return ""
         comm, read, written = buckets[0].comm, *_traffic(buckets, states)
         mine = Speed(1.0, 1.0)
-        with together(comm, "the speed of the disk"), progress_bar(f"Measuring the speed of {tier.folder.path.parent}"):
+        with (
+            comm.agree("measuring the disk", SwapError),
+            progress_bar(f"Measuring the speed of {tier.folder.path.parent}"),
+        ):
             mine = probe(tier.folder, tier.pool, min(_PROBE, max(1 << 20, read)))
         slowest = Speed(
             *(min(side) for side in zip(*comm.host_gather(tuple(mine), "the speed of the disk"), strict=True))
@@ -172,22 +175,6 @@ def _traffic(buckets: Sequence[Bucket], states: int) -> tuple[int, int]:
     return read, written
 
 
-@contextmanager
-def together(comm: Comm, name: str) -> Iterator[None]:
-    """Context for file access by all ranks: raise on all ranks if one fails. Collective.
-
-    Raises:
-        SwapError: on all ranks, naming the ranks, files and remedies.
-    """
-    problem = None
-    try:
-        yield
-    except SwapError as error:
-        problem = error
-    if found := comm.problems(str(problem) if problem is not None else None, name):
-        raise SwapError(" ".join(found)) from problem
-
-
 def stored_tensors_of(bucket: Bucket) -> Callable[[], list[StoredTensor]]:
     """Returns the stored tensors that a step of ``bucket`` reads into memory and releases after it, when called."""
     store = bucket.store
@@ -219,7 +206,7 @@ def open_offload_manager(buckets: Sequence[Bucket], config: ZeroConfig, device: 
         return_large_blocks()
         numels, rank = [b.shard_range[1] - b.shard_range[0] for b in buckets], buckets[0].comm.rank
         with (
-            together(buckets[0].comm, "the folder for states"),
+            buckets[0].comm.agree("opening the folder for states", SwapError),
             progress_bar("Preparing the files of states in nvme_path"),
         ):
             _open_tiers(offload_manager, config, numels, rank)

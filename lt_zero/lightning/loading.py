@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +32,6 @@ from lt_zero.checkpoint.native.load import as_lightning, by_name, counted, fitti
 from lt_zero.checkpoint.native.resuming import require_training_state
 from lt_zero.checkpoint.native.save import KEY
 from lt_zero.checkpoint.open import is_directory, open_source
-from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.engine.guard import owner_of
@@ -60,7 +60,7 @@ class Restoring:
             CheckpointError: on all ranks.
         """
         self.forget()
-        with self._together("opening the checkpoint"):
+        with self._agree("opening the checkpoint"):
             if not is_directory(path):
                 return None
             with progress_bar(f"Opening {path}", rank=self._strategy.global_rank):
@@ -96,7 +96,7 @@ class Restoring:
         """Load the module's weights, now or at sharding. See Note [Life of a restore]."""
         module = self._strategy.lightning_module
         assert module is not None
-        with self._together("reading what a hook has taken from the checkpoint"):
+        with self._agree("reading what a hook has taken from the checkpoint"):
             read_now(module)
         state: Mapping[str, Any] = checkpoint["state_dict"]
         left_out = list(checkpoint.get(KEY, {}).get("frozen_left_out", []))
@@ -108,7 +108,7 @@ class Restoring:
         if owned or not (lazy or rounds or meta):
             self.load_late()
         elif not meta and self._callbacks_restore():
-            with self._together("loading weights"):
+            with self._agree("loading weights"):
                 load_module(module, state, strict=False)  # a callback may add missing entries
             held = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
             self._early = {name: (value, held[name]) for name, value in state.items() if name in held}
@@ -131,7 +131,7 @@ class Restoring:
         state = dict(state)
         state |= {name: held for name, (loaded, held) in early.items() if state.get(name) is loaded}
         rank = strategy.global_rank
-        with self._together("loading weights"), progress_bar("Loading weights", len(state), rank=rank) as work:
+        with self._agree("loading weights"), progress_bar("Loading weights", len(state), rank=rank) as work:
             if strategy.built is not None and not strategy.config.zero_optimization.load_from_fp32_weights:
                 state = rounded_weights(strategy.built, state)
             load_module(module, counted(state, work.reach), strict, left_out)
@@ -145,7 +145,7 @@ class Restoring:
         """Load the optimizers' states and the position in the data. Collective."""
         strategy, states = self._strategy, checkpoint["optimizer_states"]
         if PROGRESS in checkpoint:
-            with self._together("restoring random states and the position in the data"):
+            with self._agree("restoring random states and the position in the data"):
                 strategy.progress.load(checkpoint[PROGRESS], strategy.global_rank, strategy.world_size)
         if not states and (
             strategy.config.checkpoint.load_module_only or not strategy.config.checkpoint.load_optimizer_states
@@ -153,7 +153,7 @@ class Restoring:
             return
         total = sum(len(group["params"]) for state in states for group in state.get("param_groups", []))
         waits = progress_bar("Loading optimizer states", total, rank=strategy.global_rank)
-        with self._together("loading optimizer states"), waits as work:
+        with self._agree("loading optimizer states"), waits as work:
             if len(states) != len(strategy.optimizers):
                 raise CheckpointError(
                     f"The checkpoint has {len(states)} optimizer(s), configure_optimizers returns "
@@ -169,23 +169,6 @@ class Restoring:
                 else:
                     load_full_optimizer_state(sharded, state, work.advance)
 
-    def _together(self, name: str) -> Together:
-        return Together(self._strategy.comm, name)
-
-
-class Together:
-    """Context for work of each rank: an error on one rank raises on all. Collective."""
-
-    def __init__(self, comm: Comm | None, name: str) -> None:
-        self._comm, self._name = comm, name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self._comm is None or self._comm.world == 1 or (error is not None and not isinstance(error, Exception)):
-            return
-        text = f"{error}" if error is not None else None
-        found = self._comm.problems(text, self._name)
-        if found and error is None:
-            raise CheckpointError(f"{self._name[0].upper()}{self._name[1:]} failed on another rank: {' '.join(found)}")
+    def _agree(self, what: str) -> AbstractContextManager[None]:
+        comm = self._strategy.comm
+        return comm.agree(what, CheckpointError) if comm is not None else nullcontext()

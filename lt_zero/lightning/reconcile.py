@@ -30,7 +30,7 @@ from lt_zero.config.load import ConfigWarning
 from lt_zero.engine.hidden_size import hidden_size
 from lt_zero.lightning.batch_size import sizes_of
 from lt_zero.lightning.hparams import find_value
-from lt_zero.lightning.same_config import check_same, together
+from lt_zero.lightning.same_config import check_same
 from lt_zero.optim import grouping
 from lt_zero.optim.from_config import build_grouped, build_optimizer, build_scheduler
 from lt_zero.optim.muon_parameters import muon_groups
@@ -123,7 +123,7 @@ class Reconciler:
             ConfigError: they contradict each other, or an "auto" cannot be resolved.
         """
         self._seen, config = False, self._given
-        with together(comm), self._placed():
+        with comm.agree("reading the configuration", ConfigError), self._placed():
             problems: list[Problem] = []
             derived = _derived(config, comm.world)
             told = [
@@ -188,7 +188,7 @@ class Reconciler:
             return self.config
         self._seen = True
         size, world = _size(batch), comm.world
-        with together(comm), self._placed():
+        with comm.agree("reading the configuration", ConfigError), self._placed():
             if size is not None:
                 _check_batch(self.config, size, self._steps, world, "is the size of the first batch")
         if size is None:

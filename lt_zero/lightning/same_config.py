@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Generator
-from contextlib import contextmanager
-from typing import Any
 
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import ConfigError, dotted
@@ -54,18 +51,3 @@ def _difference(first: dict[str, str], second: dict[str, str], rank: int) -> str
     ]
     more = f", and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
     return "; ".join(shown[:_SHOWN]) + more
-
-
-@contextmanager
-def together(comm: Comm | None) -> Generator[None, None, None]:
-    """Context for checks of each rank: a ``ConfigError`` on one raises on all. Collective."""
-    error: ConfigError | None = None
-    try:
-        yield
-    except ConfigError as caught:
-        error = caught
-    found: Any = comm.problems(str(error) if error is not None else None, "configuration") if comm is not None else []
-    if error is not None:
-        raise error
-    if found:
-        raise ConfigError(f"Another rank cannot use its configuration: {' '.join(found)}")

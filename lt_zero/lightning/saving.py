@@ -39,7 +39,6 @@ from lt_zero.common.progress_bar import progress_bar
 from lt_zero.config.show import resolved
 from lt_zero.engine.full_params import full_state_dict
 from lt_zero.lightning.data_position.position import KEY as PROGRESS
-from lt_zero.lightning.loading import Together
 from lt_zero.lightning.precision import sharded_of
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ class Persistence:
             with progress_bar(f"Saving {path}", made.nbytes, rank=engine.comm.rank, in_bytes=True) as work:
                 self._write(made, place, engine.comm.saving_group(background=False), work.advance)
             return
-        with Together(engine.comm, "copying the state for an asynchronous save"):
+        with engine.comm.agree("copying the state for an asynchronous save", CheckpointError):
             self._buffer = stage(made, self._buffer)
         group = engine.comm.saving_group(background=True)
         if self._thread is None:

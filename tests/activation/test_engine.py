@@ -91,7 +91,7 @@ def _fails(folder: Path) -> None:
     for loss in reversed(losses):
         loss.backward()
     assert (rest.problem is None) == (dist.get_rank() == 0)
-    with pytest.raises(SwapError, match=r"rank 1: .*checksum.*activations-1"):
+    with pytest.raises(SwapError, match=("rank 1: .*" if dist.get_rank() == 0 else "") + "checksum.*activations-1"):
         optimizer.step()
     same(full_values(engine), before, "no step is taken from NaN")
     engine.detach()
@@ -104,7 +104,7 @@ def test_a_failing_disk_stops_all_ranks(pool: Pool, tmp_path: Path) -> None:
 def _no_folder(folder: Path) -> None:
     path = folder / ("file" if dist.get_rank() else "folder")
     model = net()
-    with pytest.raises(SwapError, match="rank 1"):
+    with pytest.raises(SwapError, match="rank 1: .*file" if dist.get_rank() == 0 else "file"):
         lt_zero.shard(model, config_of(3, activation_checkpointing={"mode": "full", "nvme_path": path}))
 
 

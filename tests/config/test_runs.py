@@ -172,10 +172,10 @@ def _errors_on_both_ranks() -> None:
         trainer_for({"zero_optimization": {"stage": 1 + rank}, "optimizer": SGD}, devices=2).fit(Plain())
     with pytest.raises(ConfigError, match=r"optimizer\.params\.lr is 0\.25 on rank 0, 0\.5 on rank 1"):
         trainer_for(AUTO, devices=2).fit(Plain(lr=0.25 + rank / 4))
-    said = "Another rank cannot use.*rank 1: .*neither `lr`" if rank == 0 else "neither `lr`"
+    said = "Reading the configuration failed on another rank: rank 1: .*neither `lr`" if rank == 0 else "neither `lr`"
     with pytest.raises(ConfigError, match=said):
         trainer_for(AUTO, devices=2).fit(Plain(**({"lr": 0.5} if rank == 0 else {})))
-    said = "Another rank cannot use.*rank 1: .*8 is the size" if rank == 0 else "8 is the size"
+    said = "Reading the configuration failed on another rank: rank 1: .*8 is the size" if rank == 0 else "8 is the size"
     config = {"optimizer": SGD, "train_micro_batch_size_per_gpu": 4}
     with pytest.raises(ConfigError, match=said):
         trainer_for(config, devices=2).fit(Plain(batch=4 + 4 * rank))

@@ -162,8 +162,8 @@ def _fails(path: str, what: str, number: int, world: int) -> str:
 def test_a_failing_disk_is_an_error_on_all_ranks(pool: Pool, tmp_path: Path, what: str) -> None:
     whole = 60 if what == "read_some" else 40
     for number in range(0, whole, 7):  # in gathers, in backward, in the norm, in the step
-        for message in pool.run(2, _fails, str(tmp_path), what, number, 2):
-            assert message.startswith("rank 1: "), (number, message)
+        for rank, message in enumerate(pool.run(2, _fails, str(tmp_path), what, number, 2)):
+            assert rank == 1 or "rank 1: " in message, (number, message)
             assert str(tmp_path) in message
             assert "offset" in message
 
@@ -187,8 +187,8 @@ def _corrupted(path: str) -> str:
 
 
 def test_what_a_disk_made_up_is_an_error_of_all(pool: Pool, tmp_path: Path) -> None:
-    for message in pool.run(2, _corrupted, str(tmp_path)):
-        assert message.startswith("rank 1: ")
+    for rank, message in enumerate(pool.run(2, _corrupted, str(tmp_path))):
+        assert rank == 1 or "rank 1: " in message
         assert "Wrong checksum of" in message
 
 

@@ -83,18 +83,13 @@ def bundle(
     optimizers: list[Any] = list(rest.pop("optimizer_states", []))
     made = Bundle({})
     order, aliases = _agreed(weights, comm)
-    problem: Exception | None = None
-    try:
+    with comm.agree("reading the checkpoint's content", CheckpointError):  # of a hook's odd value
         _fill(made, rest, weights, optimizers, (order, aliases), names, comm.rank)
         if comm.rank == 0:
             made.manifest |= {"left_out": tuple(left_out), "run": dict(run)}
             made.meta[KEY] |= {"frozen_left_out": list(left_out), "config": plain(config)[0]}
             if "optimizer_states" in checkpoint:
                 made.meta[KEY]["has_optimizers"] = True
-    except Exception as error:  # of a hook's odd value: told to all ranks, which would wait for this one
-        problem = error
-    if found := comm.problems(repr(problem) if problem is not None else None, "the checkpoint's content"):
-        raise CheckpointError(f"The checkpoint's content cannot be saved: {' '.join(found)}") from problem
     return made
 
 

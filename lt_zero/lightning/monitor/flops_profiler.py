@@ -49,19 +49,18 @@ class Profiler:
         self._profile: Profile | None = None
         self._times: _Stopwatch | None = None
         self._rank = comm.rank
-        problem, name = None, self._block.output_file
-        if name is not None and self._rank == 0:
-            try:
-                Path(name).absolute().parent.mkdir(parents=True, exist_ok=True)
-                with open(name, "a", encoding="utf-8"):
-                    pass
-            except OSError as error:
-                problem = f"{error.strerror}: {error.filename}"
-        if told := comm.problems(problem, "flops_profiler.output_file"):
-            raise OSError(
-                f"flops_profiler.output_file={name!r} cannot be written ({'; '.join(told)}). Name a file in a folder "
-                "that may be written to, or leave it out to print to stdout."
-            )
+        name = self._block.output_file
+        with comm.agree("opening flops_profiler.output_file", OSError):
+            if name is not None and self._rank == 0:
+                try:
+                    Path(name).absolute().parent.mkdir(parents=True, exist_ok=True)
+                    with open(name, "a", encoding="utf-8"):
+                        pass
+                except OSError as error:
+                    raise OSError(
+                        f"flops_profiler.output_file={name!r} cannot be written ({error.strerror}: {error.filename}). "
+                        "Name a file in a folder that may be written to, or leave it out to print to stdout."
+                    ) from error
 
     def forward(self, root: nn.Module, step: int, device: torch.device, whole: bool) -> AbstractContextManager[object]:
         """Around a training step.
