@@ -14,6 +14,9 @@ help: ## Show the targets
 demo: $(STAMP) ## Train a small GPT with ZeRO stage 3 on two processes (about 3 minutes)
 	$(BIN)/python examples/train_gpt.py
 
+# Two processes and their workers import the package and the tests: with bytecode each but the first does not compile them.
+test test-slow: export PYTHONDONTWRITEBYTECODE =
+
 test: $(STAMP) ## Run the fast tests, in two processes
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 

@@ -6,10 +6,10 @@ import os
 
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
-import lightning.pytorch  # noqa: F401
 import torch
 import torch._dynamo
 
-import lt_zero  # noqa: F401
+import tests.support.lightning_tools  # noqa: F401
+import tests.support.parity  # noqa: F401
 
 torch.set_num_threads(1)
