@@ -35,7 +35,7 @@ from lt_zero.comm.hang_detection import HangDetector, user_line
 from lt_zero.comm.shared_memory import SharedArena, supported, wide
 from lt_zero.comm.work import CALL, FENCE, All, Done, Launch, Watch, Work
 from lt_zero.common.flat_storage import flat_empty
-from lt_zero.common.module_hooks import Here
+from lt_zero.common.module_hooks import ProcessLocal
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -50,7 +50,7 @@ def _collective(new: str, old: str) -> Any:
     return getattr(dist, new, None) or getattr(dist, old)
 
 
-class Comm(Here):
+class Comm(ProcessLocal):
     """The collectives of one data-parallel group.
 
     Args:

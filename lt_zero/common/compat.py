@@ -1,7 +1,6 @@
-"""The one place for internals of torch, Lightning, Hydra and OmegaConf, each with the versions it was checked on.
+"""All uses of private APIs of torch, Lightning, Hydra and OmegaConf, each with the versions it was checked on.
 
-A name that starts with an underscore anywhere else in the package is a bug: when an internal moves, this file is the
-only one to change.
+No other module of the package may access a private name: when an internal moves, only this file changes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins import HalfPrecision  # only the strategy imports lightning at run time
 
 
-# By package, the first and the last version that internals were checked on; `lt-zero doctor` compares.
+# First and last checked version of each package; `lt-zero doctor` compares them with the installed ones.
 CHECKED: dict[str, tuple[str, str]] = {
     "torch": ("2.10", "2.13"),
     "lightning": ("2.5", "2.6"),
@@ -31,19 +30,19 @@ CHECKED: dict[str, tuple[str, str]] = {
 }
 
 
-# What torch.compile asks about a parameter's gradient when it traces a module. Checked on torch 2.13.
+# Functions that torch.compile calls on a parameter's gradient when it traces a module. Checked on torch 2.13.
 TRACED = {torch.Tensor._is_view, torch.Tensor.is_conj, torch.Tensor.is_neg, torch.Tensor.untyped_storage}
 
 
-# For subclasses that are seen below torch's functions only. Checked on torch 2.10 to 2.13.
+# ``__torch_function__`` of subclasses that define ``__torch_dispatch__`` only. Checked on torch 2.10 to 2.13.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 class DispatchMode(TorchDispatchMode):
-    """Sees every operation below autograd, on the thread that enters it and in backward. Checked on torch 2.10 to 2.13.
+    """Intercepts every operation below autograd, on the thread that enters the mode and in backward.
 
-    ``run(op, args, kwargs)`` of a subclass calls the operation, or what it likes in its place. Entered last, a mode is
-    asked first; inside of ``run`` the modes that were entered before are active.
+    A subclass implements ``run(op, args, kwargs)``, which calls or replaces the operation. The mode that was entered
+    last runs first; inside ``run`` the modes that were entered before it are active. Checked on torch 2.10 to 2.13.
     """
 
     supports_higher_order_operators = True
@@ -65,14 +64,14 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name without the prefixes that torch.compile and checkpoint wrappers put in."""
+    """A parameter's name without the prefixes that torch.compile, FSDP and checkpoint wrappers insert."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the backward that is executing now has finished.
+    """Run ``callback`` at the end of the running backward.
 
     Only valid inside a hook of a running backward. Checked on torch 2.10 to 2.13; DDP and FSDP2 rely on the same call.
     """
@@ -92,7 +91,7 @@ def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
 def wrapper_tensor(
     cls: type[Any], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
 ) -> Any:
-    """A tensor of a subclass that has shape, dtype and device, and no memory. Checked on torch 2.10 to 2.13."""
+    """A tensor of a subclass with shape, dtype and device, but no memory. Checked on torch 2.10 to 2.13."""
     with torch.inference_mode(False):
         return torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=device or torch.device("cpu")
@@ -120,14 +119,14 @@ def aliased_arguments(func: Any) -> tuple[frozenset[int], frozenset[str]]:
 
 
 def storage_info(file: str, offset: int, nbytes: int) -> Any:
-    """Where torch's FileSystemReader finds a chunk of a sharded checkpoint. Checked on torch 2.10 to 2.13."""
+    """The location of a chunk of a sharded checkpoint for torch's FileSystemReader. Checked on torch 2.10 to 2.13."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, offset, nbytes)
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often ``tensor`` was written in place since it was made. Checked on torch 2.10 to 2.13."""
+    """The version counter of ``tensor``, which each in-place write increments. Checked on torch 2.10 to 2.13."""
     with without_torch_function():
         return int(tensor._version)
 
@@ -136,9 +135,9 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """All hooks around ``optimizer.step``, global ones included. Checked on torch 2.10 to 2.13."""
     from torch.optim import optimizer as module
 
-    everywhere = [getattr(module, f"_global_optimizer_{when}_hooks") for when in ("pre", "post")]
-    own = [getattr(optimizer, f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
-    return [hook for table in (*everywhere, *own) for hook in table.values()]
+    global_hooks = [getattr(module, f"_global_optimizer_{when}_hooks") for when in ("pre", "post")]
+    own_hooks = [getattr(optimizer, f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
+    return [hook for hooks in (*global_hooks, *own_hooks) for hook in hooks.values()]
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Any:
@@ -158,44 +157,44 @@ def current_node() -> Any:
 
 
 def is_higher_order(func: Any) -> bool:
-    """Whether an operation takes code (flex_attention, cond). Checked on torch 2.10 to 2.13."""
+    """Whether an operator takes functions as arguments (flex_attention, cond). Checked on torch 2.10 to 2.13."""
     return isinstance(func, HigherOrderOperator)
 
 
 def backward_id() -> int:
-    """A number of the backward that the calling thread executes, -1 outside of one. Checked on torch 2.10 to 2.13."""
+    """The ID of the backward that the calling thread executes, -1 outside of one. Checked on torch 2.10 to 2.13."""
     return int(torch._C._current_graph_task_id())
 
 
 def compiled_frames() -> int:
-    """How often torch.compile has looked at a piece of Python code in this process. Checked on torch 2.10 to 2.13."""
+    """The number of frames that torch.compile has seen in this process. Checked on torch 2.10 to 2.13."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return sum(dynamo.counters["frames"].values()) if dynamo is not None else 0
 
 
 def has_compiled_nodes(loss: torch.Tensor) -> bool:
-    """Whether the graph of ``loss`` has nodes of what torch.compile made. Checked on torch 2.10 to 2.13."""
-    seen, ahead = set[Any](), [loss.grad_fn]
-    while ahead:
-        node = ahead.pop()
+    """Whether the autograd graph of ``loss`` contains compiled nodes. Checked on torch 2.10 to 2.13."""
+    seen, stack = set[Any](), [loss.grad_fn]
+    while stack:
+        node = stack.pop()
         if node is None or node in seen:
             continue
         if node.name().startswith("CompiledFunction"):
             return True
         seen.add(node)
-        ahead += [following for following, _ in node.next_functions]
+        stack += [following for following, _ in node.next_functions]
     return False
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether calls go through torch.compile, by either of its spellings. Checked on torch 2.10 to 2.13."""
+    """Whether ``module`` is compiled, by ``torch.compile`` or ``compile()``. Checked on torch 2.10 to 2.13."""
     return type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl") is not None
 
 
 def profiling() -> bool:
     """Whether a profiler of torch is recording in this process, ``emit_nvtx`` included. Checked on torch 2.10 to 2.13.
 
-    Entering ``record_function`` for nobody would cost microseconds.
+    ``record_function`` costs microseconds even without a profiler, so callers check first.
     """
     return torch_profiler._is_profiler_enabled
 
@@ -203,16 +202,16 @@ def profiling() -> bool:
 def announce_compute_dtype(plugin: HalfPrecision, dtype: torch.dtype) -> None:
     """Tell Lightning's ThroughputMonitor in which dtype ``plugin`` computes.
 
-    It knows its own plugins only and reads this attribute of HalfPrecision, which also casts inputs to it. Checked on
-    lightning 2.5 to 2.6.
+    The monitor knows Lightning's own plugins only and reads this attribute of HalfPrecision, which also casts inputs
+    to it. Checked on lightning 2.5 to 2.6.
     """
     plugin._desired_input_dtype = dtype
 
 
-def say_dtype(module: torch.nn.Module, dtype: torch.dtype) -> list[tuple[torch.nn.Module, torch.dtype]]:
-    """Let ``dtype`` of a LightningModule and of those inside it answer ``dtype``; returns what they answered before.
+def override_dtype(module: torch.nn.Module, dtype: torch.dtype) -> list[tuple[torch.nn.Module, torch.dtype]]:
+    """Set ``dtype`` of ``module`` and its submodules where they are LightningModules; returns the previous dtypes.
 
-    ``module.to(dtype)`` would cast parameters that are sharded. Checked on lightning 2.5 to 2.6.
+    ``module.to(dtype)`` would cast sharded parameters. Checked on lightning 2.5 to 2.6.
     """
     from lightning.pytorch import LightningModule
 
@@ -224,21 +223,21 @@ def say_dtype(module: torch.nn.Module, dtype: torch.dtype) -> list[tuple[torch.n
 
 
 def is_plain_closure(closure: Any) -> bool:
-    """Whether this is what Lightning's automatic optimization hands to ``optimizer.step``: one training step, one
-    backward, nothing after it. Checked on lightning 2.5 to 2.6.
+    """Whether ``closure`` is that of Lightning's automatic optimization: one training step, one backward, nothing
+    after it. Checked on lightning 2.5 to 2.6.
     """
     cls = type(closure)
     return cls.__name__ == "Closure" and cls.__module__ == "lightning.pytorch.loops.optimization.automatic"
 
 
-class HeldSignals:
-    """Lightning's answers to SIGTERM and SLURM's requeue signal, put off. Checked on lightning 2.5 to 2.6.
+class SignalOverride:
+    """Replaces Lightning's reactions to SIGTERM and SLURM's requeue signal. Checked on lightning 2.5 to 2.6.
 
-    Lightning's own handlers, and those of users behind them, stay registered; only what comes first in them changes.
+    Handlers of Lightning and of users stay registered; only Lightning's own reaction changes.
 
     Args:
-        trainer: before it registers handlers.
-        on_stop, on_requeue: called in the handlers in place of what Lightning does there.
+        trainer: must not have registered handlers yet.
+        on_stop, on_requeue: called in signal handlers in place of Lightning's reaction.
     """
 
     def __init__(self, trainer: Any, on_stop: Callable[[], object], on_requeue: Callable[[], object]) -> None:
@@ -251,28 +250,28 @@ class HeldSignals:
             def _sigterm_notifier_fn(self, signum: Any, frame: Any) -> None:
                 launcher = self.trainer.strategy.launcher
                 if launcher is not None and not self.received_sigterm:
-                    launcher.kill(signum)  # processes that this one has started
+                    launcher.kill(signum)  # the child processes
                 on_stop()
 
             def _slurm_sigusr_handler_fn(self, signum: Any, frame: Any) -> None:
                 held._signum = signum
                 on_requeue()
 
-            def __reduce__(self) -> Any:  # copies are Lightning's
+            def __reduce__(self) -> Any:  # copies are plain connectors of Lightning
                 return _bare_object, (cls,), self.__getstate__()
 
         connector.__class__ = Connector
 
     def give_back(self) -> None:
-        """Lightning's answers are its own again."""
+        """Restore Lightning's reactions."""
         self._connector.__class__ = self._cls
 
     def stop(self) -> None:
-        """Have Lightning's loops stop where they look whether there was a SIGTERM."""
+        """Make Lightning's loops stop at their next check for SIGTERM."""
         self._connector.received_sigterm = True
 
     def requeue(self) -> None:
-        """What Lightning does on the requeue signal: finish loggers, save, and requeue the job. Collective."""
+        """Run Lightning's reaction to the requeue signal: finish loggers, save, requeue the job. Collective."""
         self._cls._slurm_sigusr_handler_fn(self._connector, self._signum, None)
 
 
@@ -281,38 +280,36 @@ def _bare_object(cls: Any) -> Any:
 
 
 def logged_step(trainer: Any) -> int:
-    """The step under which Lightning logs now: batches that were followed by a step, from 0 on. Checked on lightning
-    2.5 to 2.6.
+    """The step under which Lightning logs: the number of batches that ended with an optimizer step. Checked on
+    lightning 2.5 to 2.6.
     """
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def module_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | None, kwargs: dict[str, Any]) -> Any:
-    """``cls.load_from_checkpoint`` of a checkpoint that is read already. Checked on lightning 2.5 to 2.6."""
+    """``cls.load_from_checkpoint`` of a loaded checkpoint. Checked on lightning 2.5 to 2.6."""
     from lightning.pytorch.core.saving import _load_state
 
     return _load_state(cls, checkpoint, strict=strict, **kwargs)
 
 
 def is_part_of_config(config: Any) -> bool:
-    """Whether an OmegaConf container stands in a larger one, which its interpolations may name. Checked on omegaconf
-    2.3.
-    """
+    """Whether an OmegaConf container has a parent, to which interpolations may refer. Checked on omegaconf 2.3."""
     return config._get_parent() is not None
 
 
 class HydraOverride(NamedTuple):
-    """What Hydra's parser makes of the text of an override.
+    """An override as Hydra's parser reads it.
 
     Attributes:
-        text: all of it.
+        text: the text that was parsed.
         kind: ``a=1`` changes, ``+a=1`` adds, ``++a=1`` forces, ``~a`` deletes.
         key: ``a.b``, or ``a/b`` for a group.
-        package: after @, None without.
-        value: plain; None too if there is none.
-        has_value: whether there is one.
-        is_quoted: whether it was text in quotes.
-        is_sweep: whether there are several.
+        package: the part after @; None without one.
+        value: plain; also None if there is none.
+        has_value: whether there is a value.
+        is_quoted: whether the value was text in quotes.
+        is_sweep: whether there are several values.
     """
 
     text: str
@@ -326,7 +323,7 @@ class HydraOverride(NamedTuple):
 
 
 class HydraSyntaxError(ValueError):
-    """Text that is no override; ``column`` counts from 0, None if Hydra does not say."""
+    """Text that is not an override; ``column`` counts from 0, None if Hydra does not report it."""
 
     def __init__(self, message: str, column: int | None) -> None:
         super().__init__(message)
@@ -334,10 +331,10 @@ class HydraSyntaxError(ValueError):
 
 
 def parse_override(text: str) -> HydraOverride:
-    """``text`` in Hydra's grammar. Checked on hydra-core 1.3.2 to 1.3.8.
+    """Parse an override in Hydra's grammar. Checked on hydra-core 1.3.2 to 1.3.8.
 
     Raises:
-        HydraSyntaxError: it is not in it.
+        HydraSyntaxError: ``text`` is not an override.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import OverrideType, QuotedString
@@ -353,7 +350,7 @@ def parse_override(text: str) -> HydraOverride:
         found = OverridesParser.create().parse_override(text)
     except HydraException as error:
         cause = error.__cause__
-        column = getattr(cause, "startIndex", None)  # of the lexer's error; the parser's has a token
+        column = getattr(cause, "startIndex", None)  # the lexer's error; the parser's has a token instead
         if column is None:
             column = getattr(getattr(cause, "offendingToken", None), "column", None)
         raise HydraSyntaxError(str(error).split("\n", 1)[0], column) from None
@@ -373,10 +370,10 @@ def parse_override(text: str) -> HydraOverride:
 
 
 def is_default_logger(logger: Any, root: str) -> bool:
-    """Whether ``Trainer(logger=None)`` or ``logger=True`` made this logger, or somebody made the same one by hand.
+    """Whether ``Trainer(logger=None)`` or ``logger=True`` made this logger, or user code an equal one.
 
-    Trainer keeps no record of it, but a logger that nobody has configured or used is equal to a new one in all its
-    attributes. Checked on lightning 2.5 to 2.6.
+    Trainer does not record it, but a default logger that was not used yet equals a new one in all attributes. Checked
+    on lightning 2.5 to 2.6.
 
     Args:
         root: the Trainer's ``default_root_dir``.

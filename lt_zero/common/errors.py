@@ -1,4 +1,4 @@
-"""Errors. A configuration's problems are reported together, each with its place in the file."""
+"""Errors. The problems of a configuration are reported together, each with its position in the file."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def no_hook(*args: Any, **kwargs: Any) -> None:
     """The no-op that replaces a hook in a copy of its module."""
 
 
-class Here:
+class ProcessLocal:
     """Mixin for objects bound to this process: copies contain None in their place."""
 
     def __reduce__(self) -> Any:

@@ -1,9 +1,9 @@
 """Progress of long operations on stderr.
 
-Note [Two ways to show it]
-    A bar on a terminal, lines at growing intervals elsewhere (log files, SLURM). Also lines if another bar is on the
-    terminal: rich allows one live display and prints lines above it, and tqdm's bars make room for lines written
-    through tqdm. Operations of under two seconds show nothing.
+Note [Bar or lines]
+    A terminal shows a bar; log files (SLURM) get lines at growing intervals. So does a terminal that already shows a
+    bar: rich allows one live display and prints lines above it, and tqdm's bars make room for lines written through
+    tqdm. Operations of under two seconds show nothing.
 
     A thread per operation polls its counters. All bars of a process share one display.
 """
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lt_zero")
 
-FIRST = 2.0  # seconds that may pass in silence
-LINES = (FIRST, 10.0, 30.0)  # seconds after which a line is due; then
-EACH = 60.0  # seconds from one to the next
-_REFRESH = 0.2  # seconds from one look at the work to the next, for bars
+FIRST = 2.0  # seconds before anything is shown
+LINES = (FIRST, 10.0, 30.0)  # seconds after which a line is due
+EACH = 60.0  # seconds between later lines
+_REFRESH = 0.2  # seconds between updates of a bar
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_RANK")
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
-_local_rank: int | None = None  # of this process, where its launcher tells it in another way than by its environment
+_local_rank: int | None = None  # of a process whose launcher does not set it in the environment
 
 
-def local_rank_is(rank: int) -> None:
-    """Tell the number of this process on its machine, which decides who shows what each machine does."""
+def set_local_rank(rank: int) -> None:
+    """Set the local rank of this process; local rank 0 shows the operations of its machine."""
     global _local_rank
     _local_rank = rank
 
@@ -53,10 +53,10 @@ class ProgressBar:
     """Progress of an operation. Any thread may advance it.
 
     Args:
-        what: in a few words, such as "Sharding 24 units"; or a function that tells them, asked when they are shown.
-        total: of what ``advance`` counts; None: not known.
+        what: a few words, such as "Sharding 24 units", or a function that returns them whenever they are shown.
+        total: the total of what ``advance`` counts; None: unknown.
         in_bytes: whether bytes are counted.
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ProgressBar:
         self._lock = threading.Lock()
 
     def advance(self, count: float = 1) -> None:
-        """That much more is done."""
+        """Add ``count`` to the amount done."""
         with self._lock:
             self.done += count
 
@@ -91,11 +91,11 @@ class ProgressBar:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since the start."""
         return self._clock() - self._start
 
-    def far(self) -> str:
-        """How far it is, and for how long it goes on: ``7 of 24 (29 %), 12 s``."""
+    def status(self) -> str:
+        """The amount done and the elapsed time: ``7 of 24 (29 %), 12 s``."""
         if self.total:
             count = f"{self._amount(self.done)} of {self._amount(self.total)} ({self.done / self.total:.0%})"
             parts = [count.replace("%", " %")]
@@ -131,14 +131,14 @@ def progress_bar(
     in_bytes: bool = False,
     shown: bool = True,
 ) -> Iterator[ProgressBar]:
-    """Context that shows the progress of an operation on stderr after two seconds. See Note [Two ways to show it].
+    """Context that shows the progress of an operation on stderr after two seconds. See Note [Bar or lines].
 
     Silent if the logger "lt_zero" shows no warnings (``log_level: error``).
 
     Args:
         what, total, in_bytes: see ``ProgressBar``.
-        rank: of this process in a joint operation, which rank 0 shows; None: its local rank, for operations of each
-            machine.
+        rank: the rank in a collective operation, which rank 0 shows; None for an operation of each machine, which
+            local rank 0 shows.
         shown: False shows nothing.
     """
     work = ProgressBar(what, total, in_bytes)
@@ -146,9 +146,9 @@ def progress_bar(
     if not (shown and first and log.isEnabledFor(logging.WARNING)):
         yield work
         return
-    over = threading.Event()
+    ended = threading.Event()
     outcome = ["done"]
-    thread = threading.Thread(target=_watch, args=(work, over, outcome), name="lt_zero-waiting", daemon=True)
+    thread = threading.Thread(target=_watch, args=(work, ended, outcome), name="lt_zero-waiting", daemon=True)
     with contextlib.suppress(RuntimeError):  # show nothing if no thread can be started
         thread.start()
     try:
@@ -157,40 +157,38 @@ def progress_bar(
         outcome[0] = "stopped"
         raise
     finally:
-        over.set()
+        ended.set()
         if thread.ident is not None:
             thread.join()
 
 
-def _watch(work: ProgressBar, over: threading.Event, outcome: list[str]) -> None:
-    """The thread that shows an operation. A failing display must not fail the operation."""
+def _watch(work: ProgressBar, ended: threading.Event, outcome: list[str]) -> None:
+    """Body of the thread that shows an operation. A failing display must not fail the operation."""
     with contextlib.suppress(Exception):
-        if over.wait(FIRST):
+        if ended.wait(FIRST):
             return
-        if not _draws() or not follow_bar(work, over.wait):
-            follow_lines(work, over.wait, outcome)
+        if not _draws() or not follow_bar(work, ended.wait):
+            follow_lines(work, ended.wait, outcome)
 
 
 # ---- lines ---------------------------------------------------------------------------------------------------------
 
 
-def follow_lines(work: ProgressBar, over: Callable[[float], bool], outcome: list[str], write: Any = None) -> None:
+def follow_lines(work: ProgressBar, wait: Callable[[float], bool], outcome: list[str], write: Any = None) -> None:
     """Write a line whenever one is due until the operation ends, and one at its end.
 
     Args:
-        work: what to tell.
-        over: waits that many seconds, or until the work is over; returns whether it is.
-        outcome: one item, how the work ended ("done", "stopped"); read at the end.
-        write: of a line; default: to stderr.
+        work: the operation.
+        wait: waits for the end of the operation, at most the given seconds; returns whether it has ended.
+        outcome: one item, how the operation ended ("done", "stopped"); read at the end.
+        write: writes a line; default: to stderr.
     """
     write = write or _write
     number = 0
-    while True:
-        if over(max(0.0, _due(number) - work.elapsed)):
-            break
-        write(f"lt_zero: {work.what}: {work.far()}")
+    while not wait(max(0.0, _due(number) - work.elapsed)):
+        write(f"lt_zero: {work.what}: {work.status()}")
         number += 1
-        while _due(number) <= work.elapsed:  # the machine was busy
+        while _due(number) <= work.elapsed:  # skip lines that a busy machine delayed
             number += 1
     if number:
         write(f"lt_zero: {work.what}: {outcome[0]} after {duration(work.elapsed)}")
@@ -214,17 +212,17 @@ def _write(line: str) -> None:
 # ---- a bar ---------------------------------------------------------------------------------------------------------
 
 _display: Progress | None = None
-_shown = 0  # works that it shows
+_shown = 0  # number of operations that it shows
 _lock = threading.Lock()
 
 
-def _fresh() -> None:
+def _reset() -> None:
     """Reset in a forked child, which has neither the display nor the thread that may hold its lock."""
     global _display, _shown, _lock
     _display, _shown, _lock = None, 0, threading.Lock()
 
 
-os.register_at_fork(after_in_child=_fresh)
+os.register_at_fork(after_in_child=_reset)
 
 
 def _tqdm_bars() -> bool:
@@ -244,8 +242,8 @@ def _draws() -> bool:
     return not live and not _tqdm_bars()
 
 
-def follow_bar(work: ProgressBar, over: Callable[[float], bool]) -> bool:
-    """Show a bar until the operation ends; False if that is not possible."""
+def follow_bar(work: ProgressBar, wait: Callable[[float], bool]) -> bool:
+    """Show a bar until the operation ends; False if another live display prevents it."""
     from rich.errors import LiveError
 
     try:
@@ -253,8 +251,8 @@ def follow_bar(work: ProgressBar, over: Callable[[float], bool]) -> bool:
     except LiveError:
         return False
     try:
-        while not over(_REFRESH):
-            display.update(task, total=work.total, completed=work.done, description=work.what, far=work.far())
+        while not wait(_REFRESH):
+            display.update(task, total=work.total, completed=work.done, description=work.what, status=work.status())
     finally:
         _leave(display, task, work)
     return True
@@ -267,19 +265,19 @@ def _enter(work: ProgressBar) -> tuple[Progress, TaskID]:
     global _display, _shown
     with _lock:
         if _display is None:
-            texts = [TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[far]")]
+            texts = [TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[status]")]
             display = Progress(texts[0], BarColumn(), texts[1], console=Console(stderr=True))
             display.start()
             _display = display
         _shown += 1
-        task = _display.add_task(work.what, total=work.total, completed=work.done, far=work.far())  # type: ignore[arg-type]
+        task = _display.add_task(work.what, total=work.total, completed=work.done, status=work.status())  # type: ignore[arg-type]
         return _display, task
 
 
 def _leave(display: Progress, task: TaskID, work: ProgressBar) -> None:
     global _display, _shown
     with _lock:
-        display.update(task, completed=work.done, far=work.far())
+        display.update(task, completed=work.done, status=work.status())
         display.stop_task(task)
         if display is _display:
             _shown -= 1

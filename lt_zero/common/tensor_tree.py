@@ -1,4 +1,4 @@
-"""Finding and replacing the tensors inside what modules take and return."""
+"""Finds and replaces tensors in the arguments and results of modules."""
 
 from __future__ import annotations
 
@@ -74,27 +74,27 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-class Copied:
-    """Arguments with other tensors in them. Lists and dicts are copies, so the caller's keep what they hold.
+class ReplacedTensors:
+    """A copy of a module's arguments in which each tensor is replaced. The caller's lists and dicts stay unchanged.
 
     Args:
         value: nested tuples, lists and dicts, as for ``map_tensors``.
-        fn: gives the tensor in place of one; asked once for each, so what was one object is one again.
+        fn: returns the replacement of a tensor; called once per tensor, so that identical arguments stay identical.
     """
 
     def __init__(self, value: Any, fn: Callable[[Tensor], Tensor]) -> None:
         self._fn = fn
-        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the first: it, and what is in its place
-        self._containers: list[tuple[Any, Any, Any]] = []  # the caller's, the copy, and what was in the copy
-        self._versions: dict[int, int] = {}  # of what was put in place of others, by id
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}  # id of the original -> original, replacement
+        self._containers: list[tuple[Any, Any, Any]] = []  # the caller's, the copy, a shallow copy of the copy
+        self._versions: dict[int, int] = {}  # id of a replacement -> its version counter
         self.value = self._copy(value)
 
     def _copy(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             if id(value) not in self._tensors:
-                self._tensors[id(value)] = value, (made := self._fn(value))
-                if made is not value:
-                    self._versions[id(made)] = version_of(made)
+                self._tensors[id(value)] = value, (replacement := self._fn(value))
+                if replacement is not value:
+                    self._versions[id(replacement)] = version_of(replacement)
             return self._tensors[id(value)][1]
         if type(value) is tuple:
             return tuple(self._copy(item) for item in value)
@@ -108,24 +108,24 @@ class Copied:
             return entries
         return value
 
-    def is_as_given(self, tensor: Tensor) -> bool:
-        """Whether it was put in place of an argument, and nobody has written to it."""
-        return self._versions.get(id(tensor)) == version_of(tensor) if id(tensor) in self._versions else False
+    def is_unmodified(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is a replacement that was not written in place."""
+        return id(tensor) in self._versions and self._versions[id(tensor)] == version_of(tensor)
 
     def write_back(self) -> list[Any]:
-        """What a module has put into a list or dict, or taken out of it, its caller sees. Returns what was put in."""
-        given: dict[int, Any] = {id(new): old for old, new in self._tensors.values()}
-        given |= {id(copy): theirs for theirs, copy, _ in self._containers}
-        put: list[Any] = []
-        for theirs, copy, before in self._containers:
-            if isinstance(theirs, list):
+        """Apply the module's changes of lists and dicts to the caller's; returns the items that the module added."""
+        originals: dict[int, Any] = {id(new): old for old, new in self._tensors.values()}
+        originals |= {id(copy): original for original, copy, _ in self._containers}
+        added: list[Any] = []
+        for original, copy, before in self._containers:
+            if isinstance(original, list):
                 if len(copy) == len(before) and all(a is b for a, b in zip(copy, before, strict=True)):
                     continue
-                put += [item for item in copy if id(item) not in given]
-                theirs[:] = [given.get(id(item), item) for item in copy]
+                added += [item for item in copy if id(item) not in originals]
+                original[:] = [originals.get(id(item), item) for item in copy]
             elif list(copy) != list(before) or any(copy[key] is not before[key] for key in copy):
-                put += [item for item in copy.values() if id(item) not in given]
-                entries = {key: given.get(id(item), item) for key, item in copy.items()}
-                theirs.clear()
-                theirs.update(entries)
-        return put
+                added += [item for item in copy.values() if id(item) not in originals]
+                entries = {key: originals.get(id(item), item) for key, item in copy.items()}
+                original.clear()
+                original.update(entries)
+        return added

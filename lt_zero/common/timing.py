@@ -1,19 +1,19 @@
-"""Where the time of an optimizer step goes, and the ranges that torch's profilers show.
+"""Measures the phases of an optimizer step, and opens the ranges that torch's profilers show.
 
 Note [Stages and parts]
-    A step is cut into stages, one after the other: ``forward``, ``backward``, ``step`` (the optimizer, with unscaling
-    and clipping) and ``rest`` (data, callbacks, our own bookkeeping); ``pause`` (validation) is not counted. Each
-    moment belongs to one stage, so that they add up to the time of the step. Parts say what a piece of a stage was
-    spent on: waits for weights (``gather``), for gradients (``reduce``), for copies, files and steps beside training
-    (``offload``), and in a step ``clip`` and ``publish``. The time of a part counts in its stage as well; of nested
-    parts the innermost gets it. Where ranks read each other's memory, and in a single process, nothing goes on beside
-    the compute, and the wait is the operation itself.
+    A step consists of consecutive stages: ``forward``, ``backward``, ``step`` (the optimizer, with unscaling and
+    clipping) and ``rest`` (data, callbacks, our own bookkeeping); ``pause`` (validation) is not counted. Each moment
+    belongs to one stage, so the stages add up to the time of the step. Parts break a stage down: waits for weights
+    (``gather``), for gradients (``reduce``), for copies, files and background steps (``offload``), and in a step
+    ``clip`` and ``publish``. A part's time counts in its stage as well; of nested parts, the innermost gets it. With
+    shared memory between ranks, and in a single process, nothing overlaps with compute, and the wait is the operation
+    itself.
 
-Note [Moments]
-    On a CPU a moment is a host timestamp. On a GPU it is an event on the compute stream, read after the device has
-    passed it: the host never waits. Only waits of the GPU count as waits, not work of the host while the GPU is busy.
+Note [Timestamps]
+    On a CPU a timestamp is the host's. On a GPU it is an event on the compute stream, read after the device has passed
+    it: the host never waits. Only waits of the GPU count as waits, not work of the host while the GPU is busy.
 
-Note [One clock for the process]
+Note [One clock per process]
     Waits happen in NVMe stores and copy streams, which do not know the engine, so the running clock is global. It
     times the training thread and autograd's threads; work of other threads is not counted. Without a clock or
     profiler, ``phase`` costs two look-ups.
@@ -40,13 +40,13 @@ STAGES = ("forward", "backward", "step", "rest")
 PARTS = ("gather", "reduce", "offload", "clip", "publish")
 _PAUSE = "pause"
 
-_running: Clock | None = None  # see Note [One clock for the process]
+_running: Clock | None = None  # see Note [One clock per process]
 
 
 def phase(kind: str, name: str | None = None) -> Span:
-    """A context whose time is that of ``kind``, a stage or a part, and which a running profiler shows.
+    """A context whose time counts as ``kind``, a stage or a part, and which a running profiler shows.
 
-    ``name``: of what it is about; '' is the root.
+    ``name``: of the unit; '' is the root.
     """
     clock = _running
     if clock is None and not profiling():
@@ -55,12 +55,12 @@ def phase(kind: str, name: str | None = None) -> Span:
 
 
 def unit_range(kind: str, name: str) -> Span:
-    """A range in a running profiler, whose time is not counted apart. Opened now; ``close`` may be called twice."""
+    """A range in a running profiler, which the clock does not count. It is open; ``close`` may be called twice."""
     return _Running(None, kind, name).open() if profiling() else NOTHING
 
 
 def phased(kind: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Each call of the function is a ``phase``."""
+    """Decorator that makes each call of a function a ``phase``."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
@@ -85,7 +85,7 @@ class Span:
         return None
 
     def open(self) -> Span:
-        """Enter it; for spans that do not end where they begin."""
+        """Enter the span, where it cannot be a ``with`` statement."""
         self.__enter__()
         return self
 
@@ -122,9 +122,9 @@ class _Running(Span):
 
 
 class UnitRanges:
-    """Ranges of the units that a backward goes through: from when it enters one until it leaves it, or enters the next.
+    """Profiler ranges of the units in a backward: from entering a unit until leaving it or entering the next.
 
-    So ranges of units in each other do not overlap: the outer one's ends where the inner one's begins.
+    Ranges of nested units do not overlap: the outer one ends where the inner one begins.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class UnitRanges:
             self._name, self._open = name, unit_range("backward", name)
 
     def leave(self, name: str | None = None) -> None:
-        """``None``: whichever it is."""
+        """Close the range of ``name``, or with ``None`` any open range."""
         if self._name is not None and name in (None, self._name):
             self._open.close()
             self._name, self._open = None, NOTHING
@@ -159,12 +159,12 @@ class Times(NamedTuple):
 
 
 class Clock:
-    """Counts what ``phase`` is told of, from ``start`` to ``stop``. See the notes above.
+    """Measures the phases from ``start`` to ``stop``. See the notes above.
 
-    A step begins with the first stage, or where the last step ended, and ends with ``lap``.
+    A step begins with the first stage, or where the last step ended, and ends with ``end_step``.
 
     Args:
-        device: that computes.
+        device: the compute device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -172,21 +172,21 @@ class Clock:
         self._thread = threading.get_ident()
         self._lock = threading.Lock()  # autograd may run hooks of several devices at once
         self._stack: list[_State] = []  # innermost last; [] before the first step
-        self._marks: list[tuple[_State, Any]] = []  # of the running step: what began when
-        self._unread: deque[tuple[list[tuple[_State, Any]], Any]] = deque()  # steps that a GPU may not have reached
-        self._spare: list[Any] = []  # events
-        self._before: Clock | None = None
+        self._marks: list[tuple[_State, Any]] = []  # of the running step: states and when they began
+        self._unread: deque[tuple[list[tuple[_State, Any]], Any]] = deque()  # steps that a GPU may not have completed
+        self._free_events: list[Any] = []
+        self._outer: Clock | None = None
         self._steps, self._seconds = 0, Counter[str]()
 
     def start(self) -> None:
         global _running
-        self._before, _running = _running, self
+        self._outer, _running = _running, self
 
     def stop(self) -> None:
         global _running
         if _running is self:
-            _running = self._before
-        self._before = None
+            _running = self._outer
+        self._outer = None
 
     def enter(self, kind: str) -> int:
         """Begin ``kind``; returns the argument for ``leave``."""
@@ -211,11 +211,11 @@ class Clock:
                 self._marks.append((self._stack[-1], self._now()))
 
     def paused(self) -> Span:
-        """Context that is not counted."""
+        """A context whose time is not counted."""
         return _Running(self, _PAUSE, None)
 
-    def lap(self) -> None:
-        """An optimizer step has ended."""
+    def end_step(self) -> None:
+        """End the optimizer step; the next one begins."""
         with self._lock:
             if not self._stack:
                 return
@@ -227,14 +227,14 @@ class Clock:
 
     @property
     def times(self) -> Times:
-        """The steps since ``forget``; on a GPU only those that the device has completed."""
+        """The times since ``reset``; on a GPU only of steps that the device has completed."""
         return Times(self._steps, dict(self._seconds))
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._steps, self._seconds = 0, Counter()
 
     def _read(self, marks: list[tuple[_State, Any]], end: Any) -> None:
-        ends = [moment for _, moment in marks[1:]] + [end]
+        ends = [begin for _, begin in marks[1:]] + [end]
         for ((stage, part), begin), until in zip(marks, ends, strict=True):
             if stage == _PAUSE:
                 continue
@@ -243,12 +243,12 @@ class Clock:
             if part is not None:
                 self._seconds[part] += seconds
         if self._stream is not None:
-            self._spare += [moment for _, moment in marks]  # ``end`` is where the next step begins
+            self._free_events += [event for _, event in marks]  # ``end`` is still used: the next step begins there
         self._steps += 1
 
     def _now(self) -> Any:
         if self._stream is None:
             return time.perf_counter()
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event = self._free_events.pop() if self._free_events else torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
         return event

@@ -36,7 +36,7 @@ from torch.nn import Parameter
 
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.compat import in_running_backward, queue_backward_callback
-from lt_zero.common.module_hooks import Here
+from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.tensor_tree import iter_tensors
 from lt_zero.common.timing import NOTHING, Span, UnitRanges, phase, phased, unit_range
 from lt_zero.config import ZeroConfig
@@ -63,7 +63,7 @@ from lt_zero.engine.offload_manager import OffloadManager
 from lt_zero.engine.used_parameters import UsedParameters
 
 
-class Engine(Here):
+class Engine(ProcessLocal):
     """Runs one model with sharded optimizer states, gradients and parameters. Built by ``lt_zero.build``.
 
     Args:

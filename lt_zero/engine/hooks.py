@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from lt_zero.common.compat import view_base
 from lt_zero.common.module_hooks import Hook
-from lt_zero.common.tensor_tree import Copied, iter_tensors
+from lt_zero.common.tensor_tree import ReplacedTensors, iter_tensors
 from lt_zero.common.timing import NOTHING, Span
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.guard import is_guarded
@@ -63,12 +63,12 @@ class Call:
 
     def __init__(self, range: Span = NOTHING) -> None:
         self.range = range  # in a profiler, while it runs
-        self.inputs: Copied | None = None  # the arguments with aliases, while it runs
+        self.inputs: ReplacedTensors | None = None  # the arguments with aliases, while it runs
         self.held = False  # it has a lease
         self.done = False  # its backward has ended
 
 
-def hook_nodes(output: Any, fn: Callable[[], None], given: Copied | None = None) -> None:
+def hook_nodes(output: Any, fn: Callable[[], None], given: ReplacedTensors | None = None) -> None:
     """Call ``fn`` before autograd runs the nodes that made the tensors in ``output``.
 
     Unlike tensor hooks, node hooks survive a caller that adds to the output in place. The in-place history of a view is
@@ -81,7 +81,7 @@ def hook_nodes(output: Any, fn: Callable[[], None], given: Copied | None = None)
 
     seen: set[Any] = set()
     for tensor in iter_tensors(output):
-        if given is not None and given.is_as_given(tensor):
+        if given is not None and given.is_unmodified(tensor):
             continue
         base = view_base(tensor)
         for node in (tensor.grad_fn, base.grad_fn if base is not None else None):
@@ -105,7 +105,7 @@ def shares_storage(tensor: Tensor, flat: Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
 
-def hook_inputs(args: Any, kwargs: Any, fn: Callable[[], None]) -> Copied:
+def hook_inputs(args: Any, kwargs: Any, fn: Callable[[], None]) -> ReplacedTensors:
     """The arguments with aliases of inputs that need a gradient; ``fn`` runs when these gradients are there.
 
     See Note [Aliases].
@@ -119,7 +119,7 @@ def hook_inputs(args: Any, kwargs: Any, fn: Callable[[], None]) -> Copied:
         aliases.append(tensor.view_as(tensor))
         return aliases[-1]
 
-    copied = Copied((args, kwargs), alias)
+    copied = ReplacedTensors((args, kwargs), alias)
     inputs = aliases or [t for t in iter_tensors(copied.value) if t.requires_grad and not isinstance(t, Parameter)]
     # A multi-grad hook refers to the nodes that hold it. The garbage collector finds such a cycle only when nothing
     # else holds the node, so it would free a model's graph by one layer per collection. One input needs none.

@@ -18,7 +18,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lt_zero.common.compat import announce_compute_dtype, is_plain_closure, logged_step, say_dtype
+from lt_zero.common.compat import announce_compute_dtype, is_plain_closure, logged_step, override_dtype
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks.precision import MODES, DtypePolicy, ScalerRules, dtype_policy, on_min_scale, resolve_mode
@@ -136,7 +136,7 @@ class ZeroPrecision(HalfPrecision):
     @override
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         if self.policy.compute is not None and not self.policy.autocast:
-            self._said = self._said or say_dtype(module, self.policy.compute)
+            self._said = self._said or override_dtype(module, self.policy.compute)
         return module  # parameters are cast when gathered
 
     def init_context(self, trains: bool) -> AbstractContextManager[Any]:
@@ -321,7 +321,7 @@ class ZeroPrecision(HalfPrecision):
     def teardown(self) -> None:
         self.loss_scale_controller.stop_watching()
         for module, dtype in self._said:
-            say_dtype(module, dtype)
+            override_dtype(module, dtype)
         self._said = []
 
 

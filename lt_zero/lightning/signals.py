@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lt_zero.comm.agreement import Agreement
-from lt_zero.common.compat import HeldSignals
+from lt_zero.common.compat import SignalOverride
 
 log = logging.getLogger("lt_zero")
 STOP, REQUEUE = "stop", "requeue"
@@ -33,7 +33,7 @@ class Signals:
     def __init__(self, trainer: pl.Trainer, agreement: Agreement) -> None:
         self._trainer, self._agreement = trainer, agreement
         self._agreed: list[str] = []
-        self._held = HeldSignals(trainer, lambda: agreement.wish(STOP), lambda: agreement.wish(REQUEUE))
+        self._held = SignalOverride(trainer, lambda: agreement.wish(STOP), lambda: agreement.wish(REQUEUE))
 
     def give_back(self) -> None:
         """Restore Lightning's handlers."""

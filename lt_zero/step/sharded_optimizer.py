@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lt_zero.common.module_hooks import Here
+from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.layout import Piece
@@ -38,7 +38,7 @@ _ATTRIBUTE = "_lt_zero"  # set on the optimizer
 _SWITCHES = ("train", "eval")  # methods of schedule-free optimizers that change weights
 
 
-class ShardedOptimizer(Here):
+class ShardedOptimizer(ProcessLocal):
     """Hooks around one optimizer's ``step``, state dicts and ``train`` and ``eval``.
 
     Args:

@@ -143,7 +143,7 @@ def test_who_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shows(rank=0)
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert shows(), "Lightning starts processes of its own within a SLURM task"
-    room.local_rank_is(3)
+    room.set_local_rank(3)
     assert not shows(), "what the strategy says counts more"
     with logger_level("error"):
         assert not shows(rank=0)

@@ -51,7 +51,7 @@ def test_stages_add_up_and_parts_count_in_them(clock: Clock, time: Time) -> None
             time.passes(0.005)
     with phase("step"), phase("clip"):
         time.passes(0.011)
-    clock.lap()
+    clock.end_step()
     assert milliseconds(clock) == {
         **{"forward": 16, "backward": 25, "step": 11, "rest": 7},
         **{"gather": 3 + 1 + 5, "offload": 2, "clip": 11},
@@ -66,21 +66,21 @@ def test_a_step_may_end_inside_of_a_stage(clock: Clock, time: Time) -> None:
             time.passes(0.002)
         with phase("step"):
             time.passes(0.003)
-        clock.lap()
+        clock.end_step()
         assert milliseconds(clock) == {"forward": 1, "backward": 2, "step": 3}
-        clock.forget()
+        clock.reset()
         time.passes(0.004)
     time.passes(0.005)
     with phase("forward"):
         time.passes(0.006)
-    clock.lap()
+    clock.end_step()
     assert milliseconds(clock) == {"forward": 10, "rest": 5}
 
 
 def test_it_begins_with_a_stage_and_validation_is_not_counted(clock: Clock, time: Time) -> None:
     with clock.paused(), phase("gather", "in the sanity check"):
         time.passes(1)
-    clock.lap()
+    clock.end_step()
     assert clock.times == (0, {}), "no step was begun"
     with phase("forward"):
         time.passes(0.002)
@@ -90,7 +90,7 @@ def test_it_begins_with_a_stage_and_validation_is_not_counted(clock: Clock, time
     paused.close()
     paused.close()
     time.passes(0.001)
-    clock.lap()
+    clock.end_step()
     assert milliseconds(clock) == {"forward": 2, "rest": 1}
 
 
@@ -105,7 +105,7 @@ def test_an_exception_ends_what_it_leaves(clock: Clock, time: Time) -> None:
         fail()
     time.passes(0.004)
     late = phase("gather", "x").open()
-    clock.lap()
+    clock.end_step()
     assert milliseconds(clock) == {"step": 2, "clip": 2, "rest": 4}
     clock.stop()
     late.close()
@@ -129,7 +129,7 @@ def test_other_threads_do_not_count(clock: Clock, time: Time) -> None:
             leave.set()
             thread.join()
             time.passes(0.001)
-    clock.lap()
+    clock.end_step()
     assert milliseconds(clock) == {"forward": 5, "gather": 2}
 
 
@@ -146,7 +146,7 @@ def test_hooks_of_a_backward_in_another_thread_count(clock: Clock, time: Time) -
         thread = threading.Thread(target=weight.sum().backward)
         thread.start()
         thread.join()
-    clock.lap()
+    clock.end_step()
     assert milliseconds(clock) == {"backward": 5, "gather": 5}
 
 
@@ -156,11 +156,11 @@ def test_clocks_in_each_other(time: Time) -> None:
     inner.start()
     with phase("forward"):
         time.passes(0.001)
-    inner.lap()
+    inner.end_step()
     inner.stop()
     with phase("forward"):
         time.passes(0.002)
-    outer.lap()
+    outer.end_step()
     outer.stop()
     assert (milliseconds(inner), milliseconds(outer)) == ({"forward": 1}, {"forward": 2})
     assert phase("forward") is NOTHING
@@ -215,7 +215,7 @@ def test_a_gpu_is_read_when_it_is_done_and_never_waited_for(time: Time, monkeypa
         if number > 2:
             gpu.reached = time.now - 0.012  # it has ended the step before the last, and not the last
         time.passes(0.002)
-        clock.lap()
+        clock.end_step()
         assert clock.times.steps == max(0, number - 2)
     clock.stop()
     assert milliseconds(clock) == {"forward": 20, "gather": 4, "rest": 8}

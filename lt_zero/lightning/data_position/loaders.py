@@ -33,13 +33,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lt_zero.common.module_hooks import Here
+from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.lightning.data_position.random_state import RandomStates
 
 Make = Callable[[], Iterator[Any]]
 
 
-class Later(Here):
+class Later(ProcessLocal):
     """An iterator that is created on first read. See Note [Read when needed]."""
 
     def __init__(self, make: Make, before: Callable[[], object]) -> None:
@@ -291,7 +291,7 @@ class Feed:
         self._last = ("stop", id(watch))
 
 
-class _Pass(Here):
+class _Pass(ProcessLocal):
     """An iterator over a watched loader."""
 
     def __init__(self, watch: Watch) -> None:

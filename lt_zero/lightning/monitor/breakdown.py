@@ -71,7 +71,7 @@ class StepClock(RunObserver):
         """Collective if a line is due."""
         if self._clock is None:
             return
-        self._clock.lap()
+        self._clock.end_step()
         number = module.trainer.global_step + 1
         if number % self.every:
             return
@@ -80,7 +80,7 @@ class StepClock(RunObserver):
             times = [Times(*rank) for rank in self._strategy.engine.comm.host_gather(mine, "times of steps")]
         if not all(time.steps for time in times):
             return
-        self._clock.forget()
+        self._clock.reset()
         with self._clock.paused():
             module.print(time_line(number, times))
             for logger in module.trainer.loggers:

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lt_zero.comm.comm_log import CommLog, CommRecord, LoggedComm, comm_table
 from lt_zero.comm.communicator import Comm
-from lt_zero.common.progress_bar import local_rank_is
+from lt_zero.common.progress_bar import set_local_rank
 from lt_zero.common.timing import phase
 from lt_zero.lightning.batch_size import rows_of
 from lt_zero.lightning.checkpoint_service import CheckpointingStrategy
@@ -79,7 +79,7 @@ class MonitoredStrategy(CheckpointingStrategy):
         if isinstance(self.comm, LoggedComm):
             self.comm.log.clear()
         self._for_this_run.enter_context(logger_level(config.log_level, self.global_rank))
-        local_rank_is(self.local_rank)  # the environment of processes that were spawned does not tell it
+        set_local_rank(self.local_rank)  # the environment of processes that were spawned does not tell it
 
     @property
     def comm_class(self) -> type[Comm]:
