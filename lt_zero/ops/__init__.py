@@ -1,7 +1,7 @@
-"""Kernels that touch each byte once, on CPU and CUDA, each beside a torch reference of the same signature.
+"""Fused kernels for CPU and CUDA, each with a torch reference of the same signature.
 
-They are ``torch.library`` operators (``torch.ops.lt_zero``), so they work under ``torch.compile``. Nothing is compiled
-before the first use; where nothing can be, the references run (``lt-zero ops report`` tells).
+They are ``torch.library`` operators (``torch.ops.lt_zero``), so they work under ``torch.compile``. They are compiled on
+first use; where that is impossible, the references run (see ``lt-zero ops report``).
 """
 
 from lt_zero.ops.adagrad import adagrad_step, adagrad_step_reference

@@ -45,12 +45,12 @@ def adagrad_step(
         grads: of the same sizes, in fp32, bf16 or fp16.
         state_sums: sums of squared gradients in fp32 or bf16; updated.
         outs: receive the updated weights, rounded to their dtype.
-        lr: after the decay: ``lr / (1 + (step - 1) * lr_decay)`` of ``torch.optim.Adagrad``.
+        lr: the decayed rate: ``lr / (1 + (step - 1) * lr_decay)`` of ``torch.optim.Adagrad``.
         eps, weight_decay: as in ``torch.optim.Adagrad``.
         maximize, scale, clip, found_inf: as in ``adam_step``.
 
     Raises:
-        ValueError: a list does not fit to ``params`` in length, size, device or dtype.
+        ValueError: a list does not match ``params`` in length, size, device or dtype.
     """
     if len(params) > 0:
         torch.ops.lt_zero.adagrad_step(

@@ -52,13 +52,13 @@ def adam_step(
         outs: receive the updated weights, rounded to their dtype (fp32, bf16 or fp16).
         lr, beta1, beta2, eps, weight_decay: as in ``torch.optim.AdamW``.
         step: the number of this step, from 1.
-        decoupled: AdamW's weight decay; false adds it to the gradient.
-        maximize: flips the gradient's sign.
+        decoupled: AdamW's weight decay; False adds it to the gradient.
+        maximize: negates the gradient.
         scale, clip: one fp32 number each on the parameters' device; gradients are multiplied by their product.
-        found_inf: one fp32 number; if it is not zero nothing is written, and no host waits to learn it.
+        found_inf: one fp32 number; if it is not zero nothing is written, without synchronizing with the host.
 
     Raises:
-        ValueError: a list does not fit to ``params`` in length, size, device or dtype.
+        ValueError: a list does not match ``params`` in length, size, device or dtype.
     """
     if len(params) > 0:
         torch.ops.lt_zero.adam_step(
@@ -100,7 +100,7 @@ def adam_step_reference(
     clip: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """``adam_step`` in torch operations: the same numbers to the last bit where torch fuses multiply and add."""
+    """``adam_step`` in torch operations, bitwise equal where torch fuses multiply and add."""
     if skipped(found_inf):
         return
     factor = factor_of(scale, clip)

@@ -1,4 +1,4 @@
-"""Passes over flat storages that are not an optimizer's: norms, accumulation, casts."""
+"""Kernels over flat tensors that belong to no optimizer: norms, accumulation, casts."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from lt_zero.ops.step import nothing, register
 
 
 def norm_squared(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of the squares of all elements (0D, fp64), added up in fp64.
+    """The sum of the squares of all elements (0D, fp64), accumulated in fp64.
 
-    It is finite exactly if every element is: squares of fp32 numbers have room in fp64. It does not depend on the
-    number of threads.
+    It is finite exactly if every element is, as squares of fp32 numbers do not overflow fp64. It does not depend on
+    the number of threads.
 
     Args:
         tensors: contiguous, on one device, each in fp32, bf16 or fp16.
@@ -44,10 +44,10 @@ def norm_squared(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def norm_squared_reference(tensors: Sequence[Tensor]) -> Tensor:
-    """``norm_squared`` in torch operations; the sum has another order."""
+    """``norm_squared`` in torch operations, with another order of summation."""
     total = torch.zeros((), dtype=torch.float64, device=tensors[0].device if len(tensors) > 0 else None)
-    for (piece,) in chunks(tensors):
-        total += piece.double().square_().sum()
+    for (chunk,) in chunks(tensors):
+        total += chunk.double().square_().sum()
     return total
 
 
@@ -63,7 +63,7 @@ def accumulate(
         scale: one fp32 number on the same device.
 
     Raises:
-        ValueError: a list does not fit to ``accumulators`` in length, size, device or dtype.
+        ValueError: a list does not match ``accumulators`` in length, size, device or dtype.
     """
     if len(accumulators) > 0:
         torch.ops.lt_zero.accumulate(list(accumulators), list(values), factor, scale)
@@ -89,7 +89,7 @@ def cast_scale(
         scale: one fp32 number on the same device.
 
     Raises:
-        ValueError: a list does not fit to ``outs`` in length, size, device or dtype.
+        ValueError: a list does not match ``outs`` in length, size, device or dtype.
     """
     if len(outs) > 0:
         torch.ops.lt_zero.cast_scale(list(outs), list(values), factor, scale)
@@ -121,8 +121,8 @@ def _run_norm(tensors: list[Tensor]) -> Tensor:
     total = torch.empty((), dtype=torch.float64, device=device)
     dtypes = (ctypes.c_int32 * len(tensors))(*[DTYPES[t.dtype] for t in tensors])
     mixed = library.Mixed(count=len(tensors), numel=sizes(tensors), data=pointers(tensors), dtype=dtypes)
-    room = scratch(lib, tensors, device)
-    call(lib, "norm_squared", device, ctypes.byref(mixed), address(total), *pointer(room))
+    workspace = scratch(lib, tensors, device)
+    call(lib, "norm_squared", device, ctypes.byref(mixed), address(total), *pointer(workspace))
     return total
 
 

@@ -1,7 +1,7 @@
-"""LAMB (arXiv:1904.00962, algorithm 2) in two passes, as its trust ratios need the norms of whole parameters.
+"""LAMB (arXiv:1904.00962, algorithm 2) in two passes, as its trust ratios need the norms of full parameters.
 
-A rank may hold a fragment of a parameter only. So the first pass returns squared norms per fragment, which the ranks
-add up, and the second one takes the trust ratios.
+A rank may own only a fragment of a parameter. So the first pass returns squared norms per fragment, which the ranks
+sum, and the second pass takes the trust ratios.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def lamb_update(
     clip: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> Tensor:
-    """The first pass: moments, and the update before the trust ratio.
+    """The first pass: the moments, and the updates before the trust ratio.
 
     Args:
         params: fp32 master weights, contiguous, any shape; only read.
@@ -72,7 +72,7 @@ def lamb_update(
         [len(params), 2] fp64: the squared norms of the weights and of the updates; zeros if ``found_inf`` is set.
 
     Raises:
-        ValueError: a list does not fit to ``params`` in length, size, device or dtype.
+        ValueError: a list does not match ``params`` in length, size, device or dtype.
     """
     if len(params) == 0:
         return torch.zeros(0, 2, dtype=torch.float64)
@@ -145,18 +145,18 @@ def lamb_apply(
     lr: float,
     found_inf: Tensor | None = None,
 ) -> None:
-    """The second pass: move the weights by ``-lr * trust_ratio * update``.
+    """The second pass: add ``-lr * trust_ratio * update`` to the weights.
 
     Args:
         params: fp32 master weights, contiguous, any shape; updated.
-        updates: what ``lamb_update`` left, fp32.
+        updates: fp32, as ``lamb_update`` wrote them.
         trust_ratios: [len(params)] fp32, on the parameters' device.
         outs: receive the updated weights, rounded to their dtype.
         lr: the learning rate.
         found_inf: as in ``adam_step``.
 
     Raises:
-        ValueError: a list does not fit to ``params`` in length, size, device or dtype.
+        ValueError: a list does not match ``params`` in length, size, device or dtype.
     """
     if len(params) > 0:
         lists = (list(params), list(updates), trust_ratios, list(outs or ()))
@@ -199,8 +199,8 @@ def _run_update(
     norms = torch.empty(len(params), 2, dtype=torch.float64, device=device)
     numbers = library.Lamb(*[options[n] for n in ("beta1", "beta2", "eps", "weight_decay", "step")], bias_correction)
     arguments = (ctypes.byref(tensors), ctypes.byref(numbers), pointers(updates), address(norms))
-    room = scratch(lib, params, device)
-    call(lib, "lamb_update", device, *arguments, *pointer(room))
+    workspace = scratch(lib, params, device)
+    call(lib, "lamb_update", device, *arguments, *pointer(workspace))
     return norms
 
 

@@ -1,4 +1,4 @@
-"""The native kernels as ctypes libraries: found or built on first use, checked, and declared as in csrc/lt_zero.h.
+"""Loads the native kernels as ctypes libraries, built on first use, with the declarations of csrc/lt_zero.h.
 
 If they are unavailable, ``cpu()`` and ``cuda()`` return None and the torch references run, with bitwise equal results
 and one warning per process. ``LT_ZERO_NATIVE=0`` selects the references without a warning; ``LT_ZERO_ISA=avx2`` selects
@@ -101,7 +101,7 @@ class Pairs(ctypes.Structure):
     ]
 
 
-# Arguments of each operation, before what all end with: the threads on the CPU, the stream on CUDA.
+# Arguments of each operation; a last one follows: the number of threads on the CPU, the stream on CUDA.
 OPERATIONS: dict[str, list[Any]] = {
     "adam_step": [POINTER(Tensors), POINTER(Adam)],
     "lion_step": [POINTER(Tensors), POINTER(Lion)],
@@ -117,7 +117,7 @@ _WITH_SCRATCH = ("lamb_update", "norm_squared")  # take scratch memory on CUDA
 
 
 def declare(library: ctypes.CDLL, kind: str) -> ctypes.CDLL:
-    """Set the types of all functions of a library of ``kind``, and return it.
+    """Set the argument and result types of all functions of a library, and return it.
 
     Raises:
         AttributeError: a function is missing.
@@ -137,7 +137,7 @@ def declare(library: ctypes.CDLL, kind: str) -> ctypes.CDLL:
 
 
 def check(library: ctypes.CDLL, code: int) -> None:
-    """Raise what a kernel of ``library`` reported by returning ``code``.
+    """Check the return code of a kernel of ``library``.
 
     Raises:
         RuntimeError: the code is not 0.
@@ -148,20 +148,20 @@ def check(library: ctypes.CDLL, code: int) -> None:
         raise RuntimeError(f"A native {kind} kernel failed: {text} (code {code}). LT_ZERO_NATIVE=0 runs without them.")
 
 
-# ---- where, and whether --------------------------------------------------------------------------------------------
+# ---- loading -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Status:
-    """What runs operations on a kind of device (``"cpu"``, ``"cuda"``).
+    """The implementation of operations on a kind of device (``"cpu"``, ``"cuda"``).
 
     Attributes:
-        available: whether the native kernels run; otherwise the torch references do.
+        available: whether native kernels run; otherwise the torch references do.
         path: the library.
-        why: where it is from, or why there is none.
+        why: the origin of the library, or the reason why there is none.
         isa: ``"avx512"``, ``"avx2"``, ``"neon"``, ``"portable"``, ``"cuda"``; empty if not available.
-        seconds: what compiling took in this process; None if nothing was compiled.
-        log: the file with all that the compiler printed, if compiling failed.
+        seconds: the time of compiling in this process; None if nothing was compiled.
+        log: the file with the compiler's output, if compiling failed.
     """
 
     kind: str
@@ -179,30 +179,28 @@ def cache_dir() -> Path:
         return Path(os.path.expanduser(chosen)).absolute()
     base = os.environ.get("XDG_CACHE_HOME", "")
     base = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
-    if not os.path.isabs(base):  # a user without a home
+    if not os.path.isabs(base):  # a user without a home directory
         return Path(tempfile.gettempdir()) / f"lt_zero-{os.getuid()}"
     return Path(base) / "lt_zero"
 
 
 def writable(cache: Path) -> Path:
-    """``cache`` if files can be made in it, else a folder under the temporary directory that is this user's alone.
+    """``cache`` if it is writable, else a private folder of this user in the temporary directory.
 
     Raises:
-        OSError: neither can be made.
+        OSError: neither can be created.
     """
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=cache):
             return cache
     except OSError as error:
-        private = Path(tempfile.gettempdir()) / f"lt_zero-{os.getuid()}"  # for all processes of the user
+        private = Path(tempfile.gettempdir()) / f"lt_zero-{os.getuid()}"  # shared by the user's processes
         private.mkdir(mode=0o700, exist_ok=True)
-        found = private.lstat()
-        if (
-            found.st_uid != os.getuid() or found.st_mode & 0o170077 != 0o040000
-        ):  # owned by another user, who could have planted a library
-            private = Path(tempfile.mkdtemp(prefix="lt_zero-"))
-        log.log(_level(), "the cache %s cannot be written (%s); kernels are compiled into %s", cache, error, private)
+        state = private.lstat()
+        if state.st_uid != os.getuid() or state.st_mode & 0o170077 != 0o040000:
+            private = Path(tempfile.mkdtemp(prefix="lt_zero-"))  # another user could have planted a library
+        log.log(_level(), "the cache %s is not writable (%s); kernels are compiled into %s", cache, error, private)
         return private
 
 
@@ -233,14 +231,14 @@ class Loader:
         self._csrc = csrc
         self._known: dict[str, tuple[ctypes.CDLL | None, Status]] = {}
         self._renew_lock()
-        if hasattr(os, "register_at_fork"):  # another thread may be building when somebody forks
+        if hasattr(os, "register_at_fork"):  # another thread may hold the lock during a fork
             os.register_at_fork(after_in_child=self._renew_lock)
 
     def _renew_lock(self) -> None:
         self._lock = threading.Lock()
 
     def get(self, kind: str, force: bool = False) -> ctypes.CDLL | None:
-        """The library, or None if the references run. ``force``: try even without a device."""
+        """The library, or None if the references run. ``force``: build it even without a device."""
         known = self._known.get(kind)
         if known is None or (force and known[0] is None):
             problem = ""
@@ -250,16 +248,16 @@ class Loader:
                     known, problem = self._load(kind, force)
                     self._known[kind] = known
             if problem:  # outside the lock: a filter may turn the warning into an error
-                _tell(problem)
+                _warn(problem)
         return known[0]
 
     def status(self, kind: str) -> Status:
-        """Which implementation runs, and why; loads or builds the library if that has not been tried."""
+        """The implementation that runs, and why; loads or builds the library first."""
         self.get(kind)
         return self._known[kind][1]
 
     def _load(self, kind: str, force: bool) -> tuple[tuple[ctypes.CDLL | None, Status], str]:
-        """The library, its status, and a warning."""
+        """The library with its status, and a warning or ""."""
         if why := _unwanted(kind, force):
             return (None, Status(kind, False, None, why)), ""
         try:
@@ -283,36 +281,34 @@ class Loader:
             if path := cached(recipe, cache):
                 try:
                     return Built(path), load(path, kind)
-                except BuildError as error:  # from another system that shares the cache: built anew, once
+                except BuildError as error:  # built on another system that shares the cache: rebuilt once
                     log.info("%s", error)
                     reject = path
         try:
             built = build(recipes[-1], writable(cache), reject=reject)
             return built, load(built.path, kind)
         except BuildError:
-            # A compiler that is not whole, in a container whose kernels another one has built.
+            # The compiler is broken, but another one may have built the kernels, as in a container image.
             if reject is None and (path := cached(dataclasses.replace(recipes[-1], compiler=None), cache)):
                 return Built(path), load(path, kind)
             raise
 
     def _recipes(self, kind: str) -> list[Recipe]:
-        """What would do, the last being what to build."""
-        if kind == "cpu":
-            return [recipe_of(kind, self._csrc)]
-        recipes = [recipe_of(kind, self._csrc)]  # for all devices, by `lt-zero ops build --cuda`
-        if torch.cuda.is_available():
-            found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-            if min(found) < (8, 0):
-                raise BuildError(f"a device has compute capability {min(found)}; the kernels need (8, 0) or more.")
-            recipes.append(recipe_of(kind, self._csrc, [f"sm_{major}{minor}" for major, minor in found]))
+        """The recipes of usable libraries; the last one is built if none is cached."""
+        recipes = [recipe_of(kind, self._csrc)]  # on CUDA for all devices, by `lt-zero ops build --cuda`
+        if kind == "cuda" and torch.cuda.is_available():
+            present = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+            if min(present) < (8, 0):
+                raise BuildError(f"a device has compute capability {min(present)}; the kernels need (8, 0) or more.")
+            recipes.append(recipe_of(kind, self._csrc, [f"sm_{major}{minor}" for major, minor in present]))
         return recipes
 
 
 def _explain(status: Status) -> str:
     return (
-        f"lt_zero's native {status.kind} kernels are not available; torch's own operations are used, with equal "
-        f"results, but slower.\n  Reason: {status.why}\n  Remedy: {remedy(status)} LT_ZERO_NATIVE=0 stays with torch's "
-        "operations without this warning." + (f"\n  All that the compiler printed: {status.log}" if status.log else "")
+        f"lt_zero's native {status.kind} kernels are not available; torch's operations run instead, with equal "
+        f"results, but slower.\n  Reason: {status.why}\n  Remedy: {remedy(status)} LT_ZERO_NATIVE=0 selects torch's "
+        "operations without this warning." + (f"\n  Output of the compiler: {status.log}" if status.log else "")
     )
 
 
@@ -324,12 +320,12 @@ def remedy(status: Status) -> str:
         return "unset LT_ZERO_ISA, or set it to avx512, avx2, neon or portable, whichever this CPU has."
     variable, compiler = ("CXX", "a C++ compiler") if status.kind == "cpu" else ("NVCC", "the CUDA toolkit")
     return (
-        f"install {compiler} or set {variable} to one; set LT_ZERO_CACHE to a folder that can be written and executed "
-        "from; or run `lt-zero ops build` beforehand."
+        f"install {compiler} or set {variable} to one; set LT_ZERO_CACHE to a folder that is writable and not mounted "
+        "noexec; or run `lt-zero ops build` beforehand."
     )
 
 
-def _tell(problem: str) -> None:
+def _warn(problem: str) -> None:
     if _level() == logging.WARNING:
         warnings.warn(problem, stacklevel=4)
     else:
@@ -354,7 +350,7 @@ def cuda(force: bool = False) -> ctypes.CDLL | None:
 
 
 def status(kind: str) -> Status:
-    """What runs operations on ``"cpu"`` or ``"cuda"``, and why.
+    """The implementation of operations on ``"cpu"`` or ``"cuda"``, and why it runs.
 
     Raises:
         ValueError: ``kind`` is neither.
@@ -365,7 +361,7 @@ def status(kind: str) -> Status:
 
 
 def missing(kind: str) -> str:
-    """Which operations have no native kernel on ``kind`` ("cpu", "cuda", ...), why, and what to do; "" if all have one.
+    """A message on missing native kernels for ``kind`` ("cpu", "cuda", ...), with reason and remedy; "" if none is.
 
     Loads or builds the library, without the warning that the references run.
     """
@@ -376,6 +372,5 @@ def missing(kind: str) -> str:
         found = status(kind)
     if found.available:
         return ""
-    record = f" All that the compiler printed: {found.log}." if found.log else ""
-    what, todo = ", ".join(OPERATIONS), remedy(found)
-    return f"No {kind} kernel for {what}: {found.why.rstrip('.')}.{record} Remedy: {todo}"
+    output = f" Output of the compiler: {found.log}." if found.log else ""
+    return f"No {kind} kernel for {', '.join(OPERATIONS)}: {found.why.rstrip('.')}.{output} Remedy: {remedy(found)}"

@@ -50,7 +50,7 @@ def lion_step(
         maximize, scale, clip, found_inf: as in ``adam_step``.
 
     Raises:
-        ValueError: a list does not fit to ``params`` in length, size, device or dtype.
+        ValueError: a list does not match ``params`` in length, size, device or dtype.
     """
     if len(params) > 0:
         torch.ops.lt_zero.lion_step(

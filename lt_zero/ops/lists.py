@@ -1,4 +1,4 @@
-"""Lists of tensors as the C ABI takes them: checked once, then pointers and sizes."""
+"""Checks lists of tensors and converts them to pointers and sizes for the C ABI."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from lt_zero.ops import library
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # lt_dtype
 LOW_STATE = (torch.float32, torch.bfloat16)
-CHUNK = 1 << 17  # elements that a reference works on at a time: its temporaries stay in the cache
+CHUNK = 1 << 17  # elements that a reference processes at a time, so that its temporaries stay in the CPU's cache
 
 
 def check_list(
     name: str, tensors: Sequence[Tensor], like: Sequence[Tensor], dtypes: Sequence[torch.dtype]
 ) -> torch.dtype:
-    """The dtype that all ``tensors`` have.
+    """The common dtype of ``tensors``.
 
     Raises:
-        ValueError: they are not as many, as large and on the same device as ``like``, contiguous, and of one dtype out
-            of ``dtypes``.
+        ValueError: they differ from ``like`` in number, size or device, are not contiguous, or do not share one of
+            ``dtypes``.
     """
     if len(tensors) != len(like):
         raise ValueError(f"{name} has {len(tensors)} tensors, but {len(like)} are needed: one for each parameter.")
     dtype, device = tensors[0].dtype, like[0].device
-    # One look at each property in a loop of its own: thousands of tensors take a quarter of the time.
+    # One pass per property takes a quarter of the time of one loop over thousands of tensors.
     if (
         dtype in dtypes
         and {t.dtype for t in tensors} == {dtype}
@@ -52,7 +52,7 @@ def check_list(
 
 
 def check_scalar(name: str, scalar: Tensor | None, device: torch.device) -> None:
-    """``scalar`` is None or one fp32 number on ``device``.
+    """Check that ``scalar`` is None or one fp32 number on ``device``.
 
     Raises:
         ValueError: it is not.
@@ -65,12 +65,12 @@ def check_scalar(name: str, scalar: Tensor | None, device: torch.device) -> None
 
 
 def pointers(tensors: Sequence[Tensor]) -> Any:
-    """``void *[]``; None for an empty list."""
+    """``void *[]`` of data pointers; None for an empty list."""
     return (ctypes.c_void_p * len(tensors))(*map(Tensor.data_ptr, tensors)) if tensors else None
 
 
 def sizes(tensors: Sequence[Tensor]) -> Any:
-    """``int64_t[]`` of elements."""
+    """``int64_t[]`` of numbers of elements."""
     return (ctypes.c_int64 * len(tensors))(*map(Tensor.numel, tensors))
 
 
@@ -80,19 +80,19 @@ def address(tensor: Tensor | None) -> int | None:
 
 
 def native(device: torch.device) -> ctypes.CDLL | None:
-    """The kernels for ``device``; None if the references run."""
+    """The library of kernels for ``device``; None if the references run."""
     if device.type == "cpu":
         return library.cpu()
     return library.cuda() if device.type == "cuda" else None
 
 
 def available(device: torch.device) -> bool:
-    """Whether native kernels run for tensors on ``device``; compiles them if that was not tried yet."""
+    """Whether native kernels run for tensors on ``device``; compiles them on first use."""
     return native(device) is not None
 
 
 def fits(out: Tensor, value: Tensor, add: bool = False) -> bool:
-    """Whether ``cast_scale`` (with ``add``: ``accumulate``) takes tensors like these."""
+    """Whether ``cast_scale`` (with ``add``: ``accumulate``) accepts these tensors."""
     contiguous = value.layout is torch.strided and value.is_contiguous() and out.is_contiguous()
     dtypes = out.dtype is torch.float32 if add else out.dtype in DTYPES
     return dtypes and value.dtype in DTYPES and contiguous and value.device == out.device
@@ -113,9 +113,9 @@ def call(lib: ctypes.CDLL, operation: str, device: torch.device, *args: Any) -> 
 
 
 def scratch(lib: ctypes.CDLL, tensors: Sequence[Tensor], device: torch.device) -> Tensor | None:
-    """Room for partial sums, which kernels with a result take on CUDA; None on the CPU.
+    """Workspace for the partial sums of CUDA kernels that return a result; None on the CPU.
 
-    Keep it until the kernel is launched; afterwards it may be freed, as the allocator reuses it on the same stream.
+    Keep it until the kernel is launched; then it may be freed, as the allocator reuses it on the same stream.
     """
     if device.type == "cpu":
         return None
@@ -123,27 +123,27 @@ def scratch(lib: ctypes.CDLL, tensors: Sequence[Tensor], device: torch.device) -
     return torch.empty(max(1, nbytes), dtype=torch.uint8, device=device)
 
 
-def pointer(room: Tensor | None) -> tuple[int, ...]:
-    """The last argument of kernels that take ``scratch``, if they take it on this device."""
-    return (room.data_ptr(),) if room is not None else ()
+def pointer(workspace: Tensor | None) -> tuple[int, ...]:
+    """The argument for ``scratch``, which kernels on the CPU do not have."""
+    return (workspace.data_ptr(),) if workspace is not None else ()
 
 
 def factor_of(scale: Tensor | None, clip: Tensor | None) -> Tensor | None:
-    """The factor of the gradients: the product in fp32, or None."""
+    """The factor of the gradients: ``scale * clip`` in fp32; None if it is 1."""
     if scale is None or clip is None:
         return scale if clip is None else clip
     return scale * clip
 
 
 def exact_sqrt(x: Tensor) -> Tensor:
-    """The correctly rounded square root of fp32 numbers; torch's own is off by one unit at times on the CPU."""
+    """The correctly rounded square root of fp32 numbers; torch's may be off by one ulp on the CPU."""
     return x.double().sqrt_().float()
 
 
 def chunks(*lists: Sequence[Tensor] | None) -> Iterator[tuple[Any, ...]]:
-    """Rows of 1D pieces of at most ``CHUNK`` elements, which together cover the tensors of all lists.
+    """Cut the tensors of all lists alike: yields one 1D chunk of at most ``CHUNK`` elements per list.
 
-    A list that is missing or empty gives None.
+    A missing or empty list yields None.
     """
     count = len(lists[0] or ())
     for number in range(count):

@@ -1,4 +1,4 @@
-"""Which implementation of each operation runs on this machine, and why."""
+"""Reports which implementation of each operation runs on this machine, and why."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lt_zero.ops.library import Status
 
 
 def implementation(status: Status) -> str:
-    """``native avx512`` and the like, or ``torch reference``."""
+    """``native`` with the instruction set (``native avx512``), or ``torch reference``."""
     return f"native {status.isa}" if status.available else "torch reference"
 
 
 def operations_table(console: Console | None = None) -> Table:
-    """Print, and return, what runs each operation on CPU and CUDA; below it why, from where and on what threads.
+    """Print and return the implementation of each operation on CPU and CUDA; then the reason, library and threads.
 
-    Libraries that have not been needed so far are built.
+    Builds libraries that are missing.
     """
     console = console or Console()
     kinds = [library.status("cpu"), library.status("cuda")]

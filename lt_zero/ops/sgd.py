@@ -49,11 +49,11 @@ def sgd_step(
         momentum_buffers: in fp32 or bf16; updated. Empty if ``momentum`` is 0.
         outs: receive the updated weights, rounded to their dtype.
         lr, momentum, dampening, weight_decay, nesterov: as in ``torch.optim.SGD``.
-        first: the buffers have no values yet; they are filled, not read.
+        first: whether the momentum buffers are uninitialized; they are written, not read.
         maximize, scale, clip, found_inf: as in ``adam_step``.
 
     Raises:
-        ValueError: a list does not fit to ``params`` in length, size, device or dtype.
+        ValueError: a list does not match ``params`` in length, size, device or dtype.
     """
     if len(params) > 0:
         torch.ops.lt_zero.sgd_step(

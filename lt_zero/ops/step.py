@@ -1,8 +1,8 @@
 """Shared parts of the optimizer kernels: tensor lists, gradient scaling, the low-precision copy.
 
 Note [Skipping on the device]
-    Only the device may know whether to take a step. So the kernels take ``found_inf`` and write nothing if it is not
-    zero, without a synchronization.
+    The decision to skip a step may exist on the device only. So kernels take ``found_inf`` and write nothing if it is
+    not zero, without a synchronization.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from lt_zero.ops import library
 from lt_zero.ops.lists import DTYPES, LOW_STATE, address, check_list, check_scalar, pointers, sizes
 
-# The arguments that every optimizer op has, as a torch.library schema.
+# Arguments of every optimizer op, as a torch.library schema.
 COMMON = "bool maximize=False, Tensor? scale=None, Tensor? clip=None, Tensor? found_inf=None"
 
 
@@ -33,16 +33,16 @@ def step_tensors(
     found_inf: Tensor | None = None,
     **options: Any,
 ) -> library.Tensors:
-    """The ``lt_tensors`` of one step, checked; the optimizer's own options are left aside.
+    """Check the arguments of a step and return its ``lt_tensors``, which keeps its arrays alive, but not the tensors.
 
-    It keeps its arrays alive, not the tensors.
+    Other ``options`` are ignored.
 
     Raises:
-        ValueError: a list does not fit to ``params``, or a dtype is not supported.
+        ValueError: a list does not match ``params``, or a dtype is not supported.
     """
     device = params[0].device
     if (step := options.get("step", 1.0)) < 1:
-        raise ValueError(f"step is {step}; the first step is number 1.")
+        raise ValueError(f"step is {step}; steps are counted from 1.")
     check_list("params", params, params, [torch.float32])
     grad_dtype = check_list("grads", grads, params, list(DTYPES))
     state_dtypes = {check_list("state", state, params, LOW_STATE) for state in states}
@@ -70,40 +70,40 @@ def step_tensors(
 
 
 def skipped(found_inf: Tensor | None) -> bool:
-    """For references: whether nothing is to be written. Waits for the device."""
+    """For references: whether the step is skipped. Synchronizes with the device."""
     return found_inf is not None and bool(found_inf)
 
 
 def gradient(grad: Tensor, factor: Tensor | None, maximize: bool) -> Tensor:
-    """For references: the fp32 gradient that the update sees; a new tensor if it differs from ``grad``."""
+    """For references: the scaled fp32 gradient; a new tensor if it differs from ``grad``."""
     g = grad.float()
     g = g * factor if factor is not None else g
     return g.neg() if maximize else g
 
 
 def widened(state: Tensor) -> Tensor:
-    """For references: a state in fp32; the same tensor if it is."""
+    """For references: a state in fp32; the tensor itself if it is fp32."""
     return state.float()
 
 
 def store_state(state: Tensor, value: Tensor) -> None:
-    """For references: write back what ``widened`` returned."""
+    """For references: write the result of ``widened`` back."""
     if value is not state:
         state.copy_(value)
 
 
 def store_copy(out: Tensor | None, param: Tensor) -> None:
-    """For references: the low-precision copy of the updated weights."""
+    """For references: write the low-precision copy of the updated weights."""
     if out is not None:
         out.copy_(param)
 
 
 def register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Make ``run`` the operator ``lt_zero::name`` on CPU and CUDA, with ``fake`` for tracing."""
+    """Register ``run`` as the operator ``lt_zero::name`` on CPU and CUDA, with ``fake`` for tracing."""
     written = ["!" in argument for argument in schema.split("*,")[0].split(",")]
 
     def checked(*args: Any, **options: Any) -> Any:
-        # What autograd does for torch's own in-place operations: refuse leaves, and notice lost saved values.
+        # As autograd does for torch's in-place operators: reject leaves, and detect modified saved tensors.
         if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(*args)):
             raise RuntimeError(f"lt_zero::{name} has no gradient: call it under `torch.no_grad()`.")
         result = run(*args, **options)
@@ -112,7 +112,7 @@ def register(name: str, schema: str, run: Callable[..., Any], fake: Callable[...
 
     def faked(*args: Any, **options: Any) -> Any:
         devices = {t.device for t in _tensors(*args, *options.values())}
-        if len(devices) > 1:  # a single meta tensor is enough to come here
+        if len(devices) > 1:  # one meta tensor among others suffices to run this
             raise ValueError(f"lt_zero::{name} got tensors on {sorted(map(str, devices))}; one device is needed.")
         return fake(*args, **options)
 

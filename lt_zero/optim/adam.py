@@ -13,7 +13,7 @@ from torch.optim import Adam
 class UncorrectedAdam(Adam):
     """Adam without bias correction, so its first steps are larger; the state is that of ``torch.optim.Adam``.
 
-    A subclass, so that lt_zero's kernel, which corrects the bias, does not step it.
+    As a subclass of Adam it is not stepped by lt_zero's kernel, which corrects the bias.
 
     Args:
         params: parameters, or dicts of parameter groups.

@@ -1,8 +1,7 @@
-"""Optimizers and schedulers from the ``optimizer`` and ``scheduler`` blocks, and all that is wrong with such blocks."""
+"""Checks the ``optimizer`` and ``scheduler`` blocks of a configuration, and builds what they describe."""
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,25 +14,25 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.optim import grouping
-from lt_zero.optim.param_types import Reader, shown
+from lt_zero.optim.param_types import convert, is_auto, shown
 from lt_zero.optim.registry import REFUSED, Kind, optimizer_kind, scheduler_kind
 
-# Keys that somebody else may fill in before anything is built.
+# Keys that may be "auto"; they are resolved before anything is built.
 AUTO = grouping.AUTO | {"warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"}
 
 
 def build_optimizer(kind: str, params: Mapping[str, Any], parameters: Iterable[Any]) -> Optimizer:
-    """Make the optimizer that a configuration describes.
+    """Build the optimizer that a configuration describes.
 
     Args:
-        kind: ``optimizer.type``: a name of DeepSpeed's in any case, a class of ``torch.optim``, or the import path of a
+        kind: ``optimizer.type``: a DeepSpeed name in any case, a class of ``torch.optim``, or the import path of a
             subclass of ``Optimizer``.
-        params: ``optimizer.params``. Adam is AdamW, with a weight decay of 0, as in DeepSpeed.
-        parameters: of the model, or dicts of groups. For Muon ``muon_groups(model)``; of bare parameters it takes
-            all matrices, embeddings and output layers too.
+        params: ``optimizer.params``. Adam is AdamW with a weight decay of 0, as in DeepSpeed.
+        parameters: the model's parameters, or dicts of parameter groups. For Muon pass ``muon_groups(model)``; of bare
+            parameters it takes all matrices, including embeddings and output layers.
 
     Raises:
-        ConfigError: all that is wrong with the block.
+        ConfigError: lists all problems of the block.
     """
     known = optimizer_kind(kind)
     return cast(Optimizer, _make("optimizer", known, lambda: list(parameters), _checked("optimizer", known, params)))
@@ -45,7 +44,7 @@ def build_grouped(
     entries: Sequence[Mapping[str, Any]],
     named: Iterable[tuple[str, Parameter]],
 ) -> Optimizer:
-    """Make the optimizer that a configuration with ``optimizer.param_groups`` describes.
+    """Build the optimizer that a configuration with ``optimizer.param_groups`` describes.
 
     Args:
         kind, params: as for ``build_optimizer``.
@@ -53,26 +52,26 @@ def build_grouped(
         named: all parameters of the model, ``named_parameters(remove_duplicate=False)``.
 
     Raises:
-        ConfigError: all that is wrong with the block, or an entry fits no parameter.
+        ConfigError: lists all problems of the block; or an entry matches no parameter.
     """
     known = optimizer_kind(kind)
     values = _checked("optimizer", known, params)
-    made = grouping.grouped(known, values, entries, named)
-    return cast(Optimizer, _make("optimizer", known, lambda: made, values))
+    groups = grouping.grouped(known, values, entries, named)
+    return cast(Optimizer, _make("optimizer", known, lambda: groups, values))
 
 
 def build_scheduler(kind: str, params: Mapping[str, Any], optimizer: Optimizer) -> LRScheduler:
-    """Make the scheduler that a configuration describes, to be stepped once per optimizer step.
+    """Build the scheduler that a configuration describes, to be stepped once per optimizer step.
 
-    ``ReduceLROnPlateau`` is stepped with ``params["monitor"]``, a metric, at the end of each epoch.
+    ``ReduceLROnPlateau`` is stepped at the end of each epoch, with the metric ``params["monitor"]``.
 
     Args:
         kind: ``scheduler.type``: one of DeepSpeed's five, or a class of ``torch.optim.lr_scheduler``.
         params: ``scheduler.params``.
-        optimizer: to be scheduled; has the scheduler's first rates at once.
+        optimizer: the optimizer to schedule; gets the scheduler's first rates.
 
     Raises:
-        ConfigError: all that is wrong with the block.
+        ConfigError: lists all problems of the block.
     """
     known = scheduler_kind(kind)
     values = _checked("scheduler", known, params)
@@ -82,7 +81,7 @@ def build_scheduler(kind: str, params: Mapping[str, Any], optimizer: Optimizer) 
 
 
 def check_optimizer(kind: str, params: Mapping[str, Any], entries: Any = ()) -> list[Problem]:
-    """All that is wrong with an ``optimizer`` block, before there is a model; "auto" is right where it has a meaning.
+    """All problems of an ``optimizer`` block, before there is a model; "auto" is valid where it can be resolved.
 
     Args:
         kind, params: as for ``build_optimizer``.
@@ -97,7 +96,7 @@ def check_optimizer(kind: str, params: Mapping[str, Any], entries: Any = ()) -> 
 
 
 def check_scheduler(kind: str, params: Mapping[str, Any]) -> list[Problem]:
-    """All that is wrong with a ``scheduler`` block, before there is an optimizer; see ``check_optimizer``.
+    """All problems of a ``scheduler`` block, before there is an optimizer; see ``check_optimizer``.
 
     Args:
         kind, params: as for ``build_scheduler``.
@@ -119,7 +118,7 @@ def _problems(
 
 
 def _can_try(kind: Kind, values: Mapping[str, Any]) -> bool:
-    """Lists are for groups that a trial does not have; what has to be a list is a tuple by now."""
+    """Whether a trial can be built. Lists (unlike tuples) have one item per parameter group, which a trial lacks."""
     return (
         kind.is_own
         and kind.signature.required <= values.keys()
@@ -132,7 +131,7 @@ def _try(block: str, kind: Kind, first: Callable[[], Any], values: dict[str, Any
         warnings.simplefilter("ignore")
         made = _make(block, kind, first, values)
         if isinstance(made, LRScheduler):
-            with _named(block, kind, values):  # some look at their values only here
+            with _named(block, kind, values):  # some validate their values only in ``step``
                 made.step(0.0) if isinstance(made, ReduceLROnPlateau) else made.step()
 
 
@@ -158,67 +157,47 @@ def _make(block: str, kind: Kind, first: Callable[[], Any], values: dict[str, An
 
 @contextmanager
 def _named(block: str, kind: Kind, values: dict[str, Any]) -> Iterator[None]:
-    """What a constructor raises becomes a problem of the block."""
+    """Turn an exception of a constructor into a problem of the block."""
     try:
         yield
     except ConfigError:
         raise
-    except Exception as error:  # classes of all origins
-        text, place = str(error), f"{block}.params"
+    except Exception as error:  # a third-party class may raise anything
+        text, key = str(error), f"{block}.params"
         name = text.partition("=")[0]
         if name in kind.signature.readers:
-            raise ConfigError([Problem(f"{place}.{name}", f"{place}.{text}")]) from error
-        said = text.rstrip(".") or type(error).__name__
-        text = f"{place}={shown(values)} does not fit {kind.name}: {said}. Correct the value that this is about."
-        raise ConfigError([Problem(place, text)]) from error
+            raise ConfigError([Problem(f"{key}.{name}", f"{key}.{text}")]) from error
+        reason = text.rstrip(".") or type(error).__name__
+        text = f"{key}={shown(values)} is rejected by {kind.name}: {reason}. Correct that value."
+        raise ConfigError([Problem(key, text)]) from error
 
 
 def _read(block: str, kind: Kind, params: Any, auto: bool) -> tuple[dict[str, Any], list[Problem]]:
-    """The values, converted, and what is wrong with them.
+    """The converted values, and their problems.
 
     Args:
-        auto: whether "auto" is still to be filled in; such values are left out.
+        auto: whether "auto" will still be resolved; such values are left out.
     """
-    place = f"{block}.params"
+    block_key = f"{block}.params"
     if params is None:
         params = {}
     if not isinstance(params, Mapping):
-        return {}, [Problem(place, f"{place}={shown(params)}: write a mapping of names to values.")]
+        return {}, [Problem(block_key, f"{block_key}={shown(params)}: write a mapping of names to values.")]
     values: dict[str, Any] = {}
     problems, given = [], set()
-    for key, value in params.items():
-        key = key if isinstance(key, str) else shown(key)
-        given.add(key)
-        reader = kind.signature.readers.get(key) or REFUSED.get(key)
+    for name, value in params.items():
+        name = name if isinstance(name, str) else shown(name)
+        key = f"{block_key}.{name}"
+        given.add(name)
+        reader = kind.signature.readers.get(name) or REFUSED.get(name)
         if reader is None and not kind.signature.is_open:
-            problems.append(Problem(f"{place}.{key}", _unknown(f"{place}.{key}", key, value, kind)))
-        elif not (auto and key in AUTO and _is_auto(value)):
+            problems.append(grouping.unknown_option(key, name, value, kind.name, sorted(kind.signature.readers)))
+        elif not (auto and name in AUTO and is_auto(value)):
             try:
-                values[key] = _take(reader, value, key)
+                values[name] = convert(reader, value, may_be_auto=name in AUTO)
             except ValueError as error:
-                problems.append(Problem(f"{place}.{key}", f"{place}.{key}={shown(value)}: {error}."))
-    for key in sorted(kind.signature.required - given):
-        problems.append(Problem(f"{place}.{key}", f"{place}.{key} is missing, and {kind.name} needs it. Write it."))
+                problems.append(Problem(key, f"{key}={shown(value)}: {error}."))
+    for name in sorted(kind.signature.required - given):
+        text = f"{block_key}.{name} is missing: {kind.name} requires it. Write a value."
+        problems.append(Problem(f"{block_key}.{name}", text))
     return values, problems
-
-
-def _is_auto(value: Any) -> bool:
-    return isinstance(value, str) and value == "auto"
-
-
-def _take(reader: Reader | None, value: Any, key: str) -> Any:
-    """The value, converted; one without a reader as it is.
-
-    Raises:
-        ValueError: what to write instead.
-    """
-    if key in AUTO and _is_auto(value):
-        raise ValueError("nothing fills it in here; write the value itself")
-    return value if reader is None else reader(value)
-
-
-def _unknown(place: str, key: str, value: Any, kind: Kind) -> str:
-    names = sorted(kind.signature.readers)
-    near = difflib.get_close_matches(key, names, n=1)
-    hint = f"Did you mean {near[0]}?" if near else f"Remove it; there are {', '.join(names)}."
-    return f"{place}={shown(value)} is not a parameter of {kind.name}. {hint}"

@@ -1,9 +1,9 @@
-"""Parameter groups by the names of parameters: ``optimizer.param_groups``, and the same for code.
+"""Parameter groups by parameter name: ``optimizer.param_groups``, and ``param_groups`` for code.
 
 Note [Groups]
-    There is one group per entry, in their order, and one more, the last, for what no entry matches. A parameter goes to
-    the first entry that has a pattern for one of its names (a tied one has several). Groups without parameters stay, so
-    that a schedule with one value per group means the same groups whatever the model is.
+    Each entry makes one group, in order; a last group takes the parameters that no entry matches. A parameter goes to
+    the first entry with a pattern for one of its names (tied parameters have several). Empty groups stay, so that a
+    schedule with one value per group addresses the same groups for every model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -21,32 +21,32 @@ from torch.optim import Optimizer
 
 from lt_zero.common.compat import clean_name
 from lt_zero.common.errors import ConfigError, Problem
-from lt_zero.optim.param_types import Reader, flag, shown
+from lt_zero.optim.param_types import convert, flag, is_auto, shown
 from lt_zero.optim.registry import Kind
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-AUTO = frozenset(["lr", "betas", "eps", "weight_decay"])  # that somebody else may fill in, here and in optimizer.params
+AUTO = frozenset(["lr", "betas", "eps", "weight_decay"])  # may be "auto", here and in optimizer.params
 REST = "rest"
 _OWN = ("match", "name", "optional")
-_ONCE = ("initial_accumulator_value",)  # torch's Adagrad has it in its groups, and reads what the constructor got
-_LONGEST = 40  # characters of a name that is made
+_NOT_PER_GROUP = ("initial_accumulator_value",)  # Adagrad copies it into groups, but reads the constructor's argument
+_MAX_NAME = 40  # characters of a generated group name
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One of ``optimizer.param_groups``.
+    """One entry of ``optimizer.param_groups``.
 
     Attributes:
-        place: of it, for messages.
-        patterns: of names of parameters, as in a shell; case counts.
+        key: for messages: ``optimizer.param_groups[0]``.
+        patterns: shell patterns for parameter names, case-sensitive.
         options: arguments of the optimizer for this group.
         name: as written.
         optional: whether it may match nothing.
     """
 
-    place: str
+    key: str
     patterns: tuple[str, ...]
     options: dict[str, Any]
     name: str | None
@@ -65,9 +65,9 @@ def param_groups(
 
     Args:
         named: ``module.named_parameters()``; with ``remove_duplicate=False`` tied parameters match by all their names.
-        entries: ``match`` is a shell pattern over full names, several joined by ``|``, or a list of them. Other keys
-            become the group's, but for ``name``, which ``LearningRateMonitor`` shows, and ``optional``, which allows
-            that nothing matches. See Note [Groups].
+        entries: ``match`` is a shell pattern for full names, several joined by ``|``, or a list of them; ``name`` is
+            shown by ``LearningRateMonitor``; ``optional`` allows that nothing matches. Other keys become options of
+            the group. See Note [Groups].
         place: how messages name ``entries``.
 
     Raises:
@@ -82,18 +82,18 @@ def param_groups(
 def grouped(
     kind: Kind, params: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], named: Iterable[tuple[str, Parameter]]
 ) -> list[dict[str, Any]]:
-    """``param_groups`` of the configuration, with options that the optimizer knows.
+    """``param_groups`` of a configuration, with the options checked against the optimizer.
 
-    What an entry matches is in its group, frozen or not. The last group has only what is trained, as the optimizer has
-    without groups: a frozen model in it would have master weights.
+    The group of an entry holds all parameters it matches, frozen or not. The last group holds trainable parameters
+    only: frozen ones would get master weights.
 
     Args:
-        kind, params: of the optimizer; checked.
+        kind, params: the optimizer and its checked parameters.
         entries: ``optimizer.param_groups``, without "auto".
         named: all parameters by all their names.
 
     Raises:
-        ConfigError: all that is wrong.
+        ConfigError: lists all problems.
     """
     found, problems = _read(kind, params, entries, auto=False)
     if problems:
@@ -104,20 +104,20 @@ def grouped(
 
 
 def check_groups(kind: Kind, params: Mapping[str, Any] | None, entries: Any) -> list[Problem]:
-    """All that is wrong with ``optimizer.param_groups``, before there is a model.
+    """All problems of ``optimizer.param_groups``, before there is a model.
 
     Args:
-        kind: of the optimizer.
-        params: its checked parameters; None: they are wrong themselves.
-        entries: as written; "auto" is right where it has a meaning.
+        kind: the optimizer.
+        params: its checked parameters; None if they have problems themselves.
+        entries: as written; "auto" is valid where it can be resolved.
     """
     if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, Mapping) for entry in entries):
-        return []  # the schema says it
+        return []  # the schema reports it
     return _read(kind, params, entries, auto=True)[1]
 
 
 def table(optimizer: Optimizer) -> Table:
-    """Which parameters each group has, and its rate and decay, as they are now."""
+    """The groups of ``optimizer`` with their parameter counts, rates and decays."""
     from rich.table import Table
 
     found = Table(title="Parameter groups")
@@ -137,106 +137,104 @@ def table(optimizer: Optimizer) -> Table:
 
 
 def _entries(place: str, entries: Sequence[Mapping[str, Any]]) -> tuple[list[Entry], list[Problem]]:
-    """The entries with their options as written, and what is wrong with all but the options."""
+    """The entries with their options as written, and the problems of all keys but the options."""
     found: list[Entry] = []
     problems: list[Problem] = []
     names: set[str] = set()
     for number, entry in enumerate(entries):
-        here = f"{place}[{number}]"
+        entry_key = f"{place}[{number}]"
         values: dict[str, Any] = {}
         for key, read in (("match", _patterns), ("name", _name), ("optional", flag)):
             try:
                 values[key] = read(entry[key]) if key in entry else None
             except ValueError as error:
-                problems.append(_problem(f"{here}.{key}", entry[key], f": {error}."))
+                problems.append(_problem(f"{entry_key}.{key}", entry[key], f": {error}."))
         if "match" not in entry:
-            text = f"{here}.match is missing: patterns of names of parameters, such as *.bias. Write it."
-            problems.append(Problem(f"{here}.match", text))
+            text = f"{entry_key}.match is missing. Write patterns for parameter names, such as *.bias."
+            problems.append(Problem(f"{entry_key}.match", text))
         if (name := values.get("name")) is not None:
             if name in names or name == REST:
-                problems.append(_problem(f"{here}.name", name, ": another group has this name. Write another."))
+                problems.append(_problem(f"{entry_key}.name", name, ": another group has this name. Write another."))
             names.add(name)
         options = {key if isinstance(key, str) else shown(key): v for key, v in entry.items() if key not in _OWN}
-        found.append(Entry(here, values.get("match") or (), options, name, bool(values.get("optional"))))
+        found.append(Entry(entry_key, values.get("match") or (), options, name, bool(values.get("optional"))))
     return found, problems
 
 
 def _patterns(value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
-    wanted = "write a pattern of names of parameters, such as *.bias, several joined by |, or a list of patterns"
+    remedy = "write a pattern for parameter names, such as *.bias, several joined by |, or a list of patterns"
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(wanted)
+        raise ValueError(remedy)
     found = tuple(dict.fromkeys(part.strip() for text in texts for part in text.split("|")))
     if not found or "" in found:
-        raise ValueError(wanted)
+        raise ValueError(remedy)
     return found
 
 
 def _name(value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise ValueError("write some text")
+        raise ValueError("write a name")
     return value
 
 
 def _read(
     kind: Kind, params: Mapping[str, Any] | None, entries: Sequence[Mapping[str, Any]], auto: bool
 ) -> tuple[list[Entry], list[Problem]]:
-    """The entries with their options converted, and all that is wrong with them."""
+    """The entries with converted options, and all their problems."""
     place = "optimizer.param_groups"
     if kind.ungrouped:
         return [], [Problem(place, f"{place}: {kind.ungrouped}")]
     found, problems = _entries(place, entries)
-    known = {key: reader for key, reader in kind.signature.readers.items() if key not in _ONCE}
+    known = {name: reader for name, reader in kind.signature.readers.items() if name not in _NOT_PER_GROUP}
     read: list[Entry] = []
     for entry in found:
         options: dict[str, Any] = {}
         before = len(problems)
-        for key, value in entry.options.items():
-            here = f"{entry.place}.{key}"
-            if key not in known and (key in kind.signature.readers or not kind.signature.is_open):
-                problems.append(_unknown(here, key, value, kind))
+        for name, value in entry.options.items():
+            key = f"{entry.key}.{name}"
+            if name not in known and (name in kind.signature.readers or not kind.signature.is_open):
+                if name in _NOT_PER_GROUP:
+                    problems.append(_not_per_group(key, value, kind))
+                else:
+                    problems.append(unknown_option(key, name, value, kind.name, sorted({*known, *_OWN})))
                 continue
-            if auto and key in AUTO and isinstance(value, str) and value == "auto":
+            if auto and name in AUTO and is_auto(value):
                 continue
             try:
-                options[key] = _take(known.get(key), key, value)
+                options[name] = convert(known.get(name), value, may_be_auto=name in AUTO)
             except ValueError as error:
-                problems.append(_problem(here, value, f": {error}."))
+                problems.append(_problem(key, value, f": {error}."))
         if params is not None and kind.is_own and len(problems) == before:
-            problems += _tried(kind, params, options, entry.place)
-        read.append(Entry(entry.place, entry.patterns, options, entry.name, entry.optional))
+            problems += _try(kind, params, options, entry.key)
+        read.append(replace(entry, options=options))
     return read, problems
 
 
-def _take(reader: Reader | None, key: str, value: Any) -> Any:
-    if key in AUTO and isinstance(value, str) and value == "auto":
-        raise ValueError("nothing fills it in here; write the value itself")
-    return value if reader is None else reader(value)
-
-
-def _tried(kind: Kind, params: Mapping[str, Any], options: dict[str, Any], place: str) -> list[Problem]:
-    """What an optimizer says that has these options for all it steps: torch does not look at those of groups."""
+def _try(kind: Kind, params: Mapping[str, Any], options: dict[str, Any], entry_key: str) -> list[Problem]:
+    """The problems of building an optimizer with these options for all parameters: torch does not check groups."""
     try:
-        made = kind.make([Parameter(torch.zeros(2, 2, device="cpu"))], {**params, **options})
+        trial = kind.make([Parameter(torch.zeros(2, 2, device="cpu"))], {**params, **options})
     except Exception as error:  # a class's own checks
-        said = str(error).rstrip(".").replace("optimizer.params.", f"{place}.")
-        return [_problem(place, options, f" does not fit {kind.name}: {said}. Correct the value that this is about.")]
-    whole = [key for key in options if key not in made.defaults]
-    text = f" is for all groups of {kind.name} at once. Write it in optimizer.params."
-    return [_problem(f"{place}.{key}", options[key], text) for key in whole]
+        reason = str(error).rstrip(".").replace("optimizer.params.", f"{entry_key}.")
+        return [_problem(entry_key, options, f" is rejected by {kind.name}: {reason}. Correct that value.")]
+    ignored = [name for name in options if name not in trial.defaults]
+    return [_not_per_group(f"{entry_key}.{name}", options[name], kind) for name in ignored]
 
 
-def _unknown(place: str, key: str, value: Any, kind: Kind) -> Problem:
-    if key in _ONCE:
-        return _problem(place, value, f" is for all groups of {kind.name} at once. Write it in optimizer.params.")
-    names = sorted((set(kind.signature.readers) - set(_ONCE)) | set(_OWN))
-    near = difflib.get_close_matches(key, names, n=1)
-    hint = f"Did you mean {near[0]}?" if near else f"Remove it; there are {', '.join(names)}."
-    return _problem(place, value, f" is not a parameter of {kind.name}. {hint}")
+def _not_per_group(key: str, value: Any, kind: Kind) -> Problem:
+    return _problem(key, value, f" applies to all groups of {kind.name}. Write it in optimizer.params.")
 
 
-def _problem(place: str, value: Any, text: str) -> Problem:
-    return Problem(place, f"{place}={shown(value)}{text}")
+def unknown_option(key: str, name: str, value: Any, optimizer: str, known: Sequence[str]) -> Problem:
+    """The problem of an option that an optimizer or scheduler does not have, with the nearest of its options."""
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"Did you mean {near[0]}?" if near else f"Remove it, or write one of {', '.join(known)}."
+    return _problem(key, value, f" is not a parameter of {optimizer}. {hint}")
+
+
+def _problem(key: str, value: Any, text: str) -> Problem:
+    return Problem(key, f"{key}={shown(value)}{text}")
 
 
 # ---- matching --------------------------------------------------------------------------------------------------------
@@ -252,37 +250,36 @@ def _grouped(entries: Sequence[Entry], named: Iterable[tuple[str, Parameter]]) -
     for name, parameter in named:
         parameters.setdefault(id(parameter), (parameter, []))[1].append(clean_name(name))
     members: list[list[Parameter]] = [[] for _ in range(len(entries) + 1)]
-    hit: set[tuple[int, str]] = set()
+    matched: set[tuple[int, str]] = set()
     for parameter, names in parameters.values():
         fits = {(i, p) for i, e in enumerate(entries) for p in e.patterns if any(fnmatchcase(n, p) for n in names)}
-        hit |= fits
+        matched |= fits
         members[min((number for number, _ in fits), default=len(entries))].append(parameter)
-    every = [name for _, names in parameters.values() for name in names]
+    all_names = [name for _, names in parameters.values() for name in names]
     problems = []
     for number, entry in enumerate(entries):
         if entry.optional:
             continue
-        missed = [pattern for pattern in entry.patterns if (number, pattern) not in hit]
-        problems += [_no_match(entry, pattern, every) for pattern in missed]
-        if not missed and not members[number]:
-            text = ": groups before it have all that it matches. Move it up, or remove it, or write optional: true."
-            problems.append(_problem(f"{entry.place}.match", "|".join(entry.patterns), text))
+        unmatched = [pattern for pattern in entry.patterns if (number, pattern) not in matched]
+        problems += [_no_match(entry, pattern, all_names) for pattern in unmatched]
+        if not unmatched and not members[number]:
+            text = ": earlier entries take all parameters it matches. Move it up, remove it, or write optional: true."
+            problems.append(_problem(f"{entry.key}.match", "|".join(entry.patterns), text))
     if problems:
         raise ConfigError(problems)
-    options = [*(entry.options for entry in entries), {}]
-    parts = zip(_names(entries), members, options, strict=True)
-    return [{"name": name, "params": params, **some} for name, params, some in parts]
+    rows = zip(_names(entries), members, [*(entry.options for entry in entries), {}], strict=True)
+    return [{"name": name, "params": params, **options} for name, params, options in rows]
 
 
 def _no_match(entry: Entry, pattern: str, names: Sequence[str]) -> Problem:
-    near = _near(pattern, names)
-    hint = f" Near names are {', '.join(near)}." if near else f" Names are such as {', '.join(names[:3])}."
-    text = f"{entry.place}.match: {pattern!r} matches no parameter.{hint} Correct it, or write optional: true."
-    return Problem(f"{entry.place}.match", text)
+    similar = _similar(pattern, names)
+    hint = f"Similar names: {', '.join(similar)}." if similar else f"Names are, for example, {', '.join(names[:3])}."
+    text = f"{entry.key}.match: {pattern!r} matches no parameter. {hint} Correct it, or write optional: true."
+    return Problem(f"{entry.key}.match", text)
 
 
-def _near(pattern: str, names: Sequence[str]) -> list[str]:
-    """Names whose ends are like the pattern without its signs, one for each such end."""
+def _similar(pattern: str, names: Sequence[str]) -> list[str]:
+    """Names whose last parts resemble the pattern without its wildcards, one for each such suffix."""
     plain = re.sub(r"[*?\[\]!]+", "", pattern).strip(".")
     parts = plain.count(".") + 1
     inner = {part: name for name in reversed(names) for part in name.split(".")} if parts == 1 else {}
@@ -291,14 +288,14 @@ def _near(pattern: str, names: Sequence[str]) -> list[str]:
 
 
 def _names(entries: Sequence[Entry]) -> list[str]:
-    """One for each group, all different: what is written, else letters of the patterns."""
+    """A unique name for each group: the written one, else one made of the patterns."""
     taken = {REST, *(entry.name for entry in entries)}
     names: list[str] = []
     for number, entry in enumerate(entries):
         name = entry.name
         if name is None:
-            words = (re.sub(r"[^\w.]+", "_", pattern).strip("._") for pattern in entry.patterns)
-            name = "_".join(filter(None, words))[:_LONGEST] or f"group{number}"
+            parts = (re.sub(r"[^\w.]+", "_", pattern).strip("._") for pattern in entry.patterns)
+            name = "_".join(filter(None, parts))[:_MAX_NAME] or f"group{number}"
             name = f"{name}-{number}" if name in taken else name
         taken.add(name)
         names.append(name)

@@ -1,19 +1,19 @@
-"""LAMB, whose steps have for each parameter the size of its weights (arXiv:1904.00962), as DeepSpeed computes it.
+"""LAMB (arXiv:1904.00962), whose steps scale with the norm of each parameter, as DeepSpeed computes it.
 
-Note [Norms of whole parameters]
-    The trust ratio of a parameter is a quotient of two norms over all of its elements, and under ZeRO a tensor in the
-    optimizer's groups is the piece of a parameter that this rank holds. Whoever put pieces there sets ``whole_norms``,
-    a function that turns the squared norms of pieces into those of the whole parameters. ``step`` calls it once, on
-    every rank alike, also on one that holds no piece of anything: it may be collective. Without it the tensors are
-    whole parameters.
+Note [Norms of full parameters]
+    The trust ratio of a parameter is the quotient of two norms over all of its elements. Under ZeRO a tensor in the
+    optimizer's groups is only the fragment of a parameter that this rank owns. Code that puts fragments there sets
+    ``full_norms``, a function from the squared norms of fragments to those of the full parameters. ``step`` calls it
+    once on every rank, also on a rank without fragments, so it may be collective. Without it, the tensors are full
+    parameters.
 
 Note [DeepSpeed's LAMB]
-    This is what DeepSpeed 0.19.8 computes (csrc/lamb/fused_lamb_cuda_kernel.cu), which is not algorithm 2 of the paper
-    to the letter: the trust ratio is that of the moments as they are, and the correction of their bias multiplies the
-    learning rate, so that it scales the weight decay, too. The ratio is kept between two bounds, and is 1 where a norm
-    is 0. It differs in rounding only: norms are added up in fp64, and 1 - beta is not computed from betas in fp32.
-    ``lt_zero.ops.lamb_update`` has the paper's correction, inside the update; without its correction, and with the
-    learning rate that is corrected here, it is the same (with ``eps_inside_sqrt=False``).
+    The arithmetic is that of DeepSpeed 0.19.8 (csrc/lamb/fused_lamb_cuda_kernel.cu), which differs from algorithm 2 of
+    the paper: the trust ratio is that of the uncorrected moments, and the bias correction multiplies the learning
+    rate, so it also scales the weight decay. The ratio is clamped, and 1 where a norm is 0. Only rounding differs from
+    DeepSpeed's: norms are summed in fp64, and 1 - beta is not computed from fp32 betas. ``lt_zero.ops.lamb_update``
+    corrects the bias inside the update, as the paper does; without its correction, and with the learning rate that is
+    corrected here, it is equal (with ``eps_inside_sqrt=False``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-WholeNorms = Callable[[list[Tensor], Tensor], Tensor]
+FullNorms = Callable[[list[Tensor], Tensor], Tensor]
 
 
 class Lamb(Optimizer):
@@ -36,23 +36,23 @@ class Lamb(Optimizer):
         params: parameters, or dicts of parameter groups.
         lr: learning rate.
         bias_correction: correct the bias of both moments, by a factor of the learning rate.
-        betas: how much of the first and of the second moment is kept.
-        eps: added to the root of the second moment.
-        eps_inside_sqrt: add ``eps`` before the root is taken.
+        betas: decay rates of the first and the second moment.
+        eps: added to the square root of the second moment.
+        eps_inside_sqrt: add ``eps`` before taking the square root.
         weight_decay: times the weights, added to the update before its norm is taken.
         max_coeff: upper bound of the trust ratio (norm of the weights / norm of the update).
         min_coeff: lower bound of the trust ratio.
 
     Attributes:
-        whole_norms: None, or a function of tensors of the groups and their squared norms ([tensors, 2] in fp64: of the
-            weights, of the update) that returns those of the whole parameters, in the same shape. See Note [Norms of
-            whole parameters].
+        full_norms: None, or a function of tensors of the groups and their squared norms ([tensors, 2] in fp64: of the
+            weights, of the update) that returns those of the full parameters, in the same shape. See Note [Norms of
+            full parameters].
 
     Raises:
         ValueError: a number is out of range.
     """
 
-    whole_norms: WholeNorms | None = None
+    full_norms: FullNorms | None = None
 
     def __init__(
         self,
@@ -87,14 +87,14 @@ class Lamb(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # DeepSpeed keeps it elsewhere
+        for group in self.param_groups:  # groups of DeepSpeed's checkpoints do not have it
             group.setdefault("eps_inside_sqrt", self.defaults["eps_inside_sqrt"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; returns what ``closure`` (run first, with gradients) returns.
 
-        The update is computed twice, before and after its norm is known, which takes no memory of its size.
+        The update is computed twice, before and after its norm is known, so it need not be stored.
 
         Raises:
             RuntimeError: a gradient is sparse or complex.
@@ -103,21 +103,21 @@ class Lamb(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        moved = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        rows = [self._advance(p, p.grad, group) for p, group in moved]
+        stepped = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        rows = [self._update_moments(p, p.grad, group) for p, group in stepped]
         device = rows[0].device if rows else torch.device("cpu")
         squares = torch.stack([row.to(device) for row in rows]) if rows else torch.zeros(0, 2, dtype=torch.float64)
-        if self.whole_norms is not None:
-            squares = self.whole_norms([p for p, _ in moved], squares)
-        sizes = self._sizes(squares.sqrt(), moved)
-        for (p, group), size in zip(moved, sizes, strict=True):
+        if self.full_norms is not None:
+            squares = self.full_norms([p for p, _ in stepped], squares)
+        step_sizes = self._step_sizes(squares.sqrt(), stepped)
+        for (p, group), step_size in zip(stepped, step_sizes, strict=True):
             update, wide = self._update(p, group), _wide(p)
-            wide.addcmul_(update, size.to(p.device, update.dtype), value=-1)
+            wide.addcmul_(update, step_size.to(p.device, update.dtype), value=-1)
             if wide is not p:
                 p.copy_(wide)
         return loss
 
-    def _advance(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+    def _update_moments(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         """Update the moments; returns the squared norms of the weights and of the update (fp64)."""
         if grad.is_sparse or grad.is_complex():
             raise RuntimeError("Lamb has no update for sparse or complex gradients. Use sparse=False, or Adam.")
@@ -136,36 +136,36 @@ class Lamb(Optimizer):
         return torch.stack([_square(parameter), _square(self._update(parameter, group))])
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """Adam's update without the correction, plus the weight decay; a new tensor of at least 32 bits."""
+        """Adam's update without bias correction, plus the weight decay; a new tensor of at least 32 bits."""
         state, eps = self.state[parameter], group["eps"]
         first, second = _wide(state["exp_avg"]), _wide(state["exp_avg_sq"])
         root = second.add(eps).sqrt_() if group["eps_inside_sqrt"] else second.sqrt().add_(eps)
         update = torch.div(first, root, out=root)
         return update.add_(_wide(parameter), alpha=group["weight_decay"]) if group["weight_decay"] else update
 
-    def _sizes(self, norms: Tensor, moved: list[tuple[Tensor, dict[str, Any]]]) -> Tensor:
-        """What multiplies each update (fp64): the learning rate times the trust ratio."""
-        rules = [(self._rate(p, group), group["max_coeff"], group["min_coeff"]) for p, group in moved]
-        rates, most, least = torch.tensor(rules, dtype=torch.float64).view(-1, 3).to(norms.device).unbind(1)
+    def _step_sizes(self, norms: Tensor, stepped: list[tuple[Tensor, dict[str, Any]]]) -> Tensor:
+        """The factor of each update (fp64): the learning rate times the trust ratio."""
+        rules = [(self._rate(p, group), group["max_coeff"], group["min_coeff"]) for p, group in stepped]
+        rates, upper, lower = torch.tensor(rules, dtype=torch.float64).view(-1, 3).to(norms.device).unbind(1)
         weight, update = norms.unbind(1)
-        bounded = torch.maximum(torch.minimum(weight / update, most), least)
-        return rates * torch.where((weight != 0) & (update != 0), bounded, 1.0)
+        clamped = torch.maximum(torch.minimum(weight / update, upper), lower)
+        return rates * torch.where((weight != 0) & (update != 0), clamped, 1.0)
 
     def _rate(self, parameter: Tensor, group: dict[str, Any]) -> float:
-        """The learning rate of the step at hand, with the correction of the moments' bias."""
+        """The learning rate of this step, with the bias correction of both moments."""
         rate, (beta1, beta2) = float(group["lr"]), group["betas"]
         if not group["bias_correction"]:
             return rate
-        number = float(self.state[parameter]["step"])
-        return float(rate * math.sqrt(1 - beta2**number) / (1 - beta1**number))
+        step = float(self.state[parameter]["step"])
+        return float(rate * math.sqrt(1 - beta2**step) / (1 - beta1**step))
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """``tensor`` itself, or in fp32 if it has 16 bits."""
+    """``tensor`` itself, or its fp32 copy if it has 16 bits."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _square(tensor: Tensor) -> Tensor:
-    """The sum of the squares (0D), in fp64."""
+    """The squared norm (0D, fp64)."""
     norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
     return norm.square()

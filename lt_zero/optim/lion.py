@@ -1,4 +1,4 @@
-"""Lion, an optimizer with one moment whose update is a sign (arXiv:2302.06675)."""
+"""Lion, an optimizer with one moment that updates by its sign (arXiv:2302.06675)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.optim import Optimizer
 
 
 class Lion(Optimizer):
-    """Algorithm 2 of the paper, with decoupled weight decay. It is element-wise, so flat pieces step as wholes do.
+    """Algorithm 2 of the paper, with decoupled weight decay. It is element-wise, so shards step as full tensors do.
 
-    Compared with AdamW, the paper takes a learning rate three to ten times smaller and a weight decay as many times
-    larger.
+    Compared with AdamW, the paper recommends a learning rate three to ten times smaller and a weight decay larger by
+    the same factor.
 
     Args:
         params: parameters, or dicts of parameter groups.
         lr: learning rate.
-        betas: how much of the moment counts in the update, and how much of it is kept.
+        betas: weight of the moment in the update, and its decay rate.
         weight_decay: per unit of learning rate.
-        maximize: go uphill.
+        maximize: ascend the gradient.
 
     Raises:
         ValueError: a number is out of range.

@@ -19,32 +19,32 @@ from torch.optim.adam import adam
 NS_METHODS = ("gram", "standard")
 RATES = ("original", "match_rms_adamw")
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # of the quintic polynomial
-_TINY = 1e-7  # below it a norm is not divided by
-_RESTART = 2  # after so many steps on the Gram matrix the product is taken anew: errors grow with each
+_TINY = 1e-7  # lower bound of a divisor
+_RESTART = 2  # iterations after which the Gram matrix is recomputed: its errors grow with each
 
 
 class Muon(Optimizer):
     """Steps groups with ``use_muon=True`` by Muon and the others by Adam.
 
-    A group's own ``lr``, ``weight_decay`` and so on win. States are those of ``torch.optim.Muon`` and
-    ``torch.optim.AdamW``. Parameters without a gradient are left alone.
+    Options of a group override these arguments. States are those of ``torch.optim.Muon`` and ``torch.optim.AdamW``.
+    Parameters without a gradient are skipped.
 
     Args:
         params: groups (dicts) that all have ``use_muon``; ``muon_groups`` makes them.
-        muon_lr: rate of the matrices.
-        adam_lr: rate of the rest.
-        momentum: of Muon, with ``nesterov`` looked ahead.
+        muon_lr: learning rate of Muon.
+        adam_lr: learning rate of Adam.
+        momentum: of Muon; with ``nesterov`` Nesterov momentum.
         weight_decay: of both, decoupled.
-        ns_method: how updates are made orthogonal: "standard" in bf16, or "gram" on the smaller Gram matrix, in fp16
-            on a GPU and in fp32 on a CPU.
+        ns_method: how updates are orthogonalized: "standard" in bf16, or "gram" on the smaller Gram matrix, in fp16 on
+            a GPU and in fp32 on a CPU.
         ns_steps: iterations.
-        adjust_lr_fn: "original": the rate of a matrix grows with sqrt(rows / columns) if that is above 1;
-            "match_rms_adamw": with 0.2 * sqrt(the larger of both), so that AdamW's rates fit.
+        adjust_lr_fn: the factor of a matrix's learning rate: "original": sqrt(rows / columns), at least 1;
+            "match_rms_adamw": 0.2 * sqrt(max(rows, columns)), for learning rates tuned for AdamW.
         betas, eps: of Adam.
         adam_w_mode: False adds Adam's weight decay to the gradient.
 
     Raises:
-        ValueError: a group without ``use_muon``; a parameter of Muon's that is no matrix; an unknown name.
+        ValueError: a group lacks ``use_muon``, a parameter of Muon is not 2D, or an option is unknown.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class Muon(Optimizer):
         super().__init__(params, {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, which says ``use_muon``."""
+        """Add a group that has ``use_muon``."""
         if not isinstance(param_group, dict) or not isinstance(param_group.get("use_muon"), bool):
             raise ValueError(
-                "Muon needs groups of parameters that say use_muon=True or False: lt_zero.optim.muon_groups(model) "
-                "divides those of a model."
+                "Muon needs parameter groups that have use_muon=True or False. Make them with "
+                "lt_zero.optim.muon_groups(model)."
             )
         group = {**self._settings[param_group["use_muon"]], **param_group}
         super().add_param_group(group)
@@ -168,7 +168,7 @@ def _check(group: dict[str, Any]) -> None:
             raise ValueError(f"{name}={group[name]} is below 0. Write a number of at least 0.")
     if not group["use_muon"]:
         if not all(0 <= beta < 1 for beta in group["betas"]):
-            raise ValueError(f"betas={group['betas']}: both have to be at least 0 and below 1.")
+            raise ValueError(f"betas={group['betas']}: write two numbers of at least 0 and below 1.")
         return
     for name, known in (("ns_method", NS_METHODS), ("adjust_lr_fn", RATES)):
         if group[name] not in known:
@@ -176,13 +176,13 @@ def _check(group: dict[str, Any]) -> None:
     for parameter in group["params"]:
         if parameter.ndim != 2 or parameter.is_complex():
             raise ValueError(
-                f"use_muon=True: a parameter of shape {tuple(parameter.shape)} is no real matrix. Put it into a group "
-                "with use_muon=False."
+                f"use_muon=True: a parameter of shape {tuple(parameter.shape)} is not a real 2D tensor. Put it into a "
+                "group with use_muon=False."
             )
 
 
 def _factor(shape: torch.Size, rule: str) -> float:
-    """By what the rate of a matrix is multiplied."""
+    """The factor of a matrix's learning rate."""
     rows, columns = shape
     if rule == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
@@ -190,7 +190,7 @@ def _factor(shape: torch.Size, rule: str) -> float:
 
 
 def orthogonalize(matrix: Tensor, method: str = "gram", steps: int = 5) -> Tensor:
-    """About the nearest matrix with orthonormal rows or columns: singular values end up between 0.7 and 1.2.
+    """Approximate the nearest matrix with orthonormal rows or columns: its singular values are between 0.7 and 1.2.
 
     Args:
         matrix: 2D.
@@ -211,7 +211,7 @@ def orthogonalize(matrix: Tensor, method: str = "gram", steps: int = 5) -> Tenso
 
 
 def _scaled(matrix: Tensor) -> Tensor:
-    """Singular values of at most 1, in the dtype of the iteration; scaled before that, as fp16 ends at 65504."""
+    """Scale singular values to at most 1, then cast to the dtype of the iteration: fp16 overflows above 65504."""
     wide = matrix.float()
     dtype = torch.float16 if matrix.device.type == "cuda" else torch.float32
     scaled: Tensor = wide / (wide.norm() + _TINY)
@@ -219,7 +219,7 @@ def _scaled(matrix: Tensor) -> Tensor:
 
 
 def _by_gram(matrix: Tensor, steps: int) -> Tensor:
-    """The same iteration on the small Gram matrix: each step multiplies from the left by a polynomial of it."""
+    """The same iteration on the smaller Gram matrix: each step multiplies from the left by a polynomial of it."""
     tall = matrix.size(0) > matrix.size(1)
     x = _scaled(matrix.T if tall else matrix)
     gram = x @ x.T
@@ -232,7 +232,7 @@ def _by_gram(matrix: Tensor, steps: int) -> Tensor:
         step.diagonal().add_(_A)
         product = step if product is None else step @ product
         if number + 1 not in (steps, _RESTART):
-            gram = step @ gram @ step  # they commute, and are symmetric
+            gram = step @ gram @ step  # valid as both are symmetric and commute
     if product is not None:
         x = product @ x
     return x.T if tall else x

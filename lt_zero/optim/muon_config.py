@@ -1,8 +1,7 @@
-"""Muon as the ``optimizer`` block describes it: which keys there are, and what they mean.
+"""The keys of Muon in the ``optimizer`` block.
 
-DeepSpeed's keys (0.19.8): ``lr`` is of both halves, ``muon_lr`` and ``adam_lr`` of one; ``momentum`` and ``ns_method``
-are Muon's, ``betas`` and ``eps`` Adam's, ``weight_decay`` of both. ``nesterov``, ``ns_steps`` and ``adjust_lr_fn`` are
-ours.
+Keys of DeepSpeed 0.19.8: ``lr`` and ``weight_decay`` apply to both groups, ``muon_lr``, ``momentum`` and ``ns_method``
+to Muon, ``adam_lr``, ``betas`` and ``eps`` to Adam. ``nesterov``, ``ns_steps`` and ``adjust_lr_fn`` are our own.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from lt_zero.optim.muon import NS_METHODS, RATES, Muon
 from lt_zero.optim.param_types import Choice, Number, Only, Reader, Signature, flag
 
 _RATE = Number(0, example="1e-3")
-_HEADS = "the projections of attention are one matrix each; remove it. A matrix for each head has its own update"
+_HEADS = "an attention projection is updated as one matrix; remove it. A matrix per head gets its own update"
 _SWITCHES: Mapping[str, Reader] = {
-    "torch_adam": flag,  # which code computes the same
+    "torch_adam": flag,  # selects an implementation, not an algorithm
     "fp32_optimizer_states": Only(True, "write true; for moments in bf16 set bf16.bf16_optimizer_states=true"),
     "per_head_muon": Only(False, _HEADS),
 }
 
 
 def muon_signature(rules: Mapping[str, Reader]) -> Signature:
-    """What ``optimizer.params`` of Muon may hold; ``rules``: readers of names that other optimizers have, too."""
+    """The signature of ``optimizer.params`` of Muon; ``rules``: readers of names shared with other optimizers."""
     own: dict[str, Reader] = {
         "lr": _RATE,
         "muon_lr": _RATE,
@@ -39,19 +38,19 @@ def muon_signature(rules: Mapping[str, Reader]) -> Signature:
 
 
 def make_muon(parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:
-    """The optimizer of checked ``values``. Bare parameters are divided by their dimensions alone."""
+    """Build Muon from checked ``values``. Bare parameters are divided by their number of dimensions alone."""
     options = {key: value for key, value in values.items() if key not in _SWITCHES}
     if "lr" in options:
         rate = options.pop("lr")
         options = {"muon_lr": rate, "adam_lr": rate, **options}
     groups = list(parameters)
     if not any(isinstance(group, dict) for group in groups):
-        halves = [(use, [p for p in groups if (_tensor(p).dim() == 2) is use]) for use in (True, False)]
-        groups = [{"params": members, "use_muon": use} for use, members in halves if members]
+        divided = [(use, [p for p in groups if (_tensor(p).dim() == 2) is use]) for use in (True, False)]
+        groups = [{"params": members, "use_muon": use} for use, members in divided if members]
     return Muon(groups, **options)
 
 
 def _tensor(parameter: Any) -> Tensor:
-    """Torch takes parameters with their names, too."""
-    found: Tensor = parameter[1] if isinstance(parameter, tuple) else parameter
-    return found
+    """The tensor of a parameter, which may be a (name, parameter) pair as in torch."""
+    tensor: Tensor = parameter[1] if isinstance(parameter, tuple) else parameter
+    return tensor

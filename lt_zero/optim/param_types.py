@@ -1,4 +1,4 @@
-"""Types of values in ``params`` blocks: each reader checks and converts a value from JSON or YAML."""
+"""Types of values in ``params`` blocks: a reader checks and converts a value from JSON or YAML."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-Reader = Callable[[Any], Any]  # raises ValueError with what to write instead
+Reader = Callable[[Any], Any]  # raises ValueError, whose message is the remedy
 
 
 @dataclass(frozen=True)
 class Number:
-    """A finite number, also one that was written as text ("1e-5")."""
+    """A finite number, or its text ("1e-5")."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -50,7 +50,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Several:
-    """A list of ``count`` values (None: of any number), which becomes a tuple."""
+    """A list of ``count`` values (None: any number of them), which becomes a tuple."""
 
     count: int | None
     each: Number
@@ -86,7 +86,7 @@ class PerGroup:
 
 @dataclass(frozen=True)
 class Nullable:
-    """A value for ``inner``, or null."""
+    """A value that ``inner`` accepts, or null."""
 
     inner: Reader
 
@@ -101,7 +101,7 @@ class Nullable:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of some texts."""
+    """One of several strings."""
 
     options: tuple[str, ...]
 
@@ -113,7 +113,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Only:
-    """A switch that supports one value only."""
+    """A switch of which only one position is supported."""
 
     position: bool
     remedy: str
@@ -126,7 +126,7 @@ class Only:
 
 @dataclass(frozen=True)
 class Refused:
-    """A key that exists elsewhere."""
+    """A key that belongs to another optimizer or block."""
 
     remedy: str
 
@@ -135,14 +135,14 @@ class Refused:
 
 
 def flag(value: Any) -> bool:
-    """True or false, not text or numbers."""
+    """A boolean; not text, not a number."""
     if not isinstance(value, bool):
         raise ValueError("write true or false")
     return value
 
 
 def anything(value: Any) -> Any:
-    """Numbers that were written as text become numbers; lists may hold some."""
+    """Any value; text that is a number, also in lists, becomes a number."""
     if isinstance(value, (list, tuple)):
         return [anything(item) for item in value]
     if not isinstance(value, str):
@@ -154,14 +154,34 @@ def anything(value: Any) -> Any:
     return int(value) if value.strip().lstrip("+-").isdecimal() else number
 
 
+def is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
+def convert(reader: Reader | None, value: Any, may_be_auto: bool) -> Any:
+    """The converted value; without a reader, the value itself.
+
+    Args:
+        reader: of the option, if its type is known.
+        value: as written.
+        may_be_auto: whether "auto" stands for a value that should have been resolved by now.
+
+    Raises:
+        ValueError: the message is the remedy.
+    """
+    if may_be_auto and is_auto(value):
+        raise ValueError("auto cannot be resolved here; write a value")
+    return value if reader is None else reader(value)
+
+
 @dataclass(frozen=True)
 class Signature:
-    """What a class takes beside its first argument, the parameters or the optimizer.
+    """The constructor arguments of a class, without the first one (the parameters or the optimizer).
 
     Attributes:
         readers: by name.
         required: names without a default.
-        is_open: it takes names that are not listed, too.
+        is_open: whether other names are accepted, too.
     """
 
     readers: Mapping[str, Reader]
@@ -169,17 +189,17 @@ class Signature:
     is_open: bool = False
 
     @classmethod
-    def of(cls, made: type, rules: Mapping[str, Reader]) -> Signature:
-        """Read from the constructor.
+    def of(cls, target: type, rules: Mapping[str, Reader]) -> Signature:
+        """The signature of a constructor.
 
         Args:
-            made: the class.
-            rules: readers that know more than the signature says, by name.
+            target: the class.
+            rules: by name, readers that are stricter than the annotations.
 
         Raises:
             ValueError: the class has no readable signature.
         """
-        parameters = list(inspect.signature(made).parameters.values())[1:]
+        parameters = list(inspect.signature(target).parameters.values())[1:]
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         named = [p for p in parameters if p.kind in kinds]
         return cls(
@@ -189,19 +209,19 @@ class Signature:
         )
 
     def plus(self, readers: Mapping[str, Reader]) -> Signature:
-        """With more names that can be set."""
+        """The signature with further names."""
         return replace(self, readers={**self.readers, **readers})
 
 
 def _rule(parameter: inspect.Parameter, rules: Mapping[str, Reader]) -> Reader | None:
-    """The rule of this name, if it means the same: Adafactor's eps, for example, is a pair."""
+    """The rule of this name, if it applies: Adafactor's eps, for example, is a pair."""
     rule, default = rules.get(parameter.name), parameter.default
-    same = default is inspect.Parameter.empty or isinstance(default, tuple) == isinstance(rule, Several)
-    return rule if same else None
+    applies = default is inspect.Parameter.empty or isinstance(default, tuple) == isinstance(rule, Several)
+    return rule if applies else None
 
 
 def _reader(parameter: inspect.Parameter) -> Reader:
-    """What can be said from the default and the annotation."""
+    """The reader that the default and the annotation imply."""
     default, annotation = parameter.default, parameter.annotation
     if isinstance(default, bool):
         return flag
@@ -216,7 +236,7 @@ def _reader(parameter: inspect.Parameter) -> Reader:
 
 
 def shown(value: Any) -> str:
-    """A value in a message, short."""
+    """A value as a message shows it, shortened."""
     try:
         return reprlib.repr(value)
     except Exception:  # a value of the user's own class

@@ -1,4 +1,4 @@
-"""The optimizers and schedulers that a configuration can name, and what DeepSpeed's names mean."""
+"""The optimizers and schedulers that a configuration can name, by the names of DeepSpeed and torch."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from lt_zero.optim.schedules import SCHEDULES
 
 @dataclass(frozen=True)
 class Kind:
-    """What a ``type`` stands for.
+    """The optimizer or scheduler that a ``type`` names.
 
     Attributes:
         name: of the class.
-        signature: what ``params`` may hold.
-        make: from what is to be optimized (or scheduled) and checked parameters.
-        is_own: lt_zero's or torch's, so that making one on trial is cheap and has no effects.
-        ungrouped: why ``optimizer.param_groups`` does not go with it, and the remedy; "": it does.
+        signature: the accepted ``params``.
+        make: builds one from the parameters (or the optimizer) and checked ``params``.
+        is_own: whether the class is lt_zero's or torch's, so that a trial instance is cheap and has no side effects.
+        ungrouped: why ``optimizer.param_groups`` is not supported, and the remedy; "" if it is.
     """
 
     name: str
@@ -71,18 +71,19 @@ OPTIMIZER_RULES: Mapping[str, Reader] = {
     "foreach": Nullable(flag),
     "fused": Nullable(flag),
 }
-_FP32 = Only(True, "write true; for moments in bf16 set bf16.bf16_optimizer_states=true in its place")
+_FP32 = Only(True, "write true; for moments in bf16 set bf16.bf16_optimizer_states=true instead")
 _ADAM: Mapping[str, Reader] = {
     "adam_w_mode": flag,
     "torch_adam": flag,
     "bias_correction": flag,
     "fp32_optimizer_states": _FP32,
     "set_grad_none": flag,
-    "eps_inside_sqrt": Only(False, "it belongs to Lamb; remove it"),  # files of 1-bit Adam have it, too
+    "eps_inside_sqrt": Only(False, "it belongs to Lamb; remove it"),  # configurations of 1-bit Adam have it, too
 }
 _HALVES = (
-    "Muon has two groups, the matrices of hidden layers and all others. Remove the key: muon_lr and adam_lr in "
-    "optimizer.params are their rates. For other groups return lt_zero.optim.Muon from configure_optimizers."
+    "Muon has two fixed groups, the matrices of hidden layers and all other parameters. Remove the key and set their "
+    "rates by optimizer.params.muon_lr and adam_lr. For other groups return lt_zero.optim.Muon from "
+    "configure_optimizers."
 )
 _NO_AMSGRAD = Only(False, "Lamb has no such variant; write false, or remove it")
 _ONE_BIT = "freeze_step cuda_aware comm_backend_name var_freeze_step var_update_scaler local_step_scaler "
@@ -93,14 +94,14 @@ REFUSED: Mapping[str, Reader] = {
     **dict.fromkeys(("max_coeff", "min_coeff", "eps_inside_sqrt"), Refused("it belongs to Lamb; remove it")),
     **dict.fromkeys(("muon_lr", "adam_lr", "ns_method", "per_head_muon"), Refused("it belongs to Muon; remove it")),
 }
-_COMPRESSED = "Use Adam meanwhile: the same update, with gradients that are not compressed."
+_COMPRESSED = "Use Adam: the same update with uncompressed gradients."
 UNSUPPORTED: Mapping[str, str] = {  # by name in lower case
     "muadam": "Use AdamW, and scale the learning rate of each parameter group as mup does.",
     "muadamw": "Use AdamW, and scale the learning rate of each parameter group as mup does.",
     "musgd": "Use SGD, and scale the learning rate of each parameter group as mup does.",
     "onebitadam": _COMPRESSED,
     "zerooneadam": _COMPRESSED,
-    "onebitlamb": "Use Lamb meanwhile: the same update, with gradients that are not compressed.",
+    "onebitlamb": "Use Lamb: the same update with uncompressed gradients.",
 }
 
 SCHEDULER_RULES: Mapping[str, Reader] = {
@@ -128,19 +129,19 @@ SCHEDULER_RULES: Mapping[str, Reader] = {
     "decay_mom_rate": Number(example="0.0"),
     "milestones": Several(None, Number(0, whole=True), "[1000, 2000]"),
 }
-_OBJECTS = "It needs functions or other schedulers, which a configuration cannot hold"
+_OBJECTS = "It takes functions or other schedulers, which a configuration cannot hold"
 _IN_CODE = "Return it from configure_optimizers, or use WarmupDecayLR or WarmupCosineLR."
 UNSUPPORTED_SCHEDULERS: Mapping[str, str] = dict.fromkeys(
     ("LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"), f"{_OBJECTS}. {_IN_CODE}"
 )
-PLATEAU = "ReduceLROnPlateau"  # is stepped with a metric, at the end of an epoch
+PLATEAU = "ReduceLROnPlateau"  # stepped with a metric at the end of an epoch
 
 
 def optimizer_kind(name: Any) -> Kind:
-    """What ``optimizer.type`` means.
+    """The optimizer that ``optimizer.type`` names.
 
     Raises:
-        ConfigError: nothing that can be used.
+        ConfigError: the name is unknown or cannot be used.
     """
     if not isinstance(name, str):
         raise _wrong("optimizer", name, "Write a name such as AdamW.")
@@ -160,28 +161,28 @@ def optimizer_kind(name: Any) -> Kind:
     if low == "muon":
         return Kind("Muon", muon_signature(OPTIMIZER_RULES), make_muon, ungrouped=_HALVES)
     if low in UNSUPPORTED:
-        raise _wrong("optimizer", name, f"It is known, and not available yet. {UNSUPPORTED[low]}")
+        raise _wrong("optimizer", name, f"It is not supported. {UNSUPPORTED[low]}")
     cls = _torch_classes().get("SGD" if low == "sgd" else name)
     if cls is None and re.fullmatch(r"\w+(\.\w+)+", name):
         cls = _imported(name)
     if cls is None:
         known = ["Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "SGD", *_torch_classes()]
-        raise _wrong("optimizer", name, _nearest(name, known) + " An import path (package.module.Class) is one, too.")
-    if cls is Muon:  # the path of ours; torch's is another
-        raise _wrong("optimizer", name, "It needs its parameters divided. Write Muon, which does that.")
+        raise _wrong("optimizer", name, _nearest(name, known) + " An import path (package.module.Class) works, too.")
+    if cls is Muon:  # the path of our class; torch.optim.Muon is another one
+        raise _wrong("optimizer", name, "Its parameters must be divided into two groups. Write Muon, which does that.")
     return _from_class("optimizer", cls, OPTIMIZER_RULES)
 
 
 def scheduler_kind(name: Any) -> Kind:
-    """What ``scheduler.type`` means. As in DeepSpeed, case counts.
+    """The scheduler that ``scheduler.type`` names, case-sensitive as in DeepSpeed.
 
     Raises:
-        ConfigError: nothing that can be used.
+        ConfigError: the name is unknown or cannot be used.
     """
     if not isinstance(name, str):
         raise _wrong("scheduler", name, "Write a name such as WarmupLR.")
     if name in UNSUPPORTED_SCHEDULERS:
-        raise _wrong("scheduler", name, f"It is known, not supported. {UNSUPPORTED_SCHEDULERS[name]}")
+        raise _wrong("scheduler", name, f"It is not supported. {UNSUPPORTED_SCHEDULERS[name]}")
     classes: dict[str, type] = {n: c for n, c in _classes(torch.optim.lr_scheduler, LRScheduler)}
     known: dict[str, type] = {**{n: c for n, c in classes.items() if n not in UNSUPPORTED_SCHEDULERS}, **SCHEDULES}
     if name not in known:
@@ -191,7 +192,7 @@ def scheduler_kind(name: Any) -> Kind:
 
 
 def _on_plateau(kind: Kind) -> Kind:
-    """With ``monitor``, which is Lightning's and not the scheduler's."""
+    """``kind`` with the parameter ``monitor``, which Lightning reads and the scheduler does not know."""
     signature = kind.signature.plus({"monitor": _metric})
     signature = replace(signature, required=signature.required | {"monitor"})
 
@@ -217,17 +218,17 @@ def _adam(parameters: Iterable[Any], values: dict[str, Any], decoupled: bool) ->
         return (AdamW if decoupled else Adam)(parameters, **options)
     for key in ("amsgrad", "capturable", "differentiable"):
         if options.pop(key, False):
-            place = f"optimizer.params.{key}"
-            text = f"{place}=True does not go with optimizer.params.bias_correction=False. Remove one of them."
-            raise ConfigError([Problem(place, text)])
-    for key in ("foreach", "fused"):  # ways to compute the same
+            path = f"optimizer.params.{key}"
+            text = f"{path}=True cannot be combined with optimizer.params.bias_correction=False. Remove one of them."
+            raise ConfigError([Problem(path, text)])
+    for key in ("foreach", "fused"):  # they select an implementation, not an algorithm
         options.pop(key, None)
-    options.setdefault("weight_decay", 0.01 if decoupled else 0.0)  # torch's, with torch_adam
+    options.setdefault("weight_decay", 0.01 if decoupled else 0.0)  # torch's default, with torch_adam
     return UncorrectedAdam(parameters, decoupled_weight_decay=decoupled, **options)
 
 
 def _lion(parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:
-    """DeepSpeed's defaults, which are not the paper's."""
+    """Lion with DeepSpeed's defaults, which differ from the paper's."""
     options = {"lr": 1e-3, "betas": (0.9, 0.999), **values}
     return Lion(parameters, **{k: v for k, v in options.items() if k not in _ADAM})
 
@@ -244,17 +245,17 @@ def _from_class(block: str, cls: type, rules: Mapping[str, Reader]) -> Kind:
     try:
         signature = Signature.of(cls, rules)
     except (ValueError, TypeError) as error:
-        text = "Its constructor has no signature. Make it in configure_optimizers."
+        text = "Its constructor has no readable signature. Build it in configure_optimizers."
         raise _wrong(block, cls.__qualname__, text) from error
     own = cls.__module__.startswith(("torch.optim.", "lt_zero.optim."))
-    return Kind(cls.__name__, signature, lambda first, values: cls(first, **values), own)
+    return Kind(cls.__name__, signature, lambda target, values: cls(target, **values), own)
 
 
 def _imported(path: str) -> type:
     module, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)
-    except (Exception, SystemExit) as error:  # importing runs what is written in the module
+    except (Exception, SystemExit) as error:  # importing runs the module's code
         text = f"It cannot be imported ({type(error).__name__}: {error}). Correct the path, or install the package."
         raise _wrong("optimizer", path, text) from error
     if not (isinstance(found, type) and issubclass(found, Optimizer)) or found is Optimizer:
@@ -279,5 +280,5 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _wrong(block: str, name: Any, remedy: str) -> ConfigError:
-    place = f"{block}.type"
-    return ConfigError([Problem(place, f"{place}={shown(name)} cannot be used. {remedy}")])
+    key = f"{block}.type"
+    return ConfigError([Problem(key, f"{key}={shown(name)} cannot be used. {remedy}")])

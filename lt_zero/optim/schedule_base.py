@@ -1,14 +1,14 @@
-"""A scheduler of torch whose rates follow from the number of steps alone.
+"""A torch scheduler whose rates depend on the number of steps only.
 
 Note [Counting]
-    ``last_epoch`` is torch's counter: how often the scheduler was stepped, that is how many optimizer steps are done.
-    DeepSpeed's ``last_batch_iteration`` is one less. So the first optimizer step sees the rate for ``last_epoch`` 0,
+    ``last_epoch`` is torch's counter: the number of scheduler steps, which is the number of completed optimizer steps.
+    DeepSpeed's ``last_batch_iteration`` is one less. So the first optimizer step uses the rate for ``last_epoch`` 0,
     and DeepSpeed's warm-ups, which begin at iteration 0, begin with two steps at the same rate.
 
 Note [Position]
-    A state dict holds the position and no parameters, as DeepSpeed's does: after a resume the configuration says how
-    the schedule goes on, for example for more steps. All rates are computed from the position alone, so they are
-    bitwise those of a run that was never interrupted.
+    A state dict holds the position but no hyperparameters, as DeepSpeed's does: after a resume the configuration
+    decides how the schedule continues, for example over more steps. All rates are computed from the position alone, so
+    they are bitwise equal to those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Schedule(LRScheduler):
     """Rates that depend on the number of steps only; to be stepped once per optimizer step.
 
     Args:
-        optimizer: its groups' rates are set at once.
-        last_batch_iteration: with 0 or more the schedule goes on behind this iteration, and the optimizer keeps the
-            rates it has (a checkpoint's) until the first ``step``. See Note [Counting].
+        optimizer: its groups get the first rates.
+        last_batch_iteration: 0 or more continues the schedule after this iteration; the optimizer keeps its rates (a
+            checkpoint's) until the first ``step``. See Note [Counting].
 
     Raises:
         ValueError: ``last_batch_iteration`` is below -1.
@@ -53,13 +53,13 @@ class Schedule(LRScheduler):
         raise NotImplementedError
 
     def get_lr(self) -> list[Any]:
-        """What ``step`` sets."""
+        """The rates that ``step`` sets."""
         if not self._keeps:
             self._last = self.rates(self.last_epoch)
         return list(self._last)
 
     def get_last_lr(self) -> list[Any]:
-        """The rates that the last ``step`` has set."""
+        """The rates that the last ``step`` set."""
         return list(self._last)
 
     def state_dict(self) -> dict[str, Any]:
@@ -67,10 +67,10 @@ class Schedule(LRScheduler):
         return {"last_epoch": self.last_epoch, "last_lr": list(self._last)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state of this class or of DeepSpeed's; the optimizer's own state has its current rates.
+        """Continue from a state of this class or of DeepSpeed's; the current rates are in the optimizer's state.
 
         Raises:
-            ValueError: there is no position in it.
+            ValueError: the state has no position.
         """
         if "last_epoch" in state_dict:
             self.last_epoch = int(state_dict["last_epoch"])
@@ -79,7 +79,7 @@ class Schedule(LRScheduler):
         else:
             raise ValueError(
                 f"A state of {type(self).__name__} has last_epoch (or DeepSpeed's last_batch_iteration), this one has "
-                f"{sorted(map(str, state_dict))}. Give it the state of a scheduler that is stepped once per step."
+                f"{sorted(map(str, state_dict))}. Load the state of a scheduler that is stepped in every step."
             )
         self._last = [float(rate) for rate in state_dict.get("last_lr", self.rates(self.last_epoch))]
 
@@ -88,7 +88,7 @@ def per_group(optimizer: Optimizer, name: str, value: PerGroup) -> list[float]:
     """One value for each parameter group.
 
     Raises:
-        ValueError: a list has another length.
+        ValueError: a list does not have one value per group.
     """
     groups = len(optimizer.param_groups)
     if not isinstance(value, Sequence):
@@ -102,10 +102,10 @@ def per_group(optimizer: Optimizer, name: str, value: PerGroup) -> list[float]:
 
 
 def positive(name: str, value: Number) -> Number:
-    """The value.
+    """``value`` if it is positive.
 
     Raises:
-        ValueError: it is 0 or less, or no number.
+        ValueError: it is 0 or less, or NaN.
     """
     if not value > 0:
         raise ValueError(f"{name}={value}: write a number of steps, 1 or more.")

@@ -1,4 +1,4 @@
-"""DeepSpeed's learning-rate schedules as schedulers of torch, with the rates of DeepSpeed 0.19.8."""
+"""DeepSpeed's learning-rate schedules as torch schedulers, with the rates of DeepSpeed 0.19.8."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lt_zero.optim.schedule_base import PerGroup, Schedule, per_group, positive
 
 
 class LRRangeTest(Schedule):
-    """A rate that grows without end, to find the largest one that trains (arXiv:1803.09820).
+    """A rate that grows without bound, to find the largest one that trains (arXiv:1803.09820).
 
     Args:
-        optimizer: any.
+        optimizer: the optimizer to schedule.
         lr_range_test_min_lr: the first rate.
         lr_range_test_step_size: optimizer steps per interval.
         lr_range_test_step_rate: growth per interval, in multiples of the first rate.
@@ -23,7 +23,7 @@ class LRRangeTest(Schedule):
         last_batch_iteration: see ``schedule_base.py``.
 
     Raises:
-        ValueError: a value is out of range, or a list has not one value per group.
+        ValueError: a value is out of range, or a list does not have one value per group.
     """
 
     def __init__(
@@ -49,26 +49,26 @@ class LRRangeTest(Schedule):
 
 
 class OneCycle(Schedule):
-    """Rates go up and down once while the momentum does the reverse, then both decay (arXiv:1803.09820).
+    """The rate rises and falls once while the momentum does the reverse, then both decay (arXiv:1803.09820).
 
-    Momentum is the first of ``betas``; the second becomes 0.99, as in DeepSpeed. An optimizer without betas keeps what
-    it has, with a warning.
+    Momentum is the first of ``betas``; the second becomes 0.99, as in DeepSpeed. An optimizer without betas keeps its
+    momentum, with a warning.
 
     Args:
-        optimizer: any.
+        optimizer: the optimizer to schedule.
         cycle_min_lr, cycle_max_lr: the rates at the ends and in the middle of the cycle.
         decay_lr_rate: after the cycle the rate is divided by 1 + this per interval.
-        cycle_first_step_size, cycle_second_step_size: optimizer steps up, and down (by default as many).
-        cycle_first_stair_count, cycle_second_stair_count: stairs on the way up, and down (by default as many); 0: none.
+        cycle_first_step_size, cycle_second_step_size: optimizer steps up, and down (default: as many).
+        cycle_first_stair_count, cycle_second_stair_count: stairs up, and down (default: as many); 0: none.
         decay_step_size: optimizer steps per interval of decay; 0: no decay.
-        cycle_momentum: whether momentum moves, too.
+        cycle_momentum: whether momentum cycles, too.
         cycle_min_mom, cycle_max_mom: momentum in the middle and at the ends of the cycle.
-        decay_mom_rate: after the cycle momentum is multiplied by 1 + this per interval; so it passes 1 if it is
-            positive, and Adam diverges. The formula is DeepSpeed's.
+        decay_mom_rate: after the cycle momentum is multiplied by 1 + this per interval, as in DeepSpeed. A positive
+            value lets momentum exceed 1, and Adam diverge.
         last_batch_iteration: see ``schedule_base.py``.
 
     Raises:
-        ValueError: a value is out of range, or a list has not one value per group.
+        ValueError: a value is out of range, or a list does not have one value per group.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class OneCycle(Schedule):
         self.cycle_momentum = cycle_momentum and "betas" in optimizer.defaults
         if cycle_momentum and not self.cycle_momentum:
             warnings.warn(
-                f"cycle_momentum=True, but {type(optimizer).__name__} has no betas: its momentum stays. Set it to "
-                "False, or use an optimizer like AdamW.",
+                f"cycle_momentum=True, but {type(optimizer).__name__} has no betas: it keeps its momentum. Set it to "
+                "False, or use an optimizer such as AdamW.",
                 stacklevel=2,
             )
         super().__init__(optimizer, last_batch_iteration)
@@ -123,7 +123,7 @@ class OneCycle(Schedule):
         return [low / (1 + self.lr_decay * self._intervals(steps)) for low in self.min_lrs]
 
     def momenta(self, steps: int) -> list[float]:
-        """The momentum of each group after ``steps`` optimizer steps. It starts low, for one step, as DeepSpeed's."""
+        """The momentum of each group after ``steps`` optimizer steps; the first one is low, as in DeepSpeed."""
         if steps == 0:
             return list(self.min_moms)
         if self._in_cycle(steps):
@@ -135,21 +135,20 @@ class OneCycle(Schedule):
         return steps - 1 < self.up + self.down
 
     def _intervals(self, steps: int) -> float:
-        """Of decay since the cycle."""
+        """Intervals of decay since the end of the cycle."""
         return (steps - (self.up + self.down)) / self.decay_every if self.decay_every else 0.0
 
     def _height(self, steps: int) -> float:
-        """0 at the ends of the cycle, 1 in the middle. Stairs are counted in steps: no rounding moves their edges."""
-        place = steps % (self.up + self.down)
-        rises = place <= self.up
-        way, length, stairs = (place, self.up, self.stairs_up)
-        if not rises:
-            way, length, stairs = (self.up + self.down - place, self.down, self.stairs_down)
-        return math.floor(way * stairs / length) / stairs if stairs > 0 else way / length
+        """0 at the ends of the cycle, 1 in the middle. Multiplying first keeps rounding from moving stairs."""
+        position = steps % (self.up + self.down)
+        distance, length, stairs = position, self.up, self.stairs_up
+        if position > self.up:
+            distance, length, stairs = self.up + self.down - position, self.down, self.stairs_down
+        return math.floor(distance * stairs / length) / stairs if stairs > 0 else distance / length
 
 
 class _Warmup(Schedule):
-    """What the warm-ups share: a share of the way that grows from 0 to 1, by the logarithm or linearly."""
+    """Base of the warm-ups: a progress that grows from 0 to 1, logarithmically or linearly."""
 
     def __init__(
         self, optimizer: Optimizer, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int
@@ -161,7 +160,7 @@ class _Warmup(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def warmed(self, iteration: int) -> float | None:
-        """The share at DeepSpeed's ``iteration``; None after the warm-up."""
+        """The progress at DeepSpeed's ``iteration``; None after the warm-up."""
         if iteration >= self.warmup_num_steps:
             return None
         if self.warmup_type == "linear":
@@ -170,18 +169,18 @@ class _Warmup(Schedule):
 
 
 class WarmupLR(_Warmup):
-    """From a low rate to a high one, which stays.
+    """Warm-up from a low rate to a high one, which then stays.
 
     Args:
-        optimizer: any.
+        optimizer: the optimizer to schedule.
         warmup_min_lr: the first rate.
         warmup_max_lr: the rate after the warm-up; None: the optimizer's.
         warmup_num_steps: optimizer steps; 1 counts as 2, as in DeepSpeed.
-        warmup_type: ``log`` (most of the way in the first steps) or ``linear``.
+        warmup_type: ``log`` (most of the growth in the first steps) or ``linear``.
         last_batch_iteration: see ``schedule_base.py``.
 
     Raises:
-        ValueError: a value is out of range, or a list has not one value per group.
+        ValueError: a value is out of range, or a list does not have one value per group.
     """
 
     def __init__(
@@ -200,26 +199,26 @@ class WarmupLR(_Warmup):
     def rates(self, steps: int) -> list[float]:
         if steps == 0:
             return list(self.min_lrs)
-        share = self._share(steps - 1)
+        fraction = self._fraction(steps - 1)
         highs = self._bases if self.max_lrs is None else self.max_lrs
-        return [low + (high - low) * share for low, high in zip(self.min_lrs, highs, strict=True)]
+        return [low + (high - low) * fraction for low, high in zip(self.min_lrs, highs, strict=True)]
 
-    def _share(self, iteration: int) -> float:
+    def _fraction(self, iteration: int) -> float:
         warmed = self.warmed(iteration)
         return 1.0 if warmed is None else warmed
 
 
 class WarmupDecayLR(WarmupLR):
-    """``WarmupLR``, then linearly down to ``warmup_min_lr``, which is reached after ``total_num_steps``.
+    """``WarmupLR``, then a linear decay to ``warmup_min_lr``, which is reached after ``total_num_steps``.
 
     Args:
-        optimizer: any.
+        optimizer: the optimizer to schedule.
         total_num_steps: optimizer steps of the training.
         warmup_max_lr: the rate after the warm-up; None: the optimizer's.
         warmup_min_lr, warmup_num_steps, warmup_type, last_batch_iteration: as for ``WarmupLR``.
 
     Raises:
-        ValueError: a value is out of range, or a list has not one value per group.
+        ValueError: a value is out of range, or a list does not have one value per group.
     """
 
     def __init__(
@@ -236,7 +235,7 @@ class WarmupDecayLR(WarmupLR):
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
         _compare(self.total_num_steps, self.warmup_num_steps)
 
-    def _share(self, iteration: int) -> float:
+    def _fraction(self, iteration: int) -> float:
         warmed = self.warmed(iteration)
         if warmed is not None:
             return warmed
@@ -245,16 +244,16 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Warmup):
-    """From a share of the optimizer's rate up to it, then down along a cosine to another share.
+    """Warm-up to the optimizer's rate, then a cosine decay. All rates are ratios of the optimizer's.
 
-    The very first step has the rate 0, whatever ``warmup_min_ratio`` is, as in DeepSpeed.
+    The first step has the rate 0, whatever ``warmup_min_ratio`` is, as in DeepSpeed.
 
     Args:
-        optimizer: any.
+        optimizer: the optimizer to schedule.
         total_num_steps: optimizer steps of the training.
-        warmup_min_ratio: share of the optimizer's rate at which the warm-up starts.
+        warmup_min_ratio: ratio at the start of the warm-up.
         warmup_num_steps: optimizer steps; 1 counts as 2, as in DeepSpeed.
-        cos_min_ratio: share of the optimizer's rate at the end.
+        cos_min_ratio: ratio at the end of the decay.
         warmup_type: ``log`` or ``linear``.
         last_batch_iteration: see ``schedule_base.py``.
 
@@ -298,7 +297,7 @@ SCHEDULES: Mapping[str, type[Schedule]] = {
 def _compare(total: int, warmup: int) -> None:
     if total < warmup:
         warnings.warn(
-            f"total_num_steps={total} is less than warmup_num_steps={warmup}: the training ends within the warm-up. "
-            "Raise the one or lower the other.",
+            f"total_num_steps={total} is less than warmup_num_steps={warmup}: training ends within the warm-up. "
+            "Raise total_num_steps or lower warmup_num_steps.",
             stacklevel=3,
         )

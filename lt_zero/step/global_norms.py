@@ -12,7 +12,7 @@ from lt_zero.engine.bucket import Bucket
 from lt_zero.step.fused_step import Member
 
 
-class WholeNorms:
+class FullNorms:
     """Adds up squared norms of fragments over the ranks, in one all-reduce for all parameters of a step.
 
     The table that is reduced has a row for each parameter of the stepped buckets, zero where a rank has no fragment.
@@ -40,7 +40,7 @@ class WholeNorms:
         held = [(number, self._row_of[id(f)]) for number, f in enumerate(fragments) if id(f) in self._row_of]
         numbers, rows = torch.tensor(held, dtype=torch.int64).view(-1, 2).unbind(1)
         table[rows.to(table.device)] = squares[numbers.to(squares.device)].to(table.device)
-        table = self._comm.sum_scalar(table, "norms of whole parameters")
-        whole = squares.clone()
-        whole[numbers.to(squares.device)] = table[rows.to(table.device)].to(squares.device)
-        return whole
+        table = self._comm.sum_scalar(table, "norms of full parameters")
+        full = squares.clone()
+        full[numbers.to(squares.device)] = table[rows.to(table.device)].to(squares.device)
+        return full

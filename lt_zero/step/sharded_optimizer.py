@@ -28,7 +28,7 @@ from lt_zero.engine.layout import Piece
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.optim.lamb import Lamb
 from lt_zero.step.fused_step import FusedAdam, Member
-from lt_zero.step.global_norms import WholeNorms
+from lt_zero.step.global_norms import FullNorms
 from lt_zero.step.overlap import Overlap
 from lt_zero.step.per_bucket import RanClosure, Stepper, grad_of
 from lt_zero.step.reduced_grads import ReducedGrads
@@ -69,9 +69,9 @@ class ShardedOptimizer(ProcessLocal):
         self._early: set[Bucket] = set()  # buckets of the running step that were stepped beside backward
         fused = engine.config.fused_step and FusedAdam.fits(optimizer)
         self.fused = FusedAdam(optimizer) if fused else None
-        self.norms: WholeNorms | None = None  # for an optimizer whose step is collective
+        self.norms: FullNorms | None = None  # for an optimizer whose step is collective
         if isinstance(optimizer, Lamb):
-            optimizer.whole_norms = self.norms = WholeNorms(engine.comm)
+            optimizer.full_norms = self.norms = FullNorms(engine.comm)
         self.overlap = Overlap(self)
         self.grads = ReducedGrads(self)
         self.stepper = Stepper(self)

@@ -72,7 +72,7 @@ def check_supported(optimizer: Optimizer, sharded: bool, whole: bool = False) ->
         raise TypeError(f"{name} evaluates its closure several times per step, which ZeRO does not support. Use AdamW.")
     if names & _SPARSE:
         raise TypeError(f"{name} needs sparse gradients; ZeRO reduces dense buckets. Use Adam and sparse=False.")
-    if not sharded or isinstance(optimizer, Lamb):  # ours asks for the norms of whole parameters
+    if not sharded or isinstance(optimizer, Lamb):  # ours asks for the norms of full parameters
         return
     if names & _WHOLE_MATRICES and not whole:
         ours = "lt_zero.optim.Lamb" if names & {"Lamb", "LAMB"} else "stage 0"

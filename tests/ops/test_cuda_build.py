@@ -130,7 +130,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         made = folder / f"{source.stem}.o"
         jobs.append(Job((compiler, *flags, *checks, "-x", "c++", "-c", str(source), "-o", str(made)), made))
     linked = folder / "emulated.so"
-    link = Job((compiler, "-shared", *checks, *[str(job.makes) for job in jobs], "-o", str(linked)), linked)
+    link = Job((compiler, "-shared", *checks, *[str(job.target) for job in jobs], "-o", str(linked)), linked)
     for step in (jobs, [link]):
         run(step, 100.0)
         assert all(job.code == 0 for job in step), "\n".join(job.output for job in step)

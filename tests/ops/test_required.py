@@ -23,7 +23,7 @@ from tests.support.models import Net, next_token_loss
 from tests.support.pool import Pool
 
 THERE = Status("cpu", True, Path("kernels.so"), "from the cache", "avx512")
-NOT_THERE = Status("cpu", False, None, "no C++ compiler: there is none of c++.")
+NOT_THERE = Status("cpu", False, None, "no C++ compiler: none of c++ is installed.")
 ROOT = Path(lt_zero.__file__).parent.parent
 
 

@@ -86,16 +86,16 @@ def test_names_are_those_of_the_model_without_wrappers() -> None:
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ([{"match": "*.bais"}], r"param_groups[0].match: '*.bais' matches no parameter. Near names are .*\.bias"),
+        ([{"match": "*.bais"}], r"param_groups[0].match: '*.bais' matches no parameter. Similar names: .*\.bias"),
         ([NO_DECAY, {"match": "*.bias|*nrom*"}], r"param_groups[1].match: '*nrom*' matches no .*norm"),
-        ([{"match": "zzz"}], "Names are such as scale, embedding.weight, "),
-        ([NO_DECAY, {"match": "blocks.0.up.bias"}], "param_groups[1].match='blocks.0.up.bias': groups before it have"),
+        ([{"match": "zzz"}], "Names are, for example, scale, embedding.weight, "),
+        ([NO_DECAY, {"match": "blocks.0.up.bias"}], "param_groups[1].match='blocks.0.up.bias': earlier entries take"),
         ([{"lr": 1}], "param_groups[0].match is missing"),
         ([{"match": "*", "optional": 1}], "param_groups[0].optional=1: write true or false"),
         ([{"match": ["*", 3]}], "param_groups[0].match=['*', 3]: write a pattern"),
         ([{"match": "a||b"}], "param_groups[0].match='a||b': write a pattern"),
         ([{"match": "*", "name": "rest"}], "param_groups[0].name='rest': another group has this name"),
-        ([{"match": "*", "name": ""}], "param_groups[0].name='': write some text"),
+        ([{"match": "*", "name": ""}], "param_groups[0].name='': write a name"),
     ],
 )
 def test_entries_that_cannot_be(entries: Entries, message: str) -> None:
@@ -123,9 +123,13 @@ def test_made_names_differ() -> None:
         ("AdamW", {"lr": "fast"}, "[0].lr='fast': write a number of at least 0, such as 1e-3."),
         ("AdamW", {"betas": [0.9]}, "[0].betas=[0.9]: write a list of 2"),
         ("AdamW", {"amsgrad": "auto"}, "[0].amsgrad='auto': write true or false."),
-        ("Adam", {"adam_w_mode": False}, "[0].adam_w_mode=False is for all groups of Adam at once. Write it in opt"),
-        ("Adagrad", {"initial_accumulator_value": 1}, "[0].initial_accumulator_value=1 is for all groups of Adagrad"),
-        ("SGD", {"nesterov": True}, "[0]={'nesterov': True} does not fit SGD: Nesterov momentum requires"),
+        ("Adam", {"adam_w_mode": False}, "[0].adam_w_mode=False applies to all groups of Adam. Write it in opt"),
+        (
+            "Adagrad",
+            {"initial_accumulator_value": 1},
+            "[0].initial_accumulator_value=1 applies to all groups of Ada",
+        ),
+        ("SGD", {"nesterov": True}, "[0]={'nesterov': True} is rejected by SGD: Nesterov momentum requires"),
         ("Lion", {"momentum": 0.5}, "[0].momentum=0.5 is not a parameter of Lion."),
     ],
 )
@@ -143,7 +147,9 @@ def test_options_that_cannot_be(kind: str, entry: dict[str, Any], message: str) 
 def test_muon_makes_its_own(entry: dict[str, Any]) -> None:
     (problem,) = check_optimizer("Muon", {}, [entry])
     assert problem.key == "optimizer.param_groups"
-    assert re.match(r"optimizer.param_groups: Muon has two groups.* Remove the key.*configure_optim", problem.message)
+    assert re.match(
+        r"optimizer.param_groups: Muon has two fixed groups.* Remove the key.*configure_optim", problem.message
+    )
     with pytest.raises(ConfigError) as error:
         build_grouped("Muon", {}, [entry], named(Net(1)))
     assert error.value.problems == (problem,)
@@ -152,7 +158,7 @@ def test_muon_makes_its_own(entry: dict[str, Any]) -> None:
 def test_uncorrected_adam_has_no_amsgrad_in_groups_either() -> None:
     (problem,) = check_optimizer("Adam", {"bias_correction": False}, [{"match": "*", "amsgrad": True}])
     assert problem.key == "optimizer.param_groups[0]"
-    assert "optimizer.param_groups[0].amsgrad=True does not go with" in problem.message
+    assert "optimizer.param_groups[0].amsgrad=True cannot be combined with" in problem.message
 
 
 def test_values_are_converted() -> None:

@@ -73,5 +73,5 @@ def test_on_plateau_after_each_epoch() -> None:
     trainer = run(module, {"scheduler": {"type": "ReduceLROnPlateau", "params": params}}, max_steps=-1, max_epochs=4)
     assert module.rates == [0.5] * 8 + [0.25] * 4 + [0.125] * 4
     assert trainer.lr_scheduler_configs[0].monitor == "growing"
-    with pytest.raises(ConfigError, match=r"scheduler.params.monitor is missing, and ReduceLROnPlateau needs it"):
+    with pytest.raises(ConfigError, match=r"scheduler.params.monitor is missing: ReduceLROnPlateau requires it"):
         run(Watched(), {"scheduler": {"type": "ReduceLROnPlateau", "params": {"factor": 0.5}}})

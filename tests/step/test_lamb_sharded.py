@@ -118,7 +118,7 @@ def _sums() -> None:
         for stage in STAGES:
             names.clear()
             train(stage)
-            assert names == ["norms of whole parameters"] * (4 if stage else 0)
+            assert names == ["norms of full parameters"] * (4 if stage else 0)
     finally:
         Comm.sum_scalar = plain  # type: ignore[method-assign]
 
