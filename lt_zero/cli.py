@@ -20,9 +20,8 @@ def _root() -> None:
     """ZeRO for PyTorch Lightning."""
 
 
-def _later(name: str, module: str, summary: str) -> None:
-    """Register a command whose function or app, ``<name>_command`` of ``module``, is imported when it runs: it needs
-    torch."""
+def _lazy(name: str, module: str, summary: str) -> None:
+    """Register the function or app ``<name>_command`` of ``module``, which is only imported to run: it needs torch."""
 
     @app.command(
         name,
@@ -31,33 +30,25 @@ def _later(name: str, module: str, summary: str) -> None:
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     )
     def run(context: typer.Context) -> None:
-        found = getattr(importlib.import_module(module), f"{name}_command")
-        inner = found if isinstance(found, typer.Typer) else typer.Typer(add_completion=False)
-        if inner is not found:
-            inner.command()(found)
+        command = getattr(importlib.import_module(module), f"{name}_command")
+        inner = command if isinstance(command, typer.Typer) else typer.Typer(add_completion=False)
+        if inner is not command:
+            inner.command()(command)
         inner(context.args, prog_name=f"lt-zero {name}")
 
 
-_later("config", "lt_zero.config.cli", "Check, show, convert and explain configurations.")
-_later("doctor", "lt_zero.doctor", "What this machine has for training, and what to do about what is missing.")
 _CHECKPOINTS = "lt_zero.checkpoint.cli"
-_later(
-    "estimate",
-    "lt_zero.memory.cli",
-    "How much memory a run needs, by stage and offload, on each rank and node.",
-)
-_later(
+_lazy("config", "lt_zero.config.cli", "Check, show, convert and explain configurations.")
+_lazy("doctor", "lt_zero.doctor", "Check whether this machine is ready for training, with a remedy for each problem.")
+_lazy("estimate", "lt_zero.memory.cli", "Estimate the memory of a run per rank and node, by stage and offload.")
+_lazy(
     "export",
     _CHECKPOINTS,
-    "Write a checkpoint's weights as files that need no lt_zero: safetensors, a state dict, a Lightning checkpoint.",
+    "Export a checkpoint's weights as files that need no lt_zero: safetensors, a state dict, a Lightning checkpoint.",
 )
-_later("import", _CHECKPOINTS, "Make a checkpoint directory of what DeepSpeed, FSDP or others wrote.")
-_later(
-    "plot",
-    "lt_zero.lightning.monitor.plot",
-    "Draw what a run has logged to CSV files: loss, rates, throughput, memory.",
-)
-_later("verify", _CHECKPOINTS, "Read every byte of a checkpoint directory, and tell what it holds.")
+_lazy("import", _CHECKPOINTS, "Convert a checkpoint of DeepSpeed, FSDP or others to a checkpoint directory.")
+_lazy("plot", "lt_zero.lightning.monitor.plot", "Plot a run's CSV logs: loss, rates, throughput, memory.")
+_lazy("verify", _CHECKPOINTS, "Read every byte of a checkpoint directory, and print its contents.")
 
 
 @ops.command("build")
@@ -66,11 +57,11 @@ def build_command(
         bool, typer.Option("--cuda/--no-cuda", help="Also the CUDA kernels, for all supported devices; needs no GPU.")
     ] = False,
     cache: Annotated[
-        Path | None, typer.Option(help="Where to put the libraries. Default: LT_ZERO_CACHE, else the user's cache.")
+        Path | None, typer.Option(help="Folder for the libraries. Default: LT_ZERO_CACHE, else the user's cache.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Compile even if they are there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Compile even if they are cached.")] = False,
 ) -> None:
-    """Compile the native kernels now, not on first use: for containers, and for machines without a compiler."""
+    """Compile the native kernels ahead of their first use: for containers, and for machines without a compiler."""
     from lt_zero.ops.compiler import CSRC, BuildError, build, recipe_of
     from lt_zero.ops.library import cache_dir
 
@@ -83,26 +74,26 @@ def build_command(
             errors = Console(stderr=True, soft_wrap=True, highlight=False)
             errors.print(f"The {kind} kernels were not built: {error}", markup=False)
             if error.log is not None:
-                errors.print(f"All that the compiler printed: {error.log}", markup=False)
+                errors.print(f"Output of the compiler: {error.log}", markup=False)
             raise typer.Exit(1) from None
-        took = "was there" if built.seconds is None else f"compiled in {built.seconds:.1f} s"
-        console.print(f"{kind}: {built.path} ({took})", markup=False)
+        origin = "cached" if built.seconds is None else f"compiled in {built.seconds:.1f} s"
+        console.print(f"{kind}: {built.path} ({origin})", markup=False)
     if folder != cache_dir():
-        console.print(f"They are found with LT_ZERO_CACHE={folder}", markup=False)
+        console.print(f"Set LT_ZERO_CACHE={folder} to use them.", markup=False)
 
 
 @ops.command("report")
 def report_command() -> None:
-    """Print which implementation of each operation runs here, and why. Compiles what was not compiled yet."""
+    """Print the implementation of each operation on this machine, and why it runs. Compiles missing kernels."""
     from lt_zero.ops.report import operations_table
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what it warns of is in the table
+        warnings.simplefilter("ignore")  # the table shows the same
         operations_table()
 
 
 def main() -> None:
-    """The entry point of the command ``lt-zero``."""
+    """Entry point of the command ``lt-zero``."""
     app()
 
 

@@ -1,7 +1,7 @@
-"""``lt-zero doctor``: what this machine has for training, and what to do about what it lacks.
+"""``lt-zero doctor``: checks whether this machine is ready for training, with a remedy for each problem.
 
-A probe looks at one thing and yields rows. What a probe raises becomes a row, so that a broken driver or package hides
-nothing else. Probes import what they need themselves: torch may be what is missing.
+A probe checks one thing and yields rows. An exception of a probe becomes a row, so that a broken driver or package
+hides nothing else. Probes import their dependencies themselves: torch may be missing.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 _COLOURS = {"ok": "green", "limited": "yellow", "missing": "red"}
 _NAMED = ("torch", "lightning", "torchmetrics", "omegaconf")  # packages with a row of their own
-_LITTLE = 2 * 10**9  # bytes of memory or disk; a process takes a quarter of it before it has a model
-_IPC_LOCK = 14  # CAP_IPC_LOCK of linux/capability.h: may lock pages beyond the limit
-_INSTRUCTIONS = {  # what the kernels of that name need, in the words of /proc/cpuinfo
+_LITTLE = 2 * 10**9  # bytes of memory or disk; a process needs a quarter of it even without a model
+_IPC_LOCK = 14  # CAP_IPC_LOCK of linux/capability.h: memory may be pinned beyond the limit
+_INSTRUCTIONS = {  # flags in /proc/cpuinfo that the kernels need
     "avx2": {"avx2", "fma", "f16c"},
     "avx512": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"},
     "neon": {"asimd"},
@@ -46,13 +46,13 @@ file = os.memfd_create("lt_zero")
 os.write(file, ({_NUMBER}).to_bytes(8, sys.byteorder))
 print(f"/proc/{{os.getpid()}}/fd/{{file}}", flush=True)
 sys.stdin.read()
-"""  # a process with a window as SharedArena has it, until its input ends
+"""  # a process that shares memory as SharedArena does, until its input ends
 
 
 class Row(NamedTuple):
-    """A line of the table: what was looked at, what was found, the verdict, and what to do, in a sentence.
+    """A line of the table: the name of a check, what was found, the verdict, and the remedy.
 
-    ``limited`` works, but slower or with less than there could be. ``required``: training on the CPU needs it.
+    ``limited`` means that it works, but slower or with fewer features. ``required``: training on the CPU needs it.
     """
 
     name: str
@@ -66,16 +66,16 @@ def doctor_command(
     path: Annotated[Path, typer.Option(help="A folder on the disk for offloaded states and checkpoints.")] = Path("."),
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """What this machine has for training, and what to do about what is missing.
+    """Check whether this machine is ready for training, with a remedy for each problem.
 
-    Compiles native kernels that were not compiled yet. The exit code is 0 if training on the CPU works, else 1.
+    Compiles missing native kernels. The exit code is 0 if training on the CPU works, else 1.
     """
     rows = examine(path)
     lacking = [row.name for row in rows if row.required and row.verdict == "missing"]
     if json:
         print(json_format.dumps({"trains_on_cpu": not lacking, "rows": [row._asdict() for row in rows]}, indent=2))
     else:
-        console = Console(soft_wrap=True, highlight=False, emoji=False)  # a line each: nothing is cut or folded
+        console = Console(soft_wrap=True, highlight=False, emoji=False)  # one line per row, however long
         width = max(len(row.name) for row in rows)
         for row in rows:
             text = f"{row.found.rstrip('.')}. {row.remedy}" if row.remedy else row.found
@@ -88,7 +88,7 @@ def examine(path: Path) -> list[Row]:
     """Run all probes; ``path`` is a folder on the disk for offloaded states and checkpoints."""
     rows: list[Row] = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what they are about is in the table
+        warnings.simplefilter("ignore")  # the table shows the same
         for probe in PROBES:
             try:
                 rows.extend(probe(path))
@@ -97,11 +97,11 @@ def examine(path: Path) -> list[Row]:
                 found = f"this probe failed: {type(error).__name__}: {error}"
                 remedy = "Repair what the error names, and run `lt-zero doctor` again."
                 rows.append(Row(name, found, "missing" if required else "limited", remedy, required))
-    # What compilers and drivers say may have several lines.
+    # Messages of compilers and drivers may have several lines.
     return [row._replace(found=" ".join(row.found.split()), remedy=" ".join(row.remedy.split())) for row in rows]
 
 
-def _judged(name: str, found: str, problem: bool, remedy: str) -> Row:
+def _row(name: str, found: str, problem: bool, remedy: str) -> Row:
     return Row(name, found, "limited", remedy) if problem else Row(name, found)
 
 
@@ -113,18 +113,18 @@ def _versions(path: Path) -> Iterator[Row]:
     from packaging.specifiers import SpecifierSet
 
     python, needs, checked = "", list[str](), dict[str, tuple[str, str]]()
-    where = f"{lt_zero.__version__} in {Path(lt_zero.__file__).parent}"
-    row = Row("lt_zero", where, required=True)
+    installed = f"{lt_zero.__version__} in {Path(lt_zero.__file__).parent}"
+    row = Row("lt_zero", installed, required=True)
     try:
         python, needs = metadata.metadata("lt-zero")["Requires-Python"], metadata.requires("lt-zero") or []
     except metadata.PackageNotFoundError:
-        remedy = "Install it with pip, and the versions of packages are compared with those that it needs."
-        row = Row("lt_zero", f"{where}, not installed", "limited", remedy, True)
+        remedy = "Install it with pip, so that the versions of packages can be checked."
+        row = Row("lt_zero", f"{installed}, not installed", "limited", remedy, True)
     try:
         checked = import_module("lt_zero.common.compat").CHECKED
-    except Exception as error:  # torch is missing, or has moved its internals
-        found = f"{where} cannot be imported: {type(error).__name__}: {error}"
-        row = Row("lt_zero", found, "missing", "Install what is missing, in a version that it is checked on.", True)
+    except Exception as error:  # torch is missing, or its internals have moved
+        found = f"{installed} cannot be imported: {type(error).__name__}: {error}"
+        row = Row("lt_zero", found, "missing", "Install the missing package, in a version that was checked.", True)
     yield row
     yield _version("python", platform.python_version(), SpecifierSet(python), None)
     parsed = [requirement for requirement in map(Requirement, needs) if requirement.marker is None]  # no extras
@@ -146,15 +146,15 @@ def _package(name: str, allowed: SpecifierSet, checked: tuple[str, str] | None) 
 def _version(name: str, found: str, allowed: SpecifierSet, checked: tuple[str, str] | None) -> Row:
     from packaging.version import Version
 
-    told = [f"needs {_text(allowed)}"] if _text(allowed) else []
-    told += [f"checked on {' to '.join(dict.fromkeys(checked))}"] if checked else []
-    text = f"{found} ({'; '.join(told)})" if told else found
+    notes = [f"needs {_text(allowed)}"] if _text(allowed) else []
+    notes += [f"checked on {' to '.join(dict.fromkeys(checked))}"] if checked else []
+    text = f"{found} ({'; '.join(notes)})" if notes else found
     if not allowed.contains(found, prereleases=True):
         return Row(name, text, "missing", f"Install {name} {_text(allowed)}.", True)
     if checked is not None:
         release, (first, last) = Version(found).release, (Version(bound).release for bound in checked)
         if not first <= release[: len(first)] or not release[: len(last)] <= last:
-            remedy = f"lt_zero uses internals of {name}: if something fails, install a version that it is checked on."
+            remedy = f"lt_zero uses internals of {name}: if something fails, install a version that was checked."
             return Row(name, text, "limited", remedy, True)
     return Row(name, text, required=True)
 
@@ -170,7 +170,7 @@ def _compilers(path: Path) -> Iterator[Row]:
     from lt_zero.ops.compiler import BuildError, find_compiler
 
     remedies = {
-        "C++ compiler": "Install g++ or clang++, or set CXX; or bring kernels that `lt-zero ops build` made elsewhere.",
+        "C++ compiler": "Install g++ or clang++, or set CXX; or copy kernels that `lt-zero ops build` built elsewhere.",
         "nvcc": "Only GPUs need it: install the CUDA toolkit, or set NVCC.",
     }
     for kind, (name, remedy) in zip(("cpu", "cuda"), remedies.items(), strict=True):
@@ -180,7 +180,7 @@ def _compilers(path: Path) -> Iterator[Row]:
             yield Row(name, str(error), "missing", remedy)
             continue
         version = compiler.identity.splitlines()[len(compiler.command) :] or ["no version"]
-        line = next((line for line in version if "release" in line), version[0])  # nvcc's first line has none
+        line = next((line for line in version if "release" in line), version[0])  # nvcc prints it further down
         yield Row(name, f"{line.removeprefix('Cuda compilation tools, ')} ({shlex.join(compiler.command)})")
 
 
@@ -191,17 +191,17 @@ def _kernels(path: Path) -> Iterator[Row]:
     states = {kind: library.status(kind) for kind in ("cpu", "cuda")}
     lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     flags = next((set(line.split()) for line in lines if line.startswith(("flags", "Features"))), set[str]())
-    there, used = [name for name, needs in _INSTRUCTIONS.items() if needs <= flags], states["cpu"].isa
-    found = f"{' '.join(there) or 'no vectors'}; {f'native kernels use {used}' if used else 'no native kernels'}"
+    sets, used = [name for name, needs in _INSTRUCTIONS.items() if needs <= flags], states["cpu"].isa
+    found = f"{' '.join(sets) or 'no vectors'}; {f'native kernels use {used}' if used else 'no native kernels'}"
     remedy = "Steps on the CPU are slower. On a virtual machine, pass the host's CPU flags through."
-    yield _judged("instruction sets", found, not there or used == "portable", remedy)
+    yield _row("instruction sets", found, not sets or used == "portable", remedy)
     for kind, status in states.items():
         found = f"{implementation(status)} for all {len(library.OPERATIONS)} operations, {status.why}"
         if kind == "cuda" and status.why.startswith("torch"):  # without CUDA, or without a device
             yield Row("cuda kernels", found, "missing", "Only GPUs need them.")
         else:
             remedy = library.remedy(status)
-            yield _judged(f"{kind} kernels", found, not status.available, remedy[0].upper() + remedy[1:])
+            yield _row(f"{kind} kernels", found, not status.available, remedy[0].upper() + remedy[1:])
 
 
 # ---- memory and disks ----------------------------------------------------------------------------------------------
@@ -214,11 +214,11 @@ def _memory(path: Path) -> Iterator[Row]:
 
     memory = psutil.virtual_memory()
     found = f"{amount(memory.available)} available of {amount(memory.total)}"
-    yield _judged("memory", found, memory.available < _LITTLE, "End other processes, or take a larger machine.")
+    yield _row("memory", found, memory.available < _LITTLE, "End other processes, or use a larger machine.")
     least = min(cgroup_limits(), key=lambda limit: limit.nbytes, default=None)
     found = f"{amount(least.nbytes)} left of {least.source}" if least else "none"
     little, remedy = least is not None and least.nbytes < _LITTLE, "Start the container or job with more memory."
-    yield _judged("cgroup limit", found, little, remedy)
+    yield _row("cgroup limit", found, little, remedy)
 
 
 def _disks(path: Path) -> Iterator[Row]:
@@ -228,14 +228,14 @@ def _disks(path: Path) -> Iterator[Row]:
 
     for name, folder in (("disk", path.absolute()), ("tmp folder", Path(tempfile.gettempdir()))):
         if not folder.is_dir():
-            yield Row(name, f"{folder} is no folder", "missing", "Make it, or name another one with --path.")
+            yield Row(name, f"{folder} is not a folder", "missing", "Create it, or name another one with --path.")
             continue
         kind, free = filesystem_of(folder), free_bytes(folder)
         remedy = "Free space there, or name another folder (--path, TMPDIR)."
         if name == "disk" and kind in ("tmpfs", "ramfs"):
-            free, remedy = 0, "This is memory: offload to it frees nothing. Name a disk with --path."
+            free, remedy = 0, "This is memory: offloading to it frees nothing. Name a folder on a disk with --path."
         found = f"{amount(free_bytes(folder))} free in {folder}" + (f" ({kind})" if kind else "")
-        yield _judged(name, found, free < _LITTLE, remedy)
+        yield _row(name, found, free < _LITTLE, remedy)
 
 
 def _direct(path: Path) -> Iterator[Row]:
@@ -246,24 +246,24 @@ def _direct(path: Path) -> Iterator[Row]:
         with tempfile.TemporaryFile(dir=path) as file:
             works = go_direct(file.fileno(), max(BLOCK, logical_block(path)), BLOCK)
     except OSError as error:
-        found = f"no file can be made in {path.absolute()}: {error.strerror}"
-        yield Row("O_DIRECT", found, "missing", "Name a folder to write to with --path.")
+        found = f"no file can be created in {path.absolute()}: {error.strerror}"
+        yield Row("O_DIRECT", found, "missing", "Name a writable folder with --path.")
     else:
-        remedy = "Offload to it goes through the page cache, which is slower. ext4 and xfs have O_DIRECT."
-        yield _judged("O_DIRECT", "works" if works else "does not work", not works, remedy)
+        remedy = "Offloading goes through the page cache, which is slower. ext4 and xfs support O_DIRECT."
+        yield _row("O_DIRECT", "works" if works else "does not work", not works, remedy)
 
 
-# ---- between processes, and devices --------------------------------------------------------------------------------
+# ---- communication and devices -------------------------------------------------------------------------------------
 
 
-def _windows(path: Path) -> Iterator[Row]:
+def _shared_memory(path: Path) -> Iterator[Row]:
     from lt_zero.comm.shared_memory import SharedArena, host_identity, supported
 
     slower = "Ranks of a host exchange data through sockets, which is slower."
     if not supported():
         value = os.environ.get("LT_ZERO_SHARED_MEMORY")
         found = f"off, LT_ZERO_SHARED_MEMORY={value}" if value else "this system has no memfd_create or preadv"
-        yield Row("shared windows", found, "limited", f"{slower} Unset LT_ZERO_SHARED_MEMORY." if value else slower)
+        yield Row("shared memory", found, "limited", f"{slower} Unset LT_ZERO_SHARED_MEMORY." if value else slower)
         return
     command = [sys.executable, "-I", "-S", "-c", _PEER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
@@ -272,18 +272,18 @@ def _windows(path: Path) -> Iterator[Row]:
         addresses = [arena.address(), (host_identity(), peer.stdout.readline().strip())]
         works = arena.connect(0, addresses) and arena.posted(0) == [_NUMBER]
     found = "memory of another process was read" if works else "/proc/PID/fd of another process cannot be opened"
-    remedy = f"{slower} See how /proc is mounted (hidepid), and whether a sandbox hides processes."
-    yield _judged("shared windows", found, not works, remedy)
+    remedy = f"{slower} Check how /proc is mounted (hidepid), and whether a sandbox hides processes."
+    yield _row("shared memory", found, not works, remedy)
 
 
-def _page_locking(path: Path) -> Iterator[Row]:
+def _pinned_memory(path: Path) -> Iterator[Row]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    words = Path("/proc/self/status").read_text().split()
-    lifted = bool(int(words[words.index("CapEff:") + 1], 16) >> _IPC_LOCK & 1)
+    fields = Path("/proc/self/status").read_text().split()
+    lifted = bool(int(fields[fields.index("CapEff:") + 1], 16) >> _IPC_LOCK & 1)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft // 1024} kB"
     found = f"ulimit -l: {limit}{', lifted by CAP_IPC_LOCK' * lifted}"
-    remedy = "Only offload from a GPU locks pages: ulimit -l unlimited, or docker run --ulimit memlock=-1."
-    yield _judged("page locking", found, limit != "unlimited" and not lifted, remedy)
+    remedy = "Only offloading from a GPU needs it. Run ulimit -l unlimited, or docker run --ulimit memlock=-1."
+    yield _row("pinned memory", found, limit != "unlimited" and not lifted, remedy)
 
 
 def _gpus(path: Path) -> Iterator[Row]:
@@ -293,14 +293,14 @@ def _gpus(path: Path) -> Iterator[Row]:
 
     if not torch.cuda.is_available():
         found = "torch is built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
-        remedy = "Runs use the CPU. A GPU needs its driver and a torch with CUDA."
+        remedy = "Training uses the CPU. A GPU needs its driver and a torch with CUDA."
         yield Row("GPUs", found, "missing", remedy)
         return
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     kinds = Counter(f"{d.name}, {amount(d.total_memory)}, compute capability {d.major}.{d.minor}" for d in devices)
     found = "; ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    remedy = "The native kernels need compute capability 8.0: torch's operations run."
-    yield _judged("GPUs", found, any((d.major, d.minor) < (8, 0) for d in devices), remedy)
+    remedy = "The native kernels need compute capability 8.0; torch's operations run instead."
+    yield _row("GPUs", found, any((d.major, d.minor) < (8, 0) for d in devices), remedy)
 
 
 def _backends(path: Path) -> Iterator[Row]:
@@ -319,5 +319,5 @@ def _backends(path: Path) -> Iterator[Row]:
         yield Row("gloo", "a process group was opened", required=True)
 
 
-_REQUIRED = (_versions, _backends)  # training on the CPU needs what they look at
-PROBES = (*_REQUIRED, _compilers, _kernels, _memory, _disks, _direct, _windows, _page_locking, _gpus)
+_REQUIRED = (_versions, _backends)  # their rows decide whether training on the CPU works
+PROBES = (*_REQUIRED, _compilers, _kernels, _memory, _disks, _direct, _shared_memory, _pinned_memory, _gpus)

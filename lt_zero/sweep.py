@@ -1,9 +1,9 @@
-"""Sweeps of Hydra (``-m``) over training with several ranks: each job runs in processes of its own.
+"""Hydra sweeps (``-m``) over training with several ranks: each job runs in processes of its own.
 
-Hydra runs the jobs one after another in one process, and Lightning starts the other ranks of the first one by running
-the script again with the same arguments. So every rank runs the whole sweep, in the process group that the first job
-made: a later job with another number of ranks does not get it, a job that fails on one rank leaves the others waiting,
-and a sweeper that learns from results learns something else on each rank.
+Hydra runs the jobs one after another in one process, and Lightning starts the other ranks of the first job by running
+the script again with the same arguments. So every rank would run the whole sweep in the process group of the first
+job: a later job could not change the number of ranks, a job that fails on one rank would leave the others waiting, and
+a sweeper that optimizes would see different results on each rank.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from omegaconf import DictConfig, OmegaConf
 
 Task = Callable[[DictConfig], Any]
 
-_RESULT = "LT_ZERO_JOB_RESULT"  # where the process of a job leaves what the task returned
-_OF_THE_SWEEP = ("hydra.mode=", "hydra.run.dir=", "hydra.sweep.", "hydra.job.num=", "hydra.job.id=")
+_RESULT = "LT_ZERO_JOB_RESULT"  # path of the file for the task's result
+_SWEEP_OVERRIDES = ("hydra.mode=", "hydra.run.dir=", "hydra.sweep.", "hydra.job.num=", "hydra.job.id=")
 
 
 def own_process(task: Task) -> Task:
-    """Run the function under ``@hydra.main`` as it is, and each job of a sweep as a run of its own.
+    """Decorator below ``@hydra.main`` that runs each job of a sweep as a run of its own; single runs are unchanged.
 
-    A job's process gets the overrides that Hydra made for the job, writes to the job's folder, and starts its ranks as
-    a run without ``-m`` does. What the task returns there (numbers, or anything that JSON has) goes to the sweeper.
+    A job's process gets the job's overrides from Hydra, writes to the job's folder, and starts its ranks as a run
+    without ``-m`` does. Its result (numbers, or any JSON value) is passed to the sweeper.
 
     ::
 
@@ -50,10 +50,10 @@ def own_process(task: Task) -> Task:
     def run(config: DictConfig) -> Any:
         if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
             return _run_job()
-        leave_at = os.environ.pop(_RESULT, None)  # other ranks inherit the environment and must not find it
+        result_file = os.environ.pop(_RESULT, None)  # other ranks inherit the environment and must not write it
         result = task(config)
-        if leave_at is not None:
-            Path(leave_at).write_text(json.dumps(result), encoding="utf-8")
+        if result_file is not None:
+            Path(result_file).write_text(json.dumps(result), encoding="utf-8")
         return result
 
     return run
@@ -63,22 +63,23 @@ def _run_job() -> Any:
     job = HydraConfig.get()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise RuntimeError(
-            "torchrun cannot run a sweep (-m): its ranks meet once. Run the script with python, or each job on its own."
+            "torchrun cannot run a sweep (-m): its rendezvous serves one run only. Run the script with python, or each "
+            "job on its own."
         )
     with tempfile.TemporaryDirectory() as folder:
-        leave_at = Path(folder, "result.json")
-        environment = {**os.environ, _RESULT: str(leave_at)}
+        result_file = Path(folder, "result.json")
+        environment = {**os.environ, _RESULT: str(result_file)}
         code = subprocess.run(list(_command(job)), env=environment, cwd=get_original_cwd()).returncode
         if code:
             raise RuntimeError(
                 f"Job {job.job.num} of the sweep ({job.job.override_dirname or 'no overrides'}) ended with exit code "
                 f"{code}; its error is above."
             )
-        return json.loads(leave_at.read_text(encoding="utf-8")) if leave_at.exists() else None
+        return json.loads(result_file.read_text(encoding="utf-8")) if result_file.exists() else None
 
 
 def _command(job: Any) -> Iterator[str]:
-    """The script with one job's overrides instead of the sweep's."""
+    """The command that runs the script with one job's overrides instead of the sweep's."""
     specification = sys.modules["__main__"].__spec__
     yield sys.executable
     yield from (to_absolute_path(sys.argv[0]),) if specification is None else ("-m", specification.name)
@@ -90,7 +91,7 @@ def _command(job: Any) -> Iterator[str]:
     if job.job.config_name is not None:
         yield from ("--config-name", job.job.config_name)
     yield from job.overrides.task
-    yield from (override for override in job.overrides.hydra if not override.startswith(_OF_THE_SWEEP))
+    yield from (override for override in job.overrides.hydra if not override.startswith(_SWEEP_OVERRIDES))
     yield "hydra.mode=RUN"
     yield f"hydra.run.dir={_quoted(job.runtime.output_dir)}"
     for key in ("num", "id"):  # the configuration may refer to them
@@ -99,7 +100,7 @@ def _command(job: Any) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
-    """As a value in Hydra's grammar, whatever characters are in it."""
-    doubled = re.sub(r'(\\+)(?="|\$\{|$)', r"\1\1", text)  # elsewhere a backslash is one
+    """``text`` as a quoted value in Hydra's grammar."""
+    doubled = re.sub(r'(\\+)(?="|\$\{|$)', r"\1\1", text)  # elsewhere a backslash needs no escape
     escaped = doubled.replace('"', '\\"').replace("${", "\\${")
     return f'"{escaped}"'

@@ -35,7 +35,7 @@ NO_DEVICE = Status("cuda", False, None, "torch sees no CUDA device")
 NAMES = [
     *("lt_zero", "python", "torch", "lightning", "torchmetrics", "omegaconf", "other packages", "NCCL", "gloo"),
     *("C++ compiler", "nvcc", "instruction sets", "cpu kernels", "cuda kernels", "memory", "cgroup limit"),
-    *("disk", "tmp folder", "O_DIRECT", "shared windows", "page locking", "GPUs"),
+    *("disk", "tmp folder", "O_DIRECT", "shared memory", "pinned memory", "GPUs"),
 ]
 NEEDS = [
     "torch<3,>=2.10",
@@ -312,7 +312,7 @@ def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lt_zero.io.block_transfer.free_bytes", lambda path: 10**9)
     assert "Free space" in rows(doctor._disks, tmp_path)["tmp folder"].remedy
     row = rows(doctor._disks, tmp_path / "nowhere")["disk"]
-    assert (row.verdict, row.found) == ("missing", f"{tmp_path}/nowhere is no folder")
+    assert (row.verdict, row.found) == ("missing", f"{tmp_path}/nowhere is not a folder")
 
 
 def test_direct_reads_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +326,7 @@ def test_direct_reads_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     row = rows(doctor._direct, tmp_path / "nowhere")["O_DIRECT"]
     assert (row.verdict, row.found) == (
         "missing",
-        f"no file can be made in {tmp_path}/nowhere: {os.strerror(errno.ENOENT)}",
+        f"no file can be created in {tmp_path}/nowhere: {os.strerror(errno.ENOENT)}",
     )
     assert seen[0] > 0  # a request was made
     assert list(tmp_path.iterdir()) == []
@@ -336,16 +336,16 @@ def test_direct_reads_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_memory_of_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rows(doctor._windows)["shared windows"].verdict == "ok"
+    assert rows(doctor._shared_memory)["shared memory"].verdict == "ok"
     with monkeypatch.context() as patch:
         patch.setattr(doctor, "_NUMBER", 1)  # what is read is compared
-        assert rows(doctor._windows)["shared windows"].verdict == "limited"
+        assert rows(doctor._shared_memory)["shared memory"].verdict == "limited"
     with monkeypatch.context() as patch:
         patch.setattr(SharedArena, "connect", lambda *_: False)
-        row = rows(doctor._windows)["shared windows"]
+        row = rows(doctor._shared_memory)["shared memory"]
         assert (row.verdict, "hidepid" in row.remedy) == ("limited", True)
     monkeypatch.setenv("LT_ZERO_SHARED_MEMORY", "0")
-    row = rows(doctor._windows)["shared windows"]
+    row = rows(doctor._shared_memory)["shared memory"]
     assert (row.found, "Unset LT_ZERO_SHARED_MEMORY" in row.remedy) == ("off, LT_ZERO_SHARED_MEMORY=0", True)
 
 
@@ -357,11 +357,11 @@ def test_memory_of_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
         (64 * 1024, 14, "ok", "ulimit -l: 64 kB, lifted by CAP_IPC_LOCK"),
     ],
 )
-def test_page_locking(limit: int, capability: int, verdict: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory(limit: int, capability: int, verdict: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
     monkeypatch.setattr(Path, "read_text", lambda path: f"Name:\tpython\nCapEff:\t{1 << 14:016x}\n")
     monkeypatch.setattr(doctor, "_IPC_LOCK", capability)
-    row = rows(doctor._page_locking)["page locking"]
+    row = rows(doctor._pinned_memory)["pinned memory"]
     assert (row.verdict, row.found) == (verdict, found)
 
 

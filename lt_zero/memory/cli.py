@@ -21,26 +21,26 @@ Option = typer.Option
 
 
 def estimate_command(
-    params: Annotated[float | None, Option(help="Parameters of the model, such as 7.5e9.")] = None,
-    largest: Annotated[float | None, Option(help="Those of its largest layer; default: a 32nd of all.")] = None,
+    params: Annotated[float | None, Option(help="Number of parameters of the model, such as 7.5e9.")] = None,
+    largest: Annotated[float | None, Option(help="Parameters of its largest layer; default: 1/32 of all.")] = None,
     module: Annotated[
-        str | None, Option(help="Or pkg.mod:function that returns the model; nothing is allocated.")
+        str | None, Option(help="Instead of --params: pkg.mod:function that returns the model; nothing is allocated.")
     ] = None,
-    world: Annotated[int, Option(help="Ranks.")] = 1,
-    per_node: Annotated[int | None, Option(help="Of them on a node; default: at most 8.")] = None,
-    stage: Annotated[int | None, Option(min=0, max=3, help="Only this one.")] = None,
+    world: Annotated[int, Option(help="Number of ranks.")] = 1,
+    per_node: Annotated[int | None, Option(help="Ranks per node; default: at most 8.")] = None,
+    stage: Annotated[int | None, Option(min=0, max=3, help="Show only this stage.")] = None,
     precision: Annotated[str | None, Option(help="As for the Trainer: bf16-mixed, 32-true, ...")] = None,
-    config: Annotated[Path | None, Option(help="A JSON or YAML file; its setting is shown by kind.")] = None,
+    config: Annotated[Path | None, Option(help="A JSON or YAML file, whose memory is itemized.")] = None,
     optimizer: Annotated[str, Option(help="adam, sgd, momentum, ..., or bytes of state per parameter.")] = "adam",
     accumulate: Annotated[int, Option(min=1, help="accumulate_grad_batches.")] = 1,
     checkpoints: Annotated[bool, Option(help="Whether they are saved; full ones make rank 0 collect a copy.")] = True,
     device: Annotated[str, Option(help="cuda or cpu.")] = "cuda",
-    gpu_gb: Annotated[float | None, Option(help="With --fit: of a GPU, less what activations need.")] = None,
-    cpu_gb: Annotated[float | None, Option(help="With --fit: of a node.")] = None,
-    nvme_gb: Annotated[float, Option(help="With --fit: of a node's disk.")] = 0.0,
-    fit: Annotated[bool, Option("--fit", help="Name the fastest setting that fits the machine.")] = False,
+    gpu_gb: Annotated[float | None, Option(help="With --fit: memory of a GPU, without that of activations.")] = None,
+    cpu_gb: Annotated[float | None, Option(help="With --fit: host memory of a node.")] = None,
+    nvme_gb: Annotated[float, Option(help="With --fit: disk space of a node.")] = 0.0,
+    fit: Annotated[bool, Option("--fit", help="Find the fastest setting that fits the machine.")] = False,
 ) -> None:
-    """How much memory a run needs, by stage and offload, on each rank and node. GB are 1e9 bytes."""
+    """Estimate the memory of a run per rank and node, by stage and offload. 1 GB is 1e9 bytes."""
     console = Console(highlight=False)
     try:
         model, parsed = _model(params, largest, module), _config(config, stage, module)
@@ -57,40 +57,40 @@ def estimate_command(
             return
         settings_table(model, parsed, world, stage=stage, console=console, **options)
         if config is not None or stage is not None:
-            cast = estimate(model, parsed, world, **options)
-            kinds_table(cast, f"Stage {parsed.zero_optimization.stage} as configured", console)
+            forecast = estimate(model, parsed, world, **options)
+            kinds_table(forecast, f"Stage {parsed.zero_optimization.stage} as configured", console)
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from None
 
 
 def _model(params: float | None, largest: float | None, module: str | None) -> nn.Module | Sizes:
     if (params is None) == (module is None):
-        raise ValueError("give either --params (with --largest) or --module pkg.mod:function.")
+        raise ValueError("Give either --params (with --largest) or --module pkg.mod:function.")
     if module is None:
         assert params is not None
         return Sizes(int(params), None if largest is None else int(largest))
     path, _, name = module.partition(":")
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
     try:
-        make: Any = importlib.import_module(path)
+        function: Any = importlib.import_module(path)
         for part in name.split("."):
-            make = getattr(make, part)
+            function = getattr(function, part)
         with torch.device("meta"):
-            made = make()
+            model = function()
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(
             f"--module {module}: {error}. Name a function without arguments as pkg.mod:function."
         ) from error
-    if not isinstance(made, nn.Module):
-        raise ValueError(f"--module {module} returned {type(made).__name__}, not an nn.Module.")
-    return made
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"--module {module} returned {type(model).__name__}, not an nn.Module.")
+    return model
 
 
-def _config(path: Path | None, stage: int | None, known: str | None) -> ZeroConfig:
+def _config(path: Path | None, stage: int | None, module: str | None) -> ZeroConfig:
     config = ZeroConfig.of(path, stage)
     sizes = [".".join(map(str, key)) for key in config.autos if key[0] == "zero_optimization"]
-    if sizes and known is None:
-        raise ValueError(f'--config {path}: {", ".join(sorted(sizes))} "auto" needs the model: give --module.')
+    if sizes and module is None:
+        raise ValueError(f'--config {path}: "auto" in {", ".join(sorted(sizes))} requires the model: give --module.')
     return config
 
 
@@ -104,14 +104,14 @@ def _fit(
 ) -> None:
     gpu, cpu, nvme = sizes
     if cpu is None or (gpu is None and options["device"] == "cuda"):
-        raise ValueError("--fit needs --cpu-gb, and --gpu-gb unless --device is cpu.")
+        raise ValueError("--fit requires --cpu-gb, and --gpu-gb unless --device is cpu.")
     ranks = options.pop("ranks_per_node") or (world if options["device"] == "cpu" else min(world, 8))
     limit = None if gpu is None else int(gpu * GB)
     found = cheapest(model, Machine(int(cpu * GB), limit, int(nvme * GB), ranks), config, world, **options)
     for setting, problem in found.skipped:
         console.print(f"does not fit: {setting}\n    {problem}", markup=False, soft_wrap=True)
     if found.setting is None or found.forecast is None:
-        console.print("Nothing fits. Take more ranks or nodes, or larger ones.")
+        console.print("Nothing fits. Use more ranks or nodes, or larger ones.")
         raise typer.Exit(1)
     cast = found.forecast
     needs = (("GPU", cast.rank(DEVICE)), ("host of a node", cast.node(HOST)), ("NVMe of a node", cast.node(NVME)))
