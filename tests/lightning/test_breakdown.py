@@ -137,7 +137,7 @@ def fit(model: pl.LightningModule, config: dict[str, Any], stage: int = 3, **opt
 
 def parsed(text: str) -> list[dict[str, float]]:
     """The lines of times."""
-    lines = re.findall(r"^step (\d+), ms a step \(mean of (\d+)\): (.*)$", text, re.MULTILINE)
+    lines = re.findall(r"^step (\d+), ms per step \(mean of (\d+)\): (.*)$", text, re.MULTILINE)
     found = []
     for number, steps, rest in lines:
         values = {key: float(value) for key, value in re.findall(r"(\w+)=([\d.]+)", rest)}
@@ -240,7 +240,7 @@ def test_off_there_is_nothing(passes: Any) -> None:
     logger = Kept()
     text, _ = fit(Model(passes), {"steps_per_print": 1}, logger=logger, limit_train_batches=2)
     assert len(re.findall(r"^step \d", text, re.MULTILINE)) == 2, "steps_per_print has its own"
-    assert "ms a step" not in text
+    assert "ms per step" not in text
     assert "Memory in" not in text
     assert not logger.seen
     assert clocks._running is None

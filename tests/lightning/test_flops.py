@@ -30,7 +30,7 @@ B = 3  # rows
 
 def count(model: nn.Module, run: Callable[[], Tensor], batches: int = 2) -> FlopCount:
     found = FlopCount()
-    found.want()
+    found.request()
     for _ in range(batches):
         with found.forward(model, B):
             loss = run()
@@ -156,7 +156,7 @@ def test_gradient_penalty_is_no_recomputation() -> None:
 def test_the_first_micro_batch_is_not_counted_and_the_rest_costs_nothing() -> None:
     model, entered = nn.Linear(4, 4), []
     found = FlopCount()
-    found.want()
+    found.request()
     for _ in range(4):
         with found.forward(model, B):
             entered.append(bool(model._forward_hooks))

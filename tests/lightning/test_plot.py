@@ -130,10 +130,10 @@ def test_newest_version(tmp_path: Path) -> None:
         ("", "is empty: nothing was logged"),
         ("loss\n1\n", "line 1: there is no column 'step'"),
         ("step,loss\n1,2\n\n3,4,5\n", "line 4: 3 values for 2 columns"),
-        ("step,loss\n1,2\n3,x\n", "line 3, column 'loss': 'x' is no number"),
-        ("step,loss\n,2\n", "line 2, column 'step': '' is no number"),
+        ("step,loss\n1,2\n3,x\n", "line 3, column 'loss': 'x' is not a number"),
+        ("step,loss\n,2\n", "line 2, column 'step': '' is not a number"),
         ('step,loss\n1,"2\n', "line 2: "),
-        ("step,acc\n1,2\n", "nothing to draw.*csv_monitor.enabled=true"),
+        ("step,acc\n1,2\n", "nothing to plot.*csv_monitor.enabled=true"),
     ],
 )
 def test_files_that_make_no_sense(tmp_path: Path, text: str, message: str) -> None:
@@ -152,11 +152,11 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
 def test_nothing_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["plot", str(tmp_path)])
     assert result.exit_code == 1
-    assert f"No metrics.csv in {tmp_path} or below: csv_monitor.enabled=true" in result.output
-    with pytest.raises(PlotError, match="is not there: name the folder"):
+    assert f"No metrics.csv in {tmp_path} or below. Set csv_monitor.enabled=true" in result.output
+    with pytest.raises(PlotError, match="does not exist. Name the folder"):
         read_run(tmp_path / "none")
     run = a_run(tmp_path / "run")
-    with pytest.raises(PlotError, match=r"the picture is a PNG file, name it so, such as .*p\.png"):
+    with pytest.raises(PlotError, match=r"the format is PNG. Write a name such as .*p\.png"):
         plot([run], tmp_path / "p.pdf")
     (tmp_path / "file").touch()
     with pytest.raises(PlotError, match=r"--output .*p\.png cannot be written"):

@@ -128,7 +128,7 @@ def test_interval_of_the_trainer_without_printing(every: int) -> None:
 def test_names_of_groups_and_optimizers() -> None:
     same, two = StepMetrics(1, None, (0.1, 0.1)), StepMetrics(1, 1, (0.1, 0.2), loss=float("nan"))
     assert same.metrics() == {"zero/lr": 0.1}
-    assert same.metrics(apart=True) == {"zero/lr_0": 0.1, "zero/lr_1": 0.1}
+    assert same.metrics(split_rates=True) == {"zero/lr_0": 0.1, "zero/lr_1": 0.1}
     assert list(two.metrics()) == ["zero/loss", "zero/optimizer_1/lr_0", "zero/optimizer_1/lr_1"]
     assert two.line() == "step 1: optimizer=1, loss=nan, lr=[0.1, 0.2]"
     assert same.line() == "step 1: lr=0.1"
@@ -142,7 +142,7 @@ def set_flops(trainer: pl.Trainer, per_row: float | None) -> None:
     known = None if per_row is None else per_row * 2
     values = {"flops_per_micro_batch": known, "flops_of": lambda rows: per_row and per_row * rows}
     (printer,) = [observer for observer in trainer.strategy._observers if isinstance(observer, StepPrinter)]  # type: ignore[attr-defined]
-    printer.count = SimpleNamespace(**values, want=lambda: None)  # type: ignore[assignment]
+    printer.count = SimpleNamespace(**values, request=lambda: None)  # type: ignore[assignment]
 
 
 def _exact(folder: str, known: bool) -> None:

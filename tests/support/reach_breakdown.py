@@ -11,7 +11,7 @@ from tests.support.reach_trainer import fit
 
 def times(lab: Lab, config: Config) -> Any:
     """The steps at which times are told, of three."""
-    return re.findall(r"^step (\d+), ms a step", fit(lab, config, max_steps=3).text, re.MULTILINE)
+    return re.findall(r"^step (\d+), ms per step", fit(lab, config, max_steps=3).text, re.MULTILINE)
 
 
 def memory(lab: Lab, config: Config) -> Any:

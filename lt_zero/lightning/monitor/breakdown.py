@@ -1,6 +1,6 @@
-"""``wall_clock_breakdown`` and ``memory_breakdown``: where time and memory of a step go, told every few steps.
+"""``wall_clock_breakdown`` and ``memory_breakdown``: print the time and memory of the phases of a step.
 
-No callbacks, as in console.py, Note [Silent until a line is due].
+The observers are not Callbacks, see console.py, Note [Printing without a Callback].
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ from lt_zero.lightning.monitor.run_observer import RunObserver
 if TYPE_CHECKING:
     from lt_zero.lightning.strategy import ZeroStrategy
 
-EVERY = 10  # optimizer steps from one line to the next without steps_per_print
+EVERY = 10  # optimizer steps between lines without steps_per_print
 _WAITS = ("gather", "reduce", "offload")
-_LINE = "line"  # the part of ``rest`` in which ranks tell each other their times
-_TOGETHER = ("gather", "reduce", "publish", _LINE)  # what ranks do together, where a fast one waits for a slow one
+_LINE = "line"  # the part of ``rest`` in which ranks exchange their times
+_COLLECTIVE = ("gather", "reduce", "publish", _LINE)  # parts in which a fast rank waits for a slow one
 
 
 class StepClock(RunObserver):
-    """``wall_clock_breakdown``: rank 0 prints, and all loggers get, the times of the steps since the last line.
+    """``wall_clock_breakdown``: rank 0 prints the times of the steps since the last line, and logs them.
 
-    * ``total``: from the end of one optimizer step to the end of the next, without validation; with accumulation over
-      all micro-batches. It is the sum of ``forward``, ``backward``, ``step`` and ``rest`` (timing.py, Note [Stages and
-      parts]).
+    * ``total``: from the end of one optimizer step to the end of the next, over all micro-batches, without validation.
+      It is the sum of ``forward``, ``backward``, ``step`` and ``rest`` (timing.py, Note [Stages and parts]).
     * ``gather_wait``, ``reduce_wait``, ``offload_wait``: parts of those. ``clip``, ``publish``: parts of ``step``.
-    * the slowest rank: which spent most time on something else than what ranks do together (gather, reduce, publish). A
-      wait in collectives of others, such as Lightning's at the end of a batch, is not known as such.
+    * the slowest rank: the one with the most time outside of gather, reduce and publish. Waits in collectives of
+      others, such as Lightning's at the end of a batch, are not subtracted.
 
-    Milliseconds per step, mean over steps and ranks. Metrics are called ``time/forward_ms`` and so on. A GPU is never
-    waited for: a line is about the steps that the devices have ended, and is left out if there is none.
+    All are milliseconds per step, averaged over steps and ranks, and logged as ``time/forward_ms`` and so on. The host
+    never waits for a GPU: a line covers the steps that the devices have completed, and is left out if there are none.
 
     Args:
         every: optimizer steps, counted as ``trainer.global_step`` does.
@@ -75,9 +74,9 @@ class StepClock(RunObserver):
         number = module.trainer.global_step + 1
         if number % self.every:
             return
-        mine = tuple(self._clock.times)
-        with phase(_LINE):  # not paused: a fast rank waits here, which is time of its run
-            times = [Times(*rank) for rank in self._strategy.engine.comm.host_gather(mine, "times of steps")]
+        own = tuple(self._clock.times)
+        with phase(_LINE):  # counted: the wait of a fast rank is part of its run
+            times = [Times(*rank) for rank in self._strategy.engine.comm.host_gather(own, "times of steps")]
         if not all(time.steps for time in times):
             return
         self._clock.reset()
@@ -88,7 +87,7 @@ class StepClock(RunObserver):
 
 
 def metrics(ranks: list[Times]) -> dict[str, float]:
-    """Milliseconds per optimizer step, mean over the ranks."""
+    """Milliseconds per optimizer step, averaged over the ranks."""
     names = {kind: f"{kind}_wait" if kind in _WAITS else kind for kind in (*STAGES, *PARTS)}
     means = {names[kind]: _mean([t.seconds.get(kind, 0.0) / t.steps for t in ranks]) * 1e3 for kind in names}
     total = sum(means[kind] for kind in STAGES)
@@ -96,22 +95,22 @@ def metrics(ranks: list[Times]) -> dict[str, float]:
 
 
 def time_line(number: int, ranks: list[Times]) -> str:
-    """What is printed at step ``number``."""
+    """The line that is printed at step ``number``."""
     values = {name.removeprefix("time/").removesuffix("_ms"): f"{value:.1f}" for name, value in metrics(ranks).items()}
     pairs = [f"{name}={value}" for name, value in values.items() if name != "total"]
     stages, parts = ", ".join(pairs[: len(STAGES)]), ", ".join(pairs[len(STAGES) :])
     steps = ranks[0].steps
-    line = f"step {number}, ms a step (mean of {steps}): total={values['total']}, {stages}; of it {parts}"
+    line = f"step {number}, ms per step (mean of {steps}): total={values['total']}, {stages}; including {parts}"
     if len(ranks) == 1:
         return line
-    busy = [(sum(t.seconds.get(k, 0.0) for k in STAGES) - _together(t)) / t.steps * 1e3 for t in ranks]
+    busy = [(_sum(t, STAGES) - _sum(t, _COLLECTIVE)) / t.steps * 1e3 for t in ranks]
     slowest = max(range(len(busy)), key=lambda rank: busy[rank])
     own = f"{busy[slowest]:.1f} without gather, reduce and publish, mean {_mean(busy):.1f}"
     return f"{line}; slowest rank {slowest}: {own}"
 
 
-def _together(times: Times) -> float:
-    return sum(times.seconds.get(part, 0.0) for part in _TOGETHER)
+def _sum(times: Times, kinds: tuple[str, ...]) -> float:
+    return sum(times.seconds.get(kind, 0.0) for kind in kinds)
 
 
 def _mean(values: list[float]) -> float:
@@ -124,9 +123,9 @@ def _mean(values: list[float]) -> float:
 class MemoryPhases(RunObserver):
     """``memory_breakdown``: rank 0 prints its memory at the phases of the first step and of every ``every``-th one.
 
-    On a GPU what torch has allocated and reserved, and the most it had allocated since the process began or somebody
-    reset that number; in all runs the memory of the process (RSS, and its peak so far); and the model states of
-    ``ZeroStrategy.memory_report``. With accumulation it is the last micro-batch that is shown.
+    It shows the memory that torch has allocated and reserved on a GPU, with the peak since the start of the process or
+    the last reset; the resident memory of the process and its peak; and the model states of
+    ``ZeroStrategy.memory_report``. With accumulation it shows the last micro-batch.
 
     Args:
         every: optimizer steps, counted as ``trainer.global_step`` does.
@@ -167,27 +166,27 @@ class MemoryPhases(RunObserver):
         module = self._strategy.lightning_module
         if module is None or not module.trainer.is_global_zero:
             return
-        done = module.trainer.global_step
-        # With manual optimization a forward may be followed by a step of each optimizer.
-        if any(self._due(done + 1 + ahead) for ahead in range(max(1, len(self._strategy.optimizers)))):
+        following = module.trainer.global_step + 1
+        # With manual optimization each optimizer may step after a forward.
+        if any(self._due(following + index) for index in range(max(1, len(self._strategy.optimizers)))):
             states = {kind: here for kind, (here, _) in self._strategy.memory_report().items()}
-            self._rows.pop(moment, None)  # in the order in which they were seen last
+            self._rows.pop(moment, None)  # rows stay in the order of their last update
             self._rows[moment] = {**memory_now(self._strategy.root_device), **states}
 
 
 def memory_now(device: torch.device) -> dict[str, int]:
-    """Bytes, of the device if it has memory of its own, and of this process."""
-    found = {}
+    """Memory in bytes, of a GPU and of this process."""
+    memory = {}
     if device.type == "cuda":
-        found["allocated"] = torch.cuda.memory_allocated(device)
-        found["allocated, peak"] = torch.cuda.max_memory_allocated(device)
-        found["reserved"] = torch.cuda.memory_reserved(device)
+        memory["allocated"] = torch.cuda.memory_allocated(device)
+        memory["allocated, peak"] = torch.cuda.max_memory_allocated(device)
+        memory["reserved"] = torch.cuda.memory_reserved(device)
     resident = psutil.Process().memory_info().rss
-    return {**found, "process": resident, "process, peak": max(resident, peak_rss())}
+    return {**memory, "process": resident, "process, peak": max(resident, peak_rss())}
 
 
 def peak_rss() -> int:
-    """The most memory (bytes) that this process has had; 0 where the system does not say."""
+    """The peak resident memory (bytes) of this process; 0 if the system does not report it."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
     except OSError:
@@ -197,7 +196,7 @@ def peak_rss() -> int:
 
 
 def _peak_of_rusage() -> int:
-    """May be that of the process which this one was forked from."""
+    """The peak as getrusage reports it, which may be that of the parent before a fork."""
     try:
         import resource
         import sys
@@ -208,7 +207,7 @@ def _peak_of_rusage() -> int:
 
 
 def memory_table(number: int, rows: dict[str, dict[str, int]]) -> Table:
-    """The memory at the phases of step ``number``, which is what ``rows`` has in bytes."""
+    """A table of the bytes in ``rows``, by phase of step ``number`` and kind."""
     table = Table(title=f"Memory in MB (1e6 bytes) at step {number}, rank 0")
     table.add_column("moment")
     for name in next(iter(rows.values())):

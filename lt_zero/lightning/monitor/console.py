@@ -1,8 +1,8 @@
 """Console output of a run: a line every N steps, the resolved configuration, messages of the package.
 
-Note [Silent until a line is due]
+Note [Printing without a Callback]
     The printer is not a Callback: it would appear in ``trainer.callbacks``, and its hooks around backward would look
-    like user code that reads gradients. Metrics stay on the device until a line is due; then all ranks read them at
+    like user code that reads gradients. Metrics stay on the device until a line is due; then all ranks read them in
     the same step, since means over ranks and the skip flag are collective.
 """
 
@@ -44,68 +44,68 @@ class _Step:
     """Metrics that are known only during the step."""
 
     number: int
-    optimizer: int  # its number
+    optimizer: int  # index
     rates: tuple[float, ...]  # learning rate of each group
     norm: Tensor | None  # 0D, of the gradients before clipping
     logged: int  # the step under which Lightning logs
 
 
 class StepPrinter(RunObserver):
-    """``steps_per_print``: rank 0 prints a line at every ``every``-th optimizer step, and loggers get its numbers.
+    """``steps_per_print``: rank 0 prints and logs metrics at every ``every``-th optimizer step.
 
-    * ``loss``: what ``training_step`` returned, mean over the micro-batches since the last step and over the ranks.
-    * ``lr``: the rate that the step used; a list where groups differ.
-    * ``grad_norm``: before clipping, where ``gradient_clip_val`` clips by norm or overflow is checked.
-    * ``loss_scale``: with fp16, after the step. ``skipped_steps``: so far, where overflow is checked.
-    * ``samples/s``: of all ranks since the last line, without validation; rows are counted in the first tensor of a
+    * ``loss``: the result of ``training_step``, averaged over the micro-batches since the last step and over the ranks.
+    * ``lr``: the rate that the step used; a list if groups differ.
+    * ``grad_norm``: before clipping, if ``gradient_clip_val`` clips by norm or overflow is checked.
+    * ``loss_scale``: with fp16, after the step. ``skipped_steps``: so far, if overflow is checked.
+    * ``samples/s``: of all ranks since the last line, without validation; samples are the rows of the first tensor of a
       batch.
-    * ``TFLOP/s``: of one device, the mean over the ranks, in the same time: 10^12 operations of forward and backward.
-    * ``memory_gb``: of rank 0, in 10^9 bytes. On a GPU the most that torch had allocated since the process began, or
-      since somebody else reset that peak; on the CPU the resident memory of the process at the line.
+    * ``TFLOP/s``: of one device, averaged over the ranks, in the same time: 10^12 operations of forward and backward.
+    * ``memory_gb``: of rank 0, in 10^9 bytes. On a GPU the peak that torch had allocated since the start of the process
+      or the last reset; on the CPU the current resident memory.
 
-    Unknown metrics are left out. Loggers of the Trainer get the same as ``zero/loss``, ``zero/lr``, ...
-    (step_metrics.py) under Lightning's own step, which counts from 0, and once per batch that steps.
+    Unknown metrics are left out. The Trainer's loggers get ``zero/loss``, ``zero/lr``, ... (step_metrics.py) under
+    Lightning's own step, which counts batches that step, from 0.
 
-    See Note [Silent until a line is due].
+    See Note [Printing without a Callback].
 
     Args:
-        every: optimizer steps, counted as ``trainer.global_step`` does: those of all optimizers, skipped ones included.
-            None: no line is printed, and loggers get the numbers every ``trainer.log_every_n_steps``.
-        count: of the operations of a micro-batch, anew in each fit: batches may be others. Those of fewer rows count in
-            proportion.
+        every: optimizer steps, counted as ``trainer.global_step`` does: of all optimizers, including skipped ones.
+            None: no line is printed, and metrics are logged every ``trainer.log_every_n_steps``.
+        count: counts the operations of one micro-batch in each fit; other micro-batches count in proportion to their
+            rows.
     """
 
     def __init__(self, every: int | None, count: FlopCount | None = None) -> None:
         if every is not None and every < 1:
-            raise ValueError(f"steps_per_print={every} is not a number of steps; leave it out to print nothing.")
+            raise ValueError(f"steps_per_print={every}: write a number of steps, or leave it out to print nothing.")
         self.every, self.count = every, count
-        self._norm: Tensor | None = None  # the last one that was seen, of whatever step
-        self._apart: set[int] = set()  # optimizers whose groups had different rates
+        self._norm: Tensor | None = None  # the plugin's norm at the last step, to detect a new one
+        self._split_rates: set[int] = set()  # optimizers whose groups had different rates
         self.start()
 
     def start(self, strategy: Any = None) -> None:
         """A fit begins."""
         self._due: list[_Step] = []
         self._stepped = False
-        self._since: float | None = None  # seconds; when counting of samples began
+        self._since: float | None = None  # seconds; start of the interval that samples/s covers
         self._paused: float | None = None
-        self._samples: int | None = 0  # None: a batch without a tensor came
+        self._samples: int | None = 0  # None: a batch had no tensor
         self._batches = 0  # micro-batches
-        self._forget_losses()
+        self._reset_losses()
         if self.count is not None:
-            self.count.want()
+            self.count.request()
 
-    def _forget_losses(self) -> None:
+    def _reset_losses(self) -> None:
         self._loss: Tensor | None = None  # 0D, sum over the window
         self._losses = 0
 
     def before_forward(self) -> None:
-        """The clock runs from the first one."""
+        """Start the interval of samples/s at the first forward."""
         if self._since is None:
             self._since = time.perf_counter()
 
     def after_forward(self, module: pl.LightningModule, batch: Any, output: Any) -> None:
-        """Count, and with manual optimization print for the steps that were taken inside. Collective if one is due."""
+        """Count the batch; with manual optimization, print the steps inside it. Collective if a line is due."""
         rows = rows_of(batch)
         self._samples = None if rows is None or self._samples is None else self._samples + rows
         self._batches += 1
@@ -115,22 +115,22 @@ class StepPrinter(RunObserver):
             self._loss = value if self._loss is None else self._loss + value
             self._losses += 1
         if not module.automatic_optimization:
-            self._conclude(module)
+            self._end_step(module)
 
     def after_step(self, module: pl.LightningModule, optimizer: Optimizer) -> None:
-        """Right after the step, before schedules move on. Collective if a line is due."""
+        """Record the step before schedulers step. Collective if a line is due."""
         trainer = module.trainer
         plugin = trainer.precision_plugin
         assert isinstance(plugin, ZeroPrecision)
         norm = plugin.grad_norm if plugin.grad_norm is not self._norm else None
         self._norm, self._stepped = plugin.grad_norm, True
-        number = trainer.global_step + 1  # Lightning counts it when this call returns
+        number = trainer.global_step + 1  # Lightning increments it later
         if self._is_due(trainer, number):
-            which = next(i for i, known in enumerate(trainer.strategy.optimizers) if known is optimizer)
+            index = next(i for i, known in enumerate(trainer.strategy.optimizers) if known is optimizer)
             rates = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
-            self._due.append(_Step(number, which, rates, norm, logged_step(trainer)))
+            self._due.append(_Step(number, index, rates, norm, logged_step(trainer)))
         if module.automatic_optimization:
-            self._conclude(module)
+            self._end_step(module)
 
     def _is_due(self, trainer: pl.Trainer, number: int) -> bool:
         if self.every is not None:
@@ -139,24 +139,24 @@ class StepPrinter(RunObserver):
         return bool(trainer.loggers) and every > 0 and (logged_step(trainer) + 1) % every == 0
 
     def pause(self) -> None:
-        """Validation begins: its time is not counted."""
+        """Validation begins; its time is not counted."""
         self._paused = time.perf_counter()
 
     def resume(self) -> None:
-        """Training goes on."""
+        """Training continues."""
         if self._paused is not None and self._since is not None:
             self._since += time.perf_counter() - self._paused
         self._paused = None
 
-    def _conclude(self, module: pl.LightningModule) -> None:
+    def _end_step(self, module: pl.LightningModule) -> None:
         if self._due:
-            self._tell(module)
+            self._print_due(module)
             self._due.clear()
         if self._stepped:
             self._stepped = False
-            self._forget_losses()
+            self._reset_losses()
 
-    def _tell(self, module: pl.LightningModule) -> None:
+    def _print_due(self, module: pl.LightningModule) -> None:
         trainer = module.trainer
         plugin = trainer.precision_plugin
         assert isinstance(plugin, ZeroPrecision)
@@ -182,12 +182,12 @@ class StepPrinter(RunObserver):
                 "memory_gb": memory_gb(device),
             }
             for step in self._due:
-                number, norm = step.optimizer if several else None, _norm_of(step, plugin)
-                self._show(module, step, StepMetrics(step.number, number, step.rates, grad_norm=norm, **shared))
+                index, norm = step.optimizer if several else None, _norm_of(step, plugin)
+                self._show(module, step, StepMetrics(step.number, index, step.rates, grad_norm=norm, **shared))
         self._since, self._samples, self._batches = time.perf_counter(), 0, 0
 
     def _operations(self) -> float | None:
-        """Since the last line."""
+        """Floating-point operations since the last line."""
         if self.count is None or self.count.flops_per_micro_batch is None:
             return None
         by_rows = self.count.flops_of(self._samples) if self._samples is not None else None
@@ -197,10 +197,10 @@ class StepPrinter(RunObserver):
         if self.every is not None:
             module.print(metrics.line())
         if len(set(step.rates)) > 1:
-            self._apart.add(step.optimizer)  # from now on, so that columns stay the same
+            self._split_rates.add(step.optimizer)  # for good, so that columns stay the same
         for logger in module.trainer.loggers:
-            logger.log_metrics(metrics.metrics(step.optimizer in self._apart), step=step.logged)
-            logger.save()  # as Lightning does after each row of its own
+            logger.log_metrics(metrics.metrics(step.optimizer in self._split_rates), step=step.logged)
+            logger.save()  # as Lightning does after each row
 
 
 def _norm_of(step: _Step, plugin: ZeroPrecision) -> float | None:
@@ -213,9 +213,9 @@ def _norm_of(step: _Step, plugin: ZeroPrecision) -> float | None:
 
 
 def dump_state(config: BaseModel, engine: Engine, optimizers: Iterable[ShardedOptimizer]) -> None:
-    """``dump_state``: rank 0 prints the resolved configuration, without secrets, and bytes of model states.
+    """``dump_state``: rank 0 prints the resolved configuration with masked secrets, and the bytes of model states.
 
-    Units and dtypes are not repeated: their tables are printed whenever an engine is built.
+    Units and dtypes are left out, as their tables are printed whenever an engine is built.
     """
     if engine.comm.rank != 0:
         return
@@ -231,7 +231,7 @@ def dump_state(config: BaseModel, engine: Engine, optimizers: Iterable[ShardedOp
 
 
 def config_lines(block: BaseModel, indent: str = "") -> list[str]:
-    """All keys of a configuration with their values, a line each, as YAML has them; secrets are stars."""
+    """All keys of a configuration with their values as lines of YAML, secrets masked."""
     lines = []
     for name in type(block).model_fields:
         value = getattr(block, name)
@@ -250,10 +250,10 @@ def _shown(value: Any) -> str:
 
 @contextmanager
 def logger_level(level: str | None, rank: int = 0) -> Generator[None, None, None]:
-    """``log_level``: the level of the logger "lt_zero", until the context ends; None leaves it as it is.
+    """``log_level``: context that sets the level of the logger "lt_zero"; None changes nothing.
 
-    Messages need somewhere to go: without a handler, Python shows warnings only. So one to stderr is added if there is
-    none at all; on ranks other than 0 it shows warnings only. Handlers of the user get everything on every rank.
+    Without a handler, Python shows warnings only, so a handler to stderr is added if there is none; on ranks other than
+    0 it shows warnings only. Handlers of the user get all messages on all ranks.
     """
     if level is None:
         yield
@@ -275,13 +275,13 @@ def logger_level(level: str | None, rank: int = 0) -> Generator[None, None, None
 
 
 @contextmanager
-def gc_disabled(wanted: bool) -> Generator[None, None, None]:
-    """``disable_python_gc``: no automatic collection of cycles until the context ends, then as before."""
-    enabled = gc.isenabled()
-    if wanted:
+def gc_disabled(disable: bool) -> Generator[None, None, None]:
+    """``disable_python_gc``: context without automatic collection of reference cycles."""
+    was_enabled = gc.isenabled()
+    if disable:
         gc.disable()
     try:
         yield
     finally:
-        if wanted and enabled:
+        if disable and was_enabled:
             gc.enable()

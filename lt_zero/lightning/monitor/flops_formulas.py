@@ -1,4 +1,4 @@
-"""Formulas for operations that torch's ``FlopCounterMode`` does not know, and which others may multiply matrices."""
+"""FLOP formulas that torch's ``FlopCounterMode`` lacks, and a list of operators that still have none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from lt_zero.common.compat import is_higher_order
 
 _OWN_NAMESPACES = {"aten", "prim", "prims", "c10d", "_c10d_functional", "lt_zero", "profiler"}
-# Operations of torch that multiply matrices and have no formula.
+# Prefixes of torch's operators that multiply matrices and have no formula.
 # fmt: off
 _HEAVY = (
     "_scaled_dot_product", "_fused_sdp", "_native_multi_head", "_transformer_encoder", "_triton_", "_flash",
@@ -23,14 +23,14 @@ _HEAVY = (
 
 
 def is_unseen(func: Any) -> bool:
-    """Whether an operation for which nothing was counted may have multiplied matrices."""
+    """Whether an operator without a count may have multiplied matrices."""
     namespace, _, name = str(func).partition(".")
     if is_higher_order(func):
         return True
     return namespace not in _OWN_NAMESPACES or name.startswith(_HEAVY)
 
 
-# ---- shapes take the place of tensors ----
+# ---- formulas, whose arguments are the shapes of tensors ----
 
 
 def _matrix_vector(matrix: Any, vector: Any, *_: Any, **__: Any) -> int:
@@ -38,13 +38,13 @@ def _matrix_vector(matrix: Any, vector: Any, *_: Any, **__: Any) -> int:
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Two products of matrices for each head; a causal mask saves nothing, as in torch's own formula."""
+    """Two matrix products per head; a causal mask saves nothing, as in torch's own formula."""
     *batch, rows, width = query
     return int(2 * prod(batch) * rows * key[-2] * (width + value[-1]))
 
 
 def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Five: scores once more, gradients of scores, values, queries and keys."""
+    """Five matrix products per head: scores again, and gradients of scores, values, queries and keys."""
     *batch, rows, width = query
     return int(2 * prod(batch) * rows * key[-2] * (3 * width + 2 * value[-1]))
 

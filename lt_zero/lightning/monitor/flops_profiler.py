@@ -1,6 +1,6 @@
-"""``flops_profiler``: a table of what one micro-batch computes, per module, with the time of another one.
+"""``flops_profiler``: a table of the operations of one micro-batch per module, with the times of the next one.
 
-Counting slows a micro-batch down several times, so the one after it is timed.
+Counting slows a micro-batch down by a factor of several, so the next one is timed.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from lt_zero.config.blocks.profiling import FlopsProfiler
 from lt_zero.lightning.monitor.flops import ROOT, FlopCount
 from lt_zero.lightning.monitor.flops_table import Profile, Times, parameters_of, write
 
-_WIDTH = 160  # columns, where nobody else says
+_WIDTH = 160  # columns of files and pipes
 
 
 class Profiler:
-    """Counts and times two micro-batches in a row and shows them. Costs nothing before and after.
+    """Counts one micro-batch, times the next one and shows both. Costs nothing before and after.
 
     Args:
         block: the configuration.
-        count: counts.
+        count: counts the operations.
     """
 
     def __init__(self, block: FlopsProfiler, count: FlopCount) -> None:
@@ -45,7 +45,7 @@ class Profiler:
         Raises:
             OSError: rank 0 cannot write to ``output_file``.
         """
-        self._shown, self._asked, self._steps = False, False, 0
+        self._shown, self._requested, self._steps = False, False, 0
         self._profile: Profile | None = None
         self._times: _Stopwatch | None = None
         self._rank = comm.rank
@@ -59,55 +59,55 @@ class Profiler:
                 except OSError as error:
                     raise OSError(
                         f"flops_profiler.output_file={name!r} cannot be written ({error.strerror}: {error.filename}). "
-                        "Name a file in a folder that may be written to, or leave it out to print to stdout."
+                        "Name a file in a writable folder, or leave it out to print to stdout."
                     ) from error
 
-    def forward(self, root: nn.Module, step: int, device: torch.device, whole: bool) -> AbstractContextManager[object]:
-        """Around a training step.
+    def forward(self, root: nn.Module, step: int, device: torch.device, manual: bool) -> AbstractContextManager[object]:
+        """Context of a training step.
 
         Args:
-            root: the module that is trained.
-            step: optimizer steps that were taken.
-            device: that computes.
-            whole: backward runs inside (manual optimization).
+            root: the trained module.
+            step: number of completed optimizer steps.
+            device: the compute device.
+            manual: backward runs inside (manual optimization).
         """
         if self._shown:
             return nullcontext()
         self._steps = step
-        if not self._asked and step >= self._block.profile_step:
-            self._asked = True
-            self._count.want()
-        if not self._asked:
+        if not self._requested and step >= self._block.profile_step:
+            self._requested = True
+            self._count.request()
+        if not self._requested:
             return nullcontext()
-        if self._count.wanted:  # in this micro-batch or in the next
+        if self._count.requested:  # counts this micro-batch, or the next one
             self._profile = Profile(step, type(root).__name__, parameters_of(root))
             return nullcontext()
-        return self._timed(root, device, whole)
+        return self._timed(root, device, manual)
 
     @contextmanager
-    def _timed(self, root: nn.Module, device: torch.device, whole: bool) -> Iterator[None]:
+    def _timed(self, root: nn.Module, device: torch.device, manual: bool) -> Iterator[None]:
         self._times = _Stopwatch(device)
         hooks = {m: name for name, m in root.named_modules() if name} if self._count.counted is not None else {}
-        with self._times.over("forward"), self._times.over_modules(hooks):
+        with self._times.measure("forward"), self._times.measure_modules(hooks):
             yield
-        if whole:
+        if manual:
             self.show()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward."""
+        """Context of a backward."""
         if self._times is None or self._shown or not self._times.has("forward"):
             yield
             return
-        with self._times.over("backward"):
+        with self._times.measure("backward"):
             yield
         self.show()
 
     def show(self, clean: bool = True) -> None:
-        """Print, or write to the file, what is there by now; on rank 0.
+        """Print or write the profile on rank 0.
 
         Args:
-            clean: not after an error, when a micro-batch may be timed in part, and nobody asks why there is no table.
+            clean: False after an error: times may be incomplete, and a missing profile is not worth a warning.
         """
         if self._shown:
             return
@@ -120,8 +120,8 @@ class Profiler:
                 return
             warnings.warn(
                 f"flops_profiler counted nothing: flops_profiler.profile_step={self._block.profile_step}, and the last "
-                f"micro-batch came after {self._steps} optimizer steps (a fit's first one is never counted). Set a "
-                "lower one, or train longer.",
+                f"micro-batch came after {self._steps} optimizer steps (a fit's first one is never counted). Lower "
+                "profile_step, or train longer.",
                 stacklevel=2,
             )
             return
@@ -136,15 +136,15 @@ class Profiler:
 
 
 class _Stopwatch:
-    """Times of one micro-batch: events on a GPU, which nothing waits for before ``read``."""
+    """Times one micro-batch, on a GPU by events that only ``read`` waits for."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
-        self._marks: list[tuple[str, Any, Any]] = []
-        self._open: list[Any] = []
+        self._intervals: list[tuple[str, Any, Any]] = []  # name, start, end
+        self._starts: list[Any] = []  # of running modules, innermost last
 
-    def has(self, what: str) -> bool:
-        return any(name == what for name, _, _ in self._marks)
+    def has(self, name: str) -> bool:
+        return any(measured == name for measured, _, _ in self._intervals)
 
     def _now(self) -> Any:
         if self._device is None:
@@ -154,14 +154,14 @@ class _Stopwatch:
         return event
 
     @contextmanager
-    def over(self, what: str) -> Iterator[None]:
+    def measure(self, name: str) -> Iterator[None]:
         start = self._now()
         yield
-        self._marks.append((what, start, self._now()))
+        self._intervals.append((name, start, self._now()))
 
     @contextmanager
-    def over_modules(self, names: dict[nn.Module, str]) -> Iterator[None]:
-        """All forwards of modules; those in backward, which recompute, are left out."""
+    def measure_modules(self, names: dict[nn.Module, str]) -> Iterator[None]:
+        """Measure the forwards of modules until the context ends, which excludes recomputation in backward."""
         with ExitStack() as hooks:
             for module, name in names.items():
                 hooks.callback(module.register_forward_pre_hook(Hook(self._enter), prepend=True).remove)
@@ -170,17 +170,17 @@ class _Stopwatch:
             yield
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self._open.append(self._now())
+        self._starts.append(self._now())
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if self._open:
-            self._marks.append((f".{name}", self._open.pop(), self._now()))
+        if self._starts:
+            self._intervals.append((f".{name}", self._starts.pop(), self._now()))
 
     def read(self) -> Times:
-        """Waits for the GPU."""
+        """The times; synchronizes with the GPU."""
         modules: dict[str, float] = {}
         totals = {"forward": 0.0, "backward": 0.0}
-        for name, start, end in self._marks:
+        for name, start, end in self._intervals:
             if self._device is not None:
                 end.synchronize()
                 seconds = start.elapsed_time(end) / 1e3

@@ -1,4 +1,4 @@
-"""What ``flops_profiler`` shows: totals, the heaviest classes of modules per level, a row for each module."""
+"""The output of ``flops_profiler``: totals, the heaviest module classes per level, a row per module."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Times(NamedTuple):
     """Seconds of a micro-batch.
 
     Attributes:
-        modules: of forwards, by name, with all that is in a module; "" is the training step.
+        modules: of forwards, by module name, including submodules; "" is the training step.
         forward: of the training step.
-        backward: None with manual optimization, where the training step does everything.
+        backward: None with manual optimization, where the training step includes it.
     """
 
     modules: dict[str, float]
@@ -30,7 +30,7 @@ class Times(NamedTuple):
 
 
 class Module(NamedTuple):
-    """A module's class and parameters; a parameter that modules share is counted in each, and once in their parent."""
+    """A module's class and parameters; a shared parameter counts in each module, and once in their parent."""
 
     name: str
     kind: str
@@ -43,12 +43,12 @@ class Module(NamedTuple):
 
 @dataclass
 class Profile:
-    """What is known of a micro-batch.
+    """The profile of a micro-batch.
 
     Attributes:
-        step: optimizer steps that were taken before it.
-        kind: class of the module that is trained.
-        modules: all of them, the root first.
+        step: number of optimizer steps before it.
+        kind: class of the trained module.
+        modules: all modules, the root first.
     """
 
     step: int
@@ -61,7 +61,7 @@ class Profile:
 
 
 def parameters_of(root: nn.Module) -> list[Module]:
-    """All modules with the elements of their whole parameters, sharded or not."""
+    """All modules with the sizes of their full parameters, sharded or not."""
     return [
         Module(name, type(module).__name__, sum(p.numel() for p in module.parameters()))
         for name, module in root.named_modules()
@@ -73,16 +73,16 @@ def write(profile: Profile, block: FlopsProfiler, console: Console) -> None:
     for line in _totals(profile, block):
         console.print(line, markup=False, soft_wrap=True)
     modules = [m for m in profile.modules if block.module_depth == -1 or m.level <= block.module_depth]
-    inside = _inside(profile)
-    console.print(_aggregate(profile, modules, inside, block.top_modules))
+    cumulative = _cumulative(profile)
+    console.print(_aggregate(profile, modules, cumulative, block.top_modules))
     if block.detailed:
-        console.print(_details(profile, modules, inside))
+        console.print(_details(profile, modules, cumulative))
     for note in _notes(profile, block):
         console.print(f"* {note}", markup=False, soft_wrap=True)
 
 
-def _inside(profile: Profile) -> dict[str, Flops]:
-    """Of each module, with what is in it."""
+def _cumulative(profile: Profile) -> dict[str, Flops]:
+    """The operations of each module, including its submodules."""
     found: dict[str, Flops] = defaultdict(Flops)
     for name, flops in (profile.counted or Counted()).own.items():
         parts = name.split(".") if name else []
@@ -98,15 +98,15 @@ def _totals(profile: Profile, block: FlopsProfiler) -> Iterator[str]:
     times = profile.times
     if profile.counted is not None:
         total = profile.counted.total
-        yield f"  forward: {in_words(total.forward)}FLOP"
-        yield f"  backward: {in_words(total.backward)}FLOP"
-        again = total.recomputed or round(block.recompute_fwd_factor * total.forward)
-        if again:
-            yield f"  recomputed in backward: {in_words(again)}FLOP{'' if total.recomputed else ' (assumed)'}"
-        yield f"  forward and backward: {total.model:,} FLOP, {total.model + again:,} with recomputation"
+        yield f"  forward: {si(total.forward)}FLOP"
+        yield f"  backward: {si(total.backward)}FLOP"
+        recomputed = total.recomputed or round(block.recompute_fwd_factor * total.forward)
+        if recomputed:
+            yield f"  recomputed in backward: {si(recomputed)}FLOP{'' if total.recomputed else ' (assumed)'}"
+        yield f"  forward and backward: {total.model:,} FLOP, {total.model + recomputed:,} with recomputation"
     if times is not None:
         if times.backward is None:
-            yield f"  training step of the next micro-batch, backward and optimizer steps inside: {_ms(times.forward)}"
+            yield f"  training step of the next micro-batch, with backward and optimizer steps: {_ms(times.forward)}"
         else:
             yield f"  next micro-batch: forward {_ms(times.forward)}, backward {_ms(times.backward)}"
         seconds = times.forward + (times.backward or 0.0)
@@ -114,43 +114,43 @@ def _totals(profile: Profile, block: FlopsProfiler) -> Iterator[str]:
             yield f"  {profile.counted.total.model / seconds / 1e12:.4g} TFLOP/s without recomputation"
 
 
-def _aggregate(profile: Profile, modules: list[Module], inside: dict[str, Flops], top: int) -> Table:
-    """Per level, classes of modules in the order of their parameters, operations and times."""
+def _aggregate(profile: Profile, modules: list[Module], cumulative: dict[str, Flops], top: int) -> Table:
+    """The heaviest module classes of each level by parameters, operations and time."""
     table = Table(title=f"Top {top} classes of modules per level", title_justify="left")
-    for column in ("level", "parameters", "FLOP, forward and backward", "forward time"):
-        table.add_column(column, overflow="fold")
+    for title in ("level", "parameters", "FLOP, forward and backward", "forward time"):
+        table.add_column(title, overflow="fold")
     seconds = profile.times.modules if profile.times is not None else {}
     for level in sorted({module.level for module in modules}):
         sums: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])
         for module in modules:
             if module.level == level:
-                for place, value in enumerate(
-                    (module.parameters, inside[module.name].model, seconds.get(module.name, 0.0))
-                ):
-                    sums[module.kind][place] += value
+                values = (module.parameters, cumulative[module.name].model, seconds.get(module.name, 0.0))
+                for column, value in enumerate(values):
+                    sums[module.kind][column] += value
         cells = []
-        for place, show in enumerate((_count, in_words, _ms)):
-            best = sorted(((v[place], kind) for kind, v in sums.items() if v[place]), key=lambda pair: -pair[0])[:top]
+        for column, show in enumerate((_count, si, _ms)):
+            pairs = ((v[column], kind) for kind, v in sums.items() if v[column])
+            best = sorted(pairs, key=lambda pair: -pair[0])[:top]
             cells.append(", ".join(f"{kind} {show(value)}".rstrip() for value, kind in best))
         table.add_row(str(level), *cells)
     return table
 
 
-def _details(profile: Profile, modules: list[Module], inside: dict[str, Flops]) -> Table:
+def _details(profile: Profile, modules: list[Module], cumulative: dict[str, Flops]) -> Table:
     table = Table(title="Modules", title_justify="left")
     counted, times = profile.counted, profile.times
-    again = counted is not None and counted.total.recomputed > 0
+    recomputes = counted is not None and counted.total.recomputed > 0
     table.add_column("module", overflow="fold")
     table.add_column("class", overflow="fold")
     table.add_column("parameters", justify="right", no_wrap=True)
-    columns = ["forward", "backward", *(["recomputed"] if again else []), "share"] if counted is not None else []
+    columns = ["forward", "backward", *(["recomputed"] if recomputes else []), "share"] if counted is not None else []
     for column in [*columns, *(["forward time"] if times is not None else [])]:
         table.add_column(column, justify="right", no_wrap=True)
-    whole = counted.total.model if counted is not None else 0
+    total = counted.total.model if counted is not None else 0
     for module in modules:
-        flops = inside[module.name]
-        cells = [in_words(flops.forward), in_words(flops.backward)] + ([in_words(flops.recomputed)] if again else [])
-        cells.append(f"{flops.model / whole:.1%}" if whole else "")
+        flops = cumulative[module.name]
+        cells = [si(flops.forward), si(flops.backward)] + ([si(flops.recomputed)] if recomputes else [])
+        cells.append(f"{flops.model / total:.1%}" if total else "")
         if counted is None:
             cells = []
         if times is not None:
@@ -163,17 +163,17 @@ def _notes(profile: Profile, block: FlopsProfiler) -> Iterator[str]:
     if profile.problem is not None:
         yield f"not counted: {profile.problem}"
     if profile.counted is not None:
-        yield "a multiplication and an addition are two; only products of matrices, convolutions and attention count"
+        yield "a multiply-add is two operations; only matrix products, convolutions and attention are counted"
         if block.recompute_fwd_factor and profile.counted.total.recomputed:
-            yield "recomputation was seen, so flops_profiler.recompute_fwd_factor is not used"
+            yield "recomputation was measured, so flops_profiler.recompute_fwd_factor is not used"
         if profile.times is None:
-            yield "no times: no micro-batch came after the one that was counted"
+            yield "no times: no micro-batch followed the counted one"
 
 
-def in_words(value: float) -> str:
-    """With a prefix of a thousand, four digits at most.
+def si(value: float) -> str:
+    """Format a number with an SI prefix and at most four digits.
 
-    >>> in_words(1536), in_words(12), in_words(0)
+    >>> si(1536), si(12), si(0)
     ('1.536 k', '12 ', '0 ')
     """
     for exponent, prefix in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
@@ -190,4 +190,4 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.4g} ms"
 
 
-__all__ = ["ROOT", "Module", "Profile", "Times", "in_words", "parameters_of", "write"]
+__all__ = ["ROOT", "Module", "Profile", "Times", "si", "parameters_of", "write"]

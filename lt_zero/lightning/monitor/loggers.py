@@ -1,9 +1,9 @@
-"""The loggers that the configuration asks for: Lightning's own, from DeepSpeed's keys.
+"""Makes Lightning's loggers from DeepSpeed's configuration keys.
 
-Note [Loggers come before everything else]
-    A Trainer is complete before a strategy hears of it. The first call of a run in which all ranks know who they are
-    is ``setup_environment``; what asks a logger (``trainer.log_dir``, ``setup`` of ModelCheckpoint and of callbacks,
-    hyperparameters, LearningRateMonitor) comes after it, in fit, validate, test and predict alike.
+Note [When loggers are attached]
+    A Trainer is complete before it calls a strategy. ``setup_environment`` is the first call of a run in which ranks
+    are known; all uses of loggers (``trainer.log_dir``, ``setup`` of ModelCheckpoint and other callbacks,
+    hyperparameters, LearningRateMonitor) come later, in fit, validate, test and predict alike.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class _Kind:
     key: str  # of the block
     logger: type[Logger]
     package: str
-    make: Callable[[Any, str], Logger]  # (block, default_root_dir)
-    place: Callable[[Any, str], tuple[str | None, str | None]]  # (save_dir, name) that it is to have; None: any
+    make: Callable[[Any, str], Logger]  # (block, default_root_dir) -> logger
+    target: Callable[[Any, str], tuple[str | None, str | None]]  # -> expected (save_dir, name); None: any
 
 
 def _folder(block: CsvMonitor | TensorBoard, root: str) -> str:
@@ -39,17 +39,17 @@ def _folder(block: CsvMonitor | TensorBoard, root: str) -> str:
 
 
 def _wandb(block: Wandb, root: str) -> Logger:
-    chosen = {"group": block.group, "entity": block.team}
-    given: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
-    return WandbLogger(project=block.project, save_dir=_local(root), **given)
+    optional = {"group": block.group, "entity": block.team}
+    options: dict[str, Any] = {name: value for name, value in optional.items() if value is not None}
+    return WandbLogger(project=block.project, save_dir=_local(root), **options)
 
 
 def _comet(block: Comet, root: str) -> Logger:
-    given = {"name": block.experiment_name} if block.experiment_name is not None else {}
+    options = {"name": block.experiment_name} if block.experiment_name is not None else {}
     if block.samples_log_interval != type(block)().samples_log_interval:
         rank_zero_info(
-            f"comet.samples_log_interval={block.samples_log_interval} is not used: Trainer(log_every_n_steps=...) says "
-            "how often metrics are sent."
+            f"comet.samples_log_interval={block.samples_log_interval} is not used. Set Trainer(log_every_n_steps=...), "
+            "which decides how often metrics are sent."
         )
     return CometLogger(
         api_key=block.api_key.get_secret_value() if block.api_key is not None else None,
@@ -59,7 +59,7 @@ def _comet(block: Comet, root: str) -> Logger:
         mode=block.mode,
         online=block.online,
         offline_directory=_local(root),
-        **given,
+        **options,
     )
 
 
@@ -67,7 +67,7 @@ def _local(root: str) -> str:
     return "." if "://" in root else root
 
 
-# The first one says where checkpoints and other files go (trainer.log_dir). Comet is last: its constructor opens an
+# The first one decides where checkpoints and other files go (trainer.log_dir). Comet is last: its constructor opens an
 # experiment on a server, so nothing must fail after it.
 _KINDS: dict[type[Any], _Kind] = {
     TensorBoard: _Kind(
@@ -90,11 +90,10 @@ _KINDS: dict[type[Any], _Kind] = {
 
 
 def attach_loggers(trainer: pl.Trainer, config_blocks: Iterable[MonitorBlock]) -> list[Logger]:
-    """Give the Trainer a logger for each block that is enabled and whose kind it does not have yet.
+    """Attach a logger for each enabled block, unless the Trainer has one of that kind.
 
-    See Note [Loggers come before everything else]. A logger that Trainer made because nobody named one is replaced.
-    ``Trainer(logger=False)`` turns that default off, not what the configuration asks for by name. ``fast_dev_run``
-    turns off all.
+    See Note [When loggers are attached]. The Trainer's default logger is replaced. ``Trainer(logger=False)`` disables
+    the default logger only, not those of the configuration. ``fast_dev_run`` disables all.
 
     Returns:
         The new loggers: [] in a second run.
@@ -103,8 +102,8 @@ def attach_loggers(trainer: pl.Trainer, config_blocks: Iterable[MonitorBlock]) -
         ConfigError: a package is missing, or the Trainer is a ``barebones`` one; nothing was attached then.
     """
     order = list(_KINDS)
-    wanted = sorted((b for b in config_blocks if b.enabled), key=lambda block: order.index(type(block)))
-    if not wanted or trainer.fast_dev_run:  # type: ignore[attr-defined]
+    enabled = sorted((b for b in config_blocks if b.enabled), key=lambda block: order.index(type(block)))
+    if not enabled or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return []
     root = str(trainer.default_root_dir)
     known = list(trainer.loggers)
@@ -112,14 +111,14 @@ def attach_loggers(trainer: pl.Trainer, config_blocks: Iterable[MonitorBlock]) -
         known = []
     made: list[Logger] = []
     problems: list[Problem] = []
-    for block in wanted:
+    for block in enabled:
         kind = _KINDS[type(block)]
         own = next((logger for logger in known if isinstance(logger, kind.logger)), None)
         if own is not None:
-            _tell_unused(kind, kind.place(block, root), own)
+            _report_unused(kind, kind.target(block, root), own)
         elif trainer.barebones:
             problems.append(
-                _problem(kind, "contradicts Trainer(barebones=True), which logs nothing: remove one of them")
+                _problem(kind, "contradicts Trainer(barebones=True), which logs nothing. Remove one of them")
             )
         elif not (problems and isinstance(block, Comet)):
             try:
@@ -127,7 +126,7 @@ def attach_loggers(trainer: pl.Trainer, config_blocks: Iterable[MonitorBlock]) -
                     made.append(kind.make(block, root))
             except ModuleNotFoundError:
                 need = f"needs the package {kind.package}, which is missing or too old"
-                problems.append(_problem(kind, f"{need}: `pip install -U {kind.package}`, or {kind.key}.enabled=false"))
+                problems.append(_problem(kind, f"{need}. Run `pip install -U {kind.package}`, or set it to false"))
     if problems:
         raise ConfigError(problems)
     trainer.loggers = known + made
@@ -138,18 +137,18 @@ def _problem(kind: _Kind, message: str) -> Problem:
     return Problem(f"{kind.key}.enabled", f"{kind.key}.enabled=true {message}.")
 
 
-def _tell_unused(kind: _Kind, place: tuple[str | None, str | None], own: Logger) -> None:
-    """The first logger of a kind wins; say so if it writes to another place than the block names."""
-    if any(want is not None and want != got for want, got in zip(place, (own.save_dir, own.name), strict=True)):
+def _report_unused(kind: _Kind, target: tuple[str | None, str | None], own: Logger) -> None:
+    """Log that the Trainer's own logger is used, if it writes elsewhere than the block says."""
+    if any(want is not None and want != got for want, got in zip(target, (own.save_dir, own.name), strict=True)):
         rank_zero_info(
-            f"{kind.key}: the Trainer has a {type(own).__name__} of its own, which is used as it is. Remove it to use "
+            f"{kind.key}: the Trainer has a {type(own).__name__} of its own, which is used instead. Remove it to use "
             "the block."
         )
 
 
 @contextmanager
 def _rank_announced(rank: int) -> Generator[None, None, None]:
-    """CometLogger opens one experiment per process that has no rank in its environment, as spawned ones have not."""
+    """Set the rank in the environment: without it, as in spawned processes, CometLogger opens an experiment each."""
     known = any(name in os.environ for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"))
     if not known:
         os.environ["LOCAL_RANK"] = str(rank)

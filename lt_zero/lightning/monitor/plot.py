@@ -1,4 +1,4 @@
-"""The command ``lt-zero plot``: what Lightning's ``CSVLogger`` has written, as one picture."""
+"""The command ``lt-zero plot``: plots the metrics that Lightning's ``CSVLogger`` has written."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _STEP = "step"
 
 
 class PlotError(ValueError):
-    """There is nothing to draw, or it cannot be drawn. Names the file and the remedy."""
+    """There is nothing to plot, or it cannot be plotted. Names the file and the remedy."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One file of metrics: how many rows it has; by column, the steps and values that were logged, in their order."""
+    """One file of metrics: its number of rows, and for each column the logged steps and values."""
 
     name: str
     path: Path
@@ -37,10 +37,10 @@ class Run:
 
 @dataclass(frozen=True)
 class _Panel:
-    """One small picture.
+    """One of the stacked plots.
 
-    ``ours`` and ``others`` are patterns of columns; those of others are drawn where ``ours`` is missing. ``points``
-    are drawn as points in any case.
+    ``ours``, ``others`` and ``points`` are patterns of columns. Columns of ``others`` are drawn if there are none of
+    ``ours``; those of ``points`` are always drawn, as points.
     """
 
     label: str
@@ -64,26 +64,26 @@ _PANELS = (
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 
-def find_metrics(place: str | os.PathLike[str]) -> Path:
-    """The file of metrics at or below ``place``: the newest version of the run that was written to last.
+def find_metrics(path: str | os.PathLike[str]) -> Path:
+    """The file of metrics at or below ``path``: the newest version of the run that was written to last.
 
     Raises:
         PlotError: there is none.
     """
-    path = Path(place)
+    path = Path(path)
     if path.is_file():
         return path
     if not path.is_dir():
-        raise PlotError(f"{path} is not there: name the folder of a run, or its {_NAME}.")
+        raise PlotError(f"{path} does not exist. Name the folder of a run, or its {_NAME}.")
     if (path / _NAME).is_file():
         return path / _NAME
     found = [file for file in path.rglob(_NAME) if file.is_file()]
     if not found:
         raise PlotError(
-            f"No {_NAME} in {path} or below: csv_monitor.enabled=true writes one, as Lightning's CSVLogger does."
+            f"No {_NAME} in {path} or below. Set csv_monitor.enabled=true, or use Lightning's CSVLogger, to write one."
         )
-    last = max(found, key=lambda file: file.stat().st_mtime)
-    return max((file for file in found if file.parent.parent == last.parent.parent), key=_version)
+    newest = max(found, key=lambda file: file.stat().st_mtime)
+    return max((file for file in found if file.parent.parent == newest.parent.parent), key=_version)
 
 
 def _version(file: Path) -> tuple[int, float]:
@@ -91,16 +91,16 @@ def _version(file: Path) -> tuple[int, float]:
     return int(number[1]) if number else -1, file.stat().st_mtime
 
 
-def read_run(place: str | os.PathLike[str]) -> Run:
-    """The metrics of a run. A last line that is not complete (the run goes on) is left out.
+def read_run(run: str | os.PathLike[str]) -> Run:
+    """The metrics of a run. An incomplete last line (of a running training) is left out.
 
     Args:
-        place: a folder or a file, see ``find_metrics``.
+        run: a folder or a file, see ``find_metrics``.
 
     Raises:
-        PlotError: there is no such file, it is empty, or a line of it makes no sense; names the line.
+        PlotError: there is no such file, it is empty, or a line is malformed; names the line.
     """
-    path = find_metrics(place)
+    path = find_metrics(run)
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             text = file.read()
@@ -114,15 +114,15 @@ def read_run(place: str | os.PathLike[str]) -> Run:
     try:
         header = next(reader, None)
         if not header:
-            raise PlotError(f"{path} is empty: nothing was logged, or the run has not come to its first row.")
+            raise PlotError(f"{path} is empty: nothing was logged yet.")
         if _STEP not in header:
-            raise PlotError(f"{path}, line 1: there is no column {_STEP!r}. Is it a file of Lightning's CSVLogger?")
+            raise PlotError(f"{path}, line 1: there is no column {_STEP!r}. Name a file of Lightning's CSVLogger.")
         rows = 0
         for rows, row in enumerate(reader, 1):  # noqa: B007
             _add(columns, header, row, f"{path}, line {reader.line_num}")
     except csv.Error as error:
         raise PlotError(f"{path}, line {reader.line_num}: {error}.") from error
-    return Run(str(place), path, rows, columns)
+    return Run(str(run), path, rows, columns)
 
 
 def _add(columns: dict[str, tuple[list[float], list[float]]], header: list[str], row: list[str], where: str) -> None:
@@ -143,17 +143,17 @@ def _number(cell: str, where: str) -> float:
     try:
         return float(cell)
     except ValueError:
-        raise PlotError(f"{where}: {cell!r} is no number. Repair the line or remove it.") from None
+        raise PlotError(f"{where}: {cell!r} is not a number. Repair the line or remove it.") from None
 
 
 def _kind(panel: _Panel, name: str) -> str | None:
-    """As what the column ``name`` may be drawn in ``panel``; None: not at all."""
+    """The pattern of ``panel`` ("ours", "others", "points") that the column ``name`` matches, if any."""
     kinds = ("ours", "others", "points")
     return next((kind for kind in kinds if re.fullmatch(getattr(panel, kind), name)), None)
 
 
 def _drawn(run: Run, panel: _Panel) -> list[tuple[str, bool]]:
-    """The columns of a run that ``panel`` shows, and whether as points."""
+    """The columns of a run that ``panel`` shows, each with whether it is drawn as points."""
     kinds = {name: _kind(panel, name) for name in sorted(run.columns)}
     lines = "ours" if "ours" in kinds.values() else "others"
     return [(name, kind == "points") for name, kind in kinds.items() if kind in (lines, "points")]
@@ -163,24 +163,24 @@ def _drawn(run: Run, panel: _Panel) -> list[tuple[str, bool]]:
 
 
 def draw(runs: Sequence[Run]) -> Figure:
-    """Small pictures one below the other, over the same steps; a color for each run, a line style for each column.
+    """Stacked plots over the same steps, with a color for each run and a line style for each column.
 
     Raises:
-        PlotError: a run has nothing to draw, or matplotlib is missing.
+        PlotError: a run has nothing to plot, or matplotlib is missing.
     """
     for run in runs:
         if run.rows == 0:
             raise PlotError(f"{run.path} has no row yet: nothing was logged.")
         if not run.columns:
             raise PlotError(
-                f"{run.path} has nothing to draw: no zero/*, train_loss, loss, val_loss, lr-* or grad_norm. "
-                "csv_monitor.enabled=true logs zero/loss and others."
+                f"{run.path} has nothing to plot: no zero/*, train_loss, loss, val_loss, lr-* or grad_norm. Set "
+                "csv_monitor.enabled=true to log zero/loss and others."
             )
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise PlotError(f"Drawing needs matplotlib ({error}): pip install 'lt-zero[plot]'") from error
+        raise PlotError(f"Plotting needs matplotlib ({error}). Run: pip install 'lt-zero[plot]'") from error
     panels = [panel for panel in _PANELS if any(_drawn(run, panel) for run in runs)]
     figure = Figure(figsize=(8, 0.8 + 1.7 * len(panels)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -199,20 +199,20 @@ _STYLES = ("-", "--", ":", "-.")
 def _fill(axes: Any, panel: _Panel, runs: Sequence[Run]) -> None:
     names = sorted({name for run in runs for name, _ in _drawn(run, panel)})
     lines = sorted({name for run in runs for name, points in _drawn(run, panel) if not points})
-    called = _names(runs)
+    run_names = _names(runs)
     styles = {name: _STYLES[number % len(_STYLES)] for number, name in enumerate(lines)}
     drawn: list[Any] = []
     labels: list[str] = []
     for number, run in enumerate(runs):
         for order, (name, points) in enumerate(_drawn(run, panel)):
             color = f"C{(number if len(runs) > 1 else order) % 10}"
-            label = " ".join([called[number]] * (len(runs) > 1) + [name] * (len(names) > 1 or len(runs) == 1))
-            how = {"linestyle": "", "marker": "o", "markersize": 4} if points else {"linestyle": styles[name]}
+            label = " ".join([run_names[number]] * (len(runs) > 1) + [name] * (len(names) > 1 or len(runs) == 1))
+            style = {"linestyle": "", "marker": "o", "markersize": 4} if points else {"linestyle": styles[name]}
             steps, values = run.columns[name]
-            # A lone value has no line: mark it. Values that are not finite leave a gap.
-            alone = {"marker": "."} if not points and len(values) == 1 else {}
+            # A single value makes no line, so it gets a marker. Values that are not finite leave a gap.
+            marker = {"marker": "."} if not points and len(values) == 1 else {}
             finite = [value if math.isfinite(value) else math.nan for value in values]
-            drawn += axes.plot(steps, finite, color=color, label=label, linewidth=1.2, **how, **alone)
+            drawn += axes.plot(steps, finite, color=color, label=label, linewidth=1.2, **style, **marker)
             labels.append(label)
     axes.set_ylabel(panel.label)
     axes.grid(True, alpha=0.3)
@@ -220,26 +220,25 @@ def _fill(axes: Any, panel: _Panel, runs: Sequence[Run]) -> None:
         axes.set_yscale("log", base=2)
     legend = axes.legend(handles=drawn, labels=labels, fontsize="x-small", loc="best")
     for text in legend.get_texts():
-        text.set_parse_math(False)  # names may have dollars
+        text.set_parse_math(False)  # names may contain dollar signs
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    """The last parts of their paths, or the whole paths if two of the former are the same."""
+    """The last parts of the runs' paths, or the full paths if those are not unique."""
     short = [os.path.basename(os.path.normpath(run.name)) for run in runs]
     return short if len(set(short)) == len(short) else [run.name for run in runs]
 
 
-def plot(places: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> Path:
-    """Draw runs over each other into a PNG file, which is replaced if it is there.
+def plot(runs: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> Path:
+    """Plot runs over each other into a PNG file, which is overwritten if it exists.
 
     Raises:
-        PlotError: there is nothing to draw, or the file cannot be written.
+        PlotError: there is nothing to plot, or the file cannot be written.
     """
-    runs = [read_run(place) for place in places]
-    figure = draw(runs)
+    figure = draw([read_run(run) for run in runs])
     path = Path(output)
     if path.suffix.lower() != ".png":
-        raise PlotError(f"--output {path}: the picture is a PNG file, name it so, such as {path.with_suffix('.png')}.")
+        raise PlotError(f"--output {path}: the format is PNG. Write a name such as {path.with_suffix('.png')}.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png", dpi=130)
@@ -251,13 +250,13 @@ def plot(places: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str
 def plot_command(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN_DIR...", help=f"Folder of a run, or its {_NAME}; several are drawn together."),
+        typer.Argument(metavar="RUN_DIR...", help=f"Folder of a run, or its {_NAME}; several are plotted together."),
     ],
     output: Annotated[Path, typer.Option(help="The PNG file to write.")] = Path("plot.png"),
 ) -> None:
-    """Draw loss, learning rate, gradient norm, loss scale, throughput and memory over the steps of a run."""
+    """Plot loss, learning rate, gradient norm, loss scale, throughput and memory over the steps of a run."""
     try:
-        made = plot(runs, output)
+        written = plot(runs, output)
         files = [find_metrics(run) for run in runs]
     except PlotError as error:
         Console(stderr=True, soft_wrap=True, highlight=False).print(str(error), markup=False)
@@ -265,4 +264,4 @@ def plot_command(
     console = Console(soft_wrap=True, highlight=False)
     for file in files:
         console.print(f"Read {file}", markup=False)
-    console.print(f"Wrote {made}", markup=False)
+    console.print(f"Wrote {written}", markup=False)

@@ -1,4 +1,4 @@
-"""Monitoring in ``ZeroStrategy``: turns on what the configuration asks for.
+"""Monitoring in ``ZeroStrategy``: starts the monitors that the configuration enables.
 
 steps_per_print, csv_monitor, ...       a line and metrics every N steps    console.py, step_metrics.py, loggers.py
 wall_clock_breakdown, memory_breakdown  time and memory of a step           breakdown.py, timing.py
@@ -58,8 +58,8 @@ class MonitoredStrategy(CheckpointingStrategy):
             self._observers.append(MemoryPhases(every or EVERY))
         if watched:
             self._observers.append(StepPrinter(every, self.flops))
-        self._for_this_run = ExitStack()  # undone at the end of a run
-        self._clean = True  # it ended without an error
+        self._for_this_run = ExitStack()  # closed at the end of a run
+        self._clean = True  # whether the run ended without an error
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -79,20 +79,20 @@ class MonitoredStrategy(CheckpointingStrategy):
         if isinstance(self.comm, LoggedComm):
             self.comm.log.clear()
         self._for_this_run.enter_context(logger_level(config.log_level, self.global_rank))
-        set_local_rank(self.local_rank)  # the environment of processes that were spawned does not tell it
+        set_local_rank(self.local_rank)  # spawned processes do not have it in their environment
 
     @property
     def comm_class(self) -> type[Comm]:
-        """Make the communicator, which records collectives only with ``comms_logger``."""
+        """The class of the communicator, which records collectives if ``comms_logger`` is enabled."""
         return LoggedComm if self.config.comms_logger.enabled else Comm
 
     def log_comms(self) -> None:
-        """The collectives are there, or used by another run: what they do is recorded from here on."""
+        """Start recording the collectives of a run."""
         if isinstance(self.comm, LoggedComm):
             self.comm.log.configure(self.config.comms_logger)
 
     def comms_summary(self) -> list[CommRecord]:
-        """What the collectives of this rank cost since the last call of ``fit`` (or another entry point) began.
+        """The cost of this rank's collectives since the last ``fit`` (or other entry point) began.
 
         Raises:
             RuntimeError: nothing is recorded.
@@ -102,7 +102,8 @@ class MonitoredStrategy(CheckpointingStrategy):
     def _comm_log(self) -> CommLog:
         if not isinstance(self.comm, LoggedComm):
             raise RuntimeError(
-                "Collectives are recorded with comms_logger.enabled: true, from Trainer.fit/validate/test/predict on."
+                "Collectives are only recorded with comms_logger.enabled: true, once Trainer.fit, validate, test or "
+                "predict has begun. Enable it and start a run first."
             )
         return self.comm.log
 
@@ -115,7 +116,7 @@ class MonitoredStrategy(CheckpointingStrategy):
             self._profiler.show(self._clean)
 
     def start_monitoring(self, new: bool) -> None:
-        """A fit begins; ``new``: with an engine that was built for it."""
+        """Start the monitors of a fit; ``new``: its engine was just built."""
         if self.flops is not None:
             self.flops.start(new)
         if self.config.comms_logger.enabled:
@@ -131,7 +132,7 @@ class MonitoredStrategy(CheckpointingStrategy):
             dump_state(self.config, self.engine, [s for s in map(sharded_of, self.optimizers) if s is not None])
 
     def stop_monitoring(self, clean: bool) -> None:
-        """The run has ended; ``clean``: without an error."""
+        """Stop the monitors of a run; ``clean``: it ended without an error."""
         self._clean = clean
         self._for_this_run.close()
 
@@ -147,17 +148,17 @@ class MonitoredStrategy(CheckpointingStrategy):
 
     @contextmanager
     def _counted(self, args: tuple[Any, ...]) -> Iterator[None]:
-        """Around a training step: FLOPs are counted, or time is taken, if this micro-batch is the one."""
+        """Context of a training step that counts or times this micro-batch if it was requested."""
         if self.flops is None:
             yield
             return
         module = self._module
-        whole = not module.automatic_optimization
+        manual = not module.automatic_optimization
         with ExitStack() as measured:
             if self._profiler is not None:
                 step = module.trainer.global_step
-                measured.enter_context(self._profiler.forward(module, step, self.root_device, whole))
-            measured.enter_context(self.flops.forward(module, rows_of(args[0]) if args else None, whole))
+                measured.enter_context(self._profiler.forward(module, step, self.root_device, manual))
+            measured.enter_context(self.flops.forward(module, rows_of(args[0]) if args else None, manual))
             yield
 
     @override

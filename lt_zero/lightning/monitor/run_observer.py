@@ -1,4 +1,4 @@
-"""The protocol of run observers, which print lines, times and memory."""
+"""The interface of observers that print metrics, times and memory during a fit."""
 
 from __future__ import annotations
 
@@ -36,4 +36,4 @@ class RunObserver:
         """Validation begins."""
 
     def resume(self) -> None:
-        """Training goes on."""
+        """Training continues."""

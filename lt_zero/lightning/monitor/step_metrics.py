@@ -16,7 +16,7 @@ class StepMetrics:
     """Metrics of a step, None if unknown; ``StepPrinter`` documents them.
 
     Attributes:
-        optimizer: its number, where there are several.
+        optimizer: its index, if there are several.
         rates: learning rate of each group.
         memory_gb, tflops: GB are 10^9 bytes, a TFLOP/s is 10^12 operations per second.
     """
@@ -33,13 +33,13 @@ class StepMetrics:
     memory_gb: float | None = None
 
     def line(self) -> str:
-        """For people, ``step 10: loss=2.31, lr=0.001, ...``."""
+        """The printed line, ``step 10: loss=2.31, lr=0.001, ...``."""
         same = len(set(self.rates)) == 1
-        shown = [_digits(rate) for rate in self.rates]
+        rates = [_digits(rate) for rate in self.rates]
         parts = {
             "optimizer": None if self.optimizer is None else str(self.optimizer),
             "loss": _digits(self.loss),
-            "lr": shown[0] if same else f"[{', '.join(map(str, shown))}]" if shown else None,
+            "lr": rates[0] if same else f"[{', '.join(map(str, rates))}]" if rates else None,
             "grad_norm": _digits(self.grad_norm),
             "loss_scale": _digits(self.loss_scale, 10),
             "skipped_steps": None if self.skipped_steps is None else str(self.skipped_steps),
@@ -49,11 +49,11 @@ class StepMetrics:
         }
         return f"step {self.step}: " + ", ".join(f"{name}={text}" for name, text in parts.items() if text is not None)
 
-    def metrics(self, apart: bool = False) -> dict[str, float]:
-        """For loggers, under ``zero/``.
+    def metrics(self, split_rates: bool = False) -> dict[str, float]:
+        """The logged metrics, under ``zero/``.
 
         Args:
-            apart: give each group's rate a name of its own, also where all are the same.
+            split_rates: log a rate per group even if all are equal.
 
         >>> StepMetrics(3, 1, (0.1, 0.2), loss=2.0).metrics()
         {'zero/loss': 2.0, 'zero/optimizer_1/lr_0': 0.1, 'zero/optimizer_1/lr_1': 0.2}
@@ -61,7 +61,7 @@ class StepMetrics:
         own = PREFIX if self.optimizer is None else f"{PREFIX}optimizer_{self.optimizer}/"
         found = {
             f"{PREFIX}loss": self.loss,
-            **_named(f"{own}lr", self.rates, apart or len(set(self.rates)) > 1),
+            **_named(f"{own}lr", self.rates, split_rates or len(set(self.rates)) > 1),
             f"{own}grad_norm": self.grad_norm,
             f"{PREFIX}loss_scale": self.loss_scale,
             f"{PREFIX}skipped_steps": self.skipped_steps,
@@ -76,17 +76,16 @@ def _digits(value: float | None, digits: int = 6) -> str | None:
     return None if value is None else f"{value:.{digits}g}"
 
 
-def _named(name: str, rates: Sequence[float], apart: bool) -> dict[str, float]:
-    if not apart:
+def _named(name: str, rates: Sequence[float], split: bool) -> dict[str, float]:
+    if not split:
         return {name: rates[0]} if rates else {}
     return {f"{name}_{number}": rate for number, rate in enumerate(rates)}
 
 
 def memory_gb(device: torch.device) -> float:
-    """What this process uses, in 10^9 bytes: on a GPU the most that torch had allocated there so far, else its resident
-    memory now.
+    """The memory of this process in 10^9 bytes: on a GPU the peak that torch allocated there, else resident memory.
 
-    The peak is that of ``torch.cuda.max_memory_allocated``, which others read as well, so it is not reset here.
+    The peak of ``torch.cuda.max_memory_allocated`` is not reset, as others may read it.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
