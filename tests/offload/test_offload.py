@@ -3,53 +3,56 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import lt_zero
-from tests.support.matrix import cover, only
-from tests.support.offload_runs import OPTIMIZERS, same, train
+from lt_zero.engine import bucket_store
+from tests.support.matrix import cover
+from tests.support.offload_runs import OPTIMIZERS, in_memory, same, train
 from tests.support.parity import STAGES, full_values
 from tests.support.pool import Pool
 
+SIXTEEN = [torch.bfloat16, torch.float16]
 
-def _equal(path: str, optimizer: str, dtype: torch.dtype | None) -> None:
-    for stage in STAGES:
-        want, _, _ = train(stage, None, optimizer, dtype=dtype)
-        for params in (True, False) if stage == 3 else (False,):
-            got, engine, sharded = train(stage, path, optimizer, dtype=dtype, params=params)
-            same(got, want, (stage, params))
-            homes = [h for b in engine.buckets for h in b.store.stored.values()]
-            assert homes
-            assert not any(h.takes_memory for h in homes), "everything is away after a step"
-            kinds = {kind for b in engine.buckets for kind in b.store.stored}
-            assert kinds >= {"master"}
-            if optimizer == "AdamW":
-                assert kinds >= {"state exp_avg", "state exp_avg_sq"}
-            engine.offload_manager.close()
+
+def _equal(path: str, stage: int, optimizer: str, dtype: torch.dtype | None) -> None:
+    want = in_memory(stage, optimizer, dtype)
+    for params in (True, False) if stage == 3 else (False,):
+        got, engine, sharded = train(stage, path, optimizer, dtype=dtype, params=params)
+        same(got, want, (stage, params))
+        homes = [h for b in engine.buckets for h in b.store.stored.values()]
+        assert homes
+        assert not any(h.takes_memory for h in homes), "everything is away after a step"
+        kinds = {kind for b in engine.buckets for kind in b.store.stored}
+        assert kinds >= {"master"}
+        if optimizer == "AdamW":
+            assert kinds >= {"state exp_avg", "state exp_avg_sq"}
+        engine.offload_manager.close()
     dist.barrier()
     assert not list(Path(path).glob("lt_zero-*")), "files go with the run"
 
 
-@pytest.mark.parametrize("world", only([3], [1, 2, 3]))
-def test_same_bits_as_in_memory(pool: Pool, tmp_path: Path, world: int) -> None:
-    pool.run(world, _equal, str(tmp_path), "AdamW", None)
+@pytest.mark.parametrize(("stage", "world"), cover(STAGES[::-1], [3, 2, 1]))
+def test_same_bits_as_in_memory(pool: Pool, tmp_path: Path, stage: int, world: int) -> None:
+    pool.run(world, _equal, str(tmp_path), stage, "AdamW", None)
 
 
-@pytest.mark.parametrize("optimizer", sorted(set(OPTIMIZERS) - {"AdamW"}))
-def test_any_optimizer(pool: Pool, tmp_path: Path, optimizer: str) -> None:
-    pool.run(2, _equal, str(tmp_path), optimizer, None)
+@pytest.mark.parametrize(("stage", "optimizer"), cover(STAGES, sorted(set(OPTIMIZERS) - {"AdamW"})))
+def test_any_optimizer(pool: Pool, tmp_path: Path, stage: int, optimizer: str) -> None:
+    pool.run(2, _equal, str(tmp_path), stage, optimizer, None)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits(pool: Pool, tmp_path: Path, dtype: torch.dtype) -> None:
-    pool.run(2, _equal, str(tmp_path), "AdamW", dtype)
+@pytest.mark.parametrize(("stage", "dtype"), cover(STAGES, SIXTEEN))
+def test_sixteen_bits(pool: Pool, tmp_path: Path, stage: int, dtype: torch.dtype) -> None:
+    pool.run(2, _equal, str(tmp_path), stage, "AdamW", dtype)
 
 
 def _options(path: str) -> None:
-    want, _, _ = train(3, None)
+    want = in_memory(3)
     for more in (
         {"buffer_count": 1},
         {"buffer_count": 2},
@@ -78,61 +81,50 @@ def test_options(pool: Pool, tmp_path: Path) -> None:
 # ---- host memory ---------------------------------------------------------------------------------------------------
 
 
-def _host(optimizer: str, dtype: torch.dtype | None) -> None:
+def _host(stage: int, optimizer: str, dtype: torch.dtype | None) -> None:
     """As with a GPU: host memory apart from the device's, although both are the same here."""
-    import lt_zero.engine.bucket_store as store
-
-    for stage in STAGES:
-        want, plain, one = train(stage, None, optimizer, dtype=dtype)
-        for params in ("cpu", "none") if stage == 3 else ("none",):
-            store._apart = True
-            try:
-                zero = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": params}}
-                got, engine, sharded = train(stage, None, optimizer, dtype=dtype, zero=zero)
-            finally:
-                store._apart = False
-            same(got, want, (stage, params))
-            assert all(b.store.host_optim for b in engine.buckets)
-            assert all(b.store.host_params == (params == "cpu") for b in engine.buckets if b.sharding.params)
-            for bucket in engine.buckets:
-                assert bucket.weights.master is not None
-                assert bucket.weights.master.untyped_storage().data_ptr() != bucket.flat.untyped_storage().data_ptr()
-            with lt_zero.gathered(engine.root, write=True), torch.no_grad():
-                for p in engine.root.parameters():
-                    p.mul_(0.5)
-            before = full_values(engine)
-            for name, value in full_values(plain).items():
-                written = value.to(dtype or value.dtype) * 0.5
-                assert torch.equal(before[name], written.to(before[name].dtype)), (stage, params, name)
+    want = in_memory(stage, optimizer, dtype)
+    for params in ("cpu", "none") if stage == 3 else ("none",):
+        zero = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": params}}
+        with mock.patch.object(bucket_store, "_apart", True):
+            got, engine, _ = train(stage, None, optimizer, dtype=dtype, zero=zero)
+        same(got, want, (stage, params))
+        assert all(b.store.host_optim for b in engine.buckets)
+        assert all(b.store.host_params == (params == "cpu") for b in engine.buckets if b.sharding.params)
+        for bucket in engine.buckets:
+            assert bucket.weights.master is not None
+            assert bucket.weights.master.untyped_storage().data_ptr() != bucket.flat.untyped_storage().data_ptr()
+        with lt_zero.gathered(engine.root, write=True), torch.no_grad():
+            for p in engine.root.parameters():
+                p.mul_(0.5)
+        before = full_values(engine)
+        for name, value in want.items():
+            written = value.to(dtype or value.dtype) * 0.5
+            assert torch.equal(before[name], written.to(before[name].dtype)), (stage, params, name)
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", pytest.param("SGD", marks=pytest.mark.slow)])
-def test_host_memory_apart_from_the_device(pool: Pool, optimizer: str) -> None:
-    for world in (1, 2, 3):
-        pool.run(world, _host, optimizer, None)
+@pytest.mark.parametrize(("stage", "optimizer", "world"), cover(STAGES, ["AdamW", "SGD"], [2, 1, 3]))
+def test_host_memory_apart_from_the_device(pool: Pool, stage: int, optimizer: str, world: int) -> None:
+    pool.run(world, _host, stage, optimizer, None)
 
 
-def test_host_memory_with_sixteen_bits(pool: Pool) -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        pool.run(2, _host, "AdamW", dtype)
+@pytest.mark.parametrize(("stage", "dtype"), cover(STAGES, SIXTEEN))
+def test_host_memory_with_sixteen_bits(pool: Pool, stage: int, dtype: torch.dtype) -> None:
+    pool.run(2, _host, stage, "AdamW", dtype)
 
 
-def _files_apart(path: str, optimizer: str, dtype: torch.dtype | None) -> None:
+def _files_apart(path: str, stage: int, optimizer: str, dtype: torch.dtype | None) -> None:
     """As with a GPU and NVMe: what comes from files has to go to the device."""
-    import lt_zero.engine.bucket_store as store
-
-    for stage in STAGES:
-        want, _, _ = train(stage, None, optimizer, dtype=dtype)
-        for params in (True, False) if stage == 3 else (False,):
-            store._apart = True
-            try:
-                got, engine, _ = train(stage, path, optimizer, dtype=dtype, params=params)
-            finally:
-                store._apart = False
-            same(got, want, (stage, params))
-            engine.offload_manager.close()
+    want = in_memory(stage, optimizer, dtype)
+    for params in (True, False) if stage == 3 else (False,):
+        with mock.patch.object(bucket_store, "_apart", True):
+            got, engine, _ = train(stage, path, optimizer, dtype=dtype, params=params)
+        same(got, want, (stage, params))
+        engine.offload_manager.close()
 
 
-@pytest.mark.parametrize(("optimizer", "dtype"), cover(["AdamW", "SGD"], [torch.bfloat16, None]))
-def test_files_apart_from_the_device(pool: Pool, tmp_path: Path, dtype: torch.dtype | None, optimizer: str) -> None:
-    pool.run(2, _files_apart, str(tmp_path), optimizer, dtype)
+@pytest.mark.parametrize(("stage", "optimizer", "dtype"), cover(STAGES, ["AdamW", "SGD"], [torch.bfloat16, None]))
+def test_files_apart_from_the_device(
+    pool: Pool, tmp_path: Path, stage: int, optimizer: str, dtype: torch.dtype | None
+) -> None:
+    pool.run(2, _files_apart, str(tmp_path), stage, optimizer, dtype)

@@ -24,7 +24,7 @@ from lt_zero import ops
 from lt_zero.engine.full_params import full_state_dict
 from lt_zero.io import block_transfer as io
 from lt_zero.io.thread_pool import SwapError
-from tests.support.lightning_tools import FULL, GPT, sharded_trainer, weights
+from tests.support.lightning_tools import BATCH, FULL, GPT, sharded_trainer, weights
 from tests.support.matrix import cover, only
 from tests.support.models import Net, next_token_loss
 from tests.support.offload_runs import same
@@ -33,60 +33,62 @@ from tests.support.overlap_runs import Fails, offload, slowed, train
 from tests.support.parity import config_of, full_values
 from tests.support.pool import Pool
 
-
-def _beside_backward(path: str | None, apart: bool, dtype: torch.dtype | None) -> None:
-    for stage in (3,) if path else (0, 1, 2, 3):
-        for params in (True, False) if stage == 3 else (False,):
-            with slowed(apart) as watch:
-                want, _, _ = train(stage, offload(path, False, params), dtype=dtype)
-                assert watch.beside == 0
-                for overlap in ("auto", True):
-                    watch.beside = watch.here = 0
-                    got, engine, _ = train(stage, offload(path, overlap, params), beside=True, dtype=dtype)
-                    same(got, want, (stage, params, overlap))
-                    assert watch.beside >= 3 * (len(engine.buckets) - 1), "all but the first step"
-                    engine.offload_manager.close()
-
-
+STAGES = [(3, True), (3, False), (2, False), (1, False), (0, False)]  # and whether parameters are offloaded, too
 WHERE = {"host": (False, True), "files": (True, False), "files, apart": (True, True)}  # in files, apart from the device
 
 
-@pytest.mark.parametrize(("where", "world"), cover([*WHERE], [3, 2, 1]))
-def test_beside_backward(pool: Pool, tmp_path: Path, where: str, world: int) -> None:
-    files, apart = WHERE[where]
-    pool.run(world, _beside_backward, str(tmp_path) if files else None, apart, None)
+def _beside_backward(
+    path: str | None, apart: bool, stage: int, params: bool, dtype: torch.dtype | None, plain: bool
+) -> None:
+    with slowed(apart) as watch:
+        want, _, _ = train(stage, offload(path, False, params) if plain else {}, dtype=dtype)
+        assert watch.beside == 0
+        for overlap in ("auto", True):
+            watch.beside = watch.here = 0
+            got, engine, _ = train(stage, offload(path, overlap, params), beside=True, dtype=dtype)
+            same(got, want, (stage, params, overlap))
+            assert watch.beside >= 2 * (len(engine.buckets) - 1), "all but the first step"
+            engine.offload_manager.close()
 
 
-@pytest.mark.parametrize("where", only([*WHERE][-1:], WHERE))
-def test_beside_backward_in_bf16(pool: Pool, tmp_path: Path, where: str) -> None:
-    files, apart = WHERE[where]
-    pool.run(2, _beside_backward, str(tmp_path) if files else None, apart, torch.bfloat16)
-
-
-def _beside_forward(path: str | None, apart: bool, dtype: torch.dtype | None) -> None:
-    for stage in (0, 1, 2, 3):
-        for params in (True, False) if stage == 3 else (False,):
-            with slowed(apart) as watch:
-                memory, _, _ = train(stage, {}, clip=0.5, dtype=dtype)
-                want, _, _ = train(stage, offload(path, False, params), clip=0.5, dtype=dtype)
-                same(want, memory, (stage, params, "offloaded"))
-                got, engine, sharded = train(stage, offload(path, True, params), clip=0.5, dtype=dtype)
-                same(got, want, (stage, params))
-                assert watch.beside >= 2 * (len(engine.buckets) - 1), "all but the first steps"
-                engine.offload_manager.close()
+# Below stage 3 backward waits for what lies in files.
+BACKWARD = [(where, stage) for where in WHERE for stage in STAGES if where == "host" or stage[0] == 3]
+QUICK = [("host", (3, True)), *(("host", (stage, False)) for stage in (0, 1, 2))]
+QUICK += [("files", (3, True)), ("files, apart", (3, False))]
 
 
 @pytest.mark.parametrize("world", only([2], [1, 2, 3]))
-@pytest.mark.parametrize("where", only(["host", "files, apart"], WHERE))
-def test_beside_the_next_forward(pool: Pool, tmp_path: Path, where: str, world: int) -> None:
-    files, apart = WHERE[where]
-    pool.run(world, _beside_forward, str(tmp_path) if files else None, apart, None)
+@pytest.mark.parametrize("case", only(QUICK, BACKWARD), ids=str)
+def test_beside_backward(pool: Pool, tmp_path: Path, case: tuple[str, tuple[int, bool]], world: int) -> None:
+    files, apart = WHERE[case[0]]
+    pool.run(world, _beside_backward, str(tmp_path) if files else None, apart, *case[1], None, True)
 
 
-@pytest.mark.parametrize("where", only([*WHERE][-1:], WHERE))
-def test_beside_the_next_forward_in_bf16(pool: Pool, tmp_path: Path, where: str) -> None:
+@pytest.mark.parametrize("case", only([("host", (2, False)), ("files, apart", (3, True))], BACKWARD), ids=str)
+def test_beside_backward_in_bf16(pool: Pool, tmp_path: Path, case: tuple[str, tuple[int, bool]]) -> None:
+    files, apart = WHERE[case[0]]
+    pool.run(2, _beside_backward, str(tmp_path) if files else None, apart, *case[1], torch.bfloat16, False)
+
+
+def _beside_forward(path: str | None, apart: bool, stage: int, params: bool, dtype: torch.dtype | None) -> None:
+    with slowed(apart) as watch:
+        want, _, _ = train(stage, {}, clip=0.5, dtype=dtype)
+        got, engine, _ = train(stage, offload(path, True, params), clip=0.5, dtype=dtype)
+        same(got, want, (stage, params))
+        assert watch.beside >= len(engine.buckets) - 1, "all but the first steps"
+        engine.offload_manager.close()
+
+
+@pytest.mark.parametrize(("stage", "where", "world"), cover(STAGES, [*WHERE], [3, 2, 1]))
+def test_beside_the_next_forward(pool: Pool, tmp_path: Path, stage: tuple[int, bool], where: str, world: int) -> None:
     files, apart = WHERE[where]
-    pool.run(2, _beside_forward, str(tmp_path) if files else None, apart, torch.bfloat16)
+    pool.run(world, _beside_forward, str(tmp_path) if files else None, apart, *stage, None)
+
+
+@pytest.mark.parametrize(("stage", "where"), cover(STAGES, [*WHERE][::-1]))
+def test_beside_the_next_forward_in_bf16(pool: Pool, tmp_path: Path, stage: tuple[int, bool], where: str) -> None:
+    files, apart = WHERE[where]
+    pool.run(2, _beside_forward, str(tmp_path) if files else None, apart, *stage, torch.bfloat16)
 
 
 # ---- what must not be stepped early ----------------------------------------------------------------------------------
@@ -342,9 +344,10 @@ def _fit(stage: int, zero: dict[str, Any], folder: str, options: dict[str, Any])
     cls, look = options.pop("cls", "GPT"), options.pop("look", False)
     with slowed(apart=zero["offload_optimizer"]["device"] == "cpu") as watch:
         reader = Reader(folder)
-        module = {"GPT": GPT, "EveryOther": EveryOther}[cls](dist.get_world_size(), "adamw")
+        module = {"GPT": GPT, "EveryOther": EveryOther}[cls](dist.get_world_size(), "adamw", rows=6 * 3 * BATCH)
         callbacks: list[Callback] = [reader, Looks()] if look else [reader]
-        trainer = sharded_trainer(stage, zero, FULL, max_epochs=4, callbacks=callbacks, **options)
+        options = {"max_epochs": 1, "limit_val_batches": 1, "num_sanity_val_steps": 0, **options}
+        trainer = sharded_trainer(stage, zero, FULL, callbacks=callbacks, **options)
         trainer.fit(module)
         trainer.validate(module, verbose=False)
         return weights(trainer), _plain(reader.seen), watch.beside, _plain(dict(trainer.callback_metrics))
@@ -378,19 +381,19 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {  # options, whether backward m
 }
 
 
-@pytest.mark.parametrize(("case", "files"), cover([*CASES], [False, True]))
-def test_trainer(pool: Pool, tmp_path: Path, case: str, files: bool) -> None:
+@pytest.mark.parametrize(("case", "where"), cover([*CASES], [(3, False), (2, False), (3, True)]), ids=str)
+def test_trainer(pool: Pool, tmp_path: Path, case: str, where: tuple[int, bool]) -> None:
+    stage, files = where
     options, early = CASES[case]
     path = str(tmp_path) if files else None
-    for stage in (3,) if files else (2, 3):
-        plain, *others = (
-            pool.run(2, _fit, stage, offload(path, overlap, stage == 3), f"{tmp_path}/{stage}{overlap}", options)
-            for overlap in (False, "auto", True)
-        )
-        assert plain[0][2] == 0
-        for results, overlapped in zip(others, (early, True), strict=True):
-            for got, want in zip(results, plain, strict=True):
-                assert _equal(got[0], want[0])
-                assert _equal(got[1], want[1])
-                assert _equal(got[3], want[3])
-                assert (got[2] > 0) == overlapped
+    plain, *others = (
+        pool.run(2, _fit, stage, offload(path, overlap, stage == 3), f"{tmp_path}/{overlap}", options)
+        for overlap in (False, "auto", True)
+    )
+    assert plain[0][2] == 0
+    for results, overlapped in zip(others, (early, True), strict=True):
+        for got, want in zip(results, plain, strict=True):
+            assert _equal(got[0], want[0])
+            assert _equal(got[1], want[1])
+            assert _equal(got[3], want[3])
+            assert (got[2] > 0) == overlapped

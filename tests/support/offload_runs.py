@@ -36,7 +36,7 @@ def train(
     stage: int,
     path: str | None,
     optimizer: str = "AdamW",
-    steps: int = 4,
+    steps: int = 3,
     dtype: torch.dtype | None = None,
     params: bool = True,
     clip: float | None = 0.5,
@@ -60,6 +60,19 @@ def train(
             clip_grad_norm(sharded, clip)
         opt.step()
     return full_values(engine), engine, sharded
+
+
+_IN_MEMORY: dict[Any, dict[str, Tensor]] = {}  # of this worker
+
+
+def in_memory(stage: int, optimizer: str = "AdamW", dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The weights that ``train`` ends with when nothing is offloaded; trained once, kept for all tests of the pool."""
+    key = (stage, optimizer, dtype, dist.get_world_size())
+    known = torch.tensor(int(key in _IN_MEMORY))
+    dist.all_reduce(known, dist.ReduceOp.MIN)  # a worker may have been replaced, or be another rank now
+    if not known:
+        _IN_MEMORY[key] = train(stage, None, optimizer, dtype=dtype)[0]
+    return _IN_MEMORY[key]
 
 
 def same(got: dict[str, Tensor], want: dict[str, Tensor], what: Any) -> None:

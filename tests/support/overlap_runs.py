@@ -66,7 +66,7 @@ def train(
     zero: dict[str, Any],
     beside: bool = False,
     clip: float | None = None,
-    steps: int = 4,
+    steps: int = 3,
     dtype: torch.dtype | None = None,
     model: type[Net] = Net,
 ) -> tuple[dict[str, Tensor], Any, Any]:
