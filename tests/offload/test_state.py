@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -163,13 +162,12 @@ def _fit(stage: int, mode: str, path: str | None, steps: int, ckpt: str | None, 
 
 
 @pytest.mark.parametrize("mode", only(["16-true"], ["32-true", "bf16-mixed", "16-true"]))
-def test_through_the_trainer(pool: Pool, tmp_path: Path, mode: str) -> None:
-    for stage in (1, 3):
-        want = pool.run(2, _fit, stage, mode, None, 4, None, None)[0]
-        save = str(tmp_path / f"{stage}.ckpt")
-        pool.run(2, _fit, stage, mode, str(tmp_path), 2, None, save)
-        for path in (None, str(tmp_path)):  # resumes with and without files
-            got = pool.run(2, _fit, stage, mode, path, 4, save, None)[0]
-            for name, value in want.items():
-                assert np.array_equal(got[name], value), (stage, path, name)
-    gc.collect()
+@pytest.mark.parametrize("stage", only([3], [1, 3]))
+def test_through_the_trainer(pool: Pool, tmp_path: Path, mode: str, stage: int) -> None:
+    want = pool.run(2, _fit, stage, mode, None, 4, None, None)[0]
+    save = str(tmp_path / "half.ckpt")
+    pool.run(2, _fit, stage, mode, str(tmp_path), 2, None, save)
+    for path in (None, str(tmp_path)):  # resumes with and without files
+        got = pool.run(2, _fit, stage, mode, path, 4, save, None)[0]
+        for name, value in want.items():
+            assert np.array_equal(got[name], value), (path, name)

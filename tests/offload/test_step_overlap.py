@@ -103,57 +103,57 @@ class Branching(Net):
         return super().forward(tokens)
 
 
-def _unused() -> None:
-    for stage in (0, 1, 2):
-        with slowed(apart=True) as watch:
-            want, _, _ = train(stage, offload(None, False, False), model=Branching)
-            for overlap in ("auto", True):
-                got, engine, _ = train(stage, offload(None, overlap, False), beside=True, model=Branching)
-                same(got, want, (stage, overlap))
-                assert watch.beside > 0
-                engine.offload_manager.close()
+def _unused(stage: int) -> None:
+    with slowed(apart=True) as watch:
+        want, _, _ = train(stage, {}, steps=4, model=Branching)
+        for overlap in ("auto", True):
+            got, engine, _ = train(stage, offload(None, overlap, False), beside=True, steps=4, model=Branching)
+            same(got, want, (stage, overlap))
+            assert watch.beside > 0
+            engine.offload_manager.close()
 
 
-def test_a_bucket_that_a_rank_did_not_use_waits_for_the_step(pool: Pool) -> None:
-    pool.run(2, _unused)
+@pytest.mark.parametrize("stage", only([2], [0, 1, 2]))
+def test_a_bucket_that_a_rank_did_not_use_waits_for_the_step(pool: Pool, stage: int) -> None:
+    pool.run(2, _unused, stage)
 
 
-def _partly(beside: bool, path: str | None) -> None:
+def _partly(beside: bool, path: str | None, stage: int) -> None:
     """Frozen parameters and those of another optimizer lie in buckets that are stepped; bf16 goes through slots."""
-    for stage in (3,) if path else (0, 2, 3):
-        runs = []
-        for overlap in (False, "auto", True):
-            with slowed(apart=path is None) as watch:
-                torch.manual_seed(0)
-                model = Net()
-                for block in model.blocks:
-                    block.norm.requires_grad_(False)
-                engine = lt_zero.shard(
-                    model, config_of(stage, zero=offload(path, overlap, path is not None), dtype=torch.bfloat16)
-                )
-                ups = [block.up.weight for block in model.blocks]
-                rest = [p for p in model.parameters() if p.requires_grad and all(p is not up for up in ups)]
-                pair = [torch.optim.AdamW(rest, lr=1e-2), torch.optim.AdamW(ups, lr=3e-2)]
-                both = [lt_zero.ShardedOptimizer(engine, optimizer) for optimizer in pair]
-                for step in range(5):
-                    for optimizer in pair:
-                        optimizer.zero_grad()
-                    with both[0].overlap.beside_backward() if beside else nullcontext():
-                        next_token_loss(model, step, 0, dist.get_rank()).float().backward()
-                    for optimizer in pair:
-                        optimizer.step()
-                engine.finish_steps()
-                flats = [bucket.flat.clone() for bucket in engine.buckets if not bucket.sharding.params]
-                runs.append((full_values(engine), flats, watch.beside))
-        for values, flats, _ in runs[1:]:
-            same(values, runs[0][0], stage)
-            assert all(map(torch.equal, flats, runs[0][1])), "gaps and all"
-        assert runs[2][2] > 0
+    runs = []
+    for overlap in (False, "auto", True):
+        with slowed(apart=path is None) as watch:
+            torch.manual_seed(0)
+            model = Net()
+            for block in model.blocks:
+                block.norm.requires_grad_(False)
+            engine = lt_zero.shard(
+                model, config_of(stage, zero=offload(path, overlap, path is not None), dtype=torch.bfloat16)
+            )
+            ups = [block.up.weight for block in model.blocks]
+            rest = [p for p in model.parameters() if p.requires_grad and all(p is not up for up in ups)]
+            pair = [torch.optim.AdamW(rest, lr=1e-2), torch.optim.AdamW(ups, lr=3e-2)]
+            both = [lt_zero.ShardedOptimizer(engine, optimizer) for optimizer in pair]
+            for step in range(5):
+                for optimizer in pair:
+                    optimizer.zero_grad()
+                with both[0].overlap.beside_backward() if beside else nullcontext():
+                    next_token_loss(model, step, 0, dist.get_rank()).float().backward()
+                for optimizer in pair:
+                    optimizer.step()
+            engine.finish_steps()
+            flats = [bucket.flat.clone() for bucket in engine.buckets if not bucket.sharding.params]
+            runs.append((full_values(engine), flats, watch.beside))
+    for values, flats, _ in runs[1:]:
+        same(values, runs[0][0], stage)
+        assert all(map(torch.equal, flats, runs[0][1])), "gaps and all"
+    assert runs[2][2] > 0
 
 
-@pytest.mark.parametrize(("beside", "files"), cover([False, True], [False, True]))
-def test_buckets_that_are_stepped_in_part(pool: Pool, tmp_path: Path, beside: bool, files: bool) -> None:
-    pool.run(2, _partly, beside, str(tmp_path) if files else None)
+@pytest.mark.parametrize(("where", "beside"), cover([(3, True), (2, False), (3, False), (0, False)], [True, False]))
+def test_buckets_that_are_stepped_in_part(pool: Pool, tmp_path: Path, where: tuple[int, bool], beside: bool) -> None:
+    stage, files = where
+    pool.run(2, _partly, beside, str(tmp_path) if files else None, stage)
 
 
 def _other_optimizers() -> None:
@@ -397,3 +397,68 @@ def test_trainer(pool: Pool, tmp_path: Path, case: str, where: tuple[int, bool])
             assert _equal(got[1], want[1])
             assert _equal(got[3], want[3])
             assert (got[2] > 0) == overlapped
+
+
+class WrapClip(GPT):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        def closure() -> Any:
+            loss = optimizer_closure()
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+class Twice(GPT):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(retain_graph=True)
+        (0.5 * loss).backward()
+
+
+class Manual(GPT):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            loss = self.loss(batch.flip(1))
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+class Keeps(GPT):
+    """Gradients add up over two steps."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
+LOOPS = {"clip": WrapClip, "twice": Twice, "manual": Manual, "keeps": Keeps}
+
+
+def _loops(name: str, stage: int, path: str | None) -> None:
+    runs = []
+    for overlap in (False, "auto", True):
+        with slowed(apart=path is None):
+            module = LOOPS[name](dist.get_world_size(), "adamw", rows=4 * 3 * BATCH)
+            options = {"max_epochs": 1, "limit_val_batches": 0}
+            trainer = sharded_trainer(stage, offload(path, overlap, stage == 3), **options)
+            trainer.fit(module)
+            runs.append(weights(trainer))
+    for other in runs[1:]:
+        for key, value in runs[0].items():
+            assert (other[key] == value).all(), key
+
+
+@pytest.mark.parametrize(("name", "where"), cover([*LOOPS], [(3, False), (2, False), (3, True)]), ids=str)
+def test_loops_that_do_more_than_lightnings_own(pool: Pool, tmp_path: Path, name: str, where: tuple[int, bool]) -> None:
+    stage, files = where
+    pool.run(2, _loops, name, stage, str(tmp_path) if files else None)

@@ -1,4 +1,7 @@
-"""What a reviewer found in steps beside backward and forward, each with the smallest run that shows it."""
+"""Hazards of steps in the background: stale copies, what comes between backward and step, late copies, threads.
+
+Each is shown with the smallest run.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,6 @@ from lt_zero.offload import copy_streams
 from lt_zero.offload.background import Background, Job
 from lt_zero.step.clip import clip_grad_norm
 from lt_zero.step.fused_step import FusedAdam
-from tests.support.lightning_tools import GPT, sharded_trainer, weights
 from tests.support.matrix import cover
 from tests.support.models import Net, next_token_loss
 from tests.support.offload_runs import same
@@ -81,31 +83,30 @@ class Short(Net):
         return self.head(x)
 
 
-def _copies(kind: str) -> None:
-    for stage in (2, 3):
-        runs = []
-        for overlap in (False, "auto", True):
-            with slowed(apart=True):
-                leave_out = "up.weight" if kind == "absent" else "-"
-                run = Run(stage, offload(None, overlap, False), torch.bfloat16, Short, leave_out)
-                run.steps(0, 2)
-                if kind == "frozen":
-                    for block in run.net.blocks:
-                        block.up.weight.requires_grad_(False)
-                run.net.short = kind == "unused"
-                run.steps(2, 4)
-                master = full_values(run.engine)
-                for name, value in run.copies().items():
-                    assert torch.equal(value, master[name].to(value.dtype)), (kind, stage, overlap, name)
-                runs.append(master)
-        same(runs[1], runs[0], (kind, stage, "auto"))
-        same(runs[2], runs[0], (kind, stage, True))
+def _copies(kind: str, stage: int) -> None:
+    runs = []
+    for overlap in (False, "auto", True):
+        with slowed(apart=True):
+            leave_out = "up.weight" if kind == "absent" else "-"
+            run = Run(stage, offload(None, overlap, False), torch.bfloat16, Short, leave_out)
+            run.steps(0, 2)
+            if kind == "frozen":
+                for block in run.net.blocks:
+                    block.up.weight.requires_grad_(False)
+            run.net.short = kind == "unused"
+            run.steps(2, 4)
+            master = full_values(run.engine)
+            for name, value in run.copies().items():
+                assert torch.equal(value, master[name].to(value.dtype)), (overlap, name)
+            runs.append(master)
+    same(runs[1], runs[0], "auto")
+    same(runs[2], runs[0], True)
 
 
-@pytest.mark.parametrize("kind", ["frozen", "absent", "unused"])
-def test_compute_copies_follow_the_master_weights(pool: Pool, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "stage"), cover(["frozen", "absent", "unused"], [3, 2]))
+def test_compute_copies_follow_the_master_weights(pool: Pool, kind: str, stage: int) -> None:
     """16 bits go through a buffer that other buckets have used before."""
-    pool.run(2, _copies, kind)
+    pool.run(2, _copies, kind, stage)
 
 
 class Outside(Net):
@@ -125,51 +126,49 @@ class Detached(Net):
         return super().forward(tokens) + self.blocks[2].up.weight.detach().square().mean()
 
 
-def _outside(kind: str) -> None:
-    for stage in (2, 3):
-        runs = []
-        for overlap in (False, "auto", True):
-            with slowed(apart=True):
-                model = {"outside": Outside, "detached": Detached}[kind]
-                run = Run(stage, offload(None, overlap, stage == 3), model=model)
-                run.steps(0, 4)
-                runs.append(full_values(run.engine))
-        same(runs[1], runs[0], (stage, "auto"))
-        same(runs[2], runs[0], (stage, True))
+def _outside(kind: str, stage: int) -> None:
+    runs = []
+    for overlap in (False, "auto", True):
+        with slowed(apart=True):
+            model = {"outside": Outside, "detached": Detached}[kind]
+            run = Run(stage, offload(None, overlap, stage == 3), model=model)
+            run.steps(0, 3)
+            runs.append(full_values(run.engine))
+    same(runs[1], runs[0], "auto")
+    same(runs[2], runs[0], True)
 
 
-@pytest.mark.parametrize("kind", ["outside", "detached"])
-def test_weights_that_are_used_outside_of_their_unit(pool: Pool, kind: str) -> None:
-    pool.run(2, _outside, kind)
+@pytest.mark.parametrize(("kind", "stage"), cover(["outside", "detached"], [3, 2]))
+def test_weights_that_are_used_outside_of_their_unit(pool: Pool, kind: str, stage: int) -> None:
+    pool.run(2, _outside, kind, stage)
 
 
 # ---- between backward and step --------------------------------------------------------------------------------------
 
 
-def _between(kind: str) -> None:
-    for stage in (2, 3):
-        with slowed(apart=True):
-            run = Run(stage, offload(None, "auto", stage == 3))
-            run.steps(0, 2)
-            run.backward(2)
-            if kind == "backward":
-                next_token_loss(run.net, 3, 0, dist.get_rank()).backward()
-            elif kind == "zero_grad":
-                run.optimizer.zero_grad()
-            elif kind == "clip":
-                clip_grad_norm(run.sharded, 0.1)
-            elif kind == "lr":
-                run.optimizer.param_groups[0]["lr"] = 0.5
-            elif kind == "no step":
-                run.backward(3, beside=False)
-            for act in (run.optimizer.step, lambda: full_state_dict(run.engine)):  # noqa: B023 - called at once
-                with pytest.raises(SwapError, match=r"weights are from two different steps\. Load a checkpoint"):
-                    act()
+def _between(kind: str, stage: int) -> None:
+    with slowed(apart=True):
+        run = Run(stage, offload(None, "auto", stage == 3))
+        run.steps(0, 2)
+        run.backward(2)
+        if kind == "backward":
+            next_token_loss(run.net, 3, 0, dist.get_rank()).backward()
+        elif kind == "zero_grad":
+            run.optimizer.zero_grad()
+        elif kind == "clip":
+            clip_grad_norm(run.sharded, 0.1)
+        elif kind == "lr":
+            run.optimizer.param_groups[0]["lr"] = 0.5
+        elif kind == "no step":
+            run.backward(3, beside=False)
+        for act in (run.optimizer.step, lambda: full_state_dict(run.engine)):
+            with pytest.raises(SwapError, match=r"weights are from two different steps\. Load a checkpoint"):
+                act()
 
 
-@pytest.mark.parametrize("kind", ["backward", "zero_grad", "clip", "lr", "no step"])
-def test_what_comes_between_is_refused(pool: Pool, kind: str) -> None:
-    pool.run(2, _between, kind)
+@pytest.mark.parametrize(("kind", "stage"), cover(["backward", "zero_grad", "clip", "lr", "no step"], [3, 2]))
+def test_what_comes_between_is_refused(pool: Pool, kind: str, stage: int) -> None:
+    pool.run(2, _between, kind, stage)
 
 
 def _unfinished() -> None:
@@ -215,68 +214,6 @@ def _one_rank_only() -> None:
 
 def test_half_a_step_of_one_rank_is_an_error_of_all(pool: Pool) -> None:
     pool.run(2, _one_rank_only)
-
-
-class WrapClip(GPT):
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        def closure() -> Any:
-            loss = optimizer_closure()
-            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
-            return loss
-
-        optimizer.step(closure=closure)
-
-
-class Twice(GPT):
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        loss.backward(retain_graph=True)
-        (0.5 * loss).backward()
-
-
-class Manual(GPT):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        optimizer: Any = self.optimizers()
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            loss = self.loss(batch.flip(1))
-            self.manual_backward(loss)
-            return loss
-
-        optimizer.step(closure=closure)
-
-
-class Keeps(GPT):
-    """Gradients add up over two steps."""
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        if batch_idx % 2 == 0:
-            optimizer.zero_grad()
-
-
-def _closures(name: str, path: str | None) -> None:
-    kinds = {"clip": WrapClip, "twice": Twice, "manual": Manual, "keeps": Keeps}
-    for stage in (3,) if path else (2, 3):
-        runs = []
-        for overlap in (False, "auto", True):
-            with slowed(apart=path is None):
-                module = kinds[name](dist.get_world_size(), "adamw")
-                trainer = sharded_trainer(stage, offload(path, overlap, stage == 3), max_epochs=3)
-                trainer.fit(module)
-                runs.append(weights(trainer))
-        for other in runs[1:]:
-            for key, value in runs[0].items():
-                assert (other[key] == value).all(), (name, stage, key)
-
-
-@pytest.mark.parametrize(("name", "files"), cover(["clip", "twice", "manual", "keeps"], [False, True]))
-def test_loops_that_do_more_than_lightnings_own(pool: Pool, tmp_path: Path, name: str, files: bool) -> None:
-    pool.run(2, _closures, name, str(tmp_path) if files else None)
 
 
 # ---- steps of its own between overlapped ones -----------------------------------------------------------------------
