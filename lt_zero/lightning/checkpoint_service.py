@@ -1,183 +1,468 @@
-"""Hooks of ``ZeroStrategy`` for saving, loading and reading data."""
+"""Checkpoints of a run: what Lightning's hooks collect, save, load and remove.
+
+Note [Life of a save]
+    ``dump_checkpoint`` collects the module's and the optimizers' states as fragments, without copies. Then ``save``
+    writes them (checkpoint/native/save.py). With ``checkpoint.async`` it copies them to host memory and a thread
+    writes while training continues. At most one save is pending; older checkpoints are removed only after it succeeds.
+    All ranks check the outcome at the beginning of each training step.
+
+Note [Life of a restore]
+    Lightning restores before the module is sharded. The state dict of a directory is lazy and is kept until then, so
+    each rank reads only its own shard.
+
+Note [Callbacks that restore]
+    After the weights Lightning calls the callbacks' ``on_load_checkpoint``, which may read the module or load into it:
+    ``WeightAveraging`` puts the trained weights back, as the state dict has the averaged ones. If a callback has
+    that hook, weights are loaded at once; sharding then takes the module's values, except for entries of the state
+    dict that a callback has replaced.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import nullcontext
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from omegaconf import Container
+from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import override
 
-from lt_zero.checkpoint.export import Format
+from lt_zero.checkpoint.export import export
 from lt_zero.checkpoint.live_weights import export_engine
+from lt_zero.checkpoint.native.archive import Archive
+from lt_zero.checkpoint.native.collect import optimizer_fragments, parameter_names, weight_fragments
+from lt_zero.checkpoint.native.directory import Place, is_url, remove
+from lt_zero.checkpoint.native.full_states import full_optimizer_state, load_full_optimizer_state
+from lt_zero.checkpoint.native.load import as_lightning, by_name, counted, fitting_state, load_module, rounded_weights
+from lt_zero.checkpoint.native.plain import plain, put_back
+from lt_zero.checkpoint.native.resuming import require_training_state
+from lt_zero.checkpoint.native.save import KEY, Bundle, bundle, stage, write
+from lt_zero.checkpoint.open import is_directory, open_source
 from lt_zero.comm.communicator import Comm
+from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
-from lt_zero.config import ZeroConfig
-from lt_zero.engine.engine import Engine
+from lt_zero.config.show import resolved
 from lt_zero.engine.full_params import full_state_dict
-from lt_zero.lightning.data_position.position import Progress
-from lt_zero.lightning.loading import Restoring
-from lt_zero.lightning.precision import ZeroPrecision
-from lt_zero.lightning.saving import Persistence
+from lt_zero.engine.guard import owner_of
+from lt_zero.engine.lazy_tensor import LazyTensor, read_now
+from lt_zero.lightning.data_position.position import KEY as POSITION
+from lt_zero.lightning.data_position.position import DataPosition
+from lt_zero.lightning.precision import sharded_of
+from lt_zero.lightning.setup import Run
+
+GRACE = 15.0  # seconds to wait for the pending save after an error; tests replace this
+_HPARAMS, _HPARAMS_TYPE = (
+    pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY,
+    pl.LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE,
+)
 
 
-class CheckpointingStrategy(DDPStrategy):
-    """The part of ``ZeroStrategy`` that deals with checkpoints and with the position in the data."""
+class CheckpointService:
+    """Saves and loads the checkpoints of one strategy.
 
-    config: ZeroConfig
-    _of_a_run: ClassVar[frozenset[str]] = frozenset({"_engine", "_comm", "persistence", "restoring", "progress"})
-    _engine: Engine | None = None
-    _comm: Comm | None = None
+    Args:
+        data: the position in the data, which is saved and restored with the optimizers.
+    """
 
-    def __init__(self, **kwargs: Any) -> None:
-        self._begin()
-        super().__init__(**kwargs)
+    def __init__(self, data: DataPosition) -> None:
+        self._data = data
+        self._frozen: list[str] = []  # names left out of the last state dict
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+        self._after: list[str] = []  # checkpoints to remove when the pending save is done
+        self._buffer: Tensor | None = None  # host memory of the last asynchronous save
+        self._synchronous = False  # see ``foreground``
+        self._deferred: tuple[Mapping[str, Any], bool, list[str]] | None = None  # See Note [Life of a restore]
+        self._early: dict[str, tuple[Any, Tensor]] = {}  # loaded value and module's: Note [Callbacks that restore]
 
-    def _begin(self) -> None:
-        """Have nothing of a run yet."""
-        self._engine = self._comm = None
-        self.persistence = Persistence(self)
-        self.restoring = Restoring(self)
-        self.progress = Progress()
+    # ---- collecting ----------------------------------------------------------------------------------------------
 
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy (of a pickled or deep-copied Trainer) starts unused: without threads, files and process groups."""
-        return {name: value for name, value in super().__getstate__().items() if name not in self._of_a_run}
+    def model_state(self, run: Run) -> dict[str, Any]:
+        """The module's state dict: fragments on all ranks, or full tensors on rank 0 and {} elsewhere. Collective."""
+        engine = run.engine
+        run.loss_scale.read_skip_flag()  # schedules are saved next
+        state = weight_fragments(engine) if writes_directories(run) else full_state_dict(engine)
+        self._frozen = []
+        if not run.config.checkpoint.save_frozen:
+            every = engine.root.named_parameters(remove_duplicate=False)  # by all names of tied ones
+            self._frozen = [name for name, p in every if not p.requires_grad]
+            state = {name: value for name, value in state.items() if name not in set(self._frozen)}
+        return state
 
-    @override
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._begin()
+    def optimizer_state(self, run: Run, optimizer: Optimizer) -> dict[str, Any] | None:
+        """An optimizer's state: fragments on all ranks, or full tensors on rank 0; None if nothing is sharded."""
+        sharded = sharded_of(optimizer)
+        if sharded is None:
+            return None
+        run.loss_scale.read_skip_flag()
+        return optimizer_fragments(sharded) if writes_directories(run) else full_optimizer_state(sharded)
 
-    @property
-    def engine(self) -> Engine:
-        """The engine of the current module.
+    # ---- saving --------------------------------------------------------------------------------------------------
+
+    def save(self, run: Run, checkpoint: Mapping[str, Any], path: str, storage_options: Any = None) -> None:
+        """Write what Lightning has dumped to a directory or a file. Collective.
 
         Raises:
-            RuntimeError: before set-up.
+            CheckpointError: on all ranks; an earlier checkpoint at ``path`` is kept.
         """
-        if self._engine is None:
-            raise RuntimeError("The ZeRO engine does not exist before `Trainer.fit/validate/test/predict`.")
-        return self._engine
-
-    @property
-    def zero_precision(self) -> ZeroPrecision:
-        """The precision plugin."""
-        plugin = self.precision_plugin
-        assert isinstance(plugin, ZeroPrecision)
-        return plugin
-
-    @property
-    def built(self) -> Engine | None:
-        """``engine``, if there is one."""
-        return self._engine
-
-    @property
-    def comm(self) -> Comm | None:
-        """The engine's collectives; set in ``setup_environment``."""
-        return self._comm
-
-    def export(
-        self,
-        path: str | os.PathLike[str],
-        dtype: torch.dtype | str = torch.float16,
-        format: Format = "auto",
-        shard_size: int | str | None = None,
-        strip_prefix: str | None = None,
-    ) -> None:
-        """Write all weights to files that are readable without lt_zero. Collective: call it on every rank.
-
-        Rank 0 writes one bucket at a time. Arguments and errors are those of ``lt_zero.export``.
-        """
-        self.engine.comm.roll_call("export")
-        export_engine(self.engine, self.broadcast(path), dtype, format, shard_size, strip_prefix)
-        self.barrier("export")
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """The module's state dict with full tensors on rank 0, {} on the others. Collective: call it on every rank."""
-        self.engine.comm.roll_call("full_state_dict")
-        return full_state_dict(self.engine)
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        with (
-            self._comm.explaining() if self._comm is not None else nullcontext()
-        ):  # saves outside of a run are synchronous
-            super().barrier(*args, **kwargs)
-
-    # ---- data --------------------------------------------------------------------------------------------------
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        assert self.lightning_module is not None
-        return self.progress.process(super().process_dataloader(dataloader), self.lightning_module.trainer)
-
-    @override
-    def on_train_start(self) -> None:
-        self.progress.start()
-
-    # ---- checkpoints -------------------------------------------------------------------------------------------
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Fragments on all ranks, or (full checkpoints) the full state dict on rank 0 and {} elsewhere. Collective."""
-        if self._engine is None or not self._engine.attached or self._engine.root is not self.lightning_module:
-            return super().lightning_module_state_dict()
-        self._engine.comm.roll_call("Trainer.save_checkpoint")  # Lightning calls this first
-        return self.persistence.model_state()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Fragments on all ranks, or (full checkpoints) the full state on rank 0 and {} elsewhere. Collective."""
-        state = self.persistence.optimizer_state(optimizer)
-        return state if state is not None else super().optimizer_state(optimizer)
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        if self._comm is not None:
-            self._comm.roll_call("Strategy.save_checkpoint")
-        path = str(self.broadcast(filepath))  # ranks may have computed different paths
-        checkpoint = self.persistence.with_progress(checkpoint)
-        if self._engine is not None and self._engine.attached and self.persistence.sharded:
-            if storage_options is not None:
-                raise TypeError("Sharded checkpoints do not support storage_options: set checkpoint.format='full'.")
-            self.persistence.save(checkpoint, path)
+        if run.built is None or not run.built.attached or not writes_directories(run):
+            self._save_file(run, checkpoint, path, storage_options)
             return
-        if self.broadcast(self.is_global_zero and os.path.isdir(path)):  # raise on all ranks, or the others hang
+        if storage_options is not None:
+            raise TypeError("Sharded checkpoints do not support storage_options: set checkpoint.format='full'.")
+        content = self._collect(run, checkpoint, path)
+        made = self._describe(run, content)
+        place = _make_place(run.engine.comm, path)
+        background = self._stage(run, made)
+        self._write_and_publish(run, made, place, background)
+
+    def _collect(self, run: Run, checkpoint: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """Add random states and data positions of all ranks. Collective.
+
+        Returns a new dict, as callbacks may have kept the one passed to their hooks.
+        """
+        content = _plain_hparams(checkpoint)
+        if run.comm is not None and "optimizer_states" in checkpoint:
+            content[POSITION] = run.comm.host_gather(self._data.state_dict(), "random states")
+        self.wait(run)
+        _file_beside(run, path)  # refuses a URL before anything is written
+        return content
+
+    def _describe(self, run: Run, content: Mapping[str, Any]) -> Bundle:
+        """Sort the content into tensors, plain containers and the manifest. Collective."""
+        engine = run.engine
+        names = [parameter_names(optimizer, engine) for optimizer in run.optimizers]
+        facts = {
+            "stage": run.config.zero_optimization.stage,
+            "ranks": engine.comm.world,
+            "precision": engine.policy.mode,
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "torch": str(torch.__version__),
+        }
+        return bundle(content, names, engine.comm, facts, resolved(run.config), self._frozen)
+
+    def _stage(self, run: Run, made: Bundle) -> bool:
+        """Copy the tensors to host memory if the save continues in the background; returns whether it does.
+
+        A save is synchronous where the process is about to end. Collective.
+        """
+        trainer = run.trainer
+        ends = trainer is None or not trainer.training or trainer.state.status == TrainerStatus.INTERRUPTED
+        if not run.config.checkpoint.async_save or ends or self._synchronous:
+            return False
+        with run.agree("copying the state for an asynchronous save", CheckpointError):
+            self._buffer = stage(made, self._buffer)
+        return True
+
+    def _write_and_publish(self, run: Run, made: Bundle, place: Place, background: bool) -> None:
+        """Write all files, then give the directory its name; with ``background`` in a thread."""
+        comm = run.engine.comm
+        group = comm.saving_group(background)
+        if not background:
+            with progress_bar(f"Saving {place.name}", made.nbytes, rank=comm.rank, in_bytes=True) as work:
+                _write(run, made, place, group, work.advance)
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="lt_zero-async-save")
+        self._pending = self._thread.submit(_write, run, made, place, group)
+
+    def _save_file(self, run: Run, checkpoint: Mapping[str, Any], path: str, storage_options: Any) -> None:
+        """Rank 0 writes one file, in plain containers where possible. Collective."""
+        content = self._collect(run, checkpoint, path)
+        is_folder = run.rank == 0 and os.path.isdir(path)
+        if run.comm.host_broadcast(is_folder, "checkpoint path") if run.comm is not None else is_folder:
             raise IsADirectoryError(f"The checkpoint path {path!r} is a directory. Name a file, or remove it.")
-        with progress_bar(f"Saving {path}", rank=self.global_rank):
-            super().save_checkpoint(self.persistence.save_full(checkpoint, path), path, storage_options)
-        self.persistence.export_beside(path)
+        with progress_bar(f"Saving {path}", rank=run.rank):
+            found, rest = plain(content)
+            put_back(found, rest)
+            assert isinstance(found, dict)
+            found.setdefault(KEY, {})["config"] = resolved(run.config)
+            if self._frozen:
+                found[KEY]["frozen_left_out"] = list(self._frozen)
+            if run.rank == 0:
+                run.checkpoint_io.save_checkpoint(found, path, storage_options=storage_options)
+        if run.built is not None and (beside := _file_beside(run, path)) is not None:
+            export_engine(run.built, *beside)
 
-    @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        self.persistence.wait()  # it may be the one being written
-        found = self.restoring.load(checkpoint_path, weights_only)
-        found = found or self.restoring.load_file(checkpoint_path, weights_only)
-        return self.restoring.pick(found or super().load_checkpoint(checkpoint_path, weights_only))
+    # ---- saves in the background ---------------------------------------------------------------------------------
 
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self.restoring.load_model(checkpoint, strict)
+    @contextmanager
+    def foreground(self) -> Iterator[None]:
+        """Context in which saves are synchronous."""
+        self._synchronous = True
+        try:
+            yield
+        finally:
+            self._synchronous = False
 
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self.restoring.load_optimizers(checkpoint)
+    def check_pending(self, run: Run) -> None:
+        """Check whether the pending save, if any, has ended. Collective.
 
-    @override
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        self.persistence.remove(str(filepath))
+        Raises:
+            CheckpointError: on all ranks: it failed.
+        """
+        if self._pending is None:
+            return
+        running = torch.tensor([not self._pending.done()], dtype=torch.uint8)
+        run.engine.comm.host_max(running, "save in the background").wait()
+        if not running.item():
+            self.wait(run)
 
-    @override
-    def on_train_end(self) -> None:
-        self.persistence.wait()
-        if self._engine is not None:
-            self._engine.finish_steps()  # the process groups may be destroyed after fit
+    def wait(self, run: Run) -> None:
+        """Wait for the pending save, if any. Collective.
+
+        Raises:
+            CheckpointError: on all ranks: it failed.
+        """
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        after, self._after = self._after, []
+        with progress_bar("Waiting for the save in the background", rank=run.rank):
+            pending.result()  # raises on all ranks if one failed
+        for path in after:
+            self.remove(run, path)
+
+    def close(self, run: Run, clean: bool) -> None:
+        """End a run: release threads and memory, and drop weights that it did not load.
+
+        After an error (not ``clean``) other ranks may be gone: wait for the pending save briefly, without collectives.
+        """
+        ended = True
+        if clean:
+            with suppress(CheckpointError):  # ``wait`` was called earlier, where it can raise
+                self.wait(run)
+        elif self._pending is not None and run.comm is not None:
+            with progress_bar("Waiting for the save in the background", rank=run.rank):
+                ended = bool(futures.wait([self._pending], GRACE).done)
+            if not ended:
+                run.comm.leave_saving_group()  # owned by the save, which may still be running
+        self._pending, self._after = None, []
+        if self._thread is not None:
+            self._thread.shutdown(wait=ended, cancel_futures=True)
+        self._thread = self._buffer = None
+        self._forget_weights()
+
+    def remove(self, run: Run, path: str) -> None:
+        """Remove a checkpoint, after the pending save if any: it may be the last good one."""
+        if self._pending is not None:
+            self._after.append(path if is_url(path) else os.path.abspath(path))
+        elif run.rank == 0:
+            remove(path) if os.path.isdir(path) else run.checkpoint_io.remove_checkpoint(path)
+            if not is_url(path) and (found := _file_beside(run, path)) is not None:
+                found[0].unlink(missing_ok=True)
+
+    # ---- loading -------------------------------------------------------------------------------------------------
+
+    def open(self, run: Run, path: str | os.PathLike[str], weights_only: bool | None) -> dict[str, Any] | None:
+        """The checkpoint for Lightning to restore from; None if its plugin has to read it. Collective.
+
+        A single file is mapped into memory: ranks of a host share its pages, and unused parts are never read.
+
+        Raises:
+            CheckpointError: on all ranks.
+        """
+        self.wait(run)  # it may be the one being written
+        self._forget_weights()
+        with run.agree("opening the checkpoint", CheckpointError):
+            if is_directory(path):
+                with progress_bar(f"Opening {path}", rank=run.rank):
+                    return as_lightning(open_source(path, tell=run.rank == 0), weights_only)
+        if type(run.checkpoint_io) is not TorchCheckpointIO or is_url(path) or not zipfile.is_zipfile(path):
+            return None
+        found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only is not False)
+        return found
+
+    def select(self, run: Run, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Remove what the ``checkpoint`` block says not to restore."""
+        how, trainer = run.config.checkpoint, run.trainer
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return checkpoint
+        if how.load_module_only:
+            kept = {k: v for k, v in checkpoint.items() if k in ("state_dict", "pytorch-lightning_version", KEY)}
+            return {**kept, "optimizer_states": [], "lr_schedulers": []}
+        require_training_state(checkpoint, how.load_optimizer_states)
+        if not how.load_optimizer_states:
+            checkpoint["optimizer_states"] = []
+        if not how.load_lr_scheduler_states or (KEY in checkpoint and "lr_schedulers" not in checkpoint):
+            checkpoint["lr_schedulers"] = []
+        return checkpoint
+
+    def load_model(self, run: Run, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Load the module's weights, now or at sharding. See Note [Life of a restore]."""
+        module = run.module
+        assert module is not None
+        with run.agree("reading what a hook has taken from the checkpoint", CheckpointError):
+            read_now(module)
+        state: Mapping[str, Any] = checkpoint["state_dict"]
+        left_out = list(checkpoint.get(KEY, {}).get("frozen_left_out", []))
+        owned = any(owner_of(p) is not None for p in module.parameters())
+        lazy = any(isinstance(value, LazyTensor) for value in state.values())
+        rounds = not run.config.zero_optimization.load_from_fp32_weights
+        meta = any(p.is_meta for p in module.parameters())
+        self._deferred = (state, strict, left_out)
+        if owned or not (lazy or rounds or meta):
+            self.load_deferred(run)
+        elif not meta and _callbacks_restore(run):
+            with run.agree("loading weights", CheckpointError):
+                load_module(module, state, strict=False)  # a callback may add missing entries
+            held = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+            self._early = {name: (value, held[name]) for name, value in state.items() if name in held}
+
+    def load_deferred(self, run: Run) -> None:
+        """Load deferred weights into the sharded module, if there are any. Collective."""
+        if self._deferred is None:
+            return
+        assert run.module is not None
+        (state, strict, left_out), early = self._deferred, self._early
+        self._forget_weights()
+        state = dict(state)
+        state |= {name: held for name, (loaded, held) in early.items() if state.get(name) is loaded}
+        agreed = run.agree("loading weights", CheckpointError)
+        with agreed, progress_bar("Loading weights", len(state), rank=run.rank) as work:
+            if run.built is not None and not run.config.zero_optimization.load_from_fp32_weights:
+                state = rounded_weights(run.built, state)
+            load_module(run.module, counted(state, work.reach), strict, left_out)
+            read_now(run.module)  # the module may hold the tensors themselves (assign=True)
+
+    def load_optimizers(self, run: Run, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers' states and the position in the data. Collective."""
+        states, comm, how = checkpoint["optimizer_states"], run.engine.comm, run.config.checkpoint
+        if POSITION in checkpoint:
+            with run.agree("restoring random states and the position in the data", CheckpointError):
+                self._data.load(checkpoint[POSITION], comm.rank, comm.world)
+        if not states and (how.load_module_only or not how.load_optimizer_states):
+            return
+        total = sum(len(group["params"]) for state in states for group in state.get("param_groups", []))
+        agreed = run.agree("loading optimizer states", CheckpointError)
+        with agreed, progress_bar("Loading optimizer states", total, rank=comm.rank) as work:
+            if len(states) != len(run.optimizers):
+                raise CheckpointError(
+                    f"The checkpoint has {len(states)} optimizer(s), configure_optimizers returns "
+                    f"{len(run.optimizers)}. Return the same optimizers as before, or set "
+                    "checkpoint.load_optimizer_states=false to start with fresh ones."
+                )
+            for number, (optimizer, state) in enumerate(zip(run.optimizers, states, strict=True)):
+                if state and by_name(state):
+                    state = fitting_state(state, optimizer, run.engine, number, comm.rank == 0)
+                if (sharded := sharded_of(optimizer)) is None:
+                    optimizer.load_state_dict(state)
+                else:
+                    load_full_optimizer_state(sharded, state, work.advance)
+
+    def _forget_weights(self) -> None:
+        self._deferred, self._early = None, {}
+
+
+def writes_directories(run: Run) -> bool:
+    """Whether checkpoints are directories.
+
+    Raises:
+        ValueError: they have to be, and a checkpoint plugin writes files.
+    """
+    stock = type(run.checkpoint_io) is TorchCheckpointIO
+    if run.config.checkpoint.format == "sharded" and not stock:
+        raise ValueError(
+            f'checkpoint.format="sharded" does not write through {type(run.checkpoint_io).__name__}. Remove '
+            'that plugin, or set checkpoint.format="full".'
+        )
+    return run.config.sharded_checkpoints and stock
+
+
+def _make_place(comm: Comm, path: str) -> Place:
+    """The directory to write to, visible to all ranks. Collective."""
+    place, problem, facts = None, None, None
+    try:
+        if comm.rank == 0:
+            place = Place.make(path)
+            facts = (place.name, place.folder, place.token())
+    except Exception as error:  # any error of the path or file system: the other ranks are waiting
+        problem = str(error) if isinstance(error, CheckpointError) else f"Cannot save to {path!r}: {error!r}."
+    facts = comm.host_broadcast(facts, "checkpoint directory")
+    if facts is not None and place is None:
+        place = Place(facts[0], facts[1])
+        try:
+            seen = place.token()
+            problem = None if seen == facts[2] else f"{place.folder} is not the directory that rank 0 created."
+        except CheckpointError as error:
+            problem = str(error)
+    if found := comm.problems(problem, "checkpoint directory"):
+        if comm.rank == 0 and place is not None:
+            place.discard()
+        raise CheckpointError(" ".join(found))
+    assert place is not None
+    return place
+
+
+def _write(run: Run, made: Bundle, place: Place, group: Any, tick: Callable[[int], object] = lambda _: None) -> None:
+    """Write and publish a checkpoint, and export its weights beside it. In any thread. Collective over ``group``."""
+    comm = run.engine.comm
+    try:
+        with comm.explaining():
+            write(made, place, comm, group, lambda: _export_beside(run, place.name), tick)
+    except BaseException:
+        if comm.rank == 0:
+            place.discard()
+        raise
+
+
+def _file_beside(run: Run, path: str) -> tuple[Path, torch.dtype] | None:
+    """The file of ``stage3_gather_16bit_weights_on_model_save`` with all weights next to a checkpoint, or None.
+
+    Raises:
+        CheckpointError: the checkpoint is at a URL.
+    """
+    if not run.config.zero_optimization.stage3_gather_16bit_weights_on_model_save:
+        return None
+    if is_url(path):
+        raise CheckpointError(
+            f"stage3_gather_16bit_weights_on_model_save writes a local file, and {path} is a URL: set it to false "
+            "and use `lt-zero export`."
+        )
+    dtype = torch.bfloat16 if run.built is not None and run.built.policy.compute == torch.bfloat16 else torch.float16
+    return beside(path, dtype), dtype
+
+
+def beside(path: str, dtype: torch.dtype) -> Path:
+    """The path of the file with all weights next to a checkpoint.
+
+    >>> beside("runs/last.ckpt", torch.float16).name
+    'last-fp16.pt'
+    """
+    name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    return Path(path).with_name(f"{Path(path).name.removesuffix('.ckpt')}-{name}.pt")
+
+
+def _export_beside(run: Run, path: str) -> None:
+    """Write the weights of a saved directory to one file, without gathering. On rank 0, in any thread."""
+    if (found := _file_beside(run, path)) is not None:
+        target, dtype = found
+        kept = {id(p) for p in run.engine.kept}
+        names = [name for name, p in run.engine.root.named_parameters() if id(p) in kept]
+        export(Archive(path), target, dtype, keep_fp32=names, strip_prefix="")
+
+
+def _callbacks_restore(run: Run) -> bool:
+    """See Note [Callbacks that restore]."""
+    callbacks = run.trainer.callbacks if run.trainer is not None else []  # type: ignore[attr-defined]
+    return any(is_overridden("on_load_checkpoint", callback, parent=pl.Callback) for callback in callbacks)
+
+
+def _plain_hparams(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy in which OmegaConf containers are plain ones."""
+    made = dict(checkpoint)
+    made.pop(_HPARAMS_TYPE, None)
+    if isinstance(made.get(_HPARAMS), Container):
+        made[KEY] = {**made.get(KEY, {}), "hparams": "omegaconf"}
+    return made

@@ -23,12 +23,12 @@ from torch.optim import Optimizer
 
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import ConfigError, Mark, Path, Problem, path_of
+from lt_zero.common.tensor_tree import sizes_of
 from lt_zero.config import ZeroConfig
 from lt_zero.config.auto import Facts, Resolution, resolve, resolve_batch
 from lt_zero.config.document import Tree
 from lt_zero.config.load import ConfigWarning
 from lt_zero.engine.hidden_size import hidden_size
-from lt_zero.lightning.batch_size import sizes_of
 from lt_zero.lightning.hparams import find_value
 from lt_zero.lightning.same_config import check_same
 from lt_zero.optim import grouping

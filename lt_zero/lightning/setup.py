@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from rich.console import Console
@@ -14,6 +17,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lt_zero.activation.install import installed
+from lt_zero.comm.communicator import Comm
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks.precision import DtypePolicy
 from lt_zero.engine.consistency_check import check_identity, owns_all
@@ -32,6 +36,54 @@ _NEEDS_WHOLE = {
     WeightAveraging: "keeps a full copy of the parameters",
     ModelPruning: "computes masks from full parameters and replaces these",
 }
+
+
+@dataclass(frozen=True)
+class Run:
+    """A snapshot of what the parts of a strategy share.
+
+    Attributes:
+        config: as far as it is resolved.
+        checkpoint_io: the plugin that reads and writes checkpoints of one file.
+        loss_scale: scales the loss and decides which steps are skipped.
+        comm: the engine's collectives; None before ``setup_environment``.
+        built: the engine; None before ``setup``.
+        module: the model; None before ``connect``.
+        rank: of this process.
+    """
+
+    config: ZeroConfig
+    checkpoint_io: CheckpointIO
+    loss_scale: LossScaleController
+    optimizers: tuple[Optimizer, ...] = ()
+    comm: Comm | None = None
+    built: Engine | None = None
+    module: pl.LightningModule | None = None
+    rank: int = 0
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the current module.
+
+        Raises:
+            RuntimeError: before set-up.
+        """
+        if self.built is None:
+            raise RuntimeError("The ZeRO engine does not exist before `Trainer.fit/validate/test/predict`.")
+        return self.built
+
+    @property
+    def trainer(self) -> pl.Trainer | None:
+        return self.module._trainer if self.module is not None else None
+
+    @property
+    def sharded(self) -> list[ShardedOptimizer]:
+        """Those optimizers that are sharded."""
+        return [found for found in map(sharded_of, self.optimizers) if found is not None]
+
+    def agree(self, what: str, error: type[Exception]) -> AbstractContextManager[None]:
+        """``Comm.agree``; outside of a run each process is on its own."""
+        return self.comm.agree(what, error) if self.comm is not None else nullcontext()
 
 
 def check_callbacks(trainer: pl.Trainer, stage: int) -> None:

@@ -1,4 +1,4 @@
-"""``ZeroStrategy``: the engine behind Lightning's Trainer."""
+"""``ZeroStrategy``: the engine behind Lightning's Trainer. Each hook hands its work to the part that owns it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -13,6 +15,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.plugins import Precision, TorchSyncBatchNorm
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,21 +23,28 @@ from typing_extensions import override
 
 from lt_zero.activation.install import install, installed, uninstall
 from lt_zero.build import shard
+from lt_zero.checkpoint.export import Format
+from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.comm.collective_check import debug_enabled
+from lt_zero.comm.comm_log import CommRecord
+from lt_zero.comm.communicator import Comm
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks.activation import ActivationCheckpointing
 from lt_zero.config.load import load
 from lt_zero.engine.consistency_check import sync_buffers
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import restore_whole
+from lt_zero.engine.full_params import full_state_dict, restore_whole
 from lt_zero.engine.materialize import ConstructionSharder
 from lt_zero.lightning import setup as set_up
+from lt_zero.lightning.checkpoint_service import CheckpointService
+from lt_zero.lightning.data_position.position import DataPosition
 from lt_zero.lightning.model_report import memory_report
-from lt_zero.lightning.monitor.run_monitor import MonitoredStrategy
+from lt_zero.lightning.monitor.run_monitor import RunMonitor, comm_log
 from lt_zero.lightning.precision import ZeroPrecision, sharded_of
 from lt_zero.lightning.reconcile import Reconciler
 from lt_zero.lightning.same_config import check_same
+from lt_zero.lightning.setup import Run
 from lt_zero.lightning.signals import Signals
 from lt_zero.memory.check import check_optimizers
 from lt_zero.step.clip import grad_norm
@@ -42,7 +52,7 @@ from lt_zero.step.clip import grad_norm
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class ZeroStrategy(MonitoredStrategy):
+class ZeroStrategy(DDPStrategy):
     """Trains with optimizer states, gradients and parameters sharded over the ranks (ZeRO, arXiv:1910.02054).
 
     Args:
@@ -56,9 +66,15 @@ class ZeroStrategy(MonitoredStrategy):
         activation_checkpointing: what backward recomputes: "full" or True for everything inside the model's repeated
             blocks, "selective", "none", or keys of that block of the configuration, which must not contradict it.
 
+    Attributes:
+        config: as far as it is resolved.
+        checkpoints, monitor, data: own saving and loading, what is shown of a run, and the position in the data.
+
     Raises:
         ConfigError: names every problem: unknown keys, wrong values, keys that contradict each other.
     """
+
+    _OF_A_RUN = frozenset({"_engine", "_comm", "_signals", "checkpoints", "monitor", "data"})
 
     def __init__(
         self,
@@ -84,6 +100,7 @@ class ZeroStrategy(MonitoredStrategy):
         self.config, loaded = load(config, stage, overrides, default, activation_checkpointing)
         loaded.announce()
         self._reconciler = Reconciler(self.config, loaded.marks)
+        self._begin()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -95,12 +112,43 @@ class ZeroStrategy(MonitoredStrategy):
             start_method=start_method,
         )
 
-    _of_a_run = MonitoredStrategy._of_a_run | {"_signals"}
+    def _begin(self) -> None:
+        """Have nothing of a run yet."""
+        self._engine: Engine | None = None
+        self._comm: Comm | None = None
+        self._signals: Signals | None = None
+        self.data = DataPosition()
+        self.checkpoints = CheckpointService(self.data)
+        self.monitor = RunMonitor(self.config)
 
     @override
-    def _begin(self) -> None:
-        super()._begin()
-        self._signals: Signals | None = None  # of the run
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy (of a pickled or deep-copied Trainer) starts unused: without threads, files and process groups."""
+        return {name: value for name, value in super().__getstate__().items() if name not in self._OF_A_RUN}
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._begin()
+
+    @property
+    def run(self) -> Run:
+        """A snapshot for the parts of the strategy, which do not see the strategy."""
+        return Run(
+            self.config,
+            self.checkpoint_io,
+            self.precision_plugin.loss_scale_controller,
+            tuple(self.optimizers),
+            self._comm,
+            self._engine,
+            self.lightning_module,
+            self.global_rank,
+        )
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert isinstance(self.lightning_module, pl.LightningModule)
+        return self.lightning_module
 
     # ---- what the user can ask ---------------------------------------------------------------------------------
 
@@ -108,9 +156,23 @@ class ZeroStrategy(MonitoredStrategy):
     def stage(self) -> int:
         return self.config.zero_optimization.stage
 
+    @property
+    def engine(self) -> Engine:
+        """The engine of the current module.
+
+        Raises:
+            RuntimeError: before set-up.
+        """
+        return self.run.engine
+
+    @property
+    def comm(self) -> Comm | None:
+        """The engine's collectives; set in ``setup_environment``."""
+        return self._comm
+
     def memory_report(self) -> dict[str, tuple[int, int]]:
         """Bytes of model states per kind: (on this rank now, what a replicated run holds)."""
-        return memory_report(self.engine, [s for s in map(sharded_of, self.optimizers) if s is not None])
+        return memory_report(self.engine, self.run.sharded)
 
     def grad_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
         """The global norm (0D) of the averaged gradients; after backward and before the step. Collective."""
@@ -119,6 +181,35 @@ class ZeroStrategy(MonitoredStrategy):
             raise ValueError("The optimizer has no parameters of this model.")
         sharded.engine.comm.roll_call("grad_norm")
         return grad_norm(sharded, norm_type) / sharded.loss_scale
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The module's state dict with full tensors on rank 0, {} on the others. Collective: call it on every rank."""
+        self.engine.comm.roll_call("full_state_dict")
+        return full_state_dict(self.engine)
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        dtype: torch.dtype | str = torch.float16,
+        format: Format = "auto",
+        shard_size: int | str | None = None,
+        strip_prefix: str | None = None,
+    ) -> None:
+        """Write all weights to files that are readable without lt_zero. Collective: call it on every rank.
+
+        Rank 0 writes one bucket at a time. Arguments and errors are those of ``lt_zero.export``.
+        """
+        self.engine.comm.roll_call("export")
+        export_engine(self.engine, self.broadcast(path), dtype, format, shard_size, strip_prefix)
+        self.barrier("export")
+
+    def comms_summary(self) -> list[CommRecord]:
+        """What the collectives of this rank cost since the last call of ``fit`` (or another entry point) began.
+
+        Raises:
+            RuntimeError: nothing is recorded.
+        """
+        return comm_log(self._comm).records()
 
     # ---- precision ---------------------------------------------------------------------------------------------
 
@@ -144,10 +235,13 @@ class ZeroStrategy(MonitoredStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        self.monitor.attach(self._module.trainer, self.global_rank, self.local_rank)
+        made = self._comm is None
         if self._comm is None:
             check = debug_enabled() or self.config.zero_optimization.enable_sanity_checks
-            self._comm = self.comm_class.for_world(self.root_device, check=check)
-            self.log_comms()
+            self._comm = self.monitor.comm_class.for_world(self.root_device, check=check)
+        self.monitor.record(self._comm, made)
+        if made:
             check_same(self.config, self._comm)
         self._comm.begin_run()
 
@@ -159,45 +253,42 @@ class ZeroStrategy(MonitoredStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
-        assert self.lightning_module is not None
         assert self._comm is not None
         self.accelerator.setup(trainer)
         set_up.check_callbacks(trainer, self.stage)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            self.config = self._reconciler.agree(trainer, self.lightning_module, self._comm, self.is_global_zero)
+            self.config = self._reconciler.agree(trainer, self._module, self._comm, self.is_global_zero)
         if self.config.zero_optimization.sync_bn_in_backward and self._layer_sync is None:
             self._layer_sync = TorchSyncBatchNorm()
         if fitting and self._layer_sync:
-            self.model = self._layer_sync.apply(self.lightning_module)
-        self.precision_plugin.convert_module(self.lightning_module)
+            self.model = self._layer_sync.apply(self._module)
+        self.precision_plugin.convert_module(self._module)
         self.model_to_device()
         before = self._engine
-        self._engine = self._find_or_build(self.lightning_module, fitting)
+        self._find_or_build(fitting)
         plugin = self.precision_plugin
         plugin.engine, plugin.device_type = self._engine, self.root_device.type
         if fitting:
-            self.progress.watch(trainer)
+            self.data.watch(trainer)
             self.setup_optimizers(trainer)
             set_up.announce_offload(self.engine, self.optimizers)
-            plugin.loss_scale_controller.start_watching(self._engine)
-            self.start_monitoring(self._engine is not before)
+            plugin.loss_scale_controller.start_watching(self.engine)
+            self.monitor.start(self.run, self.root_device, new=self._engine is not before)
         self.setup_precision_plugin()
         self._signals = Signals(trainer, self._comm.agreement)
 
-    def _find_or_build(self, module: pl.LightningModule, fitting: bool) -> Engine:
-        policy = self.precision_plugin.policy
-        if (engine := set_up.find_engine(module, self.config, policy, self._engine)) is not None:
-            self.restoring.load_late()
-            if fitting and installed(engine) is None and install(engine) is not None:
-                set_up.show_checkpointing(engine)
-            return engine
-        engine = shard(module, self.config, self.root_device, policy, self._comm, fitting)
-        self._engine = engine
-        self.restoring.load_late()
-        sync_buffers(engine)
-        set_up.show_tables(engine)
-        return engine
+    def _find_or_build(self, fitting: bool) -> None:
+        """Have an engine for the module, with the weights that Lightning has restored."""
+        module, policy = self._module, self.precision_plugin.policy
+        known = set_up.find_engine(module, self.config, policy, self._engine)
+        self._engine = known or shard(module, self.config, self.root_device, policy, self._comm, fitting)
+        self.checkpoints.load_deferred(self.run)
+        if known is None:
+            sync_buffers(self._engine)
+            set_up.show_tables(self._engine)
+        elif fitting and installed(known) is None and install(known) is not None:
+            set_up.show_checkpointing(known)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -251,22 +342,39 @@ class ZeroStrategy(MonitoredStrategy):
 
     def _begin_batch(self, trains: bool) -> None:
         if self._signals is not None:
-            self._signals.begin_batch(trains, self.persistence.foreground)
+            self._signals.begin_batch(trains, self.checkpoints.foreground)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return self.data.process(super().process_dataloader(dataloader), self._module.trainer)
+
+    @override
+    def on_train_start(self) -> None:
+        self.data.start()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._begin_batch(True)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.persistence.tick()
-        assert self.lightning_module is not None
+        module, batch = self._module, args[0] if args else None
         assert self._comm is not None
-        self.config = self._reconciler.see(
-            args[0] if args else None, self.lightning_module.trainer, self._comm, self.is_global_zero
-        )
+        self.checkpoints.check_pending(self.run)
+        self.config = self._reconciler.see(batch, module.trainer, self._comm, self.is_global_zero)
         with phase("forward"), self._scope():
-            return super().training_step(*args, **kwargs)
+            return self.monitor.training_step(module, batch, partial(super().training_step, *args, **kwargs))
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().optimizer_step(*args, **kwargs)
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        call = partial(super().backward, closure_loss, optimizer, *args, **kwargs)
+        return self.monitor.backward(self._module, closure_loss, call)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        call = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+        output = self.monitor.optimizer_step(self._module, optimizer, call)
         if self._signals is not None:
             self._signals.pass_point(True)
         return output
@@ -296,34 +404,84 @@ class ZeroStrategy(MonitoredStrategy):
             yield
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        self._begin_batch(True)
-
-    @override
     def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self.progress.before_validation()
+        self.monitor.before_validation()
+        self.data.before_validation()
         sync_buffers(self.engine)
 
     @override
     def on_validation_end(self) -> None:
-        super().on_validation_end()
-        self.progress.after_validation()
-        self.engine.gatherer.release_all()
-        self.engine.offload_manager.check(self.engine.comm, "weights in files")
+        self.monitor.after_validation()
+        self.data.after_validation()
+        self._release_weights()
 
     @override
     def on_test_end(self) -> None:
+        self._release_weights()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._release_weights()
+
+    def _release_weights(self) -> None:
         self.engine.gatherer.release_all()
         self.engine.offload_manager.check(self.engine.comm, "weights in files")
 
     @override
-    def on_predict_end(self) -> None:
-        self.engine.gatherer.release_all()
-        self.engine.offload_manager.check(self.engine.comm, "weights in files")
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        # Saves outside of a run are synchronous.
+        with self._comm.explaining() if self._comm is not None else nullcontext():
+            super().barrier(*args, **kwargs)
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Fragments on all ranks, or (full checkpoints) the full state dict on rank 0 and {} elsewhere. Collective."""
+        if self._engine is None or not self._engine.attached or self._engine.root is not self.lightning_module:
+            return super().lightning_module_state_dict()
+        self._engine.comm.roll_call("Trainer.save_checkpoint")  # Lightning calls this first
+        return self.checkpoints.model_state(self.run)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Fragments on all ranks, or (full checkpoints) the full state on rank 0 and {} elsewhere. Collective."""
+        state = self.checkpoints.optimizer_state(self.run, optimizer)
+        return state if state is not None else super().optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if self._comm is not None:
+            self._comm.roll_call("Strategy.save_checkpoint")
+        path = str(self.broadcast(filepath))  # ranks may have computed different paths
+        self.checkpoints.save(self.run, checkpoint, path, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        found = self.checkpoints.open(self.run, checkpoint_path, weights_only)
+        return self.checkpoints.select(self.run, found or super().load_checkpoint(checkpoint_path, weights_only))
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self.checkpoints.load_model(self.run, checkpoint, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self.checkpoints.load_optimizers(self.run, checkpoint)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        self.checkpoints.remove(self.run, str(filepath))
 
     # ---- the end -----------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_end(self) -> None:
+        self.checkpoints.wait(self.run)
+        if self._engine is not None:
+            self._engine.finish_steps()  # the process groups may be destroyed after fit
 
     @override
     def teardown(self) -> None:
@@ -331,10 +489,10 @@ class ZeroStrategy(MonitoredStrategy):
         module = self.lightning_module
         trainer = module._trainer if module is not None else None
         clean = trainer is not None and trainer.state.status != TrainerStatus.INTERRUPTED
-        self.stop_monitoring(clean)
+        self.monitor.stop(clean)
         if self._engine is not None:
             uninstall(self._engine)
-        self.persistence.close() if clean else self.persistence.abandon()
+        self.checkpoints.close(self.run, clean)
         if self._engine is not None and clean and self._start_method != "popen":
             restore_whole(self._engine)  # the launcher sends rank 0's state dict to the parent process
         fitted = trainer is not None and trainer.state.fn == TrainerFn.FITTING
@@ -342,9 +500,8 @@ class ZeroStrategy(MonitoredStrategy):
             self._layer_sync.revert(module)
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
-        self.restoring.forget()
         self._reconciler.take_back()
-        self.progress.finish()
+        self.data.finish()
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()

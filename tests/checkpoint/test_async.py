@@ -58,7 +58,7 @@ class SavesAt(pl.Callback):
             self.want = everything(trainer)
             trainer.save_checkpoint(self.path)
         if trainer.global_step >= 1:
-            self.pending.append(trainer.strategy.persistence._pending is not None)
+            self.pending.append(trainer.strategy.checkpoints._pending is not None)
         if trainer.global_step == 1:
             assert not Path(self.path).exists(), "no name before all is written"
         if trainer.global_step == self.late:
@@ -114,10 +114,10 @@ def _fails(folder: str) -> list[Any]:
     class Fails(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             if trainer.global_step == 2:
-                trainer.strategy.persistence.wait()
+                trainer.strategy.checkpoints.wait(trainer.strategy.run)
                 gate.fail = rank  # once
             if trainer.global_step == 3:
-                while not trainer.strategy.persistence._pending.done():
+                while not trainer.strategy.checkpoints._pending.done():
                     time.sleep(0.001)
 
     keeps = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=1, save_last=False)
@@ -184,7 +184,7 @@ def _many(folder: str) -> None:
         assert torch.equal(archive.read(name), value), name
     archive.verify()
     archive.close()
-    assert trainer.strategy.persistence._thread is None  # type: ignore[attr-defined]
+    assert trainer.strategy.checkpoints._thread is None  # type: ignore[attr-defined]
 
 
 def test_many_saves(pool: Pool, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def _one_at_a_time(folder: str) -> None:
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             if trainer.global_step == 1:
                 trainer.save_checkpoint(f"{folder}/one")
-                first = trainer.strategy.persistence._pending
+                first = trainer.strategy.checkpoints._pending
                 trainer.strategy.remove_checkpoint(f"{folder}/old")
                 assert Path(folder, "old").is_dir(), "removed when the save under way has succeeded"
                 threading.Timer(0.05, gate.open.set).start()

@@ -27,7 +27,7 @@ from lt_zero.checkpoint.native.collect import _pack, _unpack
 from lt_zero.checkpoint.native.directory import Place
 from lt_zero.common.errors import CheckpointError
 from lt_zero.engine.lazy_tensor import LazyTensor
-from lt_zero.lightning import saving
+from lt_zero.lightning import checkpoint_service
 from tests.support.lightning_tools import FULL, GPT, sharded_trainer, weights
 from tests.support.pool import Pool
 
@@ -71,14 +71,14 @@ class SavesAt2(Callback):
 
 
 def _overtaken(path: str, fused: bool) -> None:
-    release, write = threading.Event(), saving.write
+    release, write = threading.Event(), checkpoint_service.write
 
     def held(*args: Any) -> None:
         assert release.wait(30)
         write(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "write", held)
+        patch.setattr(checkpoint_service, "write", held)
         config = {**ASYNC, "fused_step": fused}
         saves = SavesAt2(path, release)
         trainer = sharded_trainer(2, config=config, max_steps=5, max_epochs=9, limit_val_batches=0, callbacks=[saves])
@@ -99,7 +99,7 @@ def test_counters_and_tensors_of_hooks_are_those_of_the_moment(pool: Pool, tmp_p
 
 def _abandons(folder: str) -> Any:
     """An error in training while a save is held back; a fit of the same strategy saves before that one has ended."""
-    release, write, count = threading.Event(), saving.write, [0]
+    release, write, count = threading.Event(), checkpoint_service.write, [0]
 
     def held(*args: Any) -> None:
         count[0] += 1
@@ -107,8 +107,8 @@ def _abandons(folder: str) -> Any:
         write(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "write", held)
-        patch.setattr(saving, "GRACE", 0.1)
+        patch.setattr(checkpoint_service, "write", held)
+        patch.setattr(checkpoint_service, "GRACE", 0.1)
         options: dict[str, Any] = {"config": ASYNC, "max_steps": 5, "max_epochs": 9, "limit_val_batches": 0}
         trainer = sharded_trainer(2, **options, callbacks=[SavesAt2(f"{folder}/first", release, fail=True)])
         with pytest.raises(ZeroDivisionError):

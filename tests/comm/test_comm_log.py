@@ -200,7 +200,7 @@ def test_keys_that_are_not_enabled_are_told(block: str) -> None:
 
 def test_off_costs_nothing() -> None:
     strategy = ZeroStrategy()
-    assert strategy.comm_class is Comm
-    assert strategy.flops is None
+    assert strategy.monitor.comm_class is Comm
+    assert strategy.monitor.flops is None
     with pytest.raises(RuntimeError, match="comms_logger.enabled: true"):
         strategy.comms_summary()

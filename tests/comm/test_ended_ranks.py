@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback
 
 import lt_zero
 from lt_zero.comm.communicator import Comm
-from lt_zero.lightning import saving
+from lt_zero.lightning import checkpoint_service
 from tests.support.lightning_tools import GPT, sharded_trainer
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of
@@ -63,7 +63,7 @@ def _train(how: str, folder: str) -> None:
         trainer = sharded_trainer(3, max_steps=1)
         trainer.fit(GPT(dist.get_world_size()))
         if dist.get_rank() == 1:
-            saving.write = _killed
+            checkpoint_service.write = _killed
         trainer.save_checkpoint(f"{folder}/one.ckpt")
     else:
         ends = Ends(dist.get_world_size() - 1, how, late=3.0 if dist.get_world_size() == 3 else 0.0)

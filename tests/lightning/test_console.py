@@ -28,9 +28,9 @@ from torch import Tensor
 
 from lt_zero import ZeroStrategy
 from lt_zero.common.errors import ConfigError
+from lt_zero.common.tensor_tree import rows_of
 from lt_zero.config.blocks.monitor import Comet, CsvMonitor, TensorBoard, Wandb
 from lt_zero.config.fields import Block
-from lt_zero.lightning.batch_size import rows_of
 from lt_zero.lightning.monitor.console import StepPrinter, config_lines, dump_state, gc_disabled, logger_level
 from lt_zero.lightning.monitor.loggers import attach_loggers
 from lt_zero.lightning.precision import sharded_of
@@ -406,6 +406,6 @@ def test_tensors_stay_where_they_are_until_a_line_is_due() -> None:
     printer = StepPrinter(100)
     module: Any = SimpleNamespace(automatic_optimization=False)
     for _ in range(3):
-        printer.before_forward()
+        printer.before_forward(module)
         printer.after_forward(module, torch.zeros(2, 3), torch.ones(1).as_subclass(Loud))
     assert float(printer._loss.as_subclass(Tensor)) == 3  # type: ignore[union-attr]

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lt_zero.lightning.data_position.position import Progress
+from lt_zero.lightning.data_position.position import DataPosition
 from tests.support.matrix import cover
 from tests.support.pool import Pool
 from tests.support.progress_tools import (
@@ -58,7 +58,7 @@ def test_saving_changes_nothing(tmp_path: Path) -> None:
 
 def test_otherwise_it_is_not_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests can fail: as Lightning does it, the epoch begins again and the random numbers are others."""
-    monkeypatch.setattr(Progress, "load", lambda *args: None)
+    monkeypatch.setattr(DataPosition, "load", lambda *args: None)
     for case in ("shuffled", "iterable"):
         with pytest.raises(AssertionError, match="other (data|batches|weights)"):
             compare(lambda case=case: Model(CASES[case]), tmp_path)  # type: ignore[misc]

@@ -270,7 +270,7 @@ def _trained(stage: int, config: dict[str, Any]) -> Any:
         torch.manual_seed(5)
         trainer.fit(model)
     state = {name: value.tolist() for name, value in trainer.strategy.full_state_dict().items()}
-    count = trainer.strategy.flops
+    count = trainer.strategy.monitor.flops
     return state, model.seen, text.getvalue(), count.counted.total if count is not None else None
 
 
@@ -335,8 +335,8 @@ def fitted(config: dict[str, Any], model: pl.LightningModule, **options: Any) ->
 
 def test_manual_optimization_counts_all_of_a_training_step_but_optimizers() -> None:
     strategy, text = fitted({"flops_profiler": PROFILE}, Adversaries())
-    assert strategy.flops is not None
-    assert strategy.flops.flops_per_micro_batch == 2 * 2 * (2 * B * 16)
+    assert strategy.monitor.flops is not None
+    assert strategy.monitor.flops.flops_per_micro_batch == 2 * 2 * (2 * B * 16)
     assert "training step of the next micro-batch" in text
     assert "after 2 optimizer steps" in text
 

@@ -89,14 +89,14 @@ def test_operations_are_those_of_the_model_that_is_fitted() -> None:
         trainer.fit_loop.max_epochs = epochs
         with redirect_stdout(io.StringIO()):
             trainer.fit(Model(width))
-        counted.append(strategy.flops.flops_per_sample)
+        counted.append(strategy.monitor.flops.flops_per_sample)
     assert counted == [5 * 2 * 4 * 4, 5 * 2 * 8 * 8], "the first layer has no gradient of its input"
 
 
 def test_a_short_batch_counts_in_proportion() -> None:
     trainer = trainer_for({"steps_per_print": 1})
     strategy: Any = trainer.strategy
-    (printer,) = strategy._observers
+    (printer,) = strategy.monitor._observers
     told: list[float | None] = []
     before = printer._operations
 

@@ -145,7 +145,7 @@ class GPT(pl.LightningModule):
 def weights(trainer: pl.Trainer) -> dict[str, np.ndarray[Any, Any]]:
     """The full state dict, as numpy arrays (rank 0; {} elsewhere)."""
     strategy = trainer.strategy
-    whole = isinstance(strategy, ZeroStrategy) and strategy.built is not None and strategy.built.attached
+    whole = isinstance(strategy, ZeroStrategy) and strategy.run.built is not None and strategy.engine.attached
     state = strategy.full_state_dict() if whole else strategy.lightning_module_state_dict()
     return {name: value.numpy() for name, value in state.items()}
 

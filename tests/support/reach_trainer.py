@@ -24,7 +24,7 @@ from lt_zero import ZeroConfig, ZeroStrategy
 from lt_zero.checkpoint.open import open_source
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import ConfigError
-from lt_zero.lightning.saving import Persistence
+from lt_zero.lightning import checkpoint_service
 from lt_zero.step.fused_step import FusedAdam
 from lt_zero.step.loss_scale_controller import LossScaleError, NonFiniteError
 from tests.support.lightning_tools import QUIET, torchrun_env
@@ -201,18 +201,18 @@ def names(path: Path) -> Any:
 def savers(lab: Lab, config: Config) -> Any:
     """Which thread writes a checkpoint in the middle of a run."""
     seen: list[str] = []
-    write = Persistence._write
+    write = checkpoint_service._write
 
-    def look(self: Persistence, *args: Any) -> None:
+    def look(*args: Any) -> None:
         seen.append(threading.current_thread().name.partition("_")[0])
-        write(self, *args)
+        write(*args)
 
     class Save(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             if trainer.global_step == 1:
                 trainer.save_checkpoint(lab.folder / "last.ckpt")
 
-    with mock.patch.object(Persistence, "_write", look):
+    with mock.patch.object(checkpoint_service, "_write", look):
         fit(lab, config, callbacks=[Save()])
     return seen
 

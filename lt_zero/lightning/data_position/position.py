@@ -38,7 +38,7 @@ KEY = "lt_zero_progress"
 _VERSION = 1
 
 
-class Progress:
+class DataPosition:
     """Random states and the position in the data, of one rank."""
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class Progress:
             CheckpointError: the states cannot be read.
         """
         if self._trainer is None:
-            raise RuntimeError("`Progress.load` belongs to a fit: call `watch(trainer)` first.")
+            raise RuntimeError("`DataPosition.load` belongs to a fit: call `watch(trainer)` first.")
         if not isinstance(states, Sequence) or not states:
             raise CheckpointError(f"{KEY}: the states of the saved ranks were expected, not {type(states).__name__}.")
         for number, state in enumerate(states):

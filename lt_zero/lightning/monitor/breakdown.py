@@ -6,7 +6,6 @@ The observers are not Callbacks, see console.py, Note [Printing without a Callba
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 import psutil
@@ -17,10 +16,7 @@ from torch.optim import Optimizer
 
 from lt_zero.common.compat import logged_step
 from lt_zero.common.timing import NOTHING, PARTS, STAGES, Clock, Span, Times, phase
-from lt_zero.lightning.monitor.run_observer import RunObserver
-
-if TYPE_CHECKING:
-    from lt_zero.lightning.strategy import ZeroStrategy
+from lt_zero.lightning.monitor.run_observer import RunInfo, RunObserver
 
 EVERY = 10  # optimizer steps between lines without steps_per_print
 _WAITS = ("gather", "reduce", "offload")
@@ -49,9 +45,9 @@ class StepClock(RunObserver):
         self._clock: Clock | None = None
         self._pause: Span = NOTHING
 
-    def start(self, strategy: ZeroStrategy) -> None:
-        self._strategy = strategy
-        self._clock = Clock(strategy.root_device)
+    def start(self, info: RunInfo) -> None:
+        self._info = info
+        self._clock = Clock(info.device)
         self._clock.start()
 
     def stop(self) -> None:
@@ -76,13 +72,13 @@ class StepClock(RunObserver):
             return
         own = tuple(self._clock.times)
         with phase(_LINE):  # counted: the wait of a fast rank is part of its run
-            times = [Times(*rank) for rank in self._strategy.engine.comm.host_gather(own, "times of steps")]
+            times = [Times(*rank) for rank in self._info.gather(own, "times of steps")]
         if not all(time.steps for time in times):
             return
         self._clock.reset()
         with self._clock.paused():
             module.print(time_line(number, times))
-            for logger in module.trainer.loggers:
+            for logger in self._info.loggers:
                 logger.log_metrics(metrics(times), step=logged_step(module.trainer))
 
 
@@ -134,22 +130,22 @@ class MemoryPhases(RunObserver):
     def __init__(self, every: int) -> None:
         self.every = every
 
-    def start(self, strategy: ZeroStrategy) -> None:
-        self._strategy = strategy
+    def start(self, info: RunInfo) -> None:
+        self._info = info
         self._rows: dict[str, dict[str, int]] = {}
         self._shown = False
 
-    def before_forward(self) -> None:
-        self._note("before forward")
+    def before_forward(self, module: pl.LightningModule) -> None:
+        self._note("before forward", module)
 
-    def before_backward(self) -> None:
-        self._note("after forward")
+    def before_backward(self, module: pl.LightningModule) -> None:
+        self._note("after forward", module)
 
-    def after_backward(self) -> None:
-        self._note("after backward")
+    def after_backward(self, module: pl.LightningModule) -> None:
+        self._note("after backward", module)
 
     def after_step(self, module: pl.LightningModule, optimizer: Optimizer) -> None:
-        self._note("after step")
+        self._note("after step", module)
         if not self._rows or not self._due(module.trainer.global_step + 1):
             return
         self._shown = True
@@ -162,16 +158,15 @@ class MemoryPhases(RunObserver):
     def _due(self, number: int) -> bool:
         return not self._shown or number % self.every == 0
 
-    def _note(self, moment: str) -> None:
-        module = self._strategy.lightning_module
-        if module is None or not module.trainer.is_global_zero:
+    def _note(self, moment: str, module: pl.LightningModule) -> None:
+        if self._info.rank != 0:
             return
         following = module.trainer.global_step + 1
         # With manual optimization each optimizer may step after a forward.
-        if any(self._due(following + index) for index in range(max(1, len(self._strategy.optimizers)))):
-            states = {kind: here for kind, (here, _) in self._strategy.memory_report().items()}
+        if any(self._due(following + index) for index in range(max(1, len(module.trainer.strategy.optimizers)))):
+            states = {kind: here for kind, (here, _) in self._info.model_states().items()}
             self._rows.pop(moment, None)  # rows stay in the order of their last update
-            self._rows[moment] = {**memory_now(self._strategy.root_device), **states}
+            self._rows[moment] = {**memory_now(self._info.device), **states}
 
 
 def memory_now(device: torch.device) -> dict[str, int]:

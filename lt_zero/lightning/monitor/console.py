@@ -27,11 +27,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lt_zero.common.compat import logged_step
+from lt_zero.common.tensor_tree import rows_of
 from lt_zero.engine.engine import Engine
-from lt_zero.lightning.batch_size import rows_of
 from lt_zero.lightning.model_report import memory_report
 from lt_zero.lightning.monitor.flops import FlopCount
-from lt_zero.lightning.monitor.run_observer import RunObserver
+from lt_zero.lightning.monitor.run_observer import RunInfo, RunObserver
 from lt_zero.lightning.monitor.step_metrics import StepMetrics, memory_gb
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
@@ -83,7 +83,7 @@ class StepPrinter(RunObserver):
         self._split_rates: set[int] = set()  # optimizers whose groups had different rates
         self.start()
 
-    def start(self, strategy: Any = None) -> None:
+    def start(self, info: RunInfo | None = None) -> None:
         """A fit begins."""
         self._due: list[_Step] = []
         self._stepped = False
@@ -99,7 +99,7 @@ class StepPrinter(RunObserver):
         self._loss: Tensor | None = None  # 0D, sum over the window
         self._losses = 0
 
-    def before_forward(self) -> None:
+    def before_forward(self, module: pl.LightningModule) -> None:
         """Start the interval of samples/s at the first forward."""
         if self._since is None:
             self._since = time.perf_counter()
