@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     from lt_zero.lightning.load import load_from_checkpoint
     from lt_zero.lightning.precision import ZeroPrecision
     from lt_zero.lightning.strategy import ZeroStrategy
-    from lt_zero.memory import NotEnoughMemory, Sizes, estimate
+    from lt_zero.memory import NotEnoughMemory, Sizes
+    from lt_zero.memory.estimate import estimate  # not of the package: there mypy takes it for the module
     from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
 __all__ = [
@@ -37,8 +39,8 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# Imported when it is asked for: the command line starts in half the time, and in less memory, without Lightning.
-_HOMES = {
+# Imported when first used: lightning.strategy and what it imports take about a second to load.
+_MODULES = {
     "ActivationCheckpointing": "config.blocks.activation",
     "CheckpointError": "common.errors",
     "ConfigError": "config",
@@ -54,25 +56,44 @@ _HOMES = {
     "load_from_checkpoint": "lightning.load",
     "shard": "build",
 }
+_START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 
 
+def _make_strategy(**options: Any) -> ZeroStrategy:
+    from lt_zero.lightning.strategy import ZeroStrategy  # when a Trainer is made: see _MODULES
+
+    return ZeroStrategy(**options)
+
+
+def _register_strategies() -> None:
+    """Make ``Trainer(strategy="zero_1")``, "zero_2_spawn", ... known to Lightning."""
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    for stage in (1, 2, 3):
+        for suffix, start_method in _START_METHODS.items():
+            StrategyRegistry.register(
+                f"zero_{stage}{suffix}",
+                _make_strategy,
+                description=f"ZeRO stage {stage}, processes started with {start_method}",
+                override=True,
+                stage=stage,
+                start_method=start_method,
+            )
+
+
 def _is_command() -> bool:
-    """Whether this process is the command ``lt-zero``, which needs no strategies."""
+    """Whether this process is ``lt-zero`` or ``python -m lt_zero.cli``, which need no strategies."""
     program = sys.argv[0].replace("\\", "/").rsplit("/", 1)[-1] if sys.argv else ""
-    return program in ("lt-zero", "lt-zero.exe") or sys.orig_argv[1:3] == ["-m", f"{__name__}.cli"]
+    return program in ("lt-zero", "lt-zero.exe") or ("-m", f"{__name__}.cli") in itertools.pairwise(sys.orig_argv)
 
 
 if not _is_command():
-    from lightning.pytorch.strategies import StrategyRegistry
-
-    from lt_zero.lightning.strategy import ZeroStrategy
-
-    ZeroStrategy.register_strategies(StrategyRegistry)  # the names zero_1, zero_2, ... exist after the import
+    _register_strategies()

@@ -519,18 +519,3 @@ class ZeroStrategy(DDPStrategy):
         """Skip DDP's advice on unused parameters; explain errors caused by another rank."""
         if self._comm is not None:
             self._comm.tell(exception)
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        starts = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-        for stage in (1, 2, 3):
-            for suffix, start_method in starts.items():
-                strategy_registry.register(
-                    f"zero_{stage}{suffix}",
-                    cls,
-                    description=f"ZeRO stage {stage}, processes started with {start_method}",
-                    override=True,
-                    stage=stage,
-                    start_method=start_method,
-                )

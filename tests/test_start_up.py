@@ -1,0 +1,31 @@
+"""What is imported at start, which decides how long it takes; times depend on the machine, modules do not."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+HEAVY = {"torch", "lightning", "torchmetrics", "numpy", "pydantic", "omegaconf", "hydra", "psutil", "fsspec", "yaml"}
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True)
+
+
+def test_after_lightning_the_package_costs_nothing() -> None:
+    code = (
+        "import sys, lightning.pytorch; before = set(sys.modules)\n"
+        "import lt_zero; print(*sorted(set(sys.modules) - before))\n"
+        "from lightning.pytorch.strategies import StrategyRegistry\n"
+        "print(type(StrategyRegistry.get('zero_2')) is lt_zero.ZeroStrategy)"
+    )
+    assert python("-c", code).stdout.splitlines() == ["lt_zero", "True"]
+
+
+def test_help_of_the_command_imports_no_heavy_package() -> None:
+    shown = python("-X", "importtime", "-m", "lt_zero.cli", "--help")
+    assert "estimate" in shown.stdout
+    imported = {name.partition(".")[0] for name in re.findall(r"\|\s+([\w.]+)$", shown.stderr, re.M)}
+    assert "typer" in imported
+    assert not imported & HEAVY
