@@ -204,7 +204,7 @@ class ZeroStrategy(DDPStrategy):
         self.barrier("export")
 
     def comms_summary(self) -> list[CommRecord]:
-        """What the collectives of this rank cost since the last call of ``fit`` (or another entry point) began.
+        """The cost of this rank's collectives since the last ``fit`` (or other entry point) began.
 
         Raises:
             RuntimeError: nothing is recorded.

@@ -142,7 +142,7 @@ def set_flops(trainer: pl.Trainer, per_row: float | None) -> None:
     known = None if per_row is None else per_row * 2
     values = {"flops_per_micro_batch": known, "flops_of": lambda rows: per_row and per_row * rows}
     (printer,) = [observer for observer in trainer.strategy.monitor._observers if isinstance(observer, StepPrinter)]  # type: ignore[attr-defined]
-    printer.count = SimpleNamespace(**values, want=lambda: None)  # type: ignore[assignment]
+    printer.count = SimpleNamespace(**values, request=lambda: None)  # type: ignore[assignment]
 
 
 def _exact(folder: str, known: bool) -> None:
