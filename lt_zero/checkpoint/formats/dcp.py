@@ -21,11 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.formats.admitted import Inert
 from lt_zero.checkpoint.formats.foreign import Plain, damage, mapping, prefix_of
-from lt_zero.checkpoint.formats.handles import Handle, Window
-from lt_zero.checkpoint.formats.torchread import TorchReader
-from lt_zero.checkpoint.formats.unpickle import Machine, load_pickle
+from lt_zero.checkpoint.formats.reading import Stub, has_checksums, load, load_metadata
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
 
@@ -73,7 +70,7 @@ class DcpSource:
         self._entries = self._read_metadata()
         meta = self.folder / "meta.pt"
         plain = Plain(meta, self.notes)
-        found = mapping(TorchReader(meta, inert=inert).value, "checkpoint", meta) if meta.is_file() else {}
+        found = mapping(load(meta, inert=inert), "checkpoint", meta) if meta.is_file() else {}
         self.meta: Mapping[str, Any] = plain.of(found)
         with damage(self.folder):
             self._sort_out()
@@ -123,21 +120,19 @@ class DcpSource:
         whole = {_Bytes(meta, 0, meta.stat().st_size)} if meta.is_file() else set()
         unchecked = {self._file}  # a bare pickle
         for part in sorted(parts | whole, key=lambda part: (part.path, part.start)):
-            if not TorchReader(part.path, part.start, part.stop, self._inert).verify():
+            if not has_checksums(part.path, part.start, part.stop):
                 unchecked.add(part.path)
         return sorted(map(str, unchecked))
 
     # ---- metadata ----------------------------------------------------------------------------------------------
 
     def _read_metadata(self) -> dict[tuple[Any, ...], _Entry]:
-        with Window(self._file) as window:
-            data = window.readall() or b""
-        metadata = load_pickle(Machine(inert=self._inert), data, len(data), self._file)
+        metadata = load_metadata(self._file)
         with damage(self._file):
             return self._understood(metadata)
 
     def _understood(self, metadata: Any) -> dict[tuple[Any, ...], _Entry]:
-        if not isinstance(metadata, Inert) or not metadata.name.endswith(".Metadata"):
+        if not isinstance(metadata, Stub) or not metadata.kind.endswith(".Metadata"):
             raise ValueError("it does not hold the metadata of a checkpoint")
         places: dict[tuple[str, Any], _Bytes] = {}
         for index, info in mapping(metadata.get("storage_data"), "storage_data", self._file).items():
@@ -152,7 +147,7 @@ class DcpSource:
             keys = paths.get(fqn, (fqn,))
             if not isinstance(keys, tuple) or not keys or not all(isinstance(key, (str, int)) for key in keys):
                 raise ValueError(f"{fqn} has the path {keys!r}")
-            if entry.name.endswith(".BytesStorageMetadata"):
+            if entry.kind.endswith(".BytesStorageMetadata"):
                 entries[keys] = _Entry(None, (((), (), places[fqn, None]),))
                 continue
             spec = Spec(_counts(entry.get("size")), _dtype(entry.get("properties")))
@@ -164,7 +159,7 @@ class DcpSource:
             entries[keys] = _Entry(spec, parts)
         return entries
 
-    def _bytes(self, info: Inert) -> _Bytes:
+    def _bytes(self, info: Stub) -> _Bytes:
         name, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
         if not isinstance(name, str) or Path(name).name != name or not _counts((start, length)):
             raise ValueError(f"it names the file {name!r}, bytes {start} and {length} more")
@@ -205,27 +200,25 @@ class DcpSource:
         if entry.spec is not None:
             return self._tensor(entry, entry.spec, "a state")
         ((_, _, part),) = entry.boxes
-        value = TorchReader(part.path, part.start, part.stop, self._inert).value
-        return value.read() if isinstance(value, Handle) else value
+        return load(part.path, part.start, part.stop, self._inert)
 
     # ---- tensors -----------------------------------------------------------------------------------------------
 
     def _tensor(self, entry: _Entry, spec: Spec, what: str) -> Tensor:
         result = torch.empty(spec.shape, dtype=spec.dtype)
         for low, sizes, part in entry.boxes:
-            handle = TorchReader(part.path, part.start, part.stop, self._inert).value
-            if not isinstance(handle, Handle) or handle.shape != sizes or handle.dtype != spec.dtype:
+            values = load(part.path, part.start, part.stop, self._inert)
+            if not isinstance(values, Tensor) or tuple(values.shape) != sizes or values.dtype != spec.dtype:
                 raise CheckpointError(
                     f"{part.path} does not hold the part of {what} that .metadata says: the files of the folder do not "
                     "belong together. Take another checkpoint."
                 )
+            if sizes == spec.shape:
+                return values.detach().contiguous()
             box = result
             for dimension, (start, size) in enumerate(zip(low, sizes, strict=True)):
                 box = box.narrow(dimension, start, size)
-            if box.is_contiguous() and handle.is_contiguous():
-                handle.fill(box)
-            else:
-                box.copy_(handle.read())
+            box.copy_(values.detach())
         return result
 
 

@@ -26,12 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.formats.admitted import Inert
 from lt_zero.checkpoint.formats.deepspeed_files import MODEL, OWN_KEYS, model_files, optimizer_files, tag_folder
 from lt_zero.checkpoint.formats.flat_shards import Place, Spans, cut_evenly, cut_rows
 from lt_zero.checkpoint.formats.foreign import Plain, damage, mapping, prefix_of, spec_of, ties
-from lt_zero.checkpoint.formats.handles import Handle
-from lt_zero.checkpoint.formats.torchread import TorchReader
+from lt_zero.checkpoint.formats.reading import Stub, has_checksums, load
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
 
@@ -62,7 +60,7 @@ class DeepSpeedSource:
         self._inert = inert
         self.folder = tag_folder(Path(path), tag)
         self._files = model_files(self.folder)
-        self._models = [mapping(TorchReader(f, inert=inert).value, "model states", f) for f in self._files]
+        self._models = [mapping(load(f, inert=inert), "model states", f) for f in self._files]
         with damage(self.folder):
             self._sort_out()
 
@@ -105,8 +103,8 @@ class DeepSpeedSource:
         if raw in self._frozen:
             shape, spans, parts = self._frozen[raw]
             return _filled(shape, parts[0].dtype, spans, lambda rank: parts[rank])
-        handle: Handle = self._module[raw]
-        return handle.read()
+        tensor: Tensor = self._module[raw]
+        return tensor.detach().contiguous()
 
     def read_state(self, optimizer: int, name: str, key: str) -> Tensor:
         """See ``Source``."""
@@ -118,14 +116,14 @@ class DeepSpeedSource:
     def verify(self) -> list[str]:
         """See ``Foreign``."""
         files = [*self._files, *self._optimizer_files]
-        return [str(file) for file in files if not TorchReader(file, inert=self._inert).verify()]
+        return [str(file) for file in files if not has_checksums(file)]
 
     # ---- files -------------------------------------------------------------------------------------------------
 
     def _read_optimizers(self) -> None:
         self._optimizer_files = optimizer_files(self.folder)
         for file in self._optimizer_files:
-            content = mapping(TorchReader(file, inert=self._inert).value, "optimizer states", file)
+            content = mapping(load(file, inert=self._inert), "optimizer states", file)
             self._inner.append(mapping(content.get("optimizer_state_dict"), "optimizer_state_dict", file))
         first, file = self._inner[0], self._optimizer_files[0]
         counts = first.get("partition_count")
@@ -136,11 +134,11 @@ class DeepSpeedSource:
                 f"in {self.folder}. Copy the missing ones, or take another tag; expert parallelism cannot be read."
             )
         stage = first.get("zero_stage")
-        stage = stage.args[0] if isinstance(stage, Inert) and stage.args else stage
+        stage = stage.args[0] if isinstance(stage, Stub) and stage.args else stage
         self._whole = stage == 3
         weights = "fp32_flat_groups" if self._whole else "single_partition_of_fp32_groups"
         for inner, file in zip(self._inner, self._optimizer_files, strict=True):
-            inner["flat"] = _handles(inner.get(weights), weights, file)
+            inner["flat"] = _tensors(inner.get(weights), weights, file)
             if len(inner["flat"]) != len(self._shapes):
                 raise CheckpointError(f"{file} has {len(inner['flat'])} groups, not {len(self._shapes)} ({weights}).")
         world = len(self._inner)
@@ -160,9 +158,9 @@ class DeepSpeedSource:
         paddings = inner.get("group_paddings")
         return int(paddings[group]) if "zero_stage" in inner and paddings else 0
 
-    def _flat(self, rank: int, group: int) -> Handle:
-        handle: Handle = self._inner[rank]["flat"][group]
-        return handle
+    def _flat(self, rank: int, group: int) -> Tensor:
+        row: Tensor = self._inner[rank]["flat"][group]
+        return row
 
     # ---- what is in them ---------------------------------------------------------------------------------------
 
@@ -178,7 +176,7 @@ class DeepSpeedSource:
         scaler = self._inner[0].get("loss_scaler") if self._inner else None
         config = model.get("ds_config")
         fp16 = config.get("fp16") if isinstance(config, dict) else None
-        if isinstance(scaler, Inert) and isinstance(fp16, dict) and fp16.get("enabled"):
+        if isinstance(scaler, Stub) and isinstance(fp16, dict) and fp16.get("enabled"):
             steps, skipped = int(model.get("global_steps", 0)), int(model.get("skipped_steps", 0))
             meta["ZeroPrecision"] = {
                 "scaler": {
@@ -191,18 +189,18 @@ class DeepSpeedSource:
             }
         return meta
 
-    def _frozen_parameters(self) -> dict[str, tuple[tuple[int, ...], Spans, list[Handle]]]:
+    def _frozen_parameters(self) -> dict[str, tuple[tuple[int, ...], Spans, list[Tensor]]]:
         shapes = self._models[0].get("frozen_param_shapes") or {}
         found = {}
         for name, shape in _shapes(shapes, self._files[0]).items():
             parts = []
             for model, file in zip(self._models, self._files, strict=True):
                 fragments = mapping(model.get("frozen_param_fragments"), "frozen_param_fragments", file)
-                parts += _handles([fragments.get(name)], f"frozen parameter {name}", file, flat=False)
+                parts += _tensors([fragments.get(name)], f"frozen parameter {name}", file, flat=False)
             if parts[0].shape == shape and len(parts) == 1:
                 self._module[name] = parts[0]
                 continue
-            rows = [part.numel for part in parts]
+            rows = [part.numel() for part in parts]
             places = cut_evenly(0, {name: shape}, rows, self._files[0])
             found[name] = (shape, places[name].spans, parts)
         return found
@@ -210,7 +208,7 @@ class DeepSpeedSource:
     def _aliases(self) -> dict[str, str]:
         shared = self._models[0].get("shared_params")
         if not isinstance(shared, dict):
-            shared = ties({k: v for k, v in self._module.items() if isinstance(v, Handle)})
+            shared = ties({k: v for k, v in self._module.items() if isinstance(v, Tensor)})
         return {
             self._name(tied): self._name(first)
             for tied, first in shared.items()
@@ -229,7 +227,7 @@ class DeepSpeedSource:
             elif source in self._frozen:
                 shape, _, parts = self._frozen[source]
                 weights[name] = Spec(shape, parts[0].dtype)
-            elif isinstance(self._module[source], Handle):
+            elif isinstance(self._module[source], Tensor):
                 weights[name] = spec_of(self._module[source])
                 if self._shapes and self._whole and source not in own:  # a placeholder, see Note [Stage 3]
                     del weights[name]
@@ -274,10 +272,10 @@ class DeepSpeedSource:
         sizes = {row, row + (0 if self._whole else self._cut_off(self._inner[rank], place.group))}
         entries: dict[str, Any] = {}
         for key, value in self._keys(place).items():
-            if isinstance(value, Handle) and len(value.shape) == 1 and value.numel in sizes:
+            if isinstance(value, Tensor) and len(value.shape) == 1 and value.numel() in sizes:
                 entries[key] = Spec(place.shape, value.dtype)
-            elif isinstance(value, Handle) and not value.shape:
-                entries[key] = value.read()
+            elif isinstance(value, Tensor) and not value.shape:
+                entries[key] = value.detach().clone()
             elif isinstance(value, (int, float, bool, type(None))):
                 entries[key] = value
             else:
@@ -287,14 +285,14 @@ class DeepSpeedSource:
 
     # ---- tensors -----------------------------------------------------------------------------------------------
 
-    def _moment(self, rank: int, group: int, key: str) -> Handle:
+    def _moment(self, rank: int, group: int, key: str) -> Tensor:
         place = Place(group, (), ((rank, 0, 0),))
         value = self._keys(place).get(key)
-        if not isinstance(value, Handle):
+        if not isinstance(value, Tensor):
             raise CheckpointError(f"{self._optimizer_files[rank]} has no {key!r} of group {group}, as other files do.")
         return value
 
-    def _assembled(self, place: Place, part: Callable[[int], Handle]) -> Tensor:
+    def _assembled(self, place: Place, part: Callable[[int], Tensor]) -> Tensor:
         dtype = part(place.spans[0][0]).dtype if place.spans else torch.float32
         return _filled(place.shape, dtype, place.spans, part)
 
@@ -310,12 +308,18 @@ class DeepSpeedSource:
         raise CheckpointError(f"{self.folder} has no parameter or buffer {name!r}.")
 
 
-def _filled(shape: tuple[int, ...], dtype: torch.dtype, spans: Spans, part: Callable[[int], Handle]) -> Tensor:
+def _filled(shape: tuple[int, ...], dtype: torch.dtype, spans: Spans, part: Callable[[int], Tensor]) -> Tensor:
     """A tensor put together from parts of ranks."""
     result = torch.empty(shape, dtype=dtype)
     flat, done = result.view(-1), 0
     for rank, start, stop in spans:
-        part(rank).read_into(flat[done : done + stop - start], start)
+        row = part(rank)
+        if row.dim() != 1 or stop > row.numel() or row.dtype != dtype:
+            raise CheckpointError(
+                f"A tensor of shape {tuple(row.shape)} ({row.dtype}) stands where a flat one of {dtype} with elements "
+                f"{start} to {stop} should be: the files of the checkpoint do not belong together."
+            )
+        flat[done : done + stop - start] = row.detach()[start:stop]
         done += stop - start
     return result
 
@@ -329,12 +333,12 @@ def _shapes(value: Any, file: Path) -> dict[str, tuple[int, ...]]:
             or not all(type(n) is int and n >= 0 for n in shape)
         ):
             raise CheckpointError(f"{file} is damaged: {name!r} has the shape {shape!r}. Take another checkpoint.")
-    return shapes
+    return {name: tuple(shape) for name, shape in shapes.items()}
 
 
-def _handles(value: Any, what: str, file: Path, flat: bool = True) -> list[Handle]:
-    good = isinstance(value, list) and all(isinstance(h, Handle) and (not flat or len(h.shape) == 1) for h in value)
+def _tensors(value: Any, what: str, file: Path, flat: bool = True) -> list[Tensor]:
+    good = isinstance(value, list) and all(isinstance(t, Tensor) and (not flat or t.dim() == 1) for t in value)
     if not good:
         raise CheckpointError(f"{file} has no {what}, or not as tensors: it is damaged or of an unknown version.")
-    handles: list[Handle] = value
-    return handles
+    tensors: list[Tensor] = value
+    return tensors

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lt_zero.checkpoint.formats.admitted import Global, Inert
-from lt_zero.checkpoint.formats.handles import Handle
 from lt_zero.checkpoint.source import Spec
 from lt_zero.common.errors import CheckpointError
 
 _DEPTH = 64  # of nested containers
+_KEYS = (str, int, float, bool, bytes, type(None))
+_PLAIN = (*_KEYS, complex, torch.dtype, torch.device)
 VERSION = "pytorch-lightning_version"  # in every checkpoint that Lightning wrote
 
 
@@ -38,21 +39,22 @@ def prefix_of(names: Iterable[str], meta: Mapping[str, Any]) -> str:
     return prefix
 
 
-def ties(tensors: Mapping[str, Handle]) -> dict[str, str]:
-    """Names whose tensors are the same bytes of the same file: later name -> first name."""
+def ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names whose tensors are the same values in memory: later name -> first name."""
     first: dict[Any, str] = {}
     found: dict[str, str] = {}
-    for name, handle in tensors.items():
-        if handle.numel:
-            known = first.setdefault((handle.storage, handle.start, handle.shape, handle.stride), name)
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            place = tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+            known = first.setdefault(place, name)
             if known != name:
                 found[name] = known
     return found
 
 
-def spec_of(handle: Handle) -> Spec:
+def spec_of(tensor: Tensor) -> Spec:
     """Shape and dtype."""
-    return Spec(handle.shape, handle.dtype)
+    return Spec(tuple(tensor.shape), tensor.dtype)
 
 
 class Plain:
@@ -72,14 +74,14 @@ class Plain:
 
     def of(self, value: Any, path: str = "", depth: int = 0) -> Any:
         """The value; ``None`` where nothing is left of it."""
-        if isinstance(value, Handle):
-            return value.read()
-        if isinstance(value, (Inert, Global)):
-            kind = value.name if isinstance(value, Inert) else str(value)
+        if isinstance(value, Tensor):
+            return value.detach().clone()
+        if isinstance(value, _PLAIN):
+            return value
+        if not isinstance(value, (dict, list, tuple, set, frozenset)):
+            kind = getattr(value, "kind", "") or f"{type(value).__module__}.{type(value).__qualname__}"
             self._dropped.append(f"{path} of {self._where} is an object of {kind}; it was left out.")
             return None
-        if not isinstance(value, (dict, list, tuple, set, frozenset)):
-            return value
         if depth > _DEPTH or id(value) in self._open:
             raise CheckpointError(
                 f"{path or 'The content'} of {self._where} is nested too deeply (more than {_DEPTH} levels, or in "
@@ -94,12 +96,16 @@ class Plain:
 
     def _container(self, value: Any, path: str, depth: int) -> Any:
         if isinstance(value, dict):
-            keys = [key for key in value if not isinstance(key, (Inert, Global, torch.dtype))]
+            keys = [key for key in value if _is_key(key)]
             if len(keys) < len(value):
                 self._dropped.append(f"{path} of {self._where} has keys that are objects; they were left out.")
             return {key: self.of(value[key], f"{path}.{key}".lstrip("."), depth) for key in keys}
         items = [self.of(item, f"{path}[{n}]", depth) for n, item in enumerate(value)]
-        return type(value)(items)
+        return tuple(items) if isinstance(value, tuple) else type(value)(items)
+
+
+def _is_key(value: Any) -> bool:
+    return isinstance(value, _KEYS) or (isinstance(value, tuple) and all(isinstance(item, _KEYS) for item in value))
 
 
 @contextlib.contextmanager

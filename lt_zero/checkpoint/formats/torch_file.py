@@ -19,8 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lt_zero.checkpoint.formats.foreign import Plain, damage, mapping, prefix_of, spec_of, ties
-from lt_zero.checkpoint.formats.handles import Handle
-from lt_zero.checkpoint.formats.torchread import TorchReader
+from lt_zero.checkpoint.formats.reading import has_checksums, load
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
 
@@ -64,15 +63,15 @@ class FileSource:
         self.notes: list[str] = []
         self.meta: Mapping[str, Any] = {}
         self.optimizers: tuple[SavedOptimizer, ...] = ()
-        self._handles: dict[str, Handle] = {}
+        self._tensors: dict[str, Tensor] = {}
         self._states: list[dict[str, dict[str, Any]]] = []
         self._ties: dict[str, str] = {}
-        self._given, self._inert = prefix, inert
+        self._given = prefix
         self._safe = self.path.suffix == ".safetensors"
         with damage(self.path):
             specs = self._open_safetensors() if self._safe else self._open_torch(inert)
         self._prefix = self._prefix_of(specs)
-        self._ties |= ties(self._handles)
+        self._ties |= ties(self._tensors)
         specs |= {tied: specs[first] for tied, first in self._ties.items()}
         self.weights: Mapping[str, Spec] = {name.removeprefix(self._prefix): spec for name, spec in specs.items()}
         self.aliases: Mapping[str, str] = {
@@ -96,7 +95,7 @@ class FileSource:
             raise CheckpointError(f"{self.path} has no parameter or buffer {name!r}.")
         raw = self._prefix + self.aliases.get(name, name)
         if not self._safe:
-            return self._handles[raw].read()
+            return self._tensors[raw].detach().contiguous()
         try:
             with safe_open(self.path, framework="pt") as file:
                 tensor: Tensor = file.get_tensor(raw)
@@ -108,13 +107,13 @@ class FileSource:
         """See ``Source``."""
         known = 0 <= optimizer < len(self._states)
         value = self._states[optimizer].get(name, {}).get(key) if known else None
-        if not isinstance(value, Handle):
+        if not isinstance(value, Tensor):
             raise CheckpointError(f"{self.path} has no state {key!r} of {name!r} in optimizer {optimizer}.")
-        return value.read()
+        return value.detach().contiguous()
 
     def verify(self) -> list[str]:
         """See ``Foreign``."""
-        checked = not self._safe and TorchReader(self.path, inert=self._inert).verify()
+        checked = not self._safe and has_checksums(self.path)
         return [] if checked else [str(self.path)]
 
     def _prefix_of(self, names: Iterable[str]) -> str:
@@ -137,20 +136,20 @@ class FileSource:
             raise CheckpointError(f"{self.path} is damaged: {error}. Take another checkpoint.") from error
 
     def _open_torch(self, inert: Collection[str]) -> dict[str, Spec]:
-        content = mapping(TorchReader(self.path, inert=inert).value, "state dict", self.path)
+        content = mapping(load(self.path, inert=inert), "state dict", self.path)
         if isinstance(content.get("state_dict"), dict):
             rest = {k: v for k, v in content.items() if k not in ("state_dict", "optimizer_states")}
             self.meta = Plain(self.path, self.notes).of(rest)
             weights = content["state_dict"]
         else:
             weights, content = content, {}
-        self._handles = {str(name): value for name, value in weights.items() if isinstance(value, Handle)}
-        left = [str(name) for name in weights if not isinstance(weights[name], Handle)]
-        if not self._handles:
+        self._tensors = {str(name): value for name, value in weights.items() if isinstance(value, Tensor)}
+        left = [str(name) for name in weights if not isinstance(weights[name], Tensor)]
+        if not self._tensors:
             raise CheckpointError(f"{self.path} has no tensors at its top or under `state_dict`: it is no state dict.")
         if left:
             self.notes.append(f"Entries of {self.path} that are no tensors were left out: {', '.join(left[:10])}.")
-        self._prefix = self._prefix_of(self._handles)
+        self._prefix = self._prefix_of(self._tensors)
         states = content.get("optimizer_states") or []
         if isinstance(states, list) and states:
             found = [self._optimizer(state) for state in states]
@@ -162,7 +161,7 @@ class FileSource:
                     f"The optimizer states of {self.path} are keyed by number, and nothing in it tells which parameter "
                     "a number stands for: they were left out. Save from an optimizer of named_parameters() for that."
                 )
-        return {name: spec_of(handle) for name, handle in self._handles.items()}
+        return {name: spec_of(tensor) for name, tensor in self._tensors.items()}
 
     def _optimizer(self, state: Any) -> SavedOptimizer | None:
         """See Note [Optimizer states with numbers]."""
@@ -181,18 +180,18 @@ class FileSource:
             groups.append({**Plain(self.path, self.notes).of(rest), "params": own})
         plain = Plain(self.path, self.notes)
         entries: dict[str, dict[str, Any]] = {}
-        handles: dict[str, dict[str, Any]] = {}
+        tensors: dict[str, dict[str, Any]] = {}
         for number, found in mapping(state.get("state"), "optimizer state", self.path).items():
             name = names.get(number)
-            weight = self._handles.get(self._prefix + name) if name is not None else None
+            weight = self._tensors.get(self._prefix + name) if name is not None else None
             if name is None or weight is None:
                 return None
-            handles[name] = mapping(found, "optimizer state", self.path)
+            tensors[name] = mapping(found, "optimizer state", self.path)
             entries[name] = {
                 key: spec_of(value)
-                if isinstance(value, Handle) and value.shape == weight.shape and key != "step"
+                if isinstance(value, Tensor) and value.shape == weight.shape and key != "step"
                 else plain.of(value)
                 for key, value in found.items()
             }
-        self._states.append(handles)
+        self._states.append(tensors)
         return SavedOptimizer(groups, entries)

@@ -1,0 +1,335 @@
+"""Files of ``torch.save`` and the metadata of DCP, read as data: nothing in them is imported or executed.
+
+Note [Read as data]
+    ``torch.load(weights_only=True)`` makes tensors, numbers, text and plain containers, and refuses every class that is
+    not on a list. ``safe_globals`` puts the classes on it that checkpoints of DeepSpeed and Lightning hold: each under
+    its name in the file, with a ``Stub`` or a function of ours in its place. So no class of the file is ever needed,
+    and no attribute is set on anything but a stub.
+
+    DCP's ``.metadata`` is a pickle of a protocol that this loader does not read. There ``pickle.Unpickler`` works on
+    stubs that are made anew for each file: a pickle may also set attributes of the classes that it names.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import os
+import pickle
+import pickletools
+import re
+import threading
+import zipfile
+from collections.abc import Callable, Collection
+from contextlib import closing
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lt_zero.common.errors import CheckpointError
+
+_ZIP, _OLD_FORMAT = b"PK\x03\x04", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
+_CRC_STEP = 1 << 22
+_lock = threading.Lock()  # torch's list of admitted classes is one for the process
+
+
+class Stub:
+    """What a file tells of an object whose class is not loaded: what it was made of, and its attributes."""
+
+    kind = ""  # the class's name in the file
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any) -> Stub:
+        made = super().__new__(cls)
+        made.args, made.state = args, None
+        return made
+
+    def __init__(self, *args: Any) -> None:
+        """Nothing: a pickle may make an object without it."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """An attribute."""
+        return self.state.get(key, default) if isinstance(self.state, dict) else default
+
+
+def _stub(name: str) -> type[Stub]:
+    return type("Stub", (Stub,), {"kind": name})
+
+
+# ---- what is admitted --------------------------------------------------------------------------------------------
+
+
+def _text(value: Any) -> str:
+    """Of an enumeration whose members are strings."""
+    if not isinstance(value, str):
+        raise pickle.UnpicklingError(f"an enumeration of {type(value).__name__}")
+    return value
+
+
+def _path(*parts: Any) -> str:
+    return str(PurePosixPath(*map(_text, parts)))
+
+
+def _no_bytes() -> bytes:
+    return b""
+
+
+def _frozen(values: Any = ()) -> frozenset[Any]:
+    return frozenset(values)
+
+
+def _number(kind: Any, data: Any) -> Any:
+    """A scalar of numpy as a Python number."""
+    if not isinstance(kind, Stub) or kind.kind != "numpy.dtype" or not isinstance(data, bytes):
+        raise pickle.UnpicklingError("a numpy scalar of an unknown kind")
+    code = str(kind.args[0])
+    order = ">" if isinstance(kind.state, tuple) and ">" in kind.state[1:2] else "<"
+    if code[:1] not in "biufc" or not code[1:].isdigit() or len(data) != int(code[1:]):
+        raise pickle.UnpicklingError(f"a numpy scalar of type {code} in {len(data)} bytes")
+    return np.frombuffer(data, np.dtype(order + code))[0].item()
+
+
+_MADE: dict[str, Callable[..., Any]] = {
+    "lightning.pytorch.trainer.states.RunningStage": _text,
+    "pytorch_lightning.trainer.states.RunningStage": _text,
+    "pathlib.PosixPath": _path,
+    "pathlib.PurePosixPath": _path,
+    "pathlib._local.PosixPath": _path,
+    "pathlib._local.PurePosixPath": _path,
+    "builtins.bytes": _no_bytes,
+    "builtins.frozenset": _frozen,
+    "numpy.core.multiarray.scalar": _number,
+    "numpy._core.multiarray.scalar": _number,
+}
+_STUBS = (
+    "numpy.dtype",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "deepspeed.runtime.config.DeepSpeedConfig",
+    "argparse.Namespace",
+    "datetime.timedelta",
+)
+_ADMITTED = [*((make, name) for name, make in _MADE.items()), *((_stub(name), name) for name in _STUBS)]
+_METADATA = re.compile(  # of DCP
+    r"torch\.distributed\.checkpoint\.(filesystem\._Storage(Info|Prefix)|metadata\.(\w+))|pathlib(\._local)?\.PosixPath"
+    r"|torch\.serialization\._get_layout"
+)
+
+
+# ---- files of torch.save -----------------------------------------------------------------------------------------
+
+
+class Window(io.RawIOBase):
+    """Bytes ``start`` to ``stop`` of a file, as a file to read.
+
+    Raises:
+        CheckpointError: the file is not there, or shorter.
+    """
+
+    def __init__(self, path: Path, start: int = 0, stop: int | None = None) -> None:
+        super().__init__()
+        try:
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise CheckpointError(f"Cannot open {path}: {error.strerror}. Is the checkpoint complete?") from error
+        size = os.fstat(self._file.fileno()).st_size
+        self._start, self._stop, self._position = start, size if stop is None else stop, 0
+        if not 0 <= start <= self._stop <= size:
+            self._file.close()
+            raise CheckpointError(
+                f"{path} has {size} bytes, but the checkpoint says that bytes {start} to {stop} of it are in use: it "
+                "was cut off or replaced. Take another checkpoint."
+            )
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + (0, self._position, self._stop - self._start)[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        self._file.seek(self._start + self._position)
+        got = self._file.readinto(view[: max(0, min(len(view), self._stop - self._start - self._position))]) or 0
+        self._position += got
+        return got
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def load(path: Path, start: int = 0, stop: int | None = None, inert: Collection[str] = ()) -> Any:
+    """The object of a file, or of a part of one, that ``torch.save`` wrote. See Note [Read as data].
+
+    Tensors of a whole file are mapped: their bytes are read when they are used, and never written. Those of a part, and
+    of the format that torch wrote before 1.6, are read at once.
+
+    Args:
+        path: the file.
+        start, stop: the part, in bytes; default: all of it.
+        inert: names of further classes whose objects become a ``Stub``.
+
+    Raises:
+        CheckpointError: the file is damaged, or holds what is not read; names it.
+    """
+    with Window(path, start, stop) as window:
+        head = window.read(len(_OLD_FORMAT)) or b""
+        if not head.startswith(_ZIP) and head != _OLD_FORMAT:
+            raise CheckpointError(f"{path} is no file that torch.save wrote (it begins with {head[:8]!r}).")
+        window.seek(0)
+        mapped = head != _OLD_FORMAT and (start, stop) == (0, None)
+        admitted = [*_ADMITTED, *((_stub(name), name) for name in inert)]
+        try:
+            if head != _OLD_FORMAT:
+                _require_stored(window)
+                window.seek(0)
+            with _lock, torch.serialization.safe_globals(admitted):  # type: ignore[arg-type]
+                file: Any = path if mapped else window
+                value = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+            _check_tensors(value)
+        except Exception as error:  # a damaged file may be anything to the loader
+            raise _explained(error, path) from None
+    return value
+
+
+def _require_stored(window: Window) -> None:
+    """torch would take a compressed record for values."""
+    with zipfile.ZipFile(window) as archive:
+        for info in archive.infolist():
+            if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+                raise ValueError(f"its record {info.filename} is compressed")
+
+
+def _check_tensors(value: Any) -> None:
+    """See that every tensor in ``value`` is dense, on the CPU, and no larger than the bytes that it has in the file."""
+    seen: set[int] = set()
+    open_: list[Any] = [value]
+    while open_:
+        value = open_.pop()
+        if isinstance(value, Tensor):
+            dense = value.layout == torch.strided and value.device.type == "cpu" and not value.is_quantized
+            if not dense or value.is_conj() or value.is_neg():
+                raise ValueError(f"a tensor of layout {value.layout} on {value.device}, or quantized or conjugated")
+            if value.nbytes > value.untyped_storage().nbytes():
+                raise ValueError(f"a tensor of shape {tuple(value.shape)} is larger than its values in the file")
+        elif isinstance(value, (dict, list, tuple, set, frozenset)) and id(value) not in seen:
+            seen.add(id(value))
+            open_ += value.values() if isinstance(value, dict) else value
+
+
+def _explained(error: Exception, path: Path) -> CheckpointError:
+    """What went wrong, and what to do."""
+    text = str(error).split("\n\nCheck the documentation")[0]
+    refused = re.search(r"GLOBAL (\S+)", text)
+    if refused is not None:
+        return CheckpointError(
+            f"{path} holds {refused[1]}, which is not read, because loading it could run code. Save the checkpoint "
+            "without it; or, if its content is not needed, name the class in `inert`: then it is kept as data only."
+        )
+    operand = re.search(r"Unsupported operand (\d+)", text)
+    if operand is not None:
+        names = [code.name for code in pickletools.opcodes if ord(code.code) == int(operand[1])]
+        return CheckpointError(
+            f"{path} is damaged, or was saved with another pickle protocol than torch.save's own: the operation "
+            f"{''.join(names) or operand[1]} is not read. Save it without `pickle_protocol`, or take another copy."
+        )
+    reason = text.split("\n\n")[-1].split("\n")[0] if isinstance(error, pickle.UnpicklingError) else text.split("\n")[0]
+    return CheckpointError(
+        f"{path} is damaged: it cannot be read ({type(error).__name__}: {reason}). Take another checkpoint."
+    )
+
+
+def has_checksums(path: Path, start: int = 0, stop: int | None = None) -> bool:
+    """Read all of a file of ``torch.save`` and compare its checksums; False if it has none.
+
+    Writers may leave checksums out; those of the records that every file has tell whether they did.
+
+    Raises:
+        CheckpointError: a record is not what was written; names it.
+    """
+    with Window(path, start, stop) as window:
+        head = window.read(len(_ZIP))
+        window.seek(0)
+        if head != _ZIP:
+            return False
+        try:
+            with zipfile.ZipFile(window) as archive:
+                records = archive.infolist()
+                small = [info for info in records if info.filename.endswith(("/byteorder", "/version"))]
+                if not any(_is_intact(archive, info) for info in small):
+                    return False
+                broken = next((info.filename for info in records if not _is_intact(archive, info)), None)
+        except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, OSError) as error:
+            raise _explained(error, path) from error
+    if broken is not None:
+        raise CheckpointError(
+            f"{path} is damaged: the checksum of its record {broken.partition('/')[2]} is wrong. Take another "
+            "checkpoint."
+        )
+    return True
+
+
+def _is_intact(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
+    try:
+        with archive.open(info) as record:
+            while record.read(_CRC_STEP):
+                pass
+    except (zipfile.BadZipFile, EOFError):
+        return False
+    return True
+
+
+# ---- the metadata of DCP -----------------------------------------------------------------------------------------
+
+
+def load_metadata(path: Path) -> Any:
+    """The object of a ``.metadata`` file, with a ``Stub`` for each object of a class. See Note [Read as data].
+
+    Raises:
+        CheckpointError: the file is damaged, or names what no metadata needs.
+    """
+    with closing(Window(path)) as window:
+        data = window.readall() or b""
+    try:
+        for code, number, _ in pickletools.genops(data):
+            # The memo is a list: a large number would make room for as many entries.
+            if "PUT" in code.name and (number or 0) > len(data):
+                raise ValueError(f"{code.name} of {number}")
+        return _Unpickler(data).load()
+    except Exception as error:  # a damaged file may be anything to the loader
+        raise _explained(error, path) from None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows stubs, sizes, dtypes and plain containers."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._known: dict[str, Any] = {"torch.Size": tuple, "collections.OrderedDict": collections.OrderedDict}
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
+        if _METADATA.fullmatch(full):
+            self._known.setdefault(full, _stub(full))
+        if full not in self._known:
+            raise pickle.UnpicklingError(f"GLOBAL {full}")
+        return self._known[full]
