@@ -27,7 +27,6 @@ SAVES = "torch.distributed.checkpoint"  # plans over a process group that comm/ 
 SIBLINGS = {("config/classify_keys", "optim"), ("config/load", "optim")}
 # Imports that stand in a function, or that only a type checker sees, and close a circle. None may be added.
 CIRCLES = {
-    ("checkpoint/formats/admitted", "checkpoint/formats/unpickle"),
     ("config/auto", "config/error_messages"),
     ("config/auto", "config/load"),
     ("config/blocks/activation", "config/schema"),
