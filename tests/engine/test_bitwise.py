@@ -19,7 +19,7 @@ from lt_zero.comm.shared_memory import SharedArena
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.grad_accumulator import Accumulator
 from lt_zero.engine.grad_reducer import Reducer
-from tests.support.matrix import cover
+from tests.support.matrix import cover, only
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import OPTIMIZERS, RELEASE, config_of, full_values
 from tests.support.pool import Pool
@@ -62,7 +62,7 @@ def _train(stage: int, dtype: torch.dtype | None, zero: dict[str, Any], name: st
     engine = lt_zero.shard(model, config_of(stage, zero, dtype))
     optimizer, seen = OPTIMIZERS[name](model.parameters()), dict[str, Any]()
     lt_zero.ShardedOptimizer(engine, optimizer)
-    for step in range(4):
+    for step in range(3):
         optimizer.zero_grad()
         next_token_loss(model, step, 0, dist.get_rank()).backward()
         with lt_zero.gathered(model):  # a rank that is slow to read meets one that steps already
@@ -72,9 +72,7 @@ def _train(stage: int, dtype: torch.dtype | None, zero: dict[str, Any], name: st
     return seen | {n: v.numpy() for n, v in full_values(engine).items()}
 
 
-@pytest.mark.parametrize(
-    ("shared", "dtype", "world"), cover(["1", "0"], [None, torch.bfloat16], [2, 3], strength=2), ids=str
-)
+@pytest.mark.parametrize(("shared", "dtype", "world"), cover(["1", "0"], [None, torch.bfloat16], [2, 3]), ids=str)
 def test_all_stages_agree_bitwise(pool: Pool, world: int, dtype: torch.dtype | None, shared: str) -> None:
     env = {"LT_ZERO_SHARED_MEMORY": shared}
     reference = pool.run(world, _run, 0, dtype, {}, False, "adamw", env=env)[0]
@@ -131,7 +129,7 @@ def _bf16_error(stage: int) -> tuple[float, float]:
     return ours, theirs
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", only([1, 3], [0, 1, 2, 3]))
 def test_bf16_copies_are_as_exact_as_plain_torch(pool: Pool, stage: int) -> None:
     ours, theirs = pool.run(2, _bf16_error, stage)[0]
     assert 0 < ours <= 2 * theirs

@@ -1,8 +1,9 @@
-"""Defects that a review found, each as what a user would write."""
+"""What users do to gradients, weights and modules beside the usual loop, each as they would write it."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import weakref
 from typing import Any
@@ -14,9 +15,12 @@ from torch import Tensor, nn
 
 import lt_zero
 from tests.support.lightning_tools import GPT, assert_same, sharded_trainer, single_trainer, weights
+from tests.support.matrix import only
 from tests.support.models import Block, Net, next_token_loss, tokens
 from tests.support.parity import STAGES, config_of, full_values
 from tests.support.pool import Pool
+
+some = only([1, 3], STAGES)  # where gradients are sharded, and where parameters are, too
 
 
 def _both(stage: int, module: Any, **options: Any) -> tuple[Any, ...]:
@@ -30,12 +34,17 @@ def _weights(stage: int, module: Any, options: dict[str, Any]) -> Any:
     return weights(_both(stage, module, **options)[0])
 
 
-def _compare(pool: Pool, module: Any, stages: list[int], **options: Any) -> None:
-    options = {"max_epochs": 2, **options}
-    reference = single_trainer(**options)
-    reference.fit(module(1))
-    for stage in stages:
-        assert_same(pool.run(2, _weights, stage, module, options)[0], weights(reference), rtol=1e-4, atol=1e-5)
+@functools.cache
+def _alone(module: Any, epochs: int) -> dict[str, Any]:
+    """The weights of one process."""
+    trainer = single_trainer(max_epochs=epochs)
+    trainer.fit(module(1))
+    return weights(trainer)
+
+
+def _compare(pool: Pool, module: Any, stage: int) -> None:
+    got = pool.run(2, _weights, stage, module, {"max_epochs": 2})[0]
+    assert_same(got, _alone(module, 2), rtol=1e-4, atol=1e-5)
 
 
 class Manual(GPT):
@@ -59,8 +68,9 @@ class Manual(GPT):
         optimizer.step()
 
 
-def test_gradients_handled_by_hand(pool: Pool) -> None:
-    _compare(pool, Manual, STAGES)
+@pytest.mark.parametrize("stage", some)
+def test_gradients_handled_by_hand(pool: Pool, stage: int) -> None:
+    _compare(pool, Manual, stage)
 
 
 class Cancels(GPT):
@@ -71,8 +81,9 @@ class Cancels(GPT):
         self.net.scale.grad = None
 
 
-def test_gradients_cancelled_in_hooks(pool: Pool) -> None:
-    _compare(pool, Cancels, STAGES)
+@pytest.mark.parametrize("stage", some)
+def test_gradients_cancelled_in_hooks(pool: Pool, stage: int) -> None:
+    _compare(pool, Cancels, stage)
 
 
 class ClipsItself(GPT):
@@ -80,8 +91,9 @@ class ClipsItself(GPT):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
 
-def test_torch_clipping_sees_the_global_norm(pool: Pool) -> None:
-    _compare(pool, ClipsItself, STAGES)
+@pytest.mark.parametrize("stage", some)
+def test_torch_clipping_sees_the_global_norm(pool: Pool, stage: int) -> None:
+    _compare(pool, ClipsItself, stage)
 
 
 class ZeroesInPlace(GPT):
@@ -89,8 +101,9 @@ class ZeroesInPlace(GPT):
         optimizer.zero_grad(set_to_none=False)
 
 
-def test_zero_grad_without_none(pool: Pool) -> None:
-    _compare(pool, ZeroesInPlace, STAGES)
+@pytest.mark.parametrize("stage", some)
+def test_zero_grad_without_none(pool: Pool, stage: int) -> None:
+    _compare(pool, ZeroesInPlace, stage)
 
 
 class EditsData(GPT):
@@ -132,11 +145,9 @@ def _resume(stage: int, path: str) -> Any:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_scalar_and_empty_parameters_resume(pool: Pool, tmp_path: Any, stage: int) -> None:
-    reference = single_trainer(max_epochs=2)
-    reference.fit(Scalars(1))
     path = str(tmp_path / "s.ckpt")
     pool.run(3, _save, stage, path)
-    assert_same(pool.run(2, _resume, stage, path)[0], weights(reference), rtol=1e-4, atol=1e-5)
+    assert_same(pool.run(2, _resume, stage, path)[0], _alone(Scalars, 2), rtol=1e-4, atol=1e-5)
 
 
 def _low_precision_resume(stage: int) -> None:
@@ -186,8 +197,8 @@ def _reused(stage: int) -> Any:
     return weights(trainer)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_module_moves_between_trainers(pool: Pool, stage: int) -> None:
+@functools.cache
+def _reused_alone() -> dict[str, Any]:
     model = GPT(1)
     single_trainer(max_epochs=1).fit(model)
     second = Reused(1, model.net)
@@ -197,7 +208,12 @@ def test_a_module_moves_between_trainers(pool: Pool, stage: int) -> None:
     nn.init.normal_(second.net.head.weight)
     reference = single_trainer(max_epochs=1)
     reference.fit(second)
-    assert_same(pool.run(2, _reused, stage)[0], weights(reference), rtol=1e-4, atol=1e-5)
+    return weights(reference)
+
+
+@pytest.mark.parametrize("stage", some)
+def test_a_module_moves_between_trainers(pool: Pool, stage: int) -> None:
+    assert_same(pool.run(2, _reused, stage)[0], _reused_alone(), rtol=1e-4, atol=1e-5)
 
 
 def _shared_memory_parameters() -> None:
@@ -272,10 +288,10 @@ def _sync_twice(stage: int) -> None:
         assert not isinstance(model.norm, nn.SyncBatchNorm), "taken back after each fit"
 
 
-def test_batch_norm_is_the_same_at_every_stage(pool: Pool) -> None:
-    states = [pool.run(2, _local_batch_norm, stage)[0] for stage in STAGES]
-    for state in states[1:]:
-        assert_same(state, states[0])
+@pytest.mark.parametrize("stage", only([3], [1, 2, 3]))
+def test_batch_norm_is_the_same_at_every_stage(pool: Pool, stage: int) -> None:
+    got, want = (pool.run(2, _local_batch_norm, number)[0] for number in (stage, 0))
+    assert_same(got, want)
 
 
 def test_batch_norm_is_synchronised_in_every_fit(pool: Pool) -> None:
@@ -303,8 +319,9 @@ class RawBackward(GPT):
         optimizer.step()
 
 
-def test_raw_backward(pool: Pool) -> None:
-    _compare(pool, RawBackward, STAGES)
+@pytest.mark.parametrize("stage", some)
+def test_raw_backward(pool: Pool, stage: int) -> None:
+    _compare(pool, RawBackward, stage)
 
 
 def _dropped(stage: int) -> None:
@@ -317,6 +334,6 @@ def _dropped(stage: int) -> None:
     assert not any(ref() for ref in left), "gradients and graphs keep weights and process groups alive"
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", some)
 def test_a_dropped_model_is_freed(pool: Pool, stage: int) -> None:
     pool.run(2, _dropped, stage)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 
 import lt_zero
-from tests.support.matrix import cover
+from tests.support.matrix import cover, only
 from tests.support.models import VOCAB, WIDTH, Block, Net, next_token_loss, tokens
 from tests.support.parity import RELEASE, STAGES, Case, check, config_of
 from tests.support.pool import Pool
@@ -25,37 +25,33 @@ def _net(stage: int, zero: dict[str, Any], kwargs: dict[str, Any], micro: int = 
     check(Case(lambda: Net(**kwargs), next_token_loss, stage, micro=micro, zero=zero))
 
 
-@pytest.mark.parametrize("zero", [{}, RELEASE], ids=["keep", "release"])
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"tied": False},
-        {"checkpointed": "inside"},
-        {"checkpointed": "outside"},
-        {"twice": True},
-        {"twice": True, "checkpointed": "outside"},
-    ],
-    ids=lambda k: "-".join(f"{a}={b}" for a, b in k.items()),
-)
-def test_model_kinds(pool: Pool, zero: dict[str, Any], kwargs: dict[str, Any]) -> None:
-    for stage in (1, 3):
-        pool.run(3, _net, stage, zero, kwargs)
+KINDS: list[dict[str, Any]] = [
+    {"tied": False},
+    {"checkpointed": "inside"},
+    {"checkpointed": "outside"},
+    {"twice": True},
+    {"twice": True, "checkpointed": "outside"},
+]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "kwargs", "zero"), cover([3, 1], KINDS, [RELEASE, {}]))
+def test_model_kinds(pool: Pool, stage: int, kwargs: dict[str, Any], zero: dict[str, Any]) -> None:
+    pool.run(2, _net, stage, zero, kwargs)
+
+
+@pytest.mark.parametrize("stage", only([1, 3], STAGES))
 def test_small_parameters_stay_whole(pool: Pool, stage: int) -> None:
-    pool.run(3, _net, stage, {"stage3_param_persistence_threshold": 100, **RELEASE}, {})
+    pool.run(3 if stage == 3 else 2, _net, stage, {"stage3_param_persistence_threshold": 100, **RELEASE}, {})
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", only([2, 3], STAGES))
 def test_tiny_buckets(pool: Pool, stage: int) -> None:
     pool.run(2, _net, stage, {"reduce_bucket_size": 50, "allgather_bucket_size": 50}, {}, 2)
 
 
-@pytest.mark.parametrize("key", ["overlap_comm", "reduce_scatter", "contiguous_gradients"])
-def test_switches_do_not_change_results(pool: Pool, key: str) -> None:
-    for stage in STAGES:
-        pool.run(3, _net, stage, {key: False}, {}, 2)
+@pytest.mark.parametrize(("stage", "key"), cover(STAGES, ["overlap_comm", "reduce_scatter", "contiguous_gradients"]))
+def test_switches_do_not_change_results(pool: Pool, stage: int, key: str) -> None:
+    pool.run(3 if stage == 2 else 2, _net, stage, {key: False}, {}, 2)
 
 
 def _reentrant(stage: int) -> None:
@@ -118,7 +114,7 @@ def _conditioned(stage: int) -> None:
     check(Case(Conditioned, next_token_loss, stage, zero=RELEASE))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", only([1, 3], STAGES))
 def test_inputs_shared_by_all_blocks(pool: Pool, stage: int) -> None:
     pool.run(2, _conditioned, stage)
 
@@ -135,8 +131,7 @@ def _compiled(stage: int, zero: dict[str, Any], backend: str) -> None:
     check(Case(model, next_token_loss, stage, zero=zero))
 
 
-@pytest.mark.parametrize("zero", [{}, RELEASE], ids=["keep", "release"])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("stage", "zero"), cover([1, 3], [{}, RELEASE]))
 def test_compiled_blocks(pool: Pool, stage: int, zero: dict[str, Any]) -> None:
     pool.run(2, _compiled, stage, zero, "aot_eager")
 
@@ -166,7 +161,7 @@ def _recompiled(stage: int) -> None:
         torch.testing.assert_close(mine.grad.norm(), theirs.grad.norm(), msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", only([1, 3], STAGES))
 def test_recompilation_after_a_backward(pool: Pool, stage: int) -> None:
     pool.run(2, _recompiled, stage)
 
@@ -215,7 +210,7 @@ def _branchy(stage: int, optimizer: str) -> None:
 
 @pytest.mark.parametrize(("optimizer", "stage"), cover(["sgd", "adamw"], STAGES))
 def test_unused_parameters(pool: Pool, stage: int, optimizer: str) -> None:
-    pool.run(3, _branchy, stage, optimizer)
+    pool.run(3 if stage == 3 else 2, _branchy, stage, optimizer)
 
 
 class Experts(nn.Module):
@@ -246,11 +241,11 @@ def _mixture_loss(model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
 
 
 def _mixture(stage: int) -> None:
-    engine = check(Case(Mixture, _mixture_loss, stage, "adamw", steps=6, zero=RELEASE))
+    engine = check(Case(Mixture, _mixture_loss, stage, "adamw", steps=4, zero=RELEASE))  # each rank meets each expert
     assert [u.name for u in engine.units] == ["embedding", "layers.0", "layers.1"], "experts are not units"
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", only([1, 3], STAGES))
 def test_routing_that_differs_per_rank(pool: Pool, stage: int) -> None:
     pool.run(2, _mixture, stage)
 
@@ -289,4 +284,4 @@ def _partly(stage: int) -> None:
 
 @pytest.mark.parametrize(("stage", "shared"), cover(STAGES, ["1", "0"]))
 def test_a_unit_whose_gradients_are_complete_on_one_rank_only(pool: Pool, stage: int, shared: str) -> None:
-    pool.run(3, _partly, stage, env={"LT_ZERO_SHARED_MEMORY": shared, "LT_ZERO_DEBUG": "1"})
+    pool.run(2, _partly, stage, env={"LT_ZERO_SHARED_MEMORY": shared, "LT_ZERO_DEBUG": "1"})

@@ -11,7 +11,7 @@ from tests.support.pool import Pool
 
 
 def _train(stage: int, optimizer: str, zero: dict[str, int], micro: int, sync_every: bool) -> None:
-    check(Case(Net, next_token_loss, stage, optimizer, micro=micro, zero=zero, sync_every=sync_every))
+    check(Case(Net, next_token_loss, stage, optimizer, steps=4, micro=micro, zero=zero, sync_every=sync_every))
 
 
 @pytest.mark.parametrize(("stage", "optimizer", "world"), cover([0, 1, 2, 3], ["sgd", "adamw"], [2, 3], strength=2))

@@ -10,15 +10,24 @@ import pytest
 
 
 def only(fast: Iterable[Any], values: Iterable[Any]) -> list[Any]:
-    """``values`` as parameters; those that are not in ``fast`` are slow.
+    """``values`` of one parameter; those that are not in ``fast`` are slow.
 
     Raises:
         ValueError: something in ``fast`` is no value.
     """
-    fast, values = list(fast), list(values)
-    if unknown := [value for value in fast if value not in values]:
-        raise ValueError(f"{unknown} are not among {values}")
-    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    return only_rows([(value,) for value in fast], [(value,) for value in values])
+
+
+def only_rows(fast: Iterable[tuple[Any, ...]], rows: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """``rows`` of several parameters; those that are not in ``fast`` are slow.
+
+    Raises:
+        ValueError: something in ``fast`` is no row.
+    """
+    fast, rows = list(fast), list(rows)
+    if unknown := [row for row in fast if row not in rows]:
+        raise ValueError(f"{unknown} are not among {rows}")
+    return [pytest.param(*row, marks=() if row in fast else pytest.mark.slow) for row in rows]
 
 
 def cover(*axes: Sequence[Any], strength: int = 1) -> list[Any]:

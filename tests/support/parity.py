@@ -39,7 +39,7 @@ class Case:
     loss: Loss
     stage: int = 3
     optimizer: str | Callable[[nn.Module], Optimizer] = "sgd"
-    steps: int = 3
+    steps: int = 2  # the second one meets momentum, and the order of modules that the first one recorded
     micro: int = 1
     zero: dict[str, Any] = field(default_factory=dict)
     backward: Callable[[Engine | None, Tensor, int], None] | None = None
@@ -174,6 +174,7 @@ def _compare_values(case: Case, engine: Engine, reference: nn.Module, step: int)
 
 
 def close(got: Tensor, want: Tensor, case: Case, what: str) -> None:
-    torch.testing.assert_close(
-        got, want.detach(), rtol=case.rtol, atol=case.atol, msg=lambda text: f"stage {case.stage}, {what}\n{text}"
-    )
+    want, bounds = want.detach(), {"rtol": case.rtol, "atol": case.atol}
+    if got.dtype == want.dtype and got.shape == want.shape and torch.allclose(got, want, **bounds):
+        return  # ten times as fast as torch.testing, which explains
+    torch.testing.assert_close(got, want, **bounds, msg=lambda text: f"stage {case.stage}, {what}\n{text}")
