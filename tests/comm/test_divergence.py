@@ -19,6 +19,7 @@ from lt_zero.comm.communicator import Comm
 from lt_zero.engine.engine import Engine
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from tests.support.lightning_tools import error_of_fit, quick
+from tests.support.matrix import cover
 from tests.support.models import WIDTH, Block, Net, next_token_loss, tokens
 from tests.support.parity import config_of
 from tests.support.pool import Pool
@@ -79,9 +80,11 @@ def _branch(which: str, when: int, rank: int) -> tuple[str, int]:
     return message_of(run), reached[0]
 
 
-@both
-@pytest.mark.parametrize(("which", "when", "rank"), [("extra", 2, 0), ("twin", 2, 1), ("extra", 0, 1)])
-def test_a_branch_on_one_rank(pool: Pool, env: dict[str, str], which: str, when: int, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("branch", "env"), cover([("extra", 2, 0), ("twin", 2, 1), ("extra", 0, 1)], CONNECTED), ids=str
+)
+def test_a_branch_on_one_rank(pool: Pool, env: dict[str, str], branch: tuple[str, int, int]) -> None:
+    which, when, rank = branch
     (first, at), (second, also_at) = pool.run(2, _branch, which, when, rank, env=env)
     assert first == second
     assert f"the all-gather of '{which}" in first.lower()
@@ -130,8 +133,7 @@ def _generates(rank: int, length: int) -> tuple[str, list[int]]:
     return message_of(run), ended
 
 
-@both
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "env"), cover([0, 1], CONNECTED))
 def test_texts_of_different_lengths(pool: Pool, env: dict[str, str], rank: int) -> None:
     (first, ended), (second, also_ended) = pool.run(2, _generates, rank, 3, env=env)
     assert first == second
@@ -178,9 +180,9 @@ def _reads(rank: int, write: bool, stage: int) -> str:
     return message_of(run)
 
 
-@both
-@pytest.mark.parametrize(("write", "stage"), [(False, 3), (True, 3), (True, 1)])
-def test_gathered_on_one_rank(pool: Pool, env: dict[str, str], write: bool, stage: int) -> None:
+@pytest.mark.parametrize(("write_at", "env"), cover([(False, 3), (True, 3), (True, 1)], CONNECTED), ids=str)
+def test_gathered_on_one_rank(pool: Pool, env: dict[str, str], write_at: tuple[bool, int]) -> None:
+    write, stage = write_at
     for rank, message in enumerate(messages := pool.run(2, _reads, 1, write, stage, env=env)):
         assert "`lt_zero.gathered` was called on rank 1 (tests/comm/test_divergence.py:" in message, rank
         assert "and not on rank 0, which waits in " in message
@@ -203,8 +205,7 @@ def _alone(stage: int) -> None:
     step(1)
 
 
-@both
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("stage", "env"), cover([0, 1, 2], CONNECTED))
 def test_evaluation_on_one_rank_where_weights_stay(pool: Pool, env: dict[str, str], stage: int) -> None:
     pool.run(2, _alone, stage, env=env)
 
@@ -212,15 +213,14 @@ def test_evaluation_on_one_rank_where_weights_stay(pool: Pool, env: dict[str, st
 def _slow(stage: int) -> None:
     model = Net()
     engine, step = trained(model, stage)
-    for number in range(3):
+    for number in range(2):
         if dist.get_rank() == number % 2:
             time.sleep(0.8)  # a loader, or an evaluation, longer than a stuck rank may stay
         step(number)
     assert engine.comm.host_gather(dist.get_rank(), "a test") == [0, 1]
 
 
-@both
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("stage", "env"), cover([3, 2], CONNECTED))
 def test_a_slow_rank_is_no_divergence(pool: Pool, env: dict[str, str], stage: int) -> None:
     pool.run(2, _slow, stage, env=env)
 

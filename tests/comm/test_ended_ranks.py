@@ -103,7 +103,12 @@ def _last_lines(world: int, folder: Path, how: str, env: dict[str, str]) -> dict
 
 @pytest.mark.parametrize(
     ("how", "env"),
-    [("killed", {}), ("plain", SOCKETS), ("save", {}), pytest.param("killed", SOCKETS, marks=pytest.mark.slow)],
+    [
+        ("killed", {}),
+        ("plain", SOCKETS),
+        pytest.param("save", {}, marks=pytest.mark.slow),
+        pytest.param("killed", SOCKETS, marks=pytest.mark.slow),
+    ],
     ids=["fence", "gather", "save", "sockets"],
 )
 def test_a_rank_that_is_killed_is_named(pool: Pool, tmp_path: Path, how: str, env: dict[str, str]) -> None:

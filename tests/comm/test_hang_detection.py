@@ -26,6 +26,7 @@ from lt_zero.comm.communicator import Comm
 from lt_zero.comm.work import Launch
 from lt_zero.engine.engine import Engine
 from tests.support.lightning_tools import error_of_fit, quick
+from tests.support.matrix import only
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of
 from tests.support.pool import Pool
@@ -59,7 +60,9 @@ def _saves_alone(stage: int, path: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("world", "stage", "env"), [(2, 3, {}), (2, 3, SOCKETS), (3, 3, {}), (2, 1, {})], ids=["fence", "sockets", "3", "1"]
+    ("world", "stage", "env"),
+    [(2, 3, {}), pytest.param(2, 3, SOCKETS, marks=pytest.mark.slow), (3, 3, {}), (2, 1, {})],
+    ids=["fence", "sockets", "3", "1"],
 )
 def test_rank_0_saves_alone_in_training(
     pool: Pool, tmp_path: Path, world: int, stage: int, env: dict[str, str]
@@ -91,7 +94,7 @@ def _plain() -> tuple[str, str]:
     return str(caught.value), str(again.value)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", only([3], [2, 3]))
 def test_the_plain_api(pool: Pool, world: int) -> None:
     messages = pool.run(world, _plain, env=SOCKETS)
     assert len({text for pair in messages for text in pair}) == 1
@@ -116,10 +119,10 @@ def test_one_of_three_is_missing(pool: Pool) -> None:
 
 def _late(rank: int) -> None:
     comm = comm_here()
-    for _ in range(2):
-        if dist.get_rank() == rank:
-            time.sleep(1.0)  # three times as long as a stuck rank may stay
-        comm.roll_call("export")
+    if dist.get_rank() == rank:
+        time.sleep(1.0)  # three times as long as a stuck rank may stay
+    comm.roll_call("export")
+    comm.roll_call("export")
     assert comm.host_gather(dist.get_rank(), "a test") == list(range(dist.get_world_size()))
 
 
@@ -195,7 +198,7 @@ def _two_operations() -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", only([2], [2, 3]))
 def test_two_operations_at_a_time(pool: Pool, world: int) -> None:
     messages = pool.run(world, _two_operations)
     assert len(set(messages)) == 1
