@@ -173,7 +173,7 @@ def _survives(pool: Pool, tmp_path: Path, stage: int, kills: int) -> None:
 
 
 def test_kills(pool: Pool, tmp_path: Path) -> None:
-    _survives(pool, tmp_path, 3, 4)
+    _survives(pool, tmp_path, 3, 3)  # of the third one, a directory is published in two renames
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.matrix import only
 from tests.support.paths import ROOT, SUPPORT
 
 SCRIPT = str(SUPPORT / "launch_script.py")
@@ -64,13 +63,20 @@ def expected() -> float:
     return float(results[0]["sum"])
 
 
+def test_the_script_starts_the_other_rank(expected: float) -> None:
+    """No launcher at all, ``python train.py``; the fast one of these tests."""
+    assert expected > 0
+
+
+@pytest.mark.slow
 def test_torchrun(expected: float) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={_port()}"]
     results = _results(_run([*command, SCRIPT, "popen"], _environment()))
     assert [(r["rank"], r["sum"]) for r in results] == [(0, expected), (1, expected)]
 
 
-@pytest.mark.parametrize("start_method", only(["fork"], ["spawn", "fork", "name"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("start_method", ["spawn", "fork", "name"])
 def test_multiprocessing(expected: float, start_method: str) -> None:
     """The parent process ends up with the whole trained model."""
     results = _results(_run([sys.executable, SCRIPT, start_method], _environment()))
@@ -83,6 +89,7 @@ def test_slurm(expected: float) -> None:
     assert [(r["rank"], r["sum"]) for r in results] == [(0, expected), (1, expected)]
 
 
+@pytest.mark.slow
 def test_an_error_on_one_rank_ends_all() -> None:
     command = [sys.executable, SCRIPT, "popen", "--fail"]
     done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=60, check=False)

@@ -21,6 +21,7 @@ SIZES = [0, 1, 7, 33, 4097, 70_001, 1_000_003]
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@pytest.mark.slow
 def test_they_compile_without_a_warning_and_export_the_abi(tmp_path: Path) -> None:
     made = compiler.build(compiler.recipe_of("cuda", arches=["sm_90"]), tmp_path)
     logs = "".join(file.read_text() for file in tmp_path.glob("*.log"))

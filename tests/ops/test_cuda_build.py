@@ -9,10 +9,12 @@ Note [Emulation]
 from __future__ import annotations
 
 import ctypes
+import functools
 import glob
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +26,8 @@ from torch import Tensor
 
 from lt_zero import ops
 from lt_zero.ops import library
-from lt_zero.ops.compiler import CSRC, Job, build, load, recipe_of, run
+from lt_zero.ops.compiler import CSRC, CUDA_FLAGS, Job, build, load, recipe_of, run
+from tests.support.matrix import only
 from tests.support.paths import SUPPORT
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -35,14 +38,49 @@ needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 without_gpu = pytest.mark.skipif(bool(glob.glob("/dev/nvidia*")), reason="there is a GPU")
 
 
+# ---- PTX -----------------------------------------------------------------------------------------------------------
+
+SOURCES = ["adam", "steps", "lamb", "norm", "pairs"]
+
+
+@functools.cache
+def ptx_of(source: str) -> str:
+    """One file, compiled with the flags of the library and warnings as errors."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / f"{source}.ptx"
+        target = ("-arch=sm_90", f"-I{CSRC}", "-ptx", str(CSRC / "cuda" / f"{source}.cu"), "-o", str(made))
+        subprocess.run(("nvcc", *STRICT.split(), *CUDA_FLAGS, *target), check=True)
+        return made.read_text()
+
+
+@needs_nvcc
+@pytest.mark.parametrize("source", only(["adam"], SOURCES))
+def test_arithmetic_is_neither_fused_nor_approximate(source: str) -> None:
+    arithmetic = set(re.findall(r"\b((?:add|sub|mul|fma|div|sqrt|rcp|rsqrt)\.[a-z0-9.]*f(?:32|64))\b", ptx_of(source)))
+    # A product or sum without a rounding mode may be fused when machine code is made of PTX.
+    assert arithmetic
+    assert all(re.fullmatch(r"[a-z]+\.rn\.f(32|64)", instruction) for instruction in arithmetic)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("source", only(["adam"], SOURCES))
+def test_memory_is_accessed_16_bytes_at_a_time(source: str) -> None:
+    accesses = set(re.findall(r"\b((?:ld|st)\.[a-z0-9.]+)", ptx_of(source)))
+    accesses = {access for access in accesses if not access.startswith("ld.param")}
+    assert "ld.global.v4.f32" in accesses
+    assert source not in ("norm", "pairs") or "ld.global.v4.u32" in accesses  # eight 16-bit elements
+    assert source == "norm" or "st.global.v4.f32" in accesses
+    # Nothing in a thread's own (slow) memory, and the compiler knows that all pointers are to global memory.
+    assert {access.split(".")[1] for access in accesses} <= {"global", "shared"}
+
+
 # ---- compiled ------------------------------------------------------------------------------------------------------
 
 
 def compile_strictly(folder: Path, arches: list[str] | None) -> Path:
-    """The library for ``arches``, with warnings as errors; nvcc's PTX stays in ``folder``/ptx."""
-    (folder / "ptx").mkdir()
+    """The library for ``arches``, with warnings as errors."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NVCC", f"nvcc {STRICT} --keep --keep-dir {folder / 'ptx'}")
+        patch.setenv("NVCC", f"nvcc {STRICT}")
         return build(recipe_of("cuda", arches=arches), folder).path
 
 
@@ -52,11 +90,11 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("cuda")
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     path = compile_strictly(folder, [f"sm_{major}{minor}"])
-    ptx = {file.stem: file.read_text() for file in (folder / "ptx").glob("*.ptx")}
-    return SimpleNamespace(path=path, ptx=ptx, library=library.declare(load(path, "cuda"), "cuda"))
+    return SimpleNamespace(path=path, library=library.declare(load(path, "cuda"), "cuda"))
 
 
 @needs_nvcc
+@pytest.mark.slow
 def test_exports_the_abi_and_nothing_else(compiled: SimpleNamespace) -> None:
     declared = set(re.findall(r"\b(lt_cuda_\w+)\(", (CSRC / "lt_zero.h").read_text()))
     symbols = subprocess.run(["nm", "-D", "--defined-only", compiled.path], capture_output=True, text=True, check=True)
@@ -64,35 +102,14 @@ def test_exports_the_abi_and_nothing_else(compiled: SimpleNamespace) -> None:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("source", ["adam", "steps", "lamb", "norm", "pairs"])
-def test_arithmetic_is_neither_fused_nor_approximate(compiled: SimpleNamespace, source: str) -> None:
-    arithmetic = set(
-        re.findall(r"\b((?:add|sub|mul|fma|div|sqrt|rcp|rsqrt)\.[a-z0-9.]*f(?:32|64))\b", compiled.ptx[source])
-    )
-    # A product or sum without a rounding mode may be fused when machine code is made of PTX.
-    assert arithmetic
-    assert all(re.fullmatch(r"[a-z]+\.rn\.f(32|64)", instruction) for instruction in arithmetic)
-
-
-@needs_nvcc
-@pytest.mark.parametrize("source", ["adam", "steps", "lamb", "norm", "pairs"])
-def test_memory_is_accessed_16_bytes_at_a_time(compiled: SimpleNamespace, source: str) -> None:
-    accesses = set(re.findall(r"\b((?:ld|st)\.[a-z0-9.]+)", compiled.ptx[source]))
-    accesses = {access for access in accesses if not access.startswith("ld.param")}
-    assert "ld.global.v4.f32" in accesses
-    assert source not in ("norm", "pairs") or "ld.global.v4.u32" in accesses  # eight 16-bit elements
-    assert source == "norm" or "st.global.v4.f32" in accesses
-    # Nothing in a thread's own (slow) memory, and the compiler knows that all pointers are to global memory.
-    assert {access.split(".")[1] for access in accesses} <= {"global", "shared"}
-
-
-@needs_nvcc
+@pytest.mark.slow
 def test_bad_arguments_are_refused(compiled: SimpleNamespace) -> None:
     refuses_bad_arguments(compiled.library)
 
 
 @needs_nvcc
 @without_gpu
+@pytest.mark.slow
 def test_a_launch_without_a_gpu_is_an_error_with_a_text(compiled: SimpleNamespace) -> None:
     lib, x = compiled.library, torch.zeros(5)
     pairs = pairs_of(x)
@@ -363,6 +380,7 @@ def test_one_bad_element_spoils_the_norm(device: torch.device, value: float, pla
         assert not ops.norm_squared(tensors).isfinite()
 
 
+@pytest.mark.slow
 def test_sums_do_not_depend_on_the_size_of_the_gpu(emulated: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = InPlaceOfCpu(emulated)
     monkeypatch.setattr(library, "cpu", lambda: stand_in)
@@ -449,5 +467,6 @@ def refuses_bad_arguments(lib: ctypes.CDLL) -> None:
     assert lib.lt_cuda_error(999)
 
 
+@pytest.mark.slow
 def test_bad_arguments_are_refused_when_emulated(emulated: ctypes.CDLL) -> None:
     refuses_bad_arguments(emulated)
