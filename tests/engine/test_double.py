@@ -18,6 +18,7 @@ from lt_zero import ZeroConfig, ZeroPrecision, export
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.blocks.precision import resolve_mode
 from tests.support.lightning_tools import FULL, assert_same, sharded_trainer, single_trainer, weights
+from tests.support.matrix import cover
 from tests.support.pool import Pool
 
 EXACT = {"rtol": 1e-13, "atol": 1e-15}  # sums in another order; fp32 anywhere would show at 1e-8
@@ -85,10 +86,14 @@ def _runs(optimizer: str, folder: str, cases: list[tuple[int, str]]) -> list[dic
     return [_double(stage, Deep(optimizer), places[place], **options) for stage, place in cases]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_double_run_is_that_of_one_process(pool: Pool, tmp_path: Path, optimizer: str) -> None:
+PLACES = [(0, "none"), (1, "none"), (2, "cpu"), (2, "none"), (3, "none"), (3, "nvme")]
+HALVES = {"even": PLACES[::2], "odd": PLACES[1::2]}
+
+
+@pytest.mark.parametrize(("optimizer", "half"), cover(["sgd", "adamw"], [*HALVES]))
+def test_a_double_run_is_that_of_one_process(pool: Pool, tmp_path: Path, optimizer: str, half: str) -> None:
     want = _single(optimizer, max_epochs=2, gradient_clip_val=0.5, accumulate_grad_batches=2)
-    cases = [(0, "none"), (1, "none"), (2, "cpu"), (2, "none"), (3, "none"), (3, "nvme")]
+    cases = HALVES[half]
     for got, case in zip(pool.run(2, _runs, optimizer, str(tmp_path), cases)[0], cases, strict=True):
         assert all(value.dtype == np.float64 for value in got.values()), case
         assert_same(got, want, **EXACT)
