@@ -58,7 +58,7 @@ def run(name: str, depth: int, width: int, steps: int, path: str) -> dict[str, A
     from peers import GPT, batches
 
     import lt_zero
-    from lt_zero.offload.disk_speed import probe
+    from lt_zero.offload.nvme_store import probe
     from lt_zero.step.clip import clip_grad_norm
 
     bare = resident()

@@ -29,7 +29,7 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.fp32_modules import Fp32Modules, find_fp32_modules, install_fp32_modules
 from lt_zero.engine.full_params import install_load_hooks
 from lt_zero.engine.gather_order import Residency
-from lt_zero.engine.grad_reducer import Reducer
+from lt_zero.engine.grad_bucket import Reducer
 from lt_zero.engine.guard import Owner, weak_owner
 from lt_zero.engine.hidden_size import with_sizes
 from lt_zero.engine.hooks import Unit

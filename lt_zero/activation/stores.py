@@ -33,9 +33,9 @@ from lt_zero.activation.geometry import Geometry, geometry_of
 from lt_zero.common.compat import version_of, view_base
 from lt_zero.config.blocks.activation import ActivationCheckpointing
 from lt_zero.config.blocks.offload import Aio
-from lt_zero.engine.bucket_store import is_apart
 from lt_zero.io.pinned import host_buffer
 from lt_zero.io.thread_pool import SwapError
+from lt_zero.offload.host_store import is_apart
 from lt_zero.offload.reuse import Arena, Memory, Stock
 from lt_zero.offload.saved_activations import InHost, OnDevice, Place, Rest, changed
 from lt_zero.offload.saved_activations_nvme import InFiles
@@ -50,7 +50,7 @@ class Store(Protocol):
 
     @property
     def problem(self) -> SwapError | None:
-        """The first I/O error. Tensors are NaN afterwards; the ranks agree on raising (offload/nvme_files.py)."""
+        """The first I/O error. Tensors are NaN afterwards; the ranks agree on raising (offload/nvme_store.py)."""
 
     def pack(self, tensor: Tensor) -> object:
         """Store a tensor that autograd saves."""

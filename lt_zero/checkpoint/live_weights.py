@@ -79,7 +79,7 @@ def _gather(engine: Engine, number: int) -> Tensor:
 
 def _flat(engine: Engine, number: int) -> Tensor:
     flat = full_flat(engine.buckets[number])
-    engine.buckets[number].store.tidy()
+    engine.buckets[number].put_away()
     engine.offload_manager.check(engine.comm, "weights in files")
     return flat
 

@@ -8,7 +8,7 @@ gradients be sent without rounding and without overflow of the sum. Ranks of one
 
 Note [Order of launches]
     Ranks must launch the same collectives in the same order. Nothing in this file reorders; the callers launch in an
-    order that depends only on the module and the recorded schedule, not on data (grad_reducer.py, gather_order.py).
+    order that depends only on the module and the recorded schedule, not on data (grad_bucket.py, gather.py).
     When a bucket's gradients are complete, relative to the gathers around it, does depend on data: a rank whose router
     skipped an expert reduces later. So reductions have their own process group and their own numbers. A user's module
     may break the rule, so it is checked: collective_check.py, Note [Unforeseen collectives].

@@ -44,7 +44,7 @@ from lt_zero.config.blocks.precision import DtypePolicy
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.gather import Gatherer
 from lt_zero.engine.gather_order import Residency
-from lt_zero.engine.grad_reducer import Reducer
+from lt_zero.engine.grad_bucket import Reducer
 from lt_zero.engine.guarded_use import use_outside
 from lt_zero.engine.hooks import (
     Call,
@@ -84,7 +84,7 @@ class Engine(ProcessLocal):
         units: list[Unit],
         root_unit: Unit,
         comm: Comm,
-        reducer: Reducer,
+        reducer: Reducer[Bucket],
         residency: Residency,
         config: ZeroConfig,
         policy: DtypePolicy,
@@ -261,7 +261,7 @@ class Engine(ProcessLocal):
             self.gatherer.visit(unit, backward=True)
 
     def unit_done(self, unit: Unit, call: Call) -> None:
-        """Called when a call's input gradients are there. See grad_reducer.py, Note [When a bucket is ready]."""
+        """Called when a call's input gradients are there. See grad_bucket.py, Note [When a bucket is ready]."""
         if not self.in_backward:
             return
         self._ranges.leave(unit.name)
@@ -365,7 +365,7 @@ class Engine(ProcessLocal):
         for bucket in stepped:
             bucket.write_back()
         for bucket in stepped:
-            bucket.weights.arrive()  # other ranks read it next
+            bucket.weights.wait_copied()  # other ranks read it next
         self.comm.after_write()
         for pending in [bucket.launch_publish() for bucket in stepped]:
             if pending is not None:

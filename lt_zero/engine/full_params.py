@@ -85,7 +85,7 @@ def full_parameters(engine: Engine) -> Iterator[FullParameter]:
         flat = full_flat(bucket)
         for parameter, span in zip(bucket.params, bucket.layout.spans, strict=True):
             yield FullParameter(span.name, parameter, flat[span.lo : span.hi].view(span.shape))
-        bucket.store.tidy()
+        bucket.put_away()
         engine.offload_manager.check(engine.comm, "weights in files")
 
 

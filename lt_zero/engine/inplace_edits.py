@@ -55,7 +55,7 @@ class InplaceEdits:
         cheap = (
             bucket.weights.has_master and bucket.shard.device.type == "cpu"
         )  # a comparison takes 4 times AdamW's step
-        return (bucket.store.moves_optim or cheap) and not bucket.sharding.params
+        return (bucket.offloaded or cheap) and not bucket.sharding.params
 
     def seen(self) -> bool:
         """Whether versions or the digest have changed since ``note``."""
@@ -88,9 +88,7 @@ class InplaceEdits:
 
     def _equal(self, piece: Piece) -> bool:
         bucket, place = self._bucket, slice(piece.offset, piece.offset + piece.numel)
-        return torch.equal(
-            bucket.shard[place], bucket.weights.master_or_frozen[place].to(bucket.shard.device, bucket.dtype)
-        )
+        return torch.equal(bucket.shard[place], bucket.weights.values()[place].to(bucket.shard.device, bucket.dtype))
 
     def _put_back(self) -> list[str]:
         """Copy parameters that were assigned other tensors back to their views; returns their names."""

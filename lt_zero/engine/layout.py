@@ -21,6 +21,19 @@ ALIGN = 8  # elements: 16 bytes in a 16-bit dtype, 32 bytes in fp32
 
 
 @dataclass(frozen=True)
+class Sharding:
+    """A ZeRO stage (arXiv:1910.02054, section 5) as data: what is sharded over the ranks."""
+
+    optim: bool
+    grads: bool
+    params: bool
+
+    @classmethod
+    def of_stage(cls, stage: int) -> Sharding:
+        return cls(optim=stage >= 1, grads=stage >= 2, params=stage >= 3)
+
+
+@dataclass(frozen=True)
 class Span:
     """One parameter in the bucket: elements ``[lo, hi)`` of the bucket hold ``shape`` row-major."""
 

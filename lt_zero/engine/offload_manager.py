@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,28 +14,26 @@ from lt_zero.common.progress_bar import progress_bar
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks.offload import OffloadOptimizer, OffloadParam
 from lt_zero.config.schema import ZeroOptimization
-from lt_zero.engine.bucket_store import BucketStore, HostLink, is_apart
+from lt_zero.engine.bucket import Bucket
 from lt_zero.io.pinned import return_large_blocks
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload.background import Background
-from lt_zero.offload.disk_speed import Speed, forecast, probe
-from lt_zero.offload.nvme_files import NvmeFiles
-from lt_zero.offload.nvme_store import StoredTensor
-
-if TYPE_CHECKING:
-    from lt_zero.engine.bucket import Bucket
+from lt_zero.offload.host_store import HostLink, HostPlace, is_apart
+from lt_zero.offload.nvme_store import NvmeFiles
+from lt_zero.offload.store import Place, Speed, Tier, stream
 
 log = logging.getLogger("lt_zero")
 
 _PROBE = 256 << 20  # most bytes that a measurement of the disk moves
+_TIERS: dict[str, Callable[..., Tier]] = {"nvme": NvmeFiles}  # devices of the configuration whose stores are streamed
 
 
 @dataclass
 class OffloadManager:
     """Files, host link and background thread of one engine."""
 
-    optim: NvmeFiles | None = None
-    params: NvmeFiles | None = None
+    optim: Tier | None = None
+    params: Tier | None = None
     how: OffloadOptimizer = OffloadOptimizer()
     param_blocks: OffloadParam = OffloadParam()
     background: Background | None = None
@@ -47,11 +44,12 @@ class OffloadManager:
     others: list[Callable[[], SwapError | None]] = field(default_factory=list)  # return errors of other files
 
     def stream_buckets(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
-        """Yield each bucket with its stored tensors in memory; the next is read and the last written meanwhile."""
+        """Yield each bucket with its stores in memory; the next is read and the last written meanwhile."""
         assert self.optim is not None
-        groups = [stored_tensors_of(bucket) for bucket in buckets]
-        for number in self.optim.stream(groups, self.how.pipeline_read, self.how.pipeline_write):
-            yield buckets[number]
+        groups = [bucket.stores_of_step for bucket in buckets]
+        with self.optim.streaming():
+            for number in stream(groups, self.optim.room, self.how.pipeline_read, self.how.pipeline_write):
+                yield buckets[number]
 
     def note(self, error: Exception) -> None:
         """Record an error of a background step. See background.py, Note [Errors in the thread]."""
@@ -61,11 +59,11 @@ class OffloadManager:
         self.failure = self.failure or error
 
     def streaming(self) -> AbstractContextManager[object]:
-        """Context for visiting buckets one by one. See offload/nvme_files.py, ``NvmeFiles.streaming``."""
+        """Context for visiting buckets one by one. See ``Tier.streaming``."""
         return self.optim.streaming() if self.optim is not None else nullcontext()
 
     def find_problem(self) -> SwapError | None:
-        """The error of this rank, if any. See offload/nvme_files.py, Note [A failing disk]."""
+        """The error of this rank, if any. See offload/nvme_store.py, Note [A failing disk]."""
         problems = [tier.problem for tier in (self.optim, self.params) if tier is not None]
         problems += [find() for find in self.others]
         return self.failure or next((problem for problem in problems if problem is not None), None)
@@ -126,20 +124,20 @@ class OffloadManager:
         mine = Speed(1.0, 1.0)
         with (
             comm.agree("measuring the disk", SwapError),
-            progress_bar(f"Measuring the speed of {tier.folder.path.parent}"),
+            progress_bar(f"Measuring the speed of {tier.where}"),
         ):
-            mine = probe(tier.folder, tier.pool, min(_PROBE, max(1 << 20, read)))
+            mine = tier.speed(min(_PROBE, max(1 << 20, read)))
         slowest = Speed(
             *(min(side) for side in zip(*comm.host_gather(tuple(mine), "the speed of the disk"), strict=True))
         )
-        seconds = forecast(read, written, slowest)
+        seconds = slowest.seconds(read, written)
         return (
-            f"{tier.folder.path.parent}: {slowest.read / 1e9:.2f} GB/s read, {slowest.write / 1e9:.2f} GB/s written by "
+            f"{tier.where}: {slowest.read / 1e9:.2f} GB/s read, {slowest.write / 1e9:.2f} GB/s written by "
             f"each of {comm.world} rank(s) at once. A step reads {read / 1e9:.2f} GB and writes {written / 1e9:.2f} GB "
             f"per rank: about {seconds:.1f} s, part of it overlapped with computation."
         )
 
-    def _tiers(self) -> list[NvmeFiles]:
+    def _tiers(self) -> list[Tier]:
         return list({id(t): t for t in (self.optim, self.params) if t is not None}.values())
 
     def rest(self) -> None:
@@ -166,29 +164,16 @@ def _traffic(buckets: Sequence[Bucket], states: int) -> tuple[int, int]:
         numel = bucket.shard_range[1] - bucket.shard_range[0]
         kept = numel * (bucket.weights.master_dtype.itemsize + 4 * states)
         grad = numel * bucket.grads.dtype.itemsize
-        if "master" in bucket.store.stored:
+        if bucket.streamed:
             read, written = read + kept + 2 * grad, written + kept + grad
-        source = bucket.weights.gather_source if bucket.sharding.params else None
-        if isinstance(source, StoredTensor):
-            read += 2 * numel * source.dtype.itemsize  # in forward and in backward
-            written += numel * bucket.dtype.itemsize if {"weights", "master"} <= set(bucket.store.stored) else 0
+        if bucket.sharding.params and bucket.weights.gather_source.streamed:
+            read += 2 * numel * bucket.weights.gather_source.dtype.itemsize  # in forward and in backward
+            written += numel * bucket.dtype.itemsize if bucket.streamed and bucket.weights.copy is not None else 0
     return read, written
 
 
-def stored_tensors_of(bucket: Bucket) -> Callable[[], list[StoredTensor]]:
-    """Returns the stored tensors that a step of ``bucket`` reads into memory and releases after it, when called."""
-    store = bucket.store
-
-    def tensors() -> list[StoredTensor]:
-        copy = store.stored.get("weights")
-        grad = [store.stored["grad"]] if bucket.grads.rests else []
-        return [*store.step_tensors(), *grad, *([copy] if copy is not None and copy.here else [])]
-
-    return tensors
-
-
 def open_offload_manager(buckets: Sequence[Bucket], config: ZeroConfig, device: torch.device) -> OffloadManager:
-    """Give each bucket its bucket store, as the configuration offloads them.
+    """Say where the tensors of each bucket are kept, as the configuration offloads them. Before ``Bucket.adopt``.
 
     Raises:
         SwapError: a path cannot be used.
@@ -202,7 +187,7 @@ def open_offload_manager(buckets: Sequence[Bucket], config: ZeroConfig, device: 
     if not buckets or (optim.device, params.device) == ("none", "none"):
         return offload_manager
     offload_manager.how = optim
-    if "nvme" in (optim.device, params.device):
+    if _TIERS.keys() & {optim.device, params.device}:
         return_large_blocks()
         numels, rank = [b.shard_range[1] - b.shard_range[0] for b in buckets], buckets[0].comm.rank
         with (
@@ -215,23 +200,36 @@ def open_offload_manager(buckets: Sequence[Bucket], config: ZeroConfig, device: 
     if apart:
         offload_manager.host_link = HostLink(device, pin, _largest_cast(buckets, [moves for moves, _ in places]))
     for record, (bucket, (moves, away)) in enumerate(zip(buckets, places, strict=True)):
-        store = BucketStore(
-            offload_manager.optim if moves else None,
-            offload_manager.params if away else None,
-            record,
-            host_optim=apart and moves,
-            host_params=apart and bucket.sharding.params and params.device != "none",
-            pin=pin,
-            host_link=offload_manager.host_link,
+        in_host = apart and bucket.sharding.params and params.device != "none"
+        bucket.use(
+            _place(bucket, record, offload_manager, offload_manager.optim, moves, apart and moves, in_host),
+            _place(bucket, record, offload_manager, offload_manager.params, away, in_host, in_host),
         )
-        bucket.use(store)
-    if optim.overlap_step is not False and any(bucket.store.moves_optim for bucket in buckets):
+    if optim.overlap_step is not False and any(bucket.offloaded for bucket in buckets):
         streaming = offload_manager.optim.streaming if offload_manager.optim is not None else nullcontext
         pipeline = (optim.buffer_count, optim.pipeline_read, optim.pipeline_write)
         offload_manager.background, offload_manager.overlaps = Background(*pipeline, streaming, device), True
         if optim.overlap_step is True:
             buckets[0].comm.allow_background()
     return offload_manager
+
+
+def _place(
+    bucket: Bucket,
+    record: int,
+    offload_manager: OffloadManager,
+    tier: Tier | None,
+    away: bool,
+    in_host: bool,
+    gathers_from_host: bool,
+) -> Place:
+    if tier is not None and away:
+        return tier.place(record, offload_manager.host_link)
+    if in_host:
+        assert offload_manager.host_link is not None
+        cast = gathers_from_host or bucket.dtype != bucket.weights.master_dtype
+        return HostPlace(offload_manager.host_link, pin_master=not cast)
+    return bucket.memory
 
 
 def _largest_cast(buckets: Sequence[Bucket], moves: Sequence[bool]) -> int:
@@ -243,14 +241,12 @@ def _largest_cast(buckets: Sequence[Bucket], moves: Sequence[bool]) -> int:
 def _open_tiers(offload_manager: OffloadManager, config: ZeroConfig, numels: list[int], rank: int) -> None:
     zero = config.zero_optimization
     optim, params = zero.offload_optimizer, zero.param_offload
-    if optim.device == "nvme":
-        assert optim.nvme_path is not None
-        offload_manager.optim = NvmeFiles(optim.nvme_path, rank, config.aio, numels, room=optim.buffer_count)
-    if params.device == "nvme":
-        assert params.nvme_path is not None
-        same = offload_manager.optim is not None and optim.nvme_path == params.nvme_path
+    if optim.device in _TIERS:
+        offload_manager.optim = _TIERS[optim.device](optim.nvme_path, rank, config.aio, numels, room=optim.buffer_count)
+    if params.device in _TIERS:
+        same = (optim.device, optim.nvme_path) == (params.device, params.nvme_path)
         offload_manager.params = (
-            offload_manager.optim if same else NvmeFiles(params.nvme_path, rank, config.aio, numels)
+            offload_manager.optim if same else _TIERS[params.device](params.nvme_path, rank, config.aio, numels)
         )
         offload_manager.param_blocks = params
 

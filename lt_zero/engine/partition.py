@@ -21,10 +21,9 @@ from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks.precision import DtypePolicy
 from lt_zero.config.schema import ZeroOptimization
-from lt_zero.engine.bucket import Sharding
 from lt_zero.engine.find_units import UnitPlan, UnitRules, class_matches, clean_name, find_units
 from lt_zero.engine.fp32_modules import BATCH_NORMS, DEFAULT_ISLANDS_MIXED, Fp32Modules, find_fp32_modules
-from lt_zero.engine.layout import BucketLayout, plan_bucket, split_by_size
+from lt_zero.engine.layout import BucketLayout, Sharding, plan_bucket, split_by_size
 from lt_zero.engine.owner_assignment import Owners, join
 
 _WEIGHTLESS_BACKWARD = (nn.Embedding, nn.EmbeddingBag)  # their backward needs indices only

@@ -2,7 +2,7 @@
 
 The gradients are in the buckets' accumulators. One exchange of flags, launched when backward ends and waited for at the
 step, tells all ranks which parameters any of them used (reduced_grads.py, Note [Unused parameters]) and which buckets
-need a second reduction (grad_reducer.py, Note [When a bucket is ready]).
+need a second reduction (grad_bucket.py, Note [When a bucket is ready]).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lt_zero.comm.work import Work
 from lt_zero.common.compat import without_torch_function
 from lt_zero.common.timing import phase
 from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.grad_reducer import Reducer
+from lt_zero.engine.grad_bucket import Reducer
 from lt_zero.engine.visible_grads import Norms, ShardedGrad, is_view, replace_grad, stand_in
 from lt_zero.io.thread_pool import SwapError
 
@@ -28,7 +28,7 @@ from lt_zero.io.thread_pool import SwapError
 class UsedParameters:
     """The gradients of one engine, for the optimizer and for user code."""
 
-    def __init__(self, comm: Comm, reducer: Reducer, buckets: list[Bucket]) -> None:
+    def __init__(self, comm: Comm, reducer: Reducer[Bucket], buckets: list[Bucket]) -> None:
         self._comm, self._reducer, self._buckets = comm, reducer, buckets
         self.late: set[Bucket] = set()  # buckets that got gradients after their reduction in the last backward
         self._flags: tuple[Work, Tensor] | None = None  # which parameters had a gradient on any rank

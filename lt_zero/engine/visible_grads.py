@@ -80,7 +80,7 @@ class Norms:
                 norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
                 row[number] = norm if infinite else norm**norm_type
             if number + 1 == len(self._places) or self._places[number + 1][0] is not bucket:
-                bucket.grads.stow()
+                bucket.grads.put_away()
         reduce = self._comm.max_scalar if infinite else self._comm.sum_scalar
         row = reduce(row, "gradient norms")
         row = row if infinite else row ** (1.0 / norm_type)
@@ -102,11 +102,10 @@ def _is_whole(bucket: Bucket) -> bool:
 
 def is_view(bucket: Bucket) -> bool:
     """Whether ``p.grad`` is a view of the accumulator."""
-    grad = bucket.grads.local
-    if grad is None and bucket.store.moves_optim:
-        return False  # the accumulators are in files, or in host memory
-    grad = grad if grad is not None else bucket.grads.grad
-    dtype = grad.dtype if grad is not None else bucket.grads.dtype
+    local = bucket.grads.local
+    if local is None and bucket.offloaded:
+        return False
+    dtype = local.dtype if local is not None else bucket.grads.accumulated_dtype
     return _is_whole(bucket) and dtype == bucket.dtype
 
 
@@ -170,7 +169,7 @@ class ShardedGrad(Tensor):
         """Apply an element-wise in-place function to this rank's piece."""
         for piece in _local(*self._place):
             func(piece, *args, **kwargs)
-        self._place[0].grads.stow()
+        self._place[0].grads.put_away()
         self._norms.forget()
         return self
 

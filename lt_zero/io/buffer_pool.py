@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -16,9 +16,11 @@ class Buffers:
 
     Args:
         spare: number of free buffers that are kept.
+        make: allocates a 1D uint8 tensor of at least the given number of bytes.
     """
 
-    def __init__(self, spare: int = 2) -> None:
+    def __init__(self, spare: int = 2, make: Callable[[int], Tensor] = aligned_buffer) -> None:
+        self._make = make
         self._few, self._spare, self._free = spare, spare, list[Tensor]()
         self._streams = 0  # contexts of ``many`` that are open
         self._lock = threading.Lock()
@@ -31,7 +33,7 @@ class Buffers:
                 best = min(fitting, key=lambda b: b.numel())
                 self._free = [b for b in self._free if b is not best]
                 return best
-        return aligned_buffer(nbytes)
+        return self._make(nbytes)
 
     def give(self, buffer: Tensor) -> None:
         """Return a buffer, which the caller must not use again."""

@@ -87,12 +87,7 @@ def _short(dtype: torch.dtype) -> str:
 def _held(bucket: Bucket) -> int:
     """Bytes of weights: the compute copy if in memory, and master weights if separate."""
     flat = 0 if bucket.state is State.RELEASED else bucket.flat.nbytes
-    homes = {kind: home for kind, home in bucket.store.stored.items() if kind in ("master", "weights")}
-    resting = sum(home.nbytes for home in homes.values() if home.takes_memory)
-    if "master" in homes:
-        return flat + resting + bucket.weights.gather_source_nbytes
-    separate = bucket.weights.master_or_frozen.nbytes if bucket.weights.has_master and not homes else 0
-    return flat + separate + resting
+    return flat + bucket.weights.nbytes
 
 
 def memory_report(engine: Engine, optimizers: list[ShardedOptimizer]) -> dict[str, tuple[int, int]]:

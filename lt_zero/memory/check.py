@@ -48,39 +48,39 @@ RESTING = "in files"  # bytes of files, of all kinds
 
 
 def measured(engine: Engine, optimizers: Iterable[ShardedOptimizer] = ()) -> dict[str, int]:
-    """Bytes by kind. Views of one storage count once; stored tensors count while they are in memory."""
+    """Bytes by kind. Views of one storage count once; streamed stores count while they are in memory."""
     total: Counter[str] = Counter()
     for bucket in engine.buckets:
         total.update(_of_bucket(bucket))
-    stored = [tensor for bucket in engine.buckets for tensor in bucket.store.stored.values()]
+    stored = [store for bucket in engine.buckets for store in bucket.stores() if store.streamed]
     values = [v for s in optimizers for p in s.parameters() for v in s.optimizer.state.get(p, {}).values()]
     tensors = [v for v in values if isinstance(v, Tensor) and v.dim() > 0 and not any(t.owns(v) for t in stored)]
     states = {v.untyped_storage().data_ptr(): v for v in tensors}
     total[MOMENTS] = sum(v.untyped_storage().nbytes() for v in states.values())
     manager = engine.offload_manager
     files = {id(found): found for found in (manager.optim, manager.params) if found is not None}
-    total[OFFLOAD] = sum(rounded(tensor.nbytes) for tensor in stored if tensor.takes_memory)
-    total[OFFLOAD] += sum(found.spare_nbytes for found in files.values())
+    total[OFFLOAD] = sum(rounded(store.nbytes) for store in stored) + sum(tier.spare_nbytes for tier in files.values())
     total[OFFLOAD] += (
         engine.offload_manager.host_link.slots.nbytes if engine.offload_manager.host_link is not None else 0
     )
     total[REDUCE] = engine.reducer.buffer_bytes
-    total[RESTING] = sum(found.bytes_on_disk for found in files.values())
+    total[RESTING] = sum(tier.bytes_on_disk for tier in files.values())
     return {kind: nbytes for kind, nbytes in total.items() if nbytes}
 
 
 def _of_bucket(bucket: Bucket) -> dict[str, int]:
-    """Bytes of a bucket in memory, without its stored tensors."""
+    """Bytes of a bucket in memory, without its streamed stores."""
     sharded, weights, grads = bucket.sharding.params, bucket.weights, bucket.grads
     held = {
         GATHERED if sharded else WEIGHTS: bucket.flat.nbytes if bucket.state is not State.RELEASED else 0,
-        GRADS: grads.nbytes if not grads.rests else 0,
+        GRADS: grads.nbytes if not grads.streamed else 0,
         LOCAL: grads.local.nbytes if grads.local is not None else 0,
     }
-    apart = weights.master_or_frozen.nbytes if weights.has_master and not bucket.store.stored else 0
-    kind = MASTER if weights.trains else WEIGHTS
-    held[kind] = held.get(kind, 0) + apart
-    held[WEIGHTS] = held.get(WEIGHTS, 0) + weights.gather_source_nbytes
+    kinds = {MASTER: weights.master if weights.has_master else None, WEIGHTS: weights.frozen}
+    for kind, store in kinds.items():
+        held[kind] = held.get(kind, 0) + (store.nbytes if store is not None and not store.streamed else 0)
+    if sharded and weights.copy is not None and not weights.copy.streamed:
+        held[WEIGHTS] = held.get(WEIGHTS, 0) + weights.copy.nbytes
     return held
 
 

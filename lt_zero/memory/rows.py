@@ -16,8 +16,7 @@ from lt_zero.comm.communicator import Comm
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks.precision import DtypePolicy
 from lt_zero.config.schema import ZeroOptimization
-from lt_zero.engine.bucket import Sharding
-from lt_zero.engine.layout import BucketLayout
+from lt_zero.engine.layout import BucketLayout, Sharding
 from lt_zero.engine.offload_manager import resting
 from lt_zero.engine.partition import EnginePlan
 from lt_zero.io.pinned import rounded
@@ -129,7 +128,7 @@ class Row:
 
     @property
     def copies_weights(self) -> bool:
-        """Whether gathers read a copy instead of the master weights (master_weights.py)."""
+        """Whether gathers read a copy instead of the master weights (engine/bucket.py)."""
         both = self.weights == self.states == NVME and self.master == self.dtype
         return self.trains and self.sharding.params and self.moved and not both
 

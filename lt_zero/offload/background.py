@@ -10,12 +10,12 @@ Note [Who touches what]
 
 Note [Order of jobs]
     Jobs run in the order in which they were handed over. While one bucket is stepped, the next is read from its files
-    and the previous one is written (nvme_files.py, Note [Streaming buckets]). ``publish`` runs a collective in a
+    and the previous one is written (store.py, ``stream``). ``publish`` runs a collective in a
     process group of its own: all ranks hand over jobs that have one in the same order.
 
 Note [Errors in the thread]
     After an error, a rank must still join the collectives that the others are in. The error goes to ``report``, the
-    job completes as usual, and the ranks agree on raising at the next check (nvme_files.py, Note [A failing disk]). An
+    job completes as usual, and the ranks agree on raising at the next check (nvme_store.py, Note [A failing disk]). An
     error between jobs fails all queued jobs, because somebody waits for each of them.
 """
 
@@ -33,7 +33,7 @@ import torch
 
 from lt_zero.common.timing import phase
 from lt_zero.io.thread_pool import LOOK, SwapError, check_alive
-from lt_zero.offload.nvme_store import StoredTensor
+from lt_zero.offload.store import Store
 
 _in_thread = threading.local()
 _EXIT_PATIENCE = 30.0  # seconds to wait at exit for the running job
@@ -44,7 +44,7 @@ class Job:
 
     Args:
         step: updates the bucket.
-        stored: returns the stored tensors that the step needs in memory; they are written back afterwards.
+        stores: returns the streamed stores that the step needs in memory; they are written back afterwards.
         publish: makes the result visible to gathers and other ranks; None if the caller does that.
         report: receives errors. See Note [Errors in the thread].
     """
@@ -52,14 +52,14 @@ class Job:
     def __init__(
         self,
         step: Callable[[], object],
-        stored: Callable[[], list[StoredTensor]],
+        stores: Callable[[], list[Store]],
         publish: Callable[[], object] | None,
         report: Callable[[Exception], object],
     ) -> None:
         self._step: Callable[[], object] | None = step
         self._publish, self._report = publish, report
-        self._stored = stored
-        self._leaving: list[StoredTensor] = []
+        self._stores = stores
+        self._leaving: list[Store] = []
         self._ended = threading.Event()
         self._pid = os.getpid()
         self.thread: threading.Thread | None = None  # that runs this job
@@ -88,27 +88,27 @@ class Job:
         return True
 
     def prefetch(self) -> None:
-        """Start reading the stored tensors. This and all methods below run in the background thread."""
+        """Start reading the stores. This and all methods below run in the background thread."""
         self._try(self._read)
 
     def _read(self) -> None:
-        for tensor in self._stored():
-            tensor.prefetch()
+        for store in self._stores():
+            store.prefetch()
 
     def run(self) -> None:
-        """Step the bucket and start writing its stored tensors."""
+        """Step the bucket and start writing its stores."""
         self._try(self._compute)
 
     def _compute(self) -> None:
-        for tensor in self._stored():
-            tensor.bring_for_step()
+        for store in self._stores():
+            store.begin_step()
         assert self._step is not None
         try:
             self._step()
         finally:
-            self._leaving = self._stored()  # asked again: the first step creates states
-            for tensor in self._leaving:
-                tensor.put_away()
+            self._leaving = self._stores()  # asked again: the first step creates states
+            for store in self._leaving:
+                store.end_use()
 
     def finish(self) -> None:
         """Wait until everything is written, then publish."""
@@ -127,14 +127,42 @@ class Job:
             self._ended.set()
 
     def _wait_written(self) -> None:
-        for tensor in self._leaving:
-            tensor.wait_written()
+        for store in self._leaving:
+            store.wait_written()
 
     def _try(self, work: Callable[[], object]) -> None:
         try:
             work()
         except Exception as error:
             self._report(error)
+
+
+class BackgroundStep:
+    """The background step that has a bucket, if one has. Everybody else waits before touching the bucket's stores."""
+
+    def __init__(self) -> None:
+        self._job: Job | None = None
+        self._then: list[Callable[[], None]] = []
+
+    def begin(self, job: Job) -> None:
+        """Give the bucket to ``job`` until ``wait``."""
+        self._job = job
+
+    def wait(self) -> bool:
+        """Wait for the job; returns whether there was one. No-op in the background thread."""
+        if self._job is None or not self._job.wait():
+            return False
+        self._job, then, self._then = None, self._then, []
+        for work in then:
+            work()
+        return True
+
+    def then(self, work: Callable[[], None]) -> None:
+        """Call ``work`` now, or when the job was waited for."""
+        if self._job is None:
+            work()
+        else:
+            self._then.append(work)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A tensor that is stored in a record of an NVMe file between uses. The engine sees stored tensors, never files.
+"""Tensors of buckets in records of NVMe files. The engine sees stores, never files.
 
 ZeRO-Infinity, arXiv:2104.07857, section 5: states are stored on NVMe and streamed through memory.
 
@@ -7,23 +7,42 @@ Note [Life of stored tensors]
     leaving   being written; the buffer is still allocated
     away      only in the file, the buffer is freed; lent views read NaN
     coming    being read into a new buffer
-    ``bring`` leads to *here* from every state; from *leaving* it needs no read. So correctness does not depend on
-    prefetching. A loop that brings many buckets on demand calls ``tidy`` after each.
+    ``read`` and ``write`` lead to *here* from every state; from *leaving* they need no read. So correctness does not
+    depend on prefetching. A loop that reads many buckets on demand calls ``put_away`` after each.
+
+Note [A failing disk]
+    If a rank raised where its disk fails, the others would hang in the next collective. Instead the rank keeps the
+    first error (``NvmeFiles.problem``) and sets the lost values to NaN. The ranks agree on raising at fixed points:
+    before a step, after it, and before weights leave the engine (OffloadManager.check).
 """
 
 from __future__ import annotations
 
+import re
+import secrets
+import threading
+import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from enum import Enum, auto
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.timing import phase
+from lt_zero.config.blocks.offload import Aio
+from lt_zero.io.block_transfer import in_words
 from lt_zero.io.buffer_pool import Buffers
 from lt_zero.io.direct_file import Nowhere, SwapFile
-from lt_zero.io.thread_pool import SwapError, Transfer
+from lt_zero.io.pinned import aligned_buffer, rounded
+from lt_zero.io.private_folder import SwapFolder
+from lt_zero.io.thread_pool import IoPool, SwapError, Transfer
+from lt_zero.offload.host_store import HostLink, HostStore, fed
+from lt_zero.offload.store import Gap, Gather, Speed, Store, Waits
 
 _CPU = torch.device("cpu")
 
@@ -35,8 +54,8 @@ class _At(Enum):
     COMING = auto()
 
 
-class StoredTensor:
-    """A 1D host tensor that is stored in a file between uses. It starts in memory, filled with zeros.
+class NvmeStore(HostStore):
+    """Keeps a tensor in a record of a file. It starts in memory, filled with zeros.
 
     Args:
         numel: elements.
@@ -44,9 +63,12 @@ class StoredTensor:
         file: the file with the record.
         record: index of the record, which must be large enough for the tensor.
         buffers: supplies host memory.
-        report: receives errors. See nvme_files.py, Note [A failing disk].
+        report: receives errors. See Note [A failing disk].
+        link: to the device; None: the device is the CPU.
         scratch: changes that a step makes to the values need not be written.
     """
+
+    streamed = True
 
     def __init__(
         self,
@@ -56,10 +78,12 @@ class StoredTensor:
         record: int,
         buffers: Buffers,
         report: Callable[[SwapError], None],
+        link: HostLink | None = None,
         scratch: bool = False,
     ) -> None:
+        super().__init__(dtype, lambda: self.tensor, link)
         self._report = report
-        self.numel, self.dtype, self._scratch = numel, dtype, scratch
+        self.numel, self._scratch = numel, scratch
         self._file, self._record, self._buffers = file, record, buffers
         self._lent: list[tuple[weakref.ref[Tensor], int]] = []
         self._transfer: Transfer | None = None
@@ -74,28 +98,21 @@ class StoredTensor:
 
     @property
     def tensor(self) -> Tensor:
-        """The values if they are in memory, otherwise NaN of the same shape. A new tensor object on each access."""
+        """As ``Store.tensor``; a new object on each access."""
         if self._buffer is None:
             return torch.full((), torch.nan, dtype=self.dtype, device=_CPU).expand(self.numel)
         return self._buffer[: self.numel * self.dtype.itemsize].view(self.dtype)
 
     @property
     def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize if self._buffer is not None else 0
 
     @property
     def here(self) -> bool:
         return self._at is _At.HERE
 
-    @property
-    def takes_memory(self) -> bool:
-        return self._buffer is not None
-
     def lend(self, offset: int, shape: torch.Size, kind: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """A view of some elements that callers may keep. It follows the values into new buffers; away it reads NaN.
-
-        ``kind`` wraps the view in another type that has ``data``, such as ``Parameter``.
-        """
+        """A view of some elements that callers may keep. It follows the values into new buffers; away it reads NaN."""
         view = torch.empty(0, dtype=self.dtype, device=_CPU)  # an ordinary view would keep the first buffer alive
         view = kind(view) if kind is not None else view
         view.data = self._part(offset, shape)
@@ -104,7 +121,6 @@ class StoredTensor:
         return view
 
     def owns(self, value: Tensor) -> bool:
-        """Whether ``value`` is a view that ``lend`` returned."""
         return any(ref() is value for ref, _ in self._lent)
 
     def _part(self, offset: int, shape: torch.Size) -> Tensor:
@@ -117,28 +133,34 @@ class StoredTensor:
                 view.data = self._part(offset, view.shape)
 
     def prefetch(self) -> None:
-        """Start reading if the tensor is away."""
         if self._at is _At.AWAY:
             buffer = self._allocate()
             self._at = _At.COMING
             self._start(self._file.read, buffer)
 
-    def bring(self, write: bool = True) -> Tensor:
-        """The tensor, read if necessary; ``write``: the caller changes it, so it is written back."""
+    def read(self) -> Tensor:
+        self._have()
+        self.wait_arrived()
+        return self.tensor
+
+    def _have(self) -> None:
         self.prefetch()
         if self._at is not _At.HERE:
             self._wait()
             self._at = _At.HERE
             self._show()
-        self._dirty |= write
-        return self.tensor
 
-    def bring_for_step(self) -> None:
-        """``bring`` for an optimizer step, which changes the values."""
-        self.bring(write=not self._scratch)
+    def write(self) -> Tensor:
+        self._dirty = True
+        return self.read()
 
-    def hold(self) -> Tensor:
-        """The tensor with undefined values, for a caller that overwrites all of it; nothing is read."""
+    def begin_step(self) -> None:
+        self._have()
+        self._dirty |= not self._scratch
+
+    def overwrite(self) -> Tensor:
+        """The tensor with undefined values, for a caller that writes all of it; nothing is read."""
+        self.wait_arrived()
         self._wait()
         if self._at is _At.AWAY:
             self._allocate()
@@ -146,10 +168,10 @@ class StoredTensor:
         self._show()
         return self.tensor
 
-    def put_away(self) -> None:
-        """Start writing if the values were changed. ``wait_written`` completes this and frees the buffer."""
+    def end_use(self) -> None:
+        self.wait_arrived()
         if self._at is _At.COMING:
-            self.bring(write=False)
+            self._have()
         if self._at is not _At.HERE:
             return
         self._at = _At.LEAVING
@@ -159,13 +181,12 @@ class StoredTensor:
             self._start(self._file.write, self._buffer[: self._file.size_of(self._record)])
 
     def wait_written(self) -> None:
-        """Wait for a write that ``put_away`` started, and free the buffer."""
         if self._at is _At.LEAVING:
             self._wait()
             self._leave()
 
     def discard(self) -> None:
-        """Free the buffer and drop the values, which must not be read afterwards."""
+        self.wait_arrived()
         self._wait()
         if self._buffer is not None:
             self._leave()
@@ -197,15 +218,192 @@ class StoredTensor:
         if self._buffer is not None and self.dtype.is_floating_point:
             self.tensor.fill_(torch.nan)
 
+    # ---- collectives and the compute copy ------------------------------------------------------------------------
 
-def wait_all_written(tensors: Iterable[StoredTensor]) -> None:
-    """Wait for the writes that ``put_away`` started, and free the buffers."""
-    for tensor in tensors:
-        tensor.wait_written()
+    def launch_gather(self, shard: Tensor, gather: Gather) -> Waits:
+        self.prefetch()
+        return _Read(self, shard, gather)
+
+    def kernel_target(self, master: torch.dtype, covers: Callable[[], bool]) -> Tensor | None:
+        return None
+
+    def refresh(self, master: Store, written: bool, gaps: Sequence[Gap]) -> None:
+        self.overwrite().copy_(master.tensor)
 
 
-def tidy(tensors: Sequence[StoredTensor]) -> None:
-    """Write tensors to their files and free their buffers. See Note [Life of stored tensors]."""
-    for tensor in tensors:
-        tensor.put_away()
-    wait_all_written(tensors)
+class _Read:
+    """A gather that is launched when it is waited for, since the shard is being read."""
+
+    def __init__(self, store: NvmeStore, shard: Tensor, gather: Gather) -> None:
+        self._store, self._shard, self._gather = store, shard, gather
+
+    def wait(self) -> None:
+        self._shard.copy_(self._store.read())
+        self._store.end_use()
+        self._store.wait_written()
+        self._gather(None).wait()
+
+
+class NvmeFiles:
+    """The files of one rank: one per kind of state, with one record per bucket.
+
+    Args:
+        path: a folder on the disk.
+        rank: of this process.
+        aio: block size, threads and queue depth of the I/O.
+        numels: elements of this rank's shard of each bucket.
+        room: buckets that may be in memory at a time; see ``store.stream``.
+    """
+
+    def __init__(self, path: Path, rank: int, aio: Aio, numels: Sequence[int], room: int = 3) -> None:
+        self.folder = SwapFolder(path, rank)
+        self.pool = IoPool(aio.intra_op_parallelism, aio.block_size, aio.in_flight, aio.checksum)
+        self._numels, self.room, self.where = list(numels), room, str(self.folder.path.parent)
+        self._files: dict[str, SwapFile | Nowhere] = {}
+        self.problem: SwapError | None = None  # the first error; see Note [A failing disk]
+        self._buffers = Buffers()
+        self._lock = threading.Lock()  # any thread may create stored tensors
+
+    def place(self, record: int, link: HostLink | None) -> NvmePlace:
+        """The place of the stores of bucket ``record``."""
+        return NvmePlace(self, record, link)
+
+    def store(self, kind: str, record: int, dtype: torch.dtype, link: HostLink | None) -> NvmeStore:
+        """A new store for a ``kind`` of values of bucket ``record``."""
+        name = f"{kind}-{str(dtype).removeprefix('torch.')}"
+        with self._lock:
+            if name not in self._files:
+                plain = re.sub(r"[^\w.-]", "_", name)  # state names of custom optimizers may hold any character
+                self._files[name] = self._make(
+                    f"{len(self._files)}-{plain}"[:100], [numel * dtype.itemsize for numel in self._numels]
+                )
+            file, numel = self._files[name], self._numels[record]
+        return NvmeStore(numel, dtype, file, record, self._buffers, self._note, link, scratch=kind == "grad")
+
+    def _make(self, name: str, sizes: list[int]) -> SwapFile | Nowhere:
+        try:
+            self.folder.require(sum(sizes))
+            with progress_bar(f"Reserving {in_words(sum(sizes))} in {self.folder.path}"):
+                return SwapFile(self.folder.path / name, sizes, self.pool)
+        except SwapError as error:
+            self._note(error)
+            return Nowhere(sizes, error)
+
+    def _note(self, error: SwapError) -> None:
+        self.problem = self.problem or error
+
+    def require(self, bytes_per_element: int) -> None:
+        """Check that the disk has space for states that do not exist yet.
+
+        Raises:
+            SwapError: the free space is too small.
+        """
+        self.folder.require(bytes_per_element * sum(self._numels))
+
+    def streaming(self) -> AbstractContextManager[None]:
+        """A context in which freed buffers are kept for the next bucket."""
+        return self._buffers.many(16)
+
+    def speed(self, nbytes: int) -> Speed:
+        """Measured speed of the disk, with about ``nbytes``."""
+        return probe(self.folder, self.pool, nbytes)
+
+    def rest(self) -> None:
+        """End the I/O threads; the next access starts them again."""
+        self.pool.rest()
+
+    def close(self) -> None:
+        """Remove the files."""
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+        self.pool.close()
+        self.folder.close()
+
+    @property
+    def spare_nbytes(self) -> int:
+        """Bytes of buffers that are kept for the next stored tensor."""
+        return self._buffers.nbytes
+
+    @property
+    def bytes_on_disk(self) -> int:
+        return sum(file.size_of(i) for file in self._files.values() for i in range(len(self._numels)))
+
+
+class NvmePlace:
+    """The records of one bucket.
+
+    Args:
+        files: of all buckets.
+        record: the bucket's number in the files.
+        link: to the device; None: the device is the CPU.
+    """
+
+    offloads = streamed = True
+
+    def __init__(self, files: NvmeFiles, record: int, link: HostLink | None) -> None:
+        self._files, self._record, self._link = files, record, link
+
+    def store(self, kind: str, numel: int, dtype: torch.dtype) -> Store:
+        return self._files.store(kind, self._record, dtype, self._link)
+
+    def state(self, key: str, numel: int, dtype: torch.dtype) -> Store | None:
+        return self.store(f"state {key}", numel, dtype)  # an optimizer may call a state "master"
+
+    def fed(self, copy: Store) -> Store:
+        return fed(copy, self._link) if self._link is not None else copy
+
+
+# ---- speed of the disk ---------------------------------------------------------------------------------------------
+
+_SECONDS = 0.45  # per direction
+_LEAST = 16 << 20  # bytes of a record: large enough that the latency of a request does not matter
+
+
+def probe(folder: SwapFolder, pool: IoPool, nbytes: int = 256 << 20) -> Speed:
+    """Write and read a file of ``nbytes``, or as much of it as takes about a second.
+
+    Raises:
+        SwapError: the disk has too little space or fails.
+    """
+    size = rounded(max(1, min(nbytes, max(_LEAST, pool.threads * pool.block_size))))
+    count = max(1, nbytes // size)
+    folder.require(size * count)
+    file = SwapFile(folder.path / f"probe-{secrets.token_hex(4)}", [size] * count, pool)
+    try:
+        buffers = [_noise(file.size_of(0)) for _ in range(2)]
+        write = _run(file.write, count, buffers)
+        return Speed(read=_run(file.read, write.records, buffers).speed, write=write.speed)
+    finally:
+        file.close()
+
+
+class _Run(NamedTuple):
+    records: int
+    speed: float  # bytes per second
+
+
+def _run(transfer: Callable[[int, Tensor], Transfer], count: int, buffers: list[Tensor]) -> _Run:
+    """Transfer records with two in flight, until all are done or ``_SECONDS`` have passed."""
+    start, records = time.perf_counter(), 0
+    moving: list[Transfer] = []
+    while records < count and (records == 0 or time.perf_counter() - start < _SECONDS):
+        if len(moving) == len(buffers):
+            moving.pop(0).wait()
+        moving.append(transfer(records, buffers[records % len(buffers)]))
+        records += 1
+    for last in moving:
+        last.wait()
+    seconds = max(time.perf_counter() - start, 1e-9)
+    return _Run(records, records * buffers[0].numel() / seconds)
+
+
+def _noise(nbytes: int) -> Tensor:
+    """Incompressible bytes; leaves the global random generators alone."""
+    buffer = aligned_buffer(nbytes)  # 1D
+    piece = buffer[: min(nbytes, 4 << 20)]
+    piece.random_(0, 256, generator=torch.Generator().manual_seed(nbytes))
+    for first in range(0, nbytes, piece.numel()):
+        part = buffer[first : first + piece.numel()]
+        part.copy_(piece[: part.numel()])
+    return buffer

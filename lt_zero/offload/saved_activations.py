@@ -42,7 +42,7 @@ class Place(Protocol):
 class Rest(Protocol):
     """Stores saved activations: on the device, in host memory or in files."""
 
-    problem: SwapError | None  # the first error; see offload/nvme_files.py, Note [A failing disk]
+    problem: SwapError | None  # the first error; see offload/nvme_store.py, Note [A failing disk]
 
     def put(self, source: Tensor) -> Place:
         """Store the bytes (1D uint8, on the device). See Note [A source that changes]."""

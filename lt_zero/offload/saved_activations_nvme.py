@@ -8,7 +8,7 @@ Note [Life of a saved tensor in files]
     At most ``_ROOM`` buffers are in use: then ``put`` waits for the oldest write, and a prefetch does nothing. A tensor
     that backward asks for always gets a buffer.
 
-Errors are handled as in nvme_files.py, Note [A failing disk]: a tensor that could not be written stays in memory, and
+Errors are handled as in nvme_store.py, Note [A failing disk]: a tensor that could not be written stays in memory, and
 one that could not be read is NaN.
 """
 

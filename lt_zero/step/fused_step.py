@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -68,7 +69,7 @@ class Run:
         self.hi = members[-1].piece.offset + members[-1].piece.numel
         device = members[0].fragment.device
         fp32, cpu = torch.float32, torch.device("cpu")
-        self._stored = [bucket.store.state_tensor(key, fp32) for key in _MOMENTS]
+        self._stored = [bucket.state_store(key, fp32) for key in _MOMENTS]
         self._own = [torch.zeros(self.hi - self.lo, dtype=fp32, device=device) for s in self._stored if s is None]  # 1D
         self.steps = torch.zeros(len(members), dtype=fp32, device=cpu)  # 1D; on the CPU as torch's counters
         self._counted = torch.zeros_like(self.steps)  # increments of the last step
@@ -162,7 +163,7 @@ class FusedAdam:
             bucket
             for bucket in buckets
             if bucket.step_dtype == bucket.weights.master_dtype == torch.float32
-            and ops.available(torch.device("cpu") if bucket.store.moves_optim else bucket.flat.device)
+            and ops.available(torch.device("cpu") if bucket.offloaded else bucket.flat.device)
         }
 
     def _is_watched(self) -> bool:
@@ -225,9 +226,7 @@ class FusedAdam:
         self, buckets: list[Bucket], parts: list[Part], found_inf: Tensor | None = None, write: bool = True
     ) -> None:
         """Run the planned parts of these buckets, whose states are in memory; ``write`` the compute copy, too."""
-        # A staging buffer is only used if the kernel writes all of it; otherwise it does not matter.
-        whole = {b: b.store.host_optim and _covers(b, parts) for b in buckets}
-        targets = {b: b.weights.kernel_target(whole[b]) if write else None for b in buckets}
+        targets = {b: b.weights.kernel_target(partial(_covers, b, parts)) if write else None for b in buckets}
         calls: dict[tuple[Any, ...], _Call] = {}
         for part in parts:
             bucket = part.run.bucket
@@ -242,7 +241,7 @@ class FusedAdam:
                 call.launch(found_inf)
         except BaseException:
             for bucket in buckets:
-                bucket.weights.forget_slot()
+                bucket.weights.cancel_kernel()
             raise
         if not self._told:
             self._told = True

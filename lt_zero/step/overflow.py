@@ -157,13 +157,13 @@ def nonfinite_parameters(engine: Engine) -> list[str]:
     names, flags = [], []
     for bucket in engine.buckets:
         grads = bucket.grads
-        if grads.rests and engine.offload_manager.partially_stepped:
+        if grads.streamed and engine.offload_manager.partially_stepped:
             continue  # a background step may have discarded it
         for piece in bucket.pieces():
             if grads.accumulated and piece.index in grads.valid:
                 names.append(bucket.layout.spans[piece.index].name)
                 flags.append(_extremes(grads.of(piece, write=False))[0])
-        grads.stow()
+        grads.put_away()
     finite = torch.stack(flags).tolist() if flags else []
     mine = [name for name, ok in zip(names, finite, strict=True) if not ok]
     found = {name for some in engine.comm.host_gather(mine, "overflowed gradients") for name in some}

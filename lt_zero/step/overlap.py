@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.offload_manager import stored_tensors_of
 from lt_zero.offload.background import Job
 from lt_zero.step.fused_step import Member, Part
 
@@ -118,7 +117,9 @@ class Overlap:
         self._offload_manager.partially_stepped = (
             f"{len(self._early)} of {len(self._engine.buckets)} buckets ({names}, ...)"
         )
-        self._hand_over(bucket, lambda: self._step_early(bucket, parts), None, _WAITING if bucket.grads.rests else None)
+        self._hand_over(
+            bucket, lambda: self._step_early(bucket, parts), None, _WAITING if bucket.grads.streamed else None
+        )
         return True
 
     def _step_early(self, bucket: Bucket, parts: list[Part]) -> None:
@@ -127,8 +128,8 @@ class Overlap:
         self._sharded.fused.launch([bucket], parts, write=bucket.sharding.params)
         if bucket.sharding.params:
             bucket.weights.refresh()
-        if bucket.store.optim is not None:
-            bucket.store.stored["grad"].discard()  # saves a write and a read; ``forget_early`` clears it
+        if bucket.streamed:
+            bucket.grads.discard()  # saves a write and a read; ``forget_early`` clears it
 
     def take_early(self, members: dict[Bucket, list[Member]], used: dict[Bucket, list[int]]) -> set[Bucket]:
         """Remove buckets that were stepped beside backward from ``members``; returns them. Collective.
@@ -154,7 +155,7 @@ class Overlap:
     def forget_early(self, early: set[Bucket]) -> None:
         """After the step: clear gradients whose files were discarded."""
         for bucket in early:
-            if bucket.grads.rests:
+            if bucket.grads.streamed:
                 for index in bucket.grads.valid:
                     bucket.params[index].grad = None
                 bucket.grads.clear(set(bucket.grads.valid))
@@ -175,7 +176,7 @@ class Overlap:
         """
         if not self._publishes_late or self._sharded.fused is None:
             return {}
-        taken = self._sharded.fused.takes(b for b in used if b.store.moves_optim)
+        taken = self._sharded.fused.takes(b for b in used if b.offloaded)
         if taken:
             self._read_groups()
         plans: dict[Bucket, list[Part] | None] = {}
@@ -201,7 +202,7 @@ class Overlap:
         if parts is not None:
             assert self._sharded.fused is not None
             self._sharded.fused.launch([bucket], parts)
-            if bucket.store.optim is not None:
+            if bucket.streamed:
                 bucket.weights.refresh()
         bucket.refresh_after_step()
 
@@ -210,10 +211,10 @@ class Overlap:
     ) -> None:
         background = self._offload_manager.background
         assert background is not None
-        bucket.weights.leave()
+        bucket.weights.note_readers()
         bucket.edits.pause()
-        job = Job(step, stored_tensors_of(bucket), publish, self._offload_manager.note)
-        bucket.store.hand_over(job)
+        job = Job(step, bucket.stores_of_step, publish, self._offload_manager.note)
+        bucket.hand_over(job)
         background.hand_over(job, limit)
 
     def take_late(self) -> set[Bucket]:

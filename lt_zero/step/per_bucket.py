@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from lt_zero.common.compat import bare_step, version_of
 from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.grad_accumulator import Accumulator
+from lt_zero.engine.grad_bucket import Accumulator
 from lt_zero.engine.layout import Piece
 from lt_zero.step.fused_step import Member, Part
 
@@ -80,7 +80,7 @@ class Stepper:
         """Give the planned buckets to the background thread. See overlap.py, Note [Beside the next forward]."""
         for bucket, parts in plans.items():
             mine = {bucket: members.pop(bucket)} if bucket in members else {}
-            if mine and "master" in bucket.store.stored:
+            if mine and bucket.streamed:
                 self.step_resting(mine)
             elif mine and self._fused is not None:
                 self._fused.step(mine)
@@ -94,7 +94,7 @@ class Stepper:
         together: Collection[Bucket] = (),
         method: Callable[[], Any] | None = None,
     ) -> None:
-        """Step the buckets whose states are in files one by one: nvme_files.py, Note [Streaming buckets].
+        """Step the buckets whose states are in files one by one: offload/store.py, ``stream``.
 
         Args:
             members: fragments by bucket; stepped buckets are removed.
@@ -102,8 +102,8 @@ class Stepper:
             method: called instead of ``step``.
         """
         steps = {b: b in together or any(member.used for member in members[b]) for b in members}
-        stored = [b for b in members if "master" in b.store.stored and steps[b]]
-        idle = [b for b in members if "master" in b.store.stored and b not in stored]
+        stored = [b for b in members if b.streamed and steps[b]]
+        idle = [b for b in members if b.streamed and b not in stored]
         taken = self._sharded.taken(stored)
         for bucket in self._engine.offload_manager.stream_buckets(stored) if stored else ():
             self._step_resting_bucket(bucket, members.pop(bucket), bucket in taken, method)
@@ -119,15 +119,15 @@ class Stepper:
             self._fused.step({bucket: members}, self._sharded.found_inf)
             self._sharded.drop({id(fragment) for fragment, _ in holders})
         else:
-            if bucket.grads.rests:
-                bucket.store.stored["grad"].bring()  # torch's step may change gradients in place
+            if bucket.grads.streamed:
+                bucket.grads.write()  # torch's step may change gradients in place
             self.step_staged(bucket, members, method)
         self._shelve_state(bucket, holders)
         bucket.weights.refresh()
 
     def step_host(self, members: dict[Bucket, list[Member]]) -> None:
         """Step kernel buckets in host memory one by one, so that copies to the device overlap with the next step."""
-        taken, done = self._sharded.taken(b for b in members if b.store.host_optim), set[int]()
+        taken, done = self._sharded.taken(b for b in members if b.offloaded), set[int]()
         for bucket in [b for b in members if b in taken]:
             assert self._fused is not None
             mine = members.pop(bucket)
@@ -195,13 +195,13 @@ class Stepper:
         self._overlap.forget_states()
         places: dict[Bucket, list[tuple[Parameter, Piece]]] = {}
         for bucket, index, parameter in self._sharded.places():
-            if "master" in bucket.store.stored:
+            if bucket.streamed:
                 places.setdefault(bucket, []).extend((parameter, piece) for piece in bucket.pieces_of(index))
         for bucket, holders in places.items():
-            for stored in bucket.store.step_tensors():
-                stored.bring()
+            for store in bucket.step_stores():
+                store.write()
             self._shelve_state(bucket, holders)
-            bucket.store.tidy()
+            bucket.put_away()
 
     def _shelve_state(self, bucket: Bucket, holders: list[tuple[Parameter, Piece]]) -> None:
         """Move element-wise states from a first step or a checkpoint to the bucket's stored tensors."""
@@ -210,10 +210,10 @@ class Stepper:
             for key, value in state.items():
                 if not isinstance(value, Tensor) or value.dim() == 0 or value.numel() != piece.numel:
                     continue
-                stored = bucket.store.state_tensor(key, value.dtype)
-                if stored is not None and not stored.owns(value):
-                    stored.bring()
-                    state[key] = stored.lend(piece.offset, value.shape).copy_(value)
+                store = bucket.state_store(key, value.dtype)
+                if store is not None and not store.owns(value):
+                    store.write()
+                    state[key] = store.lend(piece.offset, value.shape).copy_(value)
 
 
 def _keep(fragment: Parameter, row: Tensor) -> bool:

@@ -57,7 +57,7 @@ class ReducedGrads:
         """
         for bucket, indices in self.used().items():
             yield _rows(bucket, indices, write)
-            bucket.grads.stow()
+            bucket.grads.put_away()
         yield self._foreign()
 
     @torch.no_grad()
@@ -73,7 +73,7 @@ class ReducedGrads:
             bucket.grads.widen_fp16()
             for row in _rows(bucket, indices):
                 row.mul_(factor.to(row.device))
-            bucket.grads.stow()
+            bucket.grads.put_away()
         for grad in self._foreign():
             grad.mul_(factor)
 
@@ -93,7 +93,7 @@ class ReducedGrads:
                 grads.local[span.lo : span.hi].mul_(factor)
             for piece in bucket.pieces_of(index) if index in grads.valid else ():
                 grads.of(piece).mul_(factor)
-            grads.stow()
+            grads.put_away()
 
 
 def _rows(bucket: Bucket, indices: list[int], write: bool = True) -> list[Tensor]:
@@ -113,6 +113,5 @@ def _rows(bucket: Bucket, indices: list[int], write: bool = True) -> list[Tensor
     bucket.grads.apply_deferred_scale()
     if not edges:
         return []
-    grad = bucket.grads.grad if write else bucket.grads.read()
-    assert grad is not None
+    grad = bucket.grads.write() if write else bucket.grads.read()
     return [grad[lo:hi] for lo, hi in edges]

@@ -135,12 +135,10 @@ class ShardedOptimizer(ProcessLocal):
         if id(parameter) not in self._fragments:
             bucket.weights.enable_training()
             shape = torch.Size(bucket.shapes[index])
-            stored = bucket.store.stored.get("master")
+            master = bucket.weights.master
+            assert master is not None
             self._fragments[id(parameter)] = [
-                Parameter(_shaped(bucket.weights.master_rows[p.offset : p.offset + p.numel], shape))
-                if stored is None
-                else cast(Parameter, stored.lend(p.offset, _shape_of(p, shape), Parameter))
-                for p in bucket.pieces_of(index)
+                cast(Parameter, master.lend(p.offset, _shape_of(p, shape), Parameter)) for p in bucket.pieces_of(index)
             ]
         return self._fragments[id(parameter)]
 
@@ -171,7 +169,7 @@ class ShardedOptimizer(ProcessLocal):
         """Whether kernels that take ``found_inf`` do all of a step."""
         places = self.places()
         buckets = {bucket for bucket, _, _ in places}
-        if any(bucket.store.moves_optim for bucket in buckets):
+        if any(bucket.offloaded for bucket in buckets):
             return False  # a skipped step would still be copied to the device or written to files
         return len(places) == len(self.parameters()) and self.taken(buckets) == buckets
 
@@ -219,7 +217,7 @@ class ShardedOptimizer(ProcessLocal):
                 bucket.wait_background_step()  # this thread steps it
         for bucket in self._early - plans.keys():
             bucket.wait_background_step()  # this thread publishes it
-            bucket.weights.leave()  # the rest of backward may have read unsharded parameters meanwhile
+            bucket.weights.note_readers()  # the rest of backward may have read unsharded parameters meanwhile
         self.narrow()
         self._depth, self._entered = 1, self.engine.backwards
         self.engine.comm.before_write()
@@ -363,8 +361,8 @@ class ShardedOptimizer(ProcessLocal):
         self.engine.finish_steps()
         if not self.by_bucket:
             for bucket in {bucket for bucket, _, _ in self.places()}:
-                for stored in bucket.store.step_tensors():
-                    stored.bring()  # the caller may edit it
+                for store in bucket.step_stores():
+                    store.write()  # the caller may edit it
 
 
 def cut_state(value: Any, shape: tuple[int, ...], lo: int, hi: int) -> Any:

@@ -18,9 +18,9 @@ import lt_zero
 from lt_zero.activation import stores
 from lt_zero.activation.install import installed
 from lt_zero.activation.stores import Saved
-from lt_zero.engine import bucket_store
 from lt_zero.engine.engine import Engine
 from lt_zero.io.thread_pool import SwapError
+from lt_zero.offload import host_store
 from tests.support.checkpointed_nets import net, run, same
 from tests.support.models import next_token_loss
 from tests.support.offload_tools import change
@@ -37,7 +37,7 @@ PLACES: dict[str, dict[str, Any]] = {
 @contextmanager
 def apart() -> Iterator[None]:
     """As if the device had memory of its own; tensors of any size are stored."""
-    with mock.patch.object(bucket_store, "_apart", True), mock.patch.object(stores, "Saved", partial(Saved, least=1)):
+    with mock.patch.object(host_store, "_apart", True), mock.patch.object(stores, "Saved", partial(Saved, least=1)):
         yield
 
 

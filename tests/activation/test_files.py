@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lt_zero.activation.stores import Saved
-from lt_zero.engine import bucket_store
 from lt_zero.io import direct_file
 from lt_zero.io.thread_pool import SwapError
+from lt_zero.offload import host_store
 from lt_zero.offload.saved_activations_nvme import InFiles
 from tests.support.offload_tools import change
 from tests.support.store_tools import NBYTES, WIDTH, blocks, forward, gradients, opened, rows, same
@@ -20,7 +20,7 @@ from tests.support.store_tools import NBYTES, WIDTH, blocks, forward, gradients,
 
 @pytest.fixture(autouse=True)
 def _apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_store, "_apart", True)
+    monkeypatch.setattr(host_store, "_apart", True)
 
 
 def test_files_are_used_again_and_removed(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def _away(store: Saved) -> list[object]:
 def test_bytes_that_changed_on_the_disk_are_nan_and_a_problem(
     apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket_store, "_apart", apart)
+    monkeypatch.setattr(host_store, "_apart", apart)
     store = opened("files", tmp_path)
     packed = _away(store)
     for path in tmp_path.glob("lt_zero-*/activations-1"):
@@ -74,7 +74,7 @@ def test_bytes_that_changed_on_the_disk_are_nan_and_a_problem(
 def test_a_disk_that_is_full_or_fails_is_a_problem_and_no_loss(
     apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket_store, "_apart", apart)
+    monkeypatch.setattr(host_store, "_apart", apart)
     monkeypatch.setattr(direct_file, "free_bytes", lambda path: 3 * NBYTES)
     store, net = opened("files", tmp_path), blocks()
     forward(net, rows(1), store).backward()
@@ -86,7 +86,7 @@ def test_a_disk_that_is_full_or_fails_is_a_problem_and_no_loss(
     assert "activations-" in str(store.problem)
     store.close()
     monkeypatch.undo()
-    monkeypatch.setattr(bucket_store, "_apart", apart)
+    monkeypatch.setattr(host_store, "_apart", apart)
     store = opened("files", tmp_path)
 
     def broken(*args: object) -> None:
@@ -108,7 +108,7 @@ def test_a_path_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 def test_writes_go_on_beside_forward_and_reads_come_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_store, "_apart", False)
+    monkeypatch.setattr(host_store, "_apart", False)
     store, go, events = opened("files", tmp_path), threading.Event(), list[object]()
     write, read = direct_file.SwapFile._write_block, direct_file.SwapFile.read
 

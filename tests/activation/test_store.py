@@ -15,20 +15,20 @@ from torch.utils.checkpoint import checkpoint
 
 from lt_zero.activation.stores import Saved, open_store
 from lt_zero.config.blocks.activation import ActivationCheckpointing
-from lt_zero.engine import bucket_store
+from lt_zero.offload import host_store
 from lt_zero.offload.copy_streams import CopyStream
 from tests.support.store_tools import CPU, NBYTES, PLACES, WIDTH, blocks, forward, gradients, opened, rows, same
 
 
 @pytest.fixture(autouse=True)
 def _apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_store, "_apart", True)
+    monkeypatch.setattr(host_store, "_apart", True)
 
 
 @pytest.fixture(params=[*PLACES, "files here"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Saved]:
     """Files both ways: on a device that is apart, and on one that is the host's memory."""
-    monkeypatch.setattr(bucket_store, "_apart", request.param != "files here")
+    monkeypatch.setattr(host_store, "_apart", request.param != "files here")
     made = opened(request.param.removesuffix(" here"), tmp_path)
     yield made
     made.close()
@@ -107,7 +107,7 @@ class InPlace(nn.Module):
 def test_a_forward_that_writes_to_its_input_is_recomputed_from_what_it_was(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bucket_store, "_apart", False)
+    monkeypatch.setattr(host_store, "_apart", False)
     store, (a, b, c) = opened(place, tmp_path), (InPlace() for _ in range(3))
     x = rows(1)
     c(b(a(x.clone() * 1))).sum().backward()
@@ -334,7 +334,7 @@ def test_copies_come_before_they_are_asked_for(tmp_path: Path, monkeypatch: pyte
 
 
 def test_on_a_cpu_they_are_in_host_memory_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_store, "_apart", False)
+    monkeypatch.setattr(host_store, "_apart", False)
     assert open_store(ActivationCheckpointing(cpu_checkpointing=True), CPU, 6) is None
     assert open_store(ActivationCheckpointing(mode="full"), CPU, 6) is None
 

@@ -17,8 +17,7 @@ from torch import nn
 import lt_zero
 from lt_zero.comm.shared_memory import SharedArena
 from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.grad_accumulator import Accumulator
-from lt_zero.engine.grad_reducer import Reducer
+from lt_zero.engine.grad_bucket import Accumulator, Reducer
 from tests.support.matrix import cover, only
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import OPTIMIZERS, RELEASE, config_of, full_values

@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 import lt_zero
 from lt_zero import estimate
 from lt_zero.config.blocks.precision import dtype_policy
-from lt_zero.engine import bucket_store
 from lt_zero.engine.layout import ALIGN, aligned, plan_bucket, split_by_size
 from lt_zero.engine.owner_assignment import Owners, join, share_out, shares_of
 from lt_zero.engine.partition import plan_engine
 from lt_zero.memory.check import measured
 from lt_zero.memory.forecast import GRADS, MASTER, MOMENTS, REDUCE, WEIGHTS
 from lt_zero.memory.rows import HOST
+from lt_zero.offload import host_store
 from lt_zero.optim import Lamb, Muon, muon_groups
 from tests.support.matrix import cover, only
 from tests.support.models import Block, next_token_loss, tokens
@@ -249,12 +249,12 @@ def _states_at(place: tuple[int, str], name: str, folder: str) -> None:
     stage, device = place
     along = ALONG if stage else {}  # at stage 0 every rank has whole parameters
     zero: dict[str, Any] = {**along, "offload_optimizer": {"device": device, "nvme_path": folder}}
-    bucket_store._apart = device == "cpu"
+    host_store._apart = device == "cpu"
     try:
         case = Case(Odd, next_token_loss, stage, WHOLE[name], zero=zero, rtol=1e-3, atol=1e-3)
         check(case).offload_manager.close()
     finally:
-        bucket_store._apart = False
+        host_store._apart = False
 
 
 @pytest.mark.filterwarnings("ignore:zero_optimization.shard_along", "ignore:These keys do nothing")

@@ -23,7 +23,8 @@ import lt_zero
 from lt_zero.io import block_transfer, private_folder
 from lt_zero.io.direct_file import IoPool, SwapError
 from lt_zero.io.private_folder import SwapFolder, filesystem_of
-from lt_zero.offload.disk_speed import Speed, forecast, probe
+from lt_zero.offload.nvme_store import probe
+from lt_zero.offload.store import Speed
 
 
 def _start_child(work: Callable[[], None]) -> int:
@@ -207,7 +208,7 @@ def test_exit_removes_everything_and_the_exit_of_a_child_nothing(tmp_path: Path)
 
 
 def test_the_probe_measures_and_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("lt_zero.offload.disk_speed"), "_SECONDS", 0.05)
+    monkeypatch.setattr(importlib.import_module("lt_zero.offload.nvme_store"), "_SECONDS", 0.05)
     made, pool = SwapFolder(tmp_path, 0), IoPool(block_size=64 << 10)
     speed = probe(made, pool, nbytes=1 << 20)
     assert speed.read > 1e6
@@ -231,4 +232,4 @@ def test_the_probe_measures_and_cleans_up(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_forecasts_add_reads_and_writes() -> None:
-    assert forecast(6 << 30, 2 << 30, Speed(read=3 << 30, write=1 << 30)) == pytest.approx(4.0)
+    assert Speed(read=3 << 30, write=1 << 30).seconds(6 << 30, 2 << 30) == pytest.approx(4.0)

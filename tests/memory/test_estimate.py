@@ -18,7 +18,6 @@ from lt_zero import Sizes, ZeroConfig, estimate
 from lt_zero.checkpoint.native.full_states import full_optimizer_state
 from lt_zero.config.blocks.checkpoint import Checkpoint
 from lt_zero.config.blocks.precision import dtype_policy
-from lt_zero.engine import bucket_store
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.full_params import full_state_dict
 from lt_zero.io.pinned import rounded
@@ -26,7 +25,8 @@ from lt_zero.memory.check import RESTING, measured
 from lt_zero.memory.estimate import states_of
 from lt_zero.memory.forecast import COPY, FILE, GATHERED, GRADS, LOCAL, MASTER, MOMENTS, OFFLOAD, REDUCE, WEIGHTS
 from lt_zero.memory.rows import DEVICE, HOST, NVME
-from lt_zero.offload.nvme_store import StoredTensor
+from lt_zero.offload import host_store
+from lt_zero.offload.nvme_store import NvmeStore
 from tests.support.matrix import cover
 from tests.support.models import VOCAB, Block, tokens
 from tests.support.pool import Pool
@@ -73,7 +73,7 @@ class Peaks:
 
     def __enter__(self) -> Peaks:
         self.patch = pytest.MonkeyPatch()
-        for cls, name in ((Bucket, "launch_gather"), (StoredTensor, "prefetch"), (StoredTensor, "hold")):
+        for cls, name in ((Bucket, "launch_gather"), (NvmeStore, "prefetch"), (NvmeStore, "overwrite")):
             self.patch.setattr(cls, name, self.noting(getattr(cls, name)))
         return self
 
@@ -85,7 +85,7 @@ class Peaks:
             result = method(this)
             buckets = self.engine.buckets
             here = [b for b in buckets if b.sharding.params and b.state is not State.RELEASED]
-            homes = [h for b in buckets for h in b.store.stored.values() if h.takes_memory]
+            homes = [s for b in buckets for s in b.stores() if s.streamed]
             self.gathered = max(self.gathered, sum(b.flat.nbytes for b in here))
             spare = sum(t.spare_nbytes for t in self.tiers)
             self.homes = max(self.homes, spare + sum(rounded(h.nbytes) for h in homes))
@@ -137,8 +137,8 @@ def _compare(mode: str, path: str) -> None:
             close(have.get(kind, 0), want[HOST].get(kind, 0), (*case, kind))
         close(have.get(RESTING, 0), sum(want[NVME].values()), (*case, "files"), slack=0)
         close(peaks.gathered, want[HOST].get(GATHERED, 0), (*case, "gathered"))
-        homes = [home for bucket in engine.buckets for home in bucket.store.stored.values()]
-        assert not any(home.takes_memory for home in homes), (*case, "nothing stays in memory after a step")
+        streamed = [store for bucket in engine.buckets for store in bucket.stores() if store.streamed]
+        assert not any(store.nbytes for store in streamed), (*case, "nothing stays in memory after a step")
         assert peaks.homes <= want[HOST].get(OFFLOAD, 0), (*case, peaks.homes, want[HOST].get(OFFLOAD))
         assert have.get(OFFLOAD, 0) <= want[HOST].get(OFFLOAD, 0), case
         if offload == "optimizer":
@@ -171,7 +171,7 @@ def test_overlapped_steps(pool: Pool, tmp_path: Path) -> None:
 def _host_apart() -> None:
     """Two memories on one CPU: what a forecast says of a GPU and its host together."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(bucket_store, "_apart", True)
+    patch.setattr(host_store, "_apart", True)
     try:
         for mode, optim, param in itertools.product(("32-true", "bf16-mixed"), ("none", "cpu"), ("none", "cpu")):
             zero = {"stage": 3, "offload_optimizer": {"device": optim}, "offload_param": {"device": param}}

@@ -25,11 +25,8 @@ def _predict(world: int, path: str) -> Any:
     root = sizes.pop("")
     assert gathered.live == 0
     assert 0 < gathered.most <= root + 2 * max(sizes.values()), "the unit at hand, and one that is moved in"
-    kept = [
-        (b.weights._master, b.weights._frozen, b.weights._gather_source) for b in engine.buckets if b.sharding.params
-    ]
-    for bucket_, copies in zip([b for b in engine.buckets if b.sharding.params], kept, strict=True):
-        nbytes = sum(copy.nbytes for copy in copies if copy is not None)
+    for bucket_ in [b for b in engine.buckets if b.sharding.params]:
+        nbytes = sum(store.nbytes for store in bucket_.weights.stores())
         assert nbytes == (0 if path else bucket_.shard.nbytes), "one shard of the weights, or none"
     return found
 

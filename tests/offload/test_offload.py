@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import lt_zero
-from lt_zero.engine import bucket_store
+from lt_zero.offload import host_store
 from tests.support.matrix import cover
 from tests.support.offload_runs import OPTIMIZERS, in_memory, same, train
 from tests.support.parity import STAGES, full_values
@@ -24,13 +24,10 @@ def _equal(path: str, stage: int, optimizer: str, dtype: torch.dtype | None) -> 
     for params in (True, False) if stage == 3 else (False,):
         got, engine, sharded = train(stage, path, optimizer, dtype=dtype, params=params)
         same(got, want, (stage, params))
-        homes = [h for b in engine.buckets for h in b.store.stored.values()]
-        assert homes
-        assert not any(h.takes_memory for h in homes), "everything is away after a step"
-        kinds = {kind for b in engine.buckets for kind in b.store.stored}
-        assert kinds >= {"master"}
+        assert all(b.streamed for b in engine.buckets)
+        assert not any(s.nbytes for b in engine.buckets for s in b.stores() if s.streamed), "away after a step"
         if optimizer == "AdamW":
-            assert kinds >= {"state exp_avg", "state exp_avg_sq"}
+            assert {key for b in engine.buckets for key in b.states} == {"exp_avg", "exp_avg_sq"}
         engine.offload_manager.close()
     dist.barrier()
     assert not list(Path(path).glob("lt_zero-*")), "files go with the run"
@@ -63,7 +60,7 @@ def _options(path: str) -> None:
     ):
         got, engine, _ = train(3, path, params=False, **more)
         same(got, want, more)
-        resting = sum(b.layout.numel for b in engine.buckets if b.store.stored)
+        resting = sum(b.layout.numel for b in engine.buckets if b.streamed)
         whole = sum(b.layout.numel for b in engine.buckets)
         assert resting <= more.get("ratio", 1.0) * whole
         assert (resting > 0) == (more.get("ratio", 1.0) > 0)
@@ -86,14 +83,15 @@ def _host(stage: int, optimizer: str, dtype: torch.dtype | None) -> None:
     want = in_memory(stage, optimizer, dtype)
     for params in ("cpu", "none") if stage == 3 else ("none",):
         zero = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": params}}
-        with mock.patch.object(bucket_store, "_apart", True):
+        with mock.patch.object(host_store, "_apart", True):
             got, engine, _ = train(stage, None, optimizer, dtype=dtype, zero=zero)
         same(got, want, (stage, params))
-        assert all(b.store.host_optim for b in engine.buckets)
-        assert all(b.store.host_params == (params == "cpu") for b in engine.buckets if b.sharding.params)
+        assert all(b.offloaded and not b.streamed for b in engine.buckets)
+        assert all(b.gather_place.offloads == (params == "cpu") for b in engine.buckets if b.sharding.params)
         for bucket in engine.buckets:
             assert bucket.weights.master is not None
-            assert bucket.weights.master.untyped_storage().data_ptr() != bucket.flat.untyped_storage().data_ptr()
+            rows = bucket.weights.master_rows
+            assert rows.untyped_storage().data_ptr() != bucket.flat.untyped_storage().data_ptr()
         with lt_zero.gathered(engine.root, write=True), torch.no_grad():
             for p in engine.root.parameters():
                 p.mul_(0.5)
@@ -117,7 +115,7 @@ def _files_apart(path: str, stage: int, optimizer: str, dtype: torch.dtype | Non
     """As with a GPU and NVMe: what comes from files has to go to the device."""
     want = in_memory(stage, optimizer, dtype)
     for params in (True, False) if stage == 3 else (False,):
-        with mock.patch.object(bucket_store, "_apart", True):
+        with mock.patch.object(host_store, "_apart", True):
             got, engine, _ = train(stage, path, optimizer, dtype=dtype, params=params)
         same(got, want, (stage, params))
         engine.offload_manager.close()

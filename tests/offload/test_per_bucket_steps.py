@@ -47,7 +47,7 @@ def _turns(stage: int, path: str | None, make: Any, turns: list[tuple[tuple[str,
         if save and number == 1:
             full_state_dict(engine)
             full_optimizer_state(sharded)
-    assert not any(home.takes_memory for bucket in engine.buckets for home in bucket.store.stored.values())
+    assert not any(store.nbytes for bucket in engine.buckets for store in bucket.stores() if store.streamed)
     found = full_values(engine)
     engine.offload_manager.close()
     return found

@@ -35,7 +35,7 @@ def _go_on(engine: Any, sharded: Any, first: int, steps: int = 2) -> dict[str, T
 
 
 def _resting(engine: Any) -> bool:
-    return not any(home.takes_memory for bucket in engine.buckets for home in bucket.store.stored.values())
+    return not any(store.nbytes for bucket in engine.buckets for store in bucket.stores() if store.streamed)
 
 
 def _fresh(stage: int, path: str, optimizer: str) -> Any:
@@ -102,12 +102,14 @@ def _frozen(path: str) -> None:
         engine = lt_zero.shard(model, config_of(3, zero=blocks(where)))
         sharded = lt_zero.ShardedOptimizer(engine, torch.optim.AdamW(model.parameters(), lr=1e-2))
         first = _go_on(engine, sharded, 0)
+        if where:
+            frozen = [b.weights.frozen for b in engine.buckets if b.weights.frozen is not None]
+            assert frozen
+            assert all(store.streamed for store in frozen)
         for p in model.blocks[0].parameters():  # unfrozen late
             p.requires_grad_(True)
         results.append((first, _go_on(engine, sharded, 2)))
         if where:
-            frozen = [b for b in engine.buckets if "weights" in b.store.stored]
-            assert frozen
             assert _resting(engine)
             engine.offload_manager.close()
     for got, want in zip(results[1], results[0], strict=True):
@@ -128,18 +130,14 @@ def _memory(path: str) -> tuple[int, int]:
     group = max(4 * 4 * (b.shard_range[1] - b.shard_range[0]) for b in engine.buckets)
     for _ in range(2):
         model(torch.ones(2, 512)).sum().backward()
-        homes = [h for b in engine.buckets for h in b.store.stored.values()]
-        for home in homes:
-            bring = home.bring
+        for store in [s for b in engine.buckets for s in b.stores() if s.streamed]:
 
-            def counted(write: bool = True, bring: Any = bring) -> Tensor:
+            def counted(begin_step: Any = store.begin_step) -> None:
                 nonlocal most
-                value: Tensor = bring(write)
-                now = sum(h.nbytes for b in engine.buckets for h in b.store.stored.values() if h.takes_memory)
-                most = max(most, now)
-                return value
+                begin_step()
+                most = max(most, sum(s.nbytes for b in engine.buckets for s in b.stores() if s.streamed))
 
-            home.bring = counted  # type: ignore[method-assign]
+            store.begin_step = counted  # type: ignore[method-assign]
         sharded.optimizer.step()
         sharded.optimizer.zero_grad()
     engine.offload_manager.close()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero.checkpoint.native.full_states import full_optimizer_state, load_full_optimizer_state
 from lt_zero.comm.communicator import Comm
-from lt_zero.engine import bucket_store
+from lt_zero.offload import host_store
 from lt_zero.optim import Lamb
 from lt_zero.step.clip import clip_grad_norm
 from tests.support.checkpoint_tools import everything, resume, same
@@ -135,14 +135,14 @@ def _resting(path: str, stage: int) -> None:
     for overlap in (False, True) if stage == 3 else (False,):
         nvme = {"device": "nvme", "nvme_path": path, "overlap_step": overlap, "ratio": 1.0 if overlap else 0.7}
         got, engine, _ = train(stage, {"offload_optimizer": nvme}, clip=0.5)
-        assert any("state exp_avg_sq" in b.store.stored for b in engine.buckets) or dist.get_rank() > 0
+        assert any("exp_avg_sq" in b.states for b in engine.buckets) or dist.get_rank() > 0
         close(got, want, (stage, "nvme"))
         engine.offload_manager.close()
-        bucket_store._apart = True
+        host_store._apart = True
         try:
             got, engine, _ = train(stage, {"offload_optimizer": {"device": "cpu", "overlap_step": overlap}}, clip=0.5)
         finally:
-            bucket_store._apart = False
+            host_store._apart = False
         close(got, want, (stage, "cpu"))
         engine.offload_manager.close()
 

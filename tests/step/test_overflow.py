@@ -360,19 +360,19 @@ def _nonfinite(stage: int) -> None:
     held = [
         (b, p, b.layout.spans[p.index].name) for b in engine.buckets for p in b.pieces() if p.index in b.grads.valid
     ]
-    assert all(b.grads.grad is not None for b, _, _ in held)
+    assert all(b.grads.accumulated for b, _, _ in held)
     for turn in range(world):
         mine = held if turn == rank else []
         _check_elements([(b, p) for b, p, n in mine if n == "rest.1.norm.bias"], engine)
         for bucket, piece, _ in mine:
-            bucket.grads.grad[piece.offset + piece.numel - 1] = INF
+            bucket.grads.write()[piece.offset + piece.numel - 1] = INF
         names = {name for some in engine.comm.host_gather([n for _, _, n in mine], "test") for name in some}
         assert nonfinite_parameters(engine) == [name for name in registered if name in names]
         for bucket, _, _ in mine:
             bucket.grads.valid.clear()
         assert nonfinite_parameters(engine) == []  # what was forgotten is not looked at
         for bucket, piece, _ in mine:
-            bucket.grads.grad.zero_()
+            bucket.grads.write().zero_()
             bucket.grads.valid.add(piece.index)
     assert nonfinite_parameters(engine) == []
 
@@ -382,10 +382,10 @@ def _check_elements(pieces: list[tuple[Bucket, Piece]], engine: Engine) -> None:
     places = [(b, p.offset + k) for b, p in pieces for k in range(p.numel)]
     for number in range(max(engine.comm.host_gather(len(places), "test"))):
         for bucket, place in places[number : number + 1]:
-            bucket.grads.grad[place] = (INF, -INF, NAN)[number % 3]
+            bucket.grads.write()[place] = (INF, -INF, NAN)[number % 3]
         assert nonfinite_parameters(engine) == ["rest.1.norm.bias"]
         for bucket, place in places[number : number + 1]:
-            bucket.grads.grad[place] = 0.0
+            bucket.grads.write()[place] = 0.0
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lt_zero
-import lt_zero.engine.bucket_store as store
+import lt_zero.offload.host_store as store
 from lt_zero import ops
 from lt_zero.step.clip import clip_grad_norm
 from tests.support.models import Net, next_token_loss

@@ -109,9 +109,9 @@ def full_grads(engine: Engine) -> dict[str, Tensor]:
     engine.finish_reductions()
     grads: dict[str, Tensor] = {}
     for bucket in engine.buckets:
-        if bucket.grads.grad is None:
+        if not bucket.grads.accumulated:
             continue
-        flat = gather_own(bucket, bucket.grads.grad)
+        flat = gather_own(bucket, bucket.grads.read())
         for index, span in enumerate(bucket.layout.spans):
             if index in bucket.grads.valid:
                 grads[span.name] = flat[span.lo : span.hi].view(span.shape).clone()

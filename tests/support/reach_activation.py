@@ -11,8 +11,7 @@ import torch
 from lt_zero.activation import stores
 from lt_zero.activation.install import installed
 from lt_zero.common.compat import DispatchMode
-from lt_zero.engine import bucket_store
-from lt_zero.offload import reuse
+from lt_zero.offload import host_store, reuse
 from tests.support.models import tokens
 from tests.support.reach_engine import Config, Lab, engine_of
 
@@ -49,7 +48,7 @@ def checkpointed(lab: Lab, config: Config) -> Any:
 def _stored(lab: Lab, config: Config) -> Any:
     """The store of an engine whose device has memory of its own, after a forward, and its loss; None without one."""
     with (
-        mock.patch.object(bucket_store, "_apart", True),
+        mock.patch.object(host_store, "_apart", True),
         mock.patch.object(stores, "Saved", partial(stores.Saved, least=1)),
     ):
         engine = engine_of(lab, config)

@@ -17,7 +17,7 @@ from lt_zero import ZeroConfig
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.bucket import State
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.grad_reducer import Reducer
+from lt_zero.engine.grad_bucket import Reducer
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.memory.limits import NotEnoughMemory
 from lt_zero.ops import library
@@ -173,14 +173,14 @@ def weights(lab: Lab, config: Config) -> Any:
 
 
 def master(lab: Lab, config: Config) -> Any:
-    return {short(bucket.weights.master_or_frozen.dtype) for bucket in engine_of(lab, config).buckets}
+    return {short(bucket.weights.values().dtype) for bucket in engine_of(lab, config).buckets}
 
 
 def accumulated(lab: Lab, config: Config) -> Any:
     """The dtype in which gradients are kept after a backward."""
     engine = engine_of(lab, config)
     backward(engine)
-    return {short(bucket.grads.grad.dtype) for bucket in engine.buckets if bucket.grads.grad is not None}
+    return {short(bucket.grads.read().dtype) for bucket in engine.buckets if bucket.grads.accumulated}
 
 
 def moments(lab: Lab, config: Config) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ import torch
 from lt_zero.engine import offload_manager
 from lt_zero.io.direct_file import SwapFile
 from lt_zero.io.thread_pool import IoPool, SwapError
+from lt_zero.offload import host_store
 from tests.support.offload_tools import change, noise
 from tests.support.reach_engine import Config, Lab, engine_of, plugin_of
 
@@ -35,7 +37,7 @@ def folder(lab: Lab, config: Config) -> Any:
 def resting(lab: Lab, config: Config) -> Any:
     """How many buckets have files: for the optimizer, for gathers."""
     engine = engine_of(lab, config)
-    found = [[b.store.optim is not None, b.store.params is not None] for b in engine.buckets]
+    found = [[b.step_place.streamed, b.gather_place.streamed] for b in engine.buckets]
     engine.offload_manager.close()
     return [sum(column) for column in zip(*found, strict=True)]
 
@@ -44,22 +46,25 @@ def pinned(lab: Lab, config: Config) -> Any:
     """Whether a GPU would have page-locked memory: for buckets, for what crosses to it."""
     made, _ = plugin_of(lab, config)
     engine, asked = engine_of(lab, {}), []
+
+    def link(device: torch.device, pin: bool, nbytes: int) -> Any:
+        asked.append(pin)
+        return SimpleNamespace(pin=pin)
+
     with (
-        mock.patch.object(offload_manager, "HostLink", lambda device, pin, nbytes: asked.append(pin)),
-        mock.patch(
-            "lt_zero.engine.bucket_store.torch.empty", lambda *_, pin_memory=False, **__: asked.append(pin_memory)
-        ),
+        mock.patch.object(offload_manager, "HostLink", link),
+        mock.patch.object(host_store, "host_empty", lambda numel, dtype, pin: asked.append(pin)),
     ):
         offload_manager.open_offload_manager(engine.buckets, made, torch.device("cuda"))
-        engine.buckets[0].store.host_empty(1, torch.float32)
+        engine.buckets[0].step_place.store("grad", 1, torch.float32).overwrite()
     return asked
 
 
 def walked(lab: Lab, config: Config) -> Any:
     """While the third bucket is stepped: do the one before, itself, and the next one take memory?"""
     engine = engine_of(lab, config)
-    homes = [bucket.store.stored["master"] for bucket in engine.buckets]
-    visits = [[home.takes_memory for home in homes] for _ in engine.offload_manager.stream_buckets(engine.buckets)]
+    stores = [bucket.weights.master for bucket in engine.buckets]
+    visits = [[store.nbytes > 0 for store in stores] for _ in engine.offload_manager.stream_buckets(engine.buckets)]
     engine.offload_manager.close()
     return visits[2][1:4]
 

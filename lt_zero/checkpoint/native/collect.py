@@ -45,7 +45,7 @@ def weight_fragments(engine: Engine) -> dict[str, Any]:
 
 def _weight(bucket: Bucket, index: int) -> Fragment:
     weights, piece = bucket.weights, _piece(bucket, index)
-    resting = bool(bucket.store.stored)
+    resting = any(store.streamed for store in bucket.stores())
 
     def local() -> Tensor:
         assert piece is not None
@@ -66,7 +66,7 @@ def _fragment(
     shape = tuple(bucket.shapes[index])
     if 0 in shape:
         local = partial(torch.empty, 0, dtype=dtype)
-    return Fragment(local, shape, lo, hi, dtype, bucket.store.tidy if resting else None)
+    return Fragment(local, shape, lo, hi, dtype, bucket.put_away if resting else None)
 
 
 def optimizer_fragments(sharded: ShardedOptimizer) -> dict[str, Any]:
@@ -146,11 +146,11 @@ def _is_whole(bucket: Bucket, piece: Piece) -> bool:
 
 
 def _state(bucket: Bucket, index: int, piece: Piece, key: str, value: Tensor) -> Fragment:
-    stored = bucket.store.stored.get(f"state {key}")
+    stored = bucket.states.get(key)
 
     def local() -> Tensor:
         if stored is not None:
-            stored.bring(write=False)
+            stored.read()
         return value.detach().reshape(-1)
 
     return _fragment(bucket, index, piece, local, value.dtype, stored is not None)

@@ -32,13 +32,13 @@ def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
         for bucket in engine.buckets:
             mine = {i: p for i, p in enumerate(bucket.params) if id(p) in numbers}
             local = {i: optimizer.state[p] for i, p in mine.items() if p in optimizer.state}
-            for stored in bucket.store.step_tensors() if local else ():
-                stored.bring(write=False)
+            for store in bucket.step_stores() if local else ():
+                store.read()
             for key, dtype in sorted(_keys(bucket, local).items()):
                 for index, value in _collect(bucket, local, key, dtype).items():
                     if keep and index in mine:
                         state.setdefault(numbers[id(mine[index])], {})[key] = value
-            bucket.store.tidy()
+            bucket.put_away()
             work.advance()
     engine.offload_manager.check(engine.comm, "optimizer states in files")
     if not keep:
@@ -119,7 +119,7 @@ def load_full_optimizer_state(
             for key, value in state.items():
                 if not _spans(value, bucket.shapes[index]):
                     cut[number][key] = whole(value)
-                elif bucket.store.optim is not None:
+                elif bucket.step_place.streamed:
                     resting.setdefault(bucket, []).append(_Resting(parameter, piece, key, value))
                 else:
                     cut[number][key] = _piece_of(bucket, piece, value)
@@ -131,7 +131,7 @@ def load_full_optimizer_state(
             # torch casts state to the parameter's dtype; ours belongs to the master weights.
             loaded = sharded.optimizer.state[parameter]
             place = engine.owner.get(id(parameter))
-            moves = place is not None and place[0].store.moves_optim
+            moves = place is not None and place[0].offloaded
             if isinstance(value, Tensor) and (loaded[key].dtype != value.dtype or moves):
                 loaded[key] = value.to("cpu" if moves else loaded[key].device, copy=True)
     _load_resting(sharded, resting, tick)
@@ -167,11 +167,11 @@ def _load_resting(
     for bucket, states in resting.items():
         for state in states:
             row = _piece_of(bucket, state.piece, state.value)
-            stored = bucket.store.state_tensor(state.key, row.dtype)
-            assert stored is not None
-            stored.bring()
-            kept = stored.lend(state.piece.offset, row.shape).copy_(row)
+            store = bucket.state_store(state.key, row.dtype)
+            assert store is not None
+            store.write()
+            kept = store.lend(state.piece.offset, row.shape).copy_(row)
             sharded.optimizer.state[state.parameter][state.key] = kept
-        bucket.store.tidy()
+        bucket.put_away()
         for _ in {id(state.parameter) for state in states}:
             tick()

@@ -1,0 +1,298 @@
+"""Tensors of buckets in host memory, and their copies to and from the device.
+
+ZeRO-Offload, arXiv:2101.06840: gradients are reduced on the device and added up in host memory, the CPU kernel steps,
+and the compute copy is sent to the device. Copies overlap with computation (copy_streams.py); a store keeps the copy
+event of each until somebody waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from lt_zero.common.flat_storage import flat_empty
+from lt_zero.io.buffer_pool import Buffers
+from lt_zero.io.pinned import host_buffer
+from lt_zero.offload.copy_streams import CopyEvent, CopyStream, StagingBuffer, StagingBuffers
+from lt_zero.offload.store import DeviceStore, Gap, Gather, Reduce, Store, Waits
+
+_apart = False  # set by tests: treat the CPU as a device with memory of its own
+_ARRIVING = 2  # reduced gradients that may be on their way to host memory
+
+
+def is_apart(device: torch.device) -> bool:
+    """Whether ``device`` has memory of its own."""
+    return device.type != "cpu" or _apart
+
+
+def host_empty(numel: int, dtype: torch.dtype, pin: bool) -> Tensor:
+    """A 1D tensor in host memory for the life of a run; pinned if ``pin``, and pageable where that fails."""
+    if not pin:
+        return flat_empty(numel, dtype, torch.device("cpu"))
+    return host_buffer(numel * dtype.itemsize, pin=True)[: numel * dtype.itemsize].view(dtype)
+
+
+class HostLink:
+    """Copy streams and buffers between host memory and a device. See copy_streams.py.
+
+    Args:
+        device: the device.
+        pin: pin the buffers.
+        nbytes: size of the largest tensor that is cast on its way to the device.
+    """
+
+    def __init__(self, device: torch.device, pin: bool, nbytes: int) -> None:
+        late = device.type == "cpu"
+        self.device, self.pin = device, pin
+        self.to_host, self.to_device = CopyStream(device, late, limit=_ARRIVING), CopyStream(device, late)
+        self.slots = StagingBuffers(lambda count: host_empty(count, torch.uint8, pin), nbytes)
+        self.landing = Buffers(spare=_ARRIVING + 1, make=lambda count: host_buffer(count, pin))
+        self._arriving: deque[HostStore] = deque()
+
+    def expect(self, store: HostStore) -> None:
+        """``store`` gets reduced gradients from the device: complete the oldest of its kind."""
+        self._arriving.append(store)
+        if len(self._arriving) > _ARRIVING:
+            self._arriving.popleft().wait_arrived()
+
+
+class _Then:
+    """A launched work, and what follows it."""
+
+    def __init__(self, works: Sequence[Waits], finish: Callable[[], object] = lambda: None) -> None:
+        self._works, self._finish = works, finish
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = ()
+        finish, self._finish = self._finish, lambda: None
+        finish()
+
+
+class HostStore:
+    """Keeps a tensor in host memory.
+
+    Args:
+        dtype: of the tensor.
+        make: allocates it.
+        link: to the device; None: the device is the CPU.
+    """
+
+    streamed = False
+
+    def __init__(self, dtype: torch.dtype, make: Callable[[], Tensor], link: HostLink | None) -> None:
+        self.dtype, self._make, self._link = dtype, make, link
+        self._tensor: Tensor | None = None  # 1D
+        self._sent: CopyEvent | None = None  # the last copy to the device, which reads the tensor
+        # What is reduced on the device comes by a copy: its event, where it goes, and the buffer if it is to be added.
+        self._incoming: tuple[CopyEvent, Tensor | None] | None = None
+        self._lock = threading.Lock()  # the background thread and the one that launches reductions take ``_incoming``
+
+    @property
+    def tensor(self) -> Tensor:
+        assert self._tensor is not None
+        return self._tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self._tensor.nbytes if self._tensor is not None else 0
+
+    def read(self) -> Tensor:
+        self.wait_arrived()
+        return self.tensor
+
+    def write(self) -> Tensor:
+        return self.read()
+
+    def overwrite(self) -> Tensor:
+        self.wait_arrived()
+        if self._tensor is None:
+            self._tensor = self._make()
+        return self._tensor
+
+    def lend(self, offset: int, shape: torch.Size, kind: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        view = self.tensor[offset : offset + shape.numel()].view(shape)
+        return kind(view) if kind is not None else view
+
+    def owns(self, value: Tensor) -> bool:
+        return self._tensor is not None and value.data_ptr() == self._tensor.data_ptr()
+
+    def discard(self) -> None:
+        self.wait_arrived()
+        if self._link is None or not self._link.pin:  # pinning memory again would take longer than to fill it
+            self._tensor = None
+
+    def widened(self) -> Store:
+        wide = self.read().float()
+        self.discard()
+        store = HostStore(torch.float32, lambda: wide, self._link)
+        store.overwrite()
+        return store
+
+    def prefetch(self) -> None:
+        return None
+
+    begin_step = end_use = wait_written = cancel = note_readers = wait_copied = prefetch
+
+    def wait_sent(self) -> None:
+        if self._sent is not None:
+            self._sent.synchronize()
+            self._sent = None
+
+    # ---- collectives -------------------------------------------------------------------------------------------
+
+    def launch_gather(self, shard: Tensor, gather: Gather) -> Waits:
+        assert self._link is not None
+        self._sent = self._link.to_device.copy(shard, self.tensor)
+        with self._link.to_device.in_line():
+            return _Then([self._sent, gather(None)])
+
+    def launch_reduce(self, reduce: Reduce, add: bool) -> Waits:
+        out = self.write() if add else self.overwrite()
+        if self._link is None:
+            return reduce(out, add)
+        landing = flat_empty(out.numel(), out.dtype, self._link.device)
+        return _Then([reduce(landing, False)], lambda: self._receive(landing, add))
+
+    def _receive(self, landing: Tensor, add: bool) -> None:
+        """Start copying what was reduced on the device."""
+        assert self._link is not None
+        buffer = self._link.landing.take(landing.nbytes) if add else None
+        target = self.tensor if buffer is None else buffer[: landing.nbytes].view(landing.dtype)
+        self._incoming = self._link.to_host.copy(target, landing), buffer
+        self._link.expect(self)
+
+    @torch.no_grad()
+    def wait_arrived(self) -> None:
+        """Wait for the copy of a reduced gradient, and add it if it is to be added. Thread-safe."""
+        incoming = self._incoming
+        if incoming is None:
+            return
+        event, buffer = incoming
+        event.synchronize()  # without the lock, so that a thread can never wait for more than its copy
+        with self._lock:
+            if self._incoming is not incoming:
+                return
+            if buffer is not None:
+                assert self._link is not None
+                self.tensor.add_(buffer[: self.tensor.nbytes].view(self.tensor.dtype))
+                self._link.landing.give(buffer)
+            self._incoming = None
+
+    # ---- as a compute copy -------------------------------------------------------------------------------------
+
+    def kernel_target(self, master: torch.dtype, covers: Callable[[], bool]) -> Tensor | None:
+        return self.tensor
+
+    def refresh(self, master: Store, written: bool, gaps: Sequence[Gap]) -> None:
+        if not written:
+            self.tensor.copy_(master.tensor)
+
+    def publishing(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+class FedStore(DeviceStore):
+    """Keeps the compute copy of master weights in host memory: on the device, sent there after each step.
+
+    Args:
+        tensor: the copy, 1D.
+        link: to the device.
+    """
+
+    def __init__(self, tensor: Tensor, link: HostLink) -> None:
+        super().__init__(tensor.dtype, lambda: tensor)
+        self.overwrite()
+        self._link = link
+        self._staging: StagingBuffer | None = None  # where the kernel writes the copy
+        self._coming: CopyEvent | None = None  # of the copy of updated weights
+        self._sent: CopyEvent | None = None  # of the last copy that reads the master weights themselves
+        self._after: object = None  # event on the device, after which the copy may be written
+
+    def launch_gather(self, shard: Tensor, gather: Gather) -> Waits:
+        self.wait_copied()
+        return super().launch_gather(shard, gather)
+
+    def wait_sent(self) -> None:
+        if self._sent is not None:
+            self._sent.synchronize()
+            self._sent = None
+
+    def kernel_target(self, master: torch.dtype, covers: Callable[[], bool]) -> Tensor | None:
+        # A staging buffer can be used only if the kernel writes all of it.
+        return self._stage() if self.dtype != master and covers() else None
+
+    def _stage(self) -> Tensor:
+        if self._staging is None:
+            self._staging = self._link.slots.take(self.tensor.numel(), self.dtype)
+        return self._staging.tensor
+
+    def cancel(self) -> None:
+        if self._staging is not None:
+            self._staging.give_back()
+        self._staging = None
+
+    def refresh(self, master: Store, written: bool, gaps: Sequence[Gap]) -> None:
+        if written and self._staging is None:
+            return  # sent already
+        if self.dtype == master.dtype:
+            self._coming = self._sent = self._link.to_device.copy(self.tensor, master.tensor, self._after)
+            if master.streamed:
+                self._coming.synchronize()  # the next bucket reuses the memory of the master weights
+            return
+        into = self._stage()
+        assert self._staging is not None
+        if not written:
+            into.copy_(master.tensor)
+        for lo, hi in gaps if written else ():
+            into[lo:hi].zero_()
+        self._coming, self._staging = self._staging.send(self._link.to_device, self.tensor, self._after), None
+
+    def note_readers(self) -> None:
+        self._after = self._link.to_device.now()
+
+    def wait_copied(self) -> None:
+        coming, self._coming, self._after = self._coming, None, None
+        if coming is not None:
+            coming.wait()
+
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        with self._link.to_device.in_line():
+            yield
+        self._coming = self._link.to_device.mark()
+
+
+class HostPlace:
+    """Host memory, apart from the device.
+
+    Args:
+        link: to the device.
+        pin_master: whether master weights are copied to the device as they are.
+    """
+
+    offloads, streamed = True, False
+
+    def __init__(self, link: HostLink, pin_master: bool = True) -> None:
+        self._link, self._pin_master = link, pin_master
+
+    def store(self, kind: str, numel: int, dtype: torch.dtype) -> Store:
+        pin = self._link.pin and (kind != "master" or self._pin_master)
+        return HostStore(dtype, lambda: host_empty(numel, dtype, pin), self._link)
+
+    def state(self, key: str, numel: int, dtype: torch.dtype) -> Store | None:
+        return None
+
+    def fed(self, copy: Store) -> Store:
+        return fed(copy, self._link)
+
+
+def fed(copy: Store, link: HostLink) -> Store:
+    """``copy`` as the compute copy of master weights in host memory."""
+    return FedStore(copy.tensor, link) if isinstance(copy, DeviceStore) else copy
