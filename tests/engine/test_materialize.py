@@ -183,11 +183,11 @@ def test_empty_init_and_a_checkpoint(pool: Pool, tmp_path: Any) -> None:
 
 
 class Wide(nn.Module):
-    """Eight layers of 4 MB."""
+    """Eight layers of 1 MB."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.ReLU()) for _ in range(8))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(512, 512, bias=False), nn.ReLU()) for _ in range(8))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -224,7 +224,7 @@ def _peak() -> None:
             model = Wide()
     finally:
         nn.Module.__init__ = register  # type: ignore[method-assign]
-    one = 4 * 1024 * 1024
+    one = 4 * 512 * 512
     assert max(peaks) <= 8 * one / 2 + 2 * one, "half of the model and about one layer"
     engine = lt_zero.shard(model, config_of(3))
     assert all(b.state is State.RELEASED for b in engine.buckets)

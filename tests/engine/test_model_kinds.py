@@ -123,7 +123,7 @@ def _compiled(stage: int, zero: dict[str, Any], backend: str) -> None:
     torch._dynamo.reset()
 
     def model() -> nn.Module:
-        net = Net()
+        net = Net(depth=2)
         for block in net.blocks:
             block.compile(backend=backend)
         return net
@@ -139,7 +139,7 @@ def test_compiled_blocks(pool: Pool, stage: int, zero: dict[str, Any]) -> None:
 def _recompiled(stage: int) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    net, traced = Net(), []
+    net, traced = Net(depth=2), []
 
     def backend(graph: Any, inputs: list[Tensor]) -> Any:
         traced.append(torch.is_grad_enabled())
