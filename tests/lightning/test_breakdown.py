@@ -291,11 +291,11 @@ LATE = 0.25  # seconds, far more than what a busy machine adds
 
 
 class Straggler(Model):
-    """Rank 1 sleeps before each backward, or each forward."""
+    """Rank 1 sleeps before each backward or forward, or in each step."""
 
     def __init__(self, where: str) -> None:
         super().__init__(lambda seconds: None, 3)
-        self.where = where
+        self.where, self.begun = where, False
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         if self.where == "forward" and dist.get_rank() == 1:
@@ -304,8 +304,11 @@ class Straggler(Model):
 
     def configure_optimizers(self) -> Any:
         if self.where == "step" and dist.get_rank() == 1:
-            self.passes = lambda seconds: time.sleep(LATE if seconds == 0.011 else 0)
+            self.passes = lambda seconds: time.sleep(LATE if self.begun and seconds == 0.011 else 0)
         return super().configure_optimizers()
+
+    def on_train_start(self) -> None:
+        self.begun = True  # set-up has tried what the optimizer does, step by step
 
     def on_before_backward(self, loss: Tensor) -> None:
         if self.where == "backward" and dist.get_rank() == 1:

@@ -61,12 +61,16 @@ def test_otherwise_it_is_not_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(DataPosition, "load", lambda *args: None)
     for case in ("shuffled", "iterable"):
         with pytest.raises(AssertionError, match="other (data|batches|weights)"):
-            compare(lambda case=case: Model(CASES[case]), tmp_path)  # type: ignore[misc]
+            compare(lambda case=case: Model(CASES[case]), tmp_path, stops=[3])  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_after_each_batch(case: str, tmp_path: Path) -> None:
-    compare(lambda: Model(CASES[case]), tmp_path)
+BATCHES = {"samples": 24, "replacement": 10, "min_size": 5}  # in an epoch; the others have 6
+PLACES = {"inside": lambda count: count // 2, "end": lambda count: count, "in the next": lambda count: count + 2}
+
+
+@pytest.mark.parametrize(("case", "place"), cover([*CASES], [*PLACES]))
+def test_after_a_batch(case: str, place: str, tmp_path: Path) -> None:
+    compare(lambda: Model(CASES[case]), tmp_path, stops=[PLACES[place](BATCHES.get(case, 6))])
 
 
 @pytest.mark.parametrize(("case", "where"), cover(["shuffled", "dict", "iterable", "stateful"], ["epoch", "end"]))
@@ -87,47 +91,46 @@ def test_workers_iterable(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["shuffled", "iterable", "dict", "iterables"])
 def test_inside_a_window(case: str, tmp_path: Path) -> None:
-    compare(lambda: Model(CASES[case]), tmp_path, accumulate_grad_batches=4)
+    compare(lambda: Model(CASES[case]), tmp_path, stops=[3, 8], accumulate_grad_batches=4)
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "stops"),
     [
-        {"limit_train_batches": 4},
-        {"overfit_batches": 3},
-        {"reload_dataloaders_every_n_epochs": 1},
-        {"max_steps": 15, "max_epochs": -1},
-        {"max_steps": 18, "max_epochs": -1},
-        {"accumulate_grad_batches": 2, "max_steps": 8, "max_epochs": -1},
+        ({"limit_train_batches": 4}, [4, 6]),
+        ({"overfit_batches": 3}, [2, 5]),
+        ({"reload_dataloaders_every_n_epochs": 1}, [3, 6]),
+        ({"max_steps": 15, "max_epochs": -1}, [7]),
+        ({"max_steps": 18, "max_epochs": -1}, [9]),
+        ({"accumulate_grad_batches": 2, "max_steps": 8, "max_epochs": -1}, [5]),
     ],
     ids=str,
 )
-def test_options(options: dict[str, Any], tmp_path: Path) -> None:
-    compare(lambda: Model(new_loader), tmp_path, **options)
+def test_options(options: dict[str, Any], stops: list[int], tmp_path: Path) -> None:
+    compare(lambda: Model(new_loader), tmp_path, stops=stops, **options)
 
 
-@pytest.mark.parametrize("where", ["batch", "validation"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"val_check_interval": 2},
-        {"val_check_interval": 3, "limit_val_batches": 1},
-        {},
-        {"val_check_interval": 4, "check_val_every_n_epoch": None},
-    ],
-    ids=str,
-)
+VALIDATIONS: list[dict[str, Any]] = [
+    {"val_check_interval": 2},
+    {"val_check_interval": 3, "limit_val_batches": 1},
+    {},
+    {"val_check_interval": 4, "check_val_every_n_epoch": None},
+]
+
+
+@pytest.mark.parametrize(("options", "where"), cover(VALIDATIONS, ["batch", "validation"]), ids=str)
 def test_with_validation(where: str, options: dict[str, Any], tmp_path: Path) -> None:
-    compare(lambda: Validated(new_loader), tmp_path, where, **options)
+    stops = [4, 6] if where == "batch" else None
+    compare(lambda: Validated(new_loader), tmp_path, where, stops, **options)
 
 
 @pytest.mark.parametrize("case", ["shuffled", "iterable"])
 def test_step_that_takes_the_iterator(case: str, tmp_path: Path) -> None:
-    compare(lambda: Takes(CASES[case]), tmp_path)
+    compare(lambda: Takes(CASES[case]), tmp_path, stops=[1, 4])  # two batches each, three in an epoch
 
 
 def test_steps_asked_for(tmp_path: Path) -> None:
-    compare(lambda: Steps(new_loader), tmp_path)
+    compare(lambda: Steps(new_loader), tmp_path, stops=[3])
 
 
 @pytest.mark.parametrize(("case", "steps"), cover(["shuffled", "iterable"], [4, 6, 9, 12]))
@@ -173,7 +176,7 @@ def _stop_early(folder: Path) -> list[float]:
     return [row[0] for batch in model.seen for part in batch for row in part]
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), pytest.param(3, 2, marks=pytest.mark.slow)])
 def test_another_world_size(pool: Pool, before: int, after: int, tmp_path: Path) -> None:
     first = [number for seen in pool.run(before, _stop_early, tmp_path) for number in seen]
     results = pool.run(after, _numbers, tmp_path, True)

@@ -26,7 +26,7 @@ from torch.distributed import HashStore
 
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.comm.agreement import Agreement
-from tests.support.lightning_tools import GPT, assert_same, quick, sharded_trainer, weights
+from tests.support.lightning_tools import BATCH, GPT, assert_same, quick, sharded_trainer, weights
 from tests.support.paths import ROOT, SUPPORT
 from tests.support.pool import Pool
 
@@ -166,6 +166,9 @@ def test_sigterm_to_one_process_of_a_real_run(tmp_path: Path, launcher: str, ran
     Archive(tmp_path / "stopped.ckpt").verify()
 
 
+STEPS = 40
+
+
 def _requeues(folder: str, asynchronous: bool) -> tuple[int, list[list[str]], Any]:
     os.environ.update(SLURM, SLURM_PROCID=str(dist.get_rank()), SLURM_LOCALID=str(dist.get_rank()))
     config = {"checkpoint": {"async_save": asynchronous}}
@@ -177,10 +180,10 @@ def _requeues(folder: str, asynchronous: bool) -> tuple[int, list[list[str]], An
         return 0
 
     with quick(), mock.patch.object(signal_connector, "call", call):
-        options = {"default_root_dir": folder, "plugins": [SLURMEnvironment()], **MANY, "max_epochs": 30}
+        options = {"default_root_dir": folder, "plugins": [SLURMEnvironment()], "max_epochs": 1, "limit_val_batches": 0}
         trainer = sharded_trainer(3, {}, config, callbacks=[Signal(1, "step", signal.SIGUSR1)], **options)
-        trainer.fit(GPT(dist.get_world_size()))
-        assert trainer.global_step == 60, "training went on"
+        trainer.fit(GPT(dist.get_world_size(), rows=STEPS * BATCH * 3))
+        assert trainer.global_step == STEPS, "training went on"
         want = weights(trainer)
         started: list[int] = []
 
@@ -189,7 +192,7 @@ def _requeues(folder: str, asynchronous: bool) -> tuple[int, list[list[str]], An
                 started.append(trainer.global_step)
 
         again = sharded_trainer(3, {}, config, callbacks=[Starts()], **options)
-        again.fit(GPT(dist.get_world_size()))  # from the checkpoint of the job
+        again.fit(GPT(dist.get_world_size(), rows=STEPS * BATCH * 3))  # from the checkpoint of the job
         if got := weights(again):
             assert_same(got, want, rtol=0.0, atol=0.0)
     return started[0], calls, None
@@ -198,7 +201,7 @@ def _requeues(folder: str, asynchronous: bool) -> tuple[int, list[list[str]], An
 @pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_slurms_signal_saves_and_requeues_after_a_batch(pool: Pool, tmp_path: Path, asynchronous: bool) -> None:
     first, second = pool.run(2, _requeues, str(tmp_path), asynchronous)
-    assert 2 < first[0] == second[0] < 60
+    assert 2 < first[0] == second[0] < STEPS
     assert (first[1], second[1]) == ([["scontrol", "requeue", "7"]], [])
 
 

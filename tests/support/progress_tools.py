@@ -138,15 +138,17 @@ class Validated(Model):
 
 
 class Saver(pl.Callback):
-    """Saves after each batch, as ModelCheckpoint does, and wherever else it may."""
+    """Saves after batches, as ModelCheckpoint does, or elsewhere: at all of these points, or ``only`` at some."""
 
-    def __init__(self, folder: Path, where: str) -> None:
-        self.folder, self.where = folder, where
-        self.seen: list[int] = []  # batches, at each save
+    def __init__(self, folder: Path, where: str, only: Any = None) -> None:
+        self.folder, self.where, self.only = folder, where, only
+        self.seen: list[int] = []  # batches, at each point
 
     def save(self, trainer: pl.Trainer, where: str) -> None:
-        if where == self.where:
-            self.seen.append(len(trainer.lightning_module.seen))
+        if where != self.where:
+            return
+        self.seen.append(len(trainer.lightning_module.seen))
+        if self.only is None or len(self.seen) in self.only:
             trainer.save_checkpoint(self.folder / f"{len(self.seen)}.ckpt", weights_only=False)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
@@ -190,10 +192,11 @@ def fit(model: Model, seed: int, ckpt: Path | None = None, **options: Any) -> tu
 def compare(make: Callable[[], Model], folder: Path, where: str = "batch", stops: Any = None, **options: Any) -> None:
     """A run that is resumed from checkpoints of another, with other random numbers, ends like that one.
 
-    By default from one inside of an epoch, at its end, and inside of the next.
+    ``stops`` are the numbers of these checkpoints; by default one inside of an epoch, at its end, and inside of the
+    next. A run that is told its stops saves nowhere else, which is most of its time.
     """
     options = {"max_epochs": 2, **options}
-    saver = Saver(folder, where)
+    saver = Saver(folder, where, stops)
     want_seen, want = fit(make(), 1, callbacks=[saver], **options)
     count = len(saver.seen)
     for number in stops or sorted({(count + 2) // 4, count // 2, count // 2 + 2} & {*range(1, count + 1)}):
