@@ -19,6 +19,7 @@ from lt_zero import ActivationCheckpointing, ConfigError, ZeroConfig, ZeroStrate
 from lt_zero.activation.install import installed
 from lt_zero.config.load import ConfigWarning
 from tests.support.lightning_tools import FULL, GPT, sharded_trainer
+from tests.support.matrix import cover
 from tests.support.models import Block
 from tests.support.parity import RELEASE
 from tests.support.pool import Pool
@@ -72,21 +73,19 @@ def _trained(stage: int, manual: bool, **keys: Any) -> Any:
     return trainer.strategy.full_state_dict(), text.getvalue(), module, trainer
 
 
-def _runs(stage: int) -> None:
-    for manual in (False, True):
-        want = _trained(stage, manual)[0]
-        for mode in ("full", "selective"):
-            got, text, module, trainer = _trained(stage, manual, mode=mode, every=2)
-            for name, value in want.items():
-                assert torch.equal(value, got[name]), (manual, mode, name)
-            line = f"activation checkpointing: {mode}, 2 of 3 Seeing modules"
-            assert (line in text) is (dist.get_rank() == 0)
-            first, second = module.net.blocks[0].seen, module.net.blocks[1].seen
-            assert all(first)
-            assert not any(second)
-            steps = sum(1 for _ in module.net.blocks[2].seen)
-            assert steps > len(second), "its forward ran again in backward"
-            assert all(type(vars(b).get("forward")).__module__ != "lt_zero.activation.apply" for b in module.copied)
+def _runs(stage: int, manual: bool, mode: str) -> None:
+    want = _trained(stage, manual)[0]
+    got, text, module, trainer = _trained(stage, manual, mode=mode, every=2)
+    for name, value in want.items():
+        assert torch.equal(value, got[name]), name
+    line = f"activation checkpointing: {mode}, 2 of 3 Seeing modules"
+    assert (line in text) is (dist.get_rank() == 0)
+    first, second = module.net.blocks[0].seen, module.net.blocks[1].seen
+    assert all(first)
+    assert not any(second)
+    steps = sum(1 for _ in module.net.blocks[2].seen)
+    assert steps > len(second), "its forward ran again in backward"
+    assert all(type(vars(b).get("forward")).__module__ != "lt_zero.activation.apply" for b in module.copied)
     trainer.fit_loop.max_epochs = 2
     before = len(first)
     trainer.fit(module)
@@ -98,8 +97,9 @@ def _runs(stage: int) -> None:
     assert not any(first[before:]), "there is no backward"
 
 
-def test_a_run_is_the_one_without(pool: Pool) -> None:
-    pool.run(2, _runs, 3)
+@pytest.mark.parametrize(("manual", "mode"), cover([False, True], ["full", "selective"]))
+def test_a_run_is_the_one_without(pool: Pool, manual: bool, mode: str) -> None:
+    pool.run(2, _runs, 3, manual, mode)
 
 
 # ---- what the strategy is told -------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ from tests.support.matrix import cover
 from tests.support.models import VOCAB, Block, tokens
 from tests.support.pool import Pool
 
-WORLDS = [1, 2, 3]
 OFFLOADS = ("none", "optimizer", "both")
 
 
@@ -122,10 +121,8 @@ def close(got: int, want: int, what: Any, slack: float = 0.05) -> None:
     assert abs(got - want) <= slack * max(got, want) + 256, (what, "measured", got, "forecast", want)
 
 
-def _compare(mode: str, path: str) -> None:
-    for stage, offload in itertools.product(range(4), OFFLOADS):
-        if offload == "both" and stage < 3:
-            continue
+def _compare(mode: str, stage: int, path: str) -> None:
+    for offload in OFFLOADS if stage == 3 else OFFLOADS[:-1]:
         config = config_for(stage, offload, path, low=mode == "bf16-true")
         torch.manual_seed(0)
         model = Wide()
@@ -146,9 +143,11 @@ def _compare(mode: str, path: str) -> None:
         engine.offload_manager.close()
 
 
-@pytest.mark.parametrize(("world", "mode"), cover(WORLDS, ["32-true", "bf16-mixed", "bf16-true"]))
-def test_forecast_is_what_an_engine_takes(pool: Pool, tmp_path: Path, world: int, mode: str) -> None:
-    pool.run(world, _compare, mode, str(tmp_path))
+@pytest.mark.parametrize(
+    ("stage", "mode", "world"), cover([3, 2, 1, 0], ["32-true", "bf16-mixed", "bf16-true"], [2, 3, 1])
+)
+def test_forecast_is_what_an_engine_takes(pool: Pool, tmp_path: Path, stage: int, mode: str, world: int) -> None:
+    pool.run(world, _compare, mode, stage, str(tmp_path))
 
 
 def _overlapped(path: str) -> None:
