@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
+import pickle
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
 
 from lt_zero.checkpoint.native.archive import Archive
+from lt_zero.checkpoint.native.collect import _pack, _unpack
 from lt_zero.io import sequential_writer
+from lt_zero.lightning import checkpoint_service
 from tests.support.checkpoint_tools import copied, error_of, everything, resume, same, train
-from tests.support.lightning_tools import GPT, sharded_trainer
+from tests.support.lightning_tools import GPT, sharded_trainer, weights
+from tests.support.matrix import only
 from tests.support.pool import Pool
 
 ASYNC: dict[str, Any] = {"checkpoint": {"async": True, "format": "sharded"}}
@@ -94,13 +101,13 @@ def _moment(stage: int, folder: str, options: dict[str, Any]) -> None:
     archive.close()
 
 
-@pytest.mark.parametrize(
-    ("stage", "options"),
-    [(0, {}), (1, {}), (2, {"precision": "16-true"}), (3, {}), (3, {"precision": "bf16-mixed"})],
-    ids=str,
-)
-def test_values_of_the_moment(pool: Pool, tmp_path: Path, stage: int, options: dict[str, Any]) -> None:
-    pool.run(2, _moment, stage, str(tmp_path), options)
+MOMENTS = [(0, "32-true"), (1, "32-true"), (2, "16-true"), (3, "32-true"), (3, "bf16-mixed")]
+
+
+@pytest.mark.parametrize("how", only([(2, "16-true"), (3, "32-true")], MOMENTS), ids=str)
+def test_values_of_the_moment(pool: Pool, tmp_path: Path, how: tuple[int, str]) -> None:
+    stage, precision = how
+    pool.run(2, _moment, stage, str(tmp_path), {"precision": precision})
 
 
 def _fails(folder: str) -> list[Any]:
@@ -299,3 +306,127 @@ def _interrupted(folder: str) -> None:
 def test_an_error_while_a_save_is_under_way(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _interrupted, str(tmp_path))
     assert [p.name for p in tmp_path.iterdir()] == ["one"]
+
+
+class Moving(GPT):
+    """Hooks hand over tensors that training changes."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.average = torch.zeros(3)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.average += 1
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["average"] = {"now": [self.average]}
+
+    def get_extra_state(self) -> Any:
+        return {"average": self.average}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.average = state["average"]
+
+
+class SavesAt2(Callback):
+    def __init__(self, path: str, release: threading.Event, fail: bool = False) -> None:
+        self.path, self.release, self.fail = path, release, fail
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.path)
+        if trainer.global_step == 3 and self.fail:
+            raise ZeroDivisionError
+        if trainer.global_step == 4:
+            self.release.set()
+
+
+def _overtaken(path: str, fused: bool) -> None:
+    release, write = threading.Event(), checkpoint_service.write
+
+    def held(*args: Any) -> None:
+        assert release.wait(30)
+        write(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_service, "write", held)
+        config = {**ASYNC, "fused_step": fused}
+        saves = SavesAt2(path, release)
+        trainer = sharded_trainer(2, config=config, max_steps=5, max_epochs=9, limit_val_batches=0, callbacks=[saves])
+        trainer.fit(Moving(dist.get_world_size(), "adamw"))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_counters_and_tensors_of_hooks_are_those_of_the_moment(pool: Pool, tmp_path: Path, fused: bool) -> None:
+    path = str(tmp_path / "one.ckpt")
+    pool.run(2, _overtaken, path, fused)
+    archive = Archive(path)
+    own = archive.meta["lt_zero"]
+    assert {float(state["step"]) for state in own["optimizers"][0]["state"].values()} == {2.0}
+    (now,) = archive.meta["average"]["now"]
+    (extra,) = own["extra_state"].values()
+    assert now.tolist() == extra["average"].tolist() == [1.0] * 3
+
+
+def _abandons(folder: str) -> Any:
+    """An error in training while a save is held back; a fit of the same strategy saves before that one has ended."""
+    release, write, count = threading.Event(), checkpoint_service.write, [0]
+
+    def held(*args: Any) -> None:
+        count[0] += 1
+        assert count[0] > 1 or release.wait(30)
+        write(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_service, "write", held)
+        patch.setattr(checkpoint_service, "GRACE", 0.1)
+        options: dict[str, Any] = {"config": ASYNC, "max_steps": 5, "max_epochs": 9, "limit_val_batches": 0}
+        trainer = sharded_trainer(2, **options, callbacks=[SavesAt2(f"{folder}/first", release, fail=True)])
+        with pytest.raises(ZeroDivisionError):
+            trainer.fit(GPT(dist.get_world_size(), "adamw"))
+        comm = trainer.strategy.comm  # type: ignore[attr-defined]
+        again = sharded_trainer(2, **options, callbacks=[SavesAt2(f"{folder}/second", release)])
+        again.strategy._comm = comm
+        again.fit(GPT(dist.get_world_size(), "adamw"))
+        for thread in [t for t in threading.enumerate() if t.name.startswith("lt_zero-async-save")]:
+            thread.join(30)
+    dist.barrier()
+    return [Archive(f"{folder}/{name}").verify() > 0 for name in ("first", "second")]
+
+
+def test_a_save_that_was_left_behind_disturbs_no_later_one(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, _abandons, str(tmp_path)) == [[True, True]] * 2
+
+
+class _Tuned(GPT):
+    lr = 0.01
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def _finds(folder: str) -> Any:
+    os.chdir(folder)
+    trainer = sharded_trainer(3, config=ASYNC, max_epochs=1, limit_val_batches=0, default_root_dir=folder)
+    module = _Tuned(dist.get_world_size())
+    want = {name: value.numpy().copy() for name, value in module.state_dict().items()}
+    Tuner(trainer).lr_find(module, num_training=6)
+    got = weights(trainer)
+    return all(np.array_equal(got[name], want[name]) for name in got), os.listdir(folder)
+
+
+def test_lr_find_restores_what_is_still_being_saved(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, _finds, str(tmp_path)) == [(True, [])] * 2
+
+
+def test_counters_are_packed_and_unpacked() -> None:
+    own = {3: {"step": torch.tensor(2.0), "name": "x"}, 5: {"step": torch.tensor(4.0), "t": torch.tensor(7)}, 6: {}}
+    assert _unpack(*pickle.loads(pickle.dumps(_pack(own)))) == own
+
+
+def test_counters_are_saved_without_their_neighbours(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, _overtaken, str(tmp_path / "one"), True)
+    extras = torch.load(tmp_path / "one" / "extras.pt", weights_only=True)
+    steps = [value for name, value in extras.items() if name.endswith(".step")]
+    assert len(steps) == 1, "equal counters are one entry"
+    assert torch.load(io.BytesIO(steps[0].numpy().tobytes())).untyped_storage().nbytes() == 4

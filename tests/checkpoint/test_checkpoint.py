@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lt_zero.checkpoint.native.archive import Archive
 from tests.support.checkpoint_tools import SHARDED, copied, error_of, everything, resume, same, train
 from tests.support.lightning_tools import GPT, sharded_trainer
-from tests.support.matrix import cover
+from tests.support.matrix import cover, only
 from tests.support.pool import Pool
 
 STAGES = [0, 1, 2, 3]
@@ -48,7 +48,8 @@ def test_restores_what_was_saved(pool: Pool, tmp_path: Path, stage: int, world: 
     assert set(names) == {".metadata", "extras.pt", "manifest.json", "meta.pt", *numbered}
 
 
-@pytest.mark.parametrize(("stage", "precision"), cover([1, 3], ["16-true", "16-mixed", "bf16-mixed", "bf16-true"]))
+@pytest.mark.parametrize("precision", only(["bf16-mixed"], ["16-true", "16-mixed", "bf16-mixed", "bf16-true"]))
+@pytest.mark.parametrize("stage", only([3], [1, 3]))
 def test_restores_precision(pool: Pool, tmp_path: Path, stage: int, precision: str) -> None:
     pool.run(2, _life, stage, str(tmp_path), {"precision": precision})
 
@@ -59,8 +60,7 @@ def _overflows(stage: int, folder: str, options: dict[str, Any]) -> None:
     assert "skip" in str(meta), "the loss scale and what was skipped are in it"
 
 
-@pytest.mark.parametrize("how", ["advance", "hold"])
-@pytest.mark.parametrize("precision", ["16-true", "16-mixed"])
+@pytest.mark.parametrize(("precision", "how"), cover(["16-true", "16-mixed"], ["advance", "hold"]))
 def test_restores_a_run_that_skips_steps(pool: Pool, tmp_path: Path, precision: str, how: str) -> None:
     fp16 = {"initial_scale_power": 26, "hysteresis": 1, "loss_scale_window": 1}
     config = {**SHARDED, "fp16": fp16, "on_skipped_step": how}
@@ -108,7 +108,7 @@ def _options(stage: int, folder: str) -> None:
     assert "optimizer" in text
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", only([3], [0, 2, 3]))
 def test_parts_of_a_checkpoint(pool: Pool, tmp_path: Path, stage: int) -> None:
     pool.run(2, _options, stage, str(tmp_path))
 
@@ -131,7 +131,7 @@ def _rounded(folder: str, precision: str) -> None:
             )
 
 
-@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
+@pytest.mark.parametrize("precision", only(["bf16-true"], ["16-true", "bf16-true"]))
 def test_weights_can_be_rounded_to_what_is_computed_with(pool: Pool, tmp_path: Path, precision: str) -> None:
     pool.run(2, _rounded, str(tmp_path), precision)
 
@@ -205,6 +205,6 @@ def _custom(stage: int, folder: str) -> None:
     same(resume(f"{folder}/custom", stage, Custom(dist.get_world_size()))[0], want)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", only([3], [0, 3]))
 def test_an_optimizer_of_the_user(pool: Pool, tmp_path: Path, stage: int) -> None:
     pool.run(2, _custom, stage, str(tmp_path))

@@ -23,6 +23,7 @@ from lt_zero.io.pinned import aligned_buffer, checksum, checksum_weights, rounde
 from lt_zero.io.sequential_writer import STEP, FileRecord
 from tests.support.checkpoint_tools import SHARDED, error_of, raised, resume, same, train
 from tests.support.lightning_tools import GPT, sharded_trainer
+from tests.support.matrix import only
 from tests.support.pool import Pool
 
 FILES = ["manifest.json", "meta.pt"] + [f"{kind}-{rank:05d}.pt" for kind in ("weights", "moments") for rank in range(2)]
@@ -93,19 +94,35 @@ def _load_damaged(folder: str, damage: str) -> dict[str, str]:
     return texts
 
 
-@pytest.mark.parametrize("damage", list(DAMAGES))
-def test_damage_is_an_error_on_every_rank(pool: Pool, tmp_path: Path, damage: str) -> None:
-    pool.run(2, _save, str(tmp_path))
-    for texts in pool.run(2, _load_damaged, str(tmp_path), damage):
-        for name, text in texts.items():
-            assert name in text, (name, text)
-            assert any(word in text for word in ("damaged", "missing", "changed", "not a complete", "written last"))
+@pytest.fixture(scope="module")
+def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    pool.run(2, _save, str(folder))
+    return folder / "good"
 
 
 @pytest.fixture
-def good(pool: Pool, tmp_path: Path) -> Path:
-    pool.run(2, _save, str(tmp_path))
-    return tmp_path / "good"
+def good(saved: Path, tmp_path: Path) -> Path:
+    """A copy that the test may damage."""
+    return Path(shutil.copytree(saved, tmp_path / "good"))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_found(good: Path, damage: str) -> None:
+    for name in FILES + ([] if damage in ("flip", "overwrite") else OTHERS):
+        bad = good.parent / damage / name
+        shutil.copytree(good, bad)
+        DAMAGES[damage](bad / name)
+        with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+            Archive(str(bad)).verify()
+
+
+@pytest.mark.parametrize("damage", only(["truncate", "delete", "flip"], DAMAGES))
+def test_damage_is_an_error_on_every_rank(pool: Pool, good: Path, damage: str) -> None:
+    for texts in pool.run(2, _load_damaged, str(good.parent), damage):
+        for name, text in texts.items():
+            assert name in text, (name, text)
+            assert any(word in text for word in ("damaged", "missing", "changed", "not a complete", "written last"))
 
 
 def test_any_bit_of_any_file_is_seen(good: Path) -> None:

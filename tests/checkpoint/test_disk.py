@@ -7,15 +7,18 @@ import os
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch.distributed as dist
 
 from lt_zero.checkpoint.native import directory
 from lt_zero.checkpoint.native.archive import Archive
+from lt_zero.checkpoint.native.directory import Place
 from lt_zero.checkpoint.native.manifest import Manifest
 from lt_zero.common.errors import CheckpointError
 from lt_zero.io import sequential_writer
 from tests.support.checkpoint_tools import SHARDED, error_of, raised, train
+from tests.support.lightning_tools import FULL, GPT, sharded_trainer
 from tests.support.pool import Pool
 
 
@@ -23,12 +26,29 @@ def _names(folder: str | Path) -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir())
 
 
-def _broken(folder: str, how: str) -> str:
-    rank = dist.get_rank()
+def _broken(folder: str) -> dict[str, str]:
+    """The error of each save of one trainer, whose first checkpoint outlives all of them."""
     trainer = train(3, config=SHARDED, max_steps=1)
     trainer.save_checkpoint(f"{folder}/one")
     trainer.fit_loop.epoch_loop.max_steps = 2
     trainer.fit(trainer.lightning_module)
+    texts = {}
+    for how in FAILURES:
+        texts[how] = _failed_save(trainer, folder, how)
+        dist.barrier()
+        assert _names(folder) == ["one"], how
+        archive = Archive(f"{folder}/one")
+        archive.verify()
+        assert archive.meta["global_step"] == 1, how
+        archive.close()
+        dist.barrier()
+    trainer.save_checkpoint(f"{folder}/one")  # the trainer is still usable
+    assert Archive(f"{folder}/one").meta["global_step"] == 2
+    return texts
+
+
+def _failed_save(trainer: Any, folder: str, how: str) -> str:
+    rank = dist.get_rank()
     patch = pytest.MonkeyPatch()
     target = f"{folder}/one"
     if how == "space":
@@ -54,18 +74,9 @@ def _broken(folder: str, how: str) -> str:
     elif how == "long":
         target = f"{folder}/{'x' * 300}"
     try:
-        text = error_of(trainer.save_checkpoint, target)
+        return error_of(trainer.save_checkpoint, target)
     finally:
         patch.undo()
-    dist.barrier()
-    assert _names(folder) == ["one"], how
-    archive = Archive(f"{folder}/one")
-    archive.verify()
-    assert archive.meta["global_step"] == 1
-    archive.close()
-    trainer.save_checkpoint(f"{folder}/one")  # the trainer is still usable
-    assert Archive(f"{folder}/one").meta["global_step"] == 2
-    return text
 
 
 def _missing(*args: Any, **kwargs: Any) -> str:
@@ -76,24 +87,25 @@ def _full(*args: Any, **kwargs: Any) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("space", ["one", "free", "save_top_k"]),
-        ("unseen", ["rank 1", "one", "disk of one node", 'format="full"']),
-        ("other", ["rank 1", "not the directory that rank 0 created"]),
-        ("write", ["rank 1", "-00001.pt", "ENOSPC", "Free space"]),
-        ("manifest", ["rank 0", "No space left"]),
-        ("rename", ["Cannot name", "one", "ENOSPC"]),
-        ("folder", ["meta.pt"]),
-        ("project", ["is a directory with one", "<name>"]),
-        ("nul", ["null"]),
-        ("protocol", ["nonsense"]),
-        ("long", ["xxx"]),
-    ],
-)
-def test_saves_that_fail(pool: Pool, tmp_path: Path, how: str, words: list[str]) -> None:
-    raised(pool.run(2, _broken, str(tmp_path), how), *words)
+FAILURES: dict[str, list[str]] = {  # and words of their errors
+    "space": ["one", "free", "save_top_k"],
+    "unseen": ["rank 1", "one", "disk of one node", 'format="full"'],
+    "other": ["rank 1", "not the directory that rank 0 created"],
+    "write": ["rank 1", "-00001.pt", "ENOSPC", "Free space"],
+    "manifest": ["rank 0", "No space left"],
+    "rename": ["Cannot name", "one", "ENOSPC"],
+    "folder": ["meta.pt"],
+    "project": ["is a directory with one", "<name>"],
+    "nul": ["null"],
+    "protocol": ["nonsense"],
+    "long": ["xxx"],
+}
+
+
+def test_saves_that_fail(pool: Pool, tmp_path: Path) -> None:
+    results = pool.run(2, _broken, str(tmp_path))
+    for how, words in FAILURES.items():
+        raised([texts[how] for texts in results], *words)
 
 
 @pytest.mark.parametrize("name", ["complete", "x[1]*.ckpt", "a-b-c.tmp-d", "ä b"])
@@ -152,3 +164,37 @@ def test_a_manifest_of_somebody_else(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="model.ckpt, which saving a checkpoint there would remove"):
         directory.Place.make(str(tmp_path))
     assert (tmp_path / "model.ckpt").read_text() == "x"
+
+
+def test_a_url_with_something_else_is_not_replaced() -> None:
+    files = fsspec.filesystem("memory")
+    files.pipe("/review/thesis.tex", b"important")
+    with pytest.raises(CheckpointError, match="would remove"):
+        Place.make("memory://review")
+    assert files.cat_file("/review/thesis.tex") == b"important"
+    files.pipe("/broken/weights-00000.pt", b"of a save that was broken off")
+    Place.make("memory://broken")
+    assert not files.exists("/broken/weights-00000.pt")
+
+
+def _onto_a_directory(path: str) -> str:
+    trainer = sharded_trainer(2, config=FULL, max_steps=1, limit_val_batches=0)
+    trainer.fit(GPT(dist.get_world_size()))
+    with pytest.raises(IsADirectoryError) as caught:
+        trainer.save_checkpoint(path)
+    return str(caught.value)
+
+
+def test_a_file_onto_a_directory_fails_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    assert all("is a directory" in text for text in pool.run(2, _onto_a_directory, str(tmp_path)))
+
+
+def test_files_have_the_rights_that_the_user_wants(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        place = Place.make(str(tmp_path / "one"))
+        place.sink("a").close()
+    finally:
+        os.umask(before)
+    assert os.stat(Path(place.folder, "a")).st_mode & 0o777 == 0o664
+    place.discard()

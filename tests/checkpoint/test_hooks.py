@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
 
+import lt_zero
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.plain import MISSING
 from lt_zero.engine.lazy_tensor import LazyTensor
 from tests.support.checkpoint_tools import SHARDED, error_of, everything, resume, same, train
-from tests.support.lightning_tools import GPT
+from tests.support.lightning_tools import GPT, sharded_trainer, weights
 from tests.support.pool import Pool
 
 
@@ -282,3 +286,48 @@ def _tensors(folder: str) -> None:
 
 def test_tensors_of_the_user(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _tensors, str(tmp_path))
+
+
+class Registers(GPT):
+    """Takes what is as long as it was saved, in a hook."""
+
+    def __init__(self, *args: Any, length: int = 1) -> None:
+        super().__init__(*args)
+        self.register_buffer("table", torch.arange(float(length)))
+        self.extra = nn.Parameter(torch.arange(float(length)))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.table = checkpoint["state_dict"]["table"]
+        self.extra = nn.Parameter(checkpoint["state_dict"]["extra"])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + (self.extra * self.table).sum()
+
+
+def _registers(folder: str) -> Any:
+    world, path = dist.get_world_size(), f"{folder}/one.ckpt"
+    trainer = sharded_trainer(3, max_steps=1, limit_val_batches=0)
+    trainer.fit(Registers(world, length=5))
+    trainer.save_checkpoint(path)
+    want = weights(trainer)
+    loaded = lt_zero.load_from_checkpoint(Registers, path)
+    resumed = sharded_trainer(3, max_steps=2, limit_val_batches=0)
+    module = Registers(world)
+
+    class Removes(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.got = weights(trainer)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                shutil.rmtree(path)
+            dist.barrier()
+
+    removes = Removes()
+    resumed.callbacks.append(removes)  # type: ignore[attr-defined]
+    resumed.fit(module, ckpt_path=path)
+    same = all(np.array_equal(removes.got[name], want[name]) for name in want)
+    return same, type(module.table) is Tensor, type(loaded.table) is Tensor, type(loaded.extra) is nn.Parameter
+
+
+def test_what_a_hook_registers_outlives_the_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, _registers, str(tmp_path)) == [(True,) * 4] * 2

@@ -299,8 +299,9 @@ def _hparams(folder: str) -> None:
 def test_hyperparameters_of_omegaconf_through_both_formats(pool: Pool, tmp_path: Path) -> None:
     pool.run(1, _hparams, str(tmp_path))
     paths = [tmp_path / "full.ckpt", *sorted((tmp_path / "sharded.ckpt").glob("*.pt"))]
-    done = subprocess.run([sys.executable, "-c", READER, *map(str, paths)], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == f"read {len(paths)}", done.stderr
+    assert len(paths) == 5
+    for path in paths:
+        torch.load(path, weights_only=True)
     for path in (tmp_path / "full.ckpt", tmp_path / "sharded.ckpt" / "meta.pt"):
         found = torch.load(path, weights_only=True)
         assert found["hyper_parameters"] == {"base": 0.5, "lr": 0.5}

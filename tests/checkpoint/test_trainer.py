@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from lt_zero.checkpoint.native import directory
 from lt_zero.checkpoint.native.archive import Archive
 from tests.support.checkpoint_tools import SHARDED, copied, error_of, everything, resume, same, train
 from tests.support.lightning_tools import FULL, GPT, sharded_trainer
+from tests.support.matrix import only
 from tests.support.pool import Pool
 
 
@@ -32,7 +33,7 @@ def _names(folder: str | Path) -> list[str]:
 
 def _keeping(folder: str, stage: int, keeps: dict[str, Any], **options: Any) -> tuple[Any, Any]:
     callback = ModelCheckpoint(folder, **{"filename": "{step}", "every_n_train_steps": 1, **keeps})
-    options = {"max_steps": 10, "max_epochs": 99, "limit_val_batches": 0, "enable_checkpointing": True, **options}
+    options = {"max_steps": 4, "max_epochs": 99, "limit_val_batches": 0, "enable_checkpointing": True, **options}
     trainer = sharded_trainer(stage, callbacks=[callback], config=options.pop("config", SHARDED), **options)
     trainer.fit(GPT(dist.get_world_size(), "adamw"), ckpt_path=options.pop("ckpt_path", None))
     return trainer, callback
@@ -41,12 +42,12 @@ def _keeping(folder: str, stage: int, keeps: dict[str, Any], **options: Any) -> 
 def _top(folder: str, stage: int) -> None:
     trainer, callback = _keeping(f"{folder}/a", stage, {"save_top_k": 1, "save_last": True})
     dist.barrier()
-    assert _names(f"{folder}/a") == ["last.ckpt", "step=10.ckpt"]
+    assert _names(f"{folder}/a") == ["last.ckpt", "step=4.ckpt"]
     want = everything(trainer)
-    for path in ("last", callback.best_model_path, Path(callback.last_model_path), f"{callback.best_model_path}/"):
-        again, _ = resume(path, stage, steps=11, callbacks=[ModelCheckpoint(f"{folder}/a")], enable_checkpointing=True)
+    for path in ("last", Path(callback.last_model_path), f"{callback.best_model_path}/"):
+        again, _ = resume(path, stage, steps=5, callbacks=[ModelCheckpoint(f"{folder}/a")], enable_checkpointing=True)
         same(again, want)
-    inside, _ = resume(f"{callback.best_model_path}/meta.pt", stage, steps=11)
+    inside, _ = resume(f"{callback.best_model_path}/meta.pt", stage, steps=5)
     same(inside, want)
     seen = copied(trainer.strategy.full_state_dict())  # type: ignore[attr-defined]
     trainer.validate(ckpt_path="best")
@@ -215,8 +216,10 @@ def _save(stage: int, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return found["weights"], found["optimizers"][0]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_torch_and_lightning_read_directories(pool: Pool, tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize("stage", only([3], [0, 3]))
+def test_torch_and_lightning_read_directories(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
     weights, optimizer = pool.run(3, _save, stage, str(tmp_path))[0]
     module = {name: torch.zeros_like(value) for name, value in weights.items()}
     names = [name for name, _ in GPT().named_parameters()]
@@ -228,9 +231,8 @@ def test_torch_and_lightning_read_directories(pool: Pool, tmp_path: Path, stage:
     for number, name in enumerate(names):
         assert torch.equal(state[f"optimizer_0.state.{name}.exp_avg_sq"], optimizer["state"][number]["exp_avg_sq"])
     target = tmp_path / "consolidated.ckpt"
-    command = [sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint", str(tmp_path / "one")]
-    done = subprocess.run([*command, "--output_file", str(target)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", ["consolidate", str(tmp_path / "one"), "--output_file", str(target)])
+    runpy.run_module("lightning.pytorch.utilities.consolidate_checkpoint", run_name="__main__")
     whole = torch.load(target, weights_only=True)
     assert whole["global_step"] == 2
     assert whole["state_dict"].keys() == weights.keys()
@@ -262,6 +264,6 @@ def _elsewhere(stage: int) -> None:
     assert sorted(Path(p).name for p in memory.ls("/checkpoints/kept", detail=False)) == ["last.ckpt", "step=3.ckpt"]
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", only([2], [0, 2]))
 def test_another_file_system(pool: Pool, stage: int) -> None:
     pool.run(1, _elsewhere, stage)
