@@ -82,7 +82,7 @@ class Lab:
         from lt_zero.activation.apply import apply
         from lt_zero.activation.find import find_modules
         from lt_zero.activation.stores import open_store
-        from lt_zero.config.blocks.activation import ActivationCheckpointing
+        from lt_zero.config.blocks import ActivationCheckpointing
 
         block = ActivationCheckpointing(**case.block | ({"nvme_path": self.path} if "nvme_path" in case.block else {}))
         if block.mode == "none":

@@ -155,7 +155,7 @@ def setup_deepspeed(job: Job, model: GPT) -> Step:
 
 def setup_lt_zero(job: Job, model: GPT) -> Step:
     import lt_zero
-    from lt_zero.config.blocks.precision import dtype_policy
+    from lt_zero.config.precision import dtype_policy
 
     _, stage, *variant = job.peer.split("-")
     block: dict[str, Any] = {"stage": int(stage)}

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lt_zero
 from lt_zero import Sizes, ZeroConfig, estimate
-from lt_zero.config.blocks.precision import dtype_policy
+from lt_zero.config.precision import dtype_policy
 from lt_zero.memory.check import measured
 from lt_zero.memory.forecast import STATES
 

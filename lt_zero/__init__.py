@@ -7,12 +7,14 @@ import itertools
 import sys
 from typing import TYPE_CHECKING, Any
 
+from lt_zero.common.checks import BLOCK_CHECKS
+
 if TYPE_CHECKING:
     from lt_zero.build import shard
     from lt_zero.checkpoint.export import export
     from lt_zero.common.errors import CheckpointError
     from lt_zero.config import ConfigError, ZeroConfig
-    from lt_zero.config.blocks.activation import ActivationCheckpointing
+    from lt_zero.config.blocks import ActivationCheckpointing
     from lt_zero.engine.full_params import gathered
     from lt_zero.lightning.load import load_from_checkpoint
     from lt_zero.lightning.precision import ZeroPrecision
@@ -41,7 +43,7 @@ __version__ = "0.1.0"
 
 # Imported when first used: lightning.strategy and what it imports take about a second to load.
 _MODULES = {
-    "ActivationCheckpointing": "config.blocks.activation",
+    "ActivationCheckpointing": "config.blocks",
     "CheckpointError": "common.errors",
     "ConfigError": "config",
     "NotEnoughMemory": "memory",
@@ -87,6 +89,21 @@ def _register_strategies() -> None:
                 stage=stage,
                 start_method=start_method,
             )
+
+
+def _check_optimizer(*block: Any) -> Any:
+    from lt_zero.optim.from_config import check_optimizer  # takes time, and few commands need it
+
+    return check_optimizer(*block)
+
+
+def _check_scheduler(*block: Any) -> Any:
+    from lt_zero.optim.from_config import check_scheduler
+
+    return check_scheduler(*block)
+
+
+BLOCK_CHECKS.update(optimizer=_check_optimizer, scheduler=_check_scheduler)
 
 
 def _is_command() -> bool:

@@ -23,7 +23,7 @@ from lt_zero.comm.communicator import Comm, with_index
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.progress_bar import ProgressBar, progress_bar
 from lt_zero.config import ZeroConfig
-from lt_zero.config.blocks.precision import DtypePolicy, dtype_policy, resolve_mode
+from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.fp32_modules import Fp32Modules, find_fp32_modules, install_fp32_modules

@@ -31,7 +31,7 @@ from lt_zero.activation.state import Caches, Objects, State
 from lt_zero.activation.stores import Store
 from lt_zero.common.compat import compiled_module
 from lt_zero.common.tensor_tree import map_tensors
-from lt_zero.config.blocks.activation import ActivationCheckpointing
+from lt_zero.config.blocks import ActivationCheckpointing
 
 Around = Callable[[str], AbstractContextManager[Any]]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from lt_zero.common.compat import compiled_module
 from lt_zero.common.errors import ConfigError, Problem
-from lt_zero.config.blocks.activation import ActivationCheckpointing
+from lt_zero.config.blocks import ActivationCheckpointing
 from lt_zero.engine.find_units import class_matches, clean_name, find_repeated
 from lt_zero.engine.partition import refuse_name
 

@@ -11,7 +11,7 @@ from lt_zero.activation.apply import Around, apply
 from lt_zero.activation.find import Found, find_modules
 from lt_zero.activation.profile import open_boundary
 from lt_zero.activation.stores import Store, open_store
-from lt_zero.config.blocks.activation import ActivationCheckpointing
+from lt_zero.config.blocks import ActivationCheckpointing
 from lt_zero.engine.engine import Engine
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload.host_store import is_apart

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lt_zero.config.blocks.activation import ActivationCheckpointing
+from lt_zero.config.blocks import ActivationCheckpointing
 
 _EVERY = 10  # optimizer steps
 

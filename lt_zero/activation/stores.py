@@ -31,8 +31,7 @@ from torch import Tensor, nn
 
 from lt_zero.activation.geometry import Geometry, geometry_of
 from lt_zero.common.compat import version_of, view_base
-from lt_zero.config.blocks.activation import ActivationCheckpointing
-from lt_zero.config.blocks.offload import Aio
+from lt_zero.config.blocks import ActivationCheckpointing, Aio
 from lt_zero.io.pinned import host_buffer
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload.host_store import is_apart

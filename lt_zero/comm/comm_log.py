@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.work import Done, Work
-from lt_zero.config.blocks.profiling import CommsLogger
+from lt_zero.config.blocks import CommsLogger
 
 
 class CommRecord(NamedTuple):

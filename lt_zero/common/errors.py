@@ -56,6 +56,11 @@ class ConfigError(ValueError):
         lines = [str(problem) for problem in self.problems]
         super().__init__(lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} problems:", *lines]))
 
+    @classmethod
+    def about(cls, key: str, message: str) -> ConfigError:
+        """An error about one key."""
+        return cls([Problem(key, message)])
+
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
         return type(self), (self.problems,)
 

@@ -10,55 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
-from pydantic.fields import FieldInfo
+from lt_zero.common.errors import ConfigError, Problem, dotted, path_of
+from lt_zero.config.document import Document
+from lt_zero.config.keys import AUTO
+from lt_zero.config.load import ZeroConfig, plain, validate
 
-from lt_zero.common.errors import ConfigError, Path, Problem, dotted, path_of
-from lt_zero.config.document import Tree
-from lt_zero.config.schema import ZeroConfig
-
-# How each key is resolved, for docs/config.md and errors. Excludes keys with "auto" as a value of their own.
-RULES: Mapping[str, str] = {
-    "train_micro_batch_size_per_gpu": "the size of the first batch",
-    "gradient_accumulation_steps": "Trainer(accumulate_grad_batches), or what train_batch_size and the micro-batch "
-    "leave, if they are written",
-    "train_batch_size": "micro-batch * accumulation * ranks",
-    "gradient_clipping": "Trainer(gradient_clip_val), 0 without one",
-    "zero_optimization.reduce_bucket_size": "hidden size squared",
-    "zero_optimization.stage3_prefetch_bucket_size": "0.9 * hidden size squared, rounded down",
-    "zero_optimization.stage3_param_persistence_threshold": "10 * hidden size",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "false",
-    "zero_optimization.offload_optimizer.device": "none",
-    "zero_optimization.offload_param.device": "none",
-    "optimizer.params.lr": "`lr` or `learning_rate` of the module or its hparams",
-    "optimizer.params.betas": "`betas`, or `adam_beta1` and `adam_beta2`, of the module or its hparams, else "
-    "0.9, 0.999",
-    "optimizer.params.eps": "`eps` or `adam_epsilon` of the module or its hparams, else 1e-8",
-    "optimizer.params.weight_decay": "`weight_decay` of the module or its hparams, else 0",
-    "scheduler.params.warmup_min_lr": "0",
-    "scheduler.params.warmup_max_lr": "the optimizer's lr",
-    "scheduler.params.warmup_num_steps": "`warmup_steps` of the module or its hparams, else `warmup_ratio` of it times "
-    "the optimizer steps of the run, at least 1",
-    "scheduler.params.total_num_steps": "the optimizer steps of the run (Trainer.estimated_stepping_batches)",
-}
 _BATCH = ("train_micro_batch_size_per_gpu", "train_batch_size")
-
-
-def resolvable(path: Path) -> bool:
-    """Whether "auto" can be resolved for this key."""
-    return dotted(path) in RULES
-
-
-def refusal(path: Path, field: FieldInfo | None) -> str:
-    """The error message for "auto" at a key that cannot be resolved."""
-    key = dotted(path)
-    default = "" if field is None or field.is_required() else f"; its default is {_plain(field)}"
-    return f'{key}="auto": it cannot be resolved for this key. Write a value, or remove the key{default}.'
-
-
-def _plain(field: FieldInfo) -> Any:
-    value = field.get_default(call_default_factory=True)
-    return str(value).lower() if isinstance(value, bool) else "null" if value is None else value
 
 
 class Resolution(NamedTuple):
@@ -96,7 +53,7 @@ def resolve(config: ZeroConfig, facts: Facts) -> tuple[ZeroConfig, list[Resoluti
     """
     found: list[Resolution] = []
     problems: list[Problem] = []
-    order = list(RULES)
+    order = list(AUTO)
     for path in sorted(config.autos, key=lambda p: order.index(dotted(p))):
         if dotted(path) in _BATCH:
             continue
@@ -135,33 +92,22 @@ def resolve_batch(config: ZeroConfig, micro: int, accumulation: int, world: int)
 
 
 def _with(config: ZeroConfig, found: Sequence[Resolution]) -> ZeroConfig:
-    """The configuration with these values."""
-    from lt_zero.config.load import plain
-
-    tree = Tree(plain(config))
+    """The configuration with these values; problems that they cause name their sources."""
+    document = Document(plain(config))
     for path in config.autos:
-        tree.pop(path)
+        document.pop(path)
     for entry in found:
-        tree.put(path_of(entry.key), entry.value)
-    try:
-        made = ZeroConfig.model_validate(tree.values)
-    except ValidationError as error:
-        raise ConfigError(_problems_of(error, tree, found)) from None
+        document.put(path_of(entry.key), entry.value)
+    made = validate(document, ZeroConfig)
+    if made is None:
+        raise ConfigError(_with_sources(problem, found) for problem in document.problems)
     made._autos = config.autos - {path_of(entry.key) for entry in found}
     return made
 
 
-def _problems_of(error: ValidationError, tree: Tree, found: Sequence[Resolution]) -> Iterator[Problem]:
-    """Problems caused by resolved values, with the sources of these."""
-    from lt_zero.config.error_messages import message_of
-
-    for entry in error.errors(include_url=False):
-        inner = entry.get("ctx", {}).get("error")
-        path, message = message_of(tree, entry)
-        told = inner.problems if isinstance(inner, ConfigError) else (Problem(dotted(path), message),)
-        for problem in told:
-            origins = [f"{e.key} was auto, {e.value} is from {e.source}" for e in found if e.key in problem.message]
-            yield Problem(problem.key, f"{problem.message} ({'; '.join(origins)})" if origins else problem.message)
+def _with_sources(problem: Problem, found: Sequence[Resolution]) -> Problem:
+    sources = [f"{e.key} was auto, {e.value} is from {e.source}" for e in found if e.key in problem.message]
+    return Problem(problem.key, f"{problem.message} ({'; '.join(sources)})" if sources else problem.message)
 
 
 def _value(key: str, facts: Facts, config: ZeroConfig, before: Sequence[Resolution]) -> tuple[Any, str]:
@@ -193,15 +139,10 @@ def _of_optimizer(name: str, facts: Facts) -> tuple[Any, str]:
     if name == "lr":
         rate = facts.named(("lr", "learning_rate"))
         if rate is None:
-            raise ConfigError(
-                [
-                    Problem(
-                        "optimizer.params.lr",
-                        'optimizer.params.lr="auto", and the module has neither `lr` nor `learning_rate`, nor have its '
-                        "hparams. Write a number, or set one of them.",
-                    )
-                ]
+            text = (
+                'optimizer.params.lr="auto", and the module has neither `lr` nor `learning_rate`, nor have its hparams.'
             )
+            raise ConfigError.about("optimizer.params.lr", f"{text} Write a number, or set one of them.")
         return rate
     if name == "betas":
         first, second = facts.named(("adam_beta1",)), facts.named(("adam_beta2",))
@@ -218,7 +159,7 @@ def _of_groups(config: ZeroConfig, facts: Facts, problems: list[Problem]) -> Ite
     for number, entry in enumerate(config.optimizer.param_groups if config.optimizer is not None else ()):
         place = f"optimizer.param_groups[{number}]"
         for name in (key for key, value in entry.items() if isinstance(value, str) and value == "auto"):
-            if f"optimizer.params.{name}" not in RULES:
+            if f"optimizer.params.{name}" not in AUTO:
                 continue  # a user's own argument
             try:
                 yield Resolution(f"{place}.{name}", *_of_optimizer(name, facts))

@@ -1,30 +1,24 @@
-"""All supported keys, read from the schema: type, default, bounds, description and aliases of each."""
+"""All supported keys, read from the JSON Schema that pydantic makes: type, default, bounds and description of each."""
 
 from __future__ import annotations
 
+import copy
 import json
-import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
-import annotated_types
-import torch
-from pydantic import AliasChoices, BaseModel
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema
 
-_NAMES: Mapping[Any, tuple[str, ...]] = {
-    bool: ("true", "false"),
-    int: ("whole number",),
-    float: ("number",),
-    str: ("text",),
-    Path: ("path",),
-    torch.dtype: ("fp32", "fp16", "bf16"),
-    Any: ("anything",),
-}
-_DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+from lt_zero.config.fields import scalars
+from lt_zero.config.keys import AUTO
+from lt_zero.config.load import ZeroConfig
+
+_NAMES = {"boolean": "true, false", "integer": "whole number", "number": "number", "string": "text", "null": ""}
+_BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+_WORDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
 
 
 @dataclass(frozen=True)
@@ -34,10 +28,9 @@ class Entry:
     Attributes:
         key: dotted; ``<name>`` stands for names that users choose.
         type: in words of a configuration file.
-        default: as in JSON; "" if there is none.
+        default: as in a configuration file; "" if there is none.
         bounds: such as ">= 0, <= 3"; "" if there are none.
         description: what it does.
-        aliases: other dotted spellings in the schema.
     """
 
     key: str
@@ -45,127 +38,91 @@ class Entry:
     default: str
     bounds: str
     description: str
-    aliases: tuple[str, ...] = ()
+
+
+class _Generator(GenerateJsonSchema):
+    def encode_default(self, dft: Any) -> Any:
+        return scalars(dft.model_dump() if isinstance(dft, BaseModel) else dft)
+
+
+@cache
+def _schema() -> dict[str, Any]:
+    schema: dict[str, Any] = _standard(ZeroConfig.model_json_schema(schema_generator=_Generator))
+    return schema
+
+
+def _standard(node: Any) -> Any:
+    """Bounds in the words of JSON Schema; behind a validator of ours pydantic leaves its own."""
+    if isinstance(node, dict):
+        return {_WORDS.get(word, word): _standard(entry) for word, entry in node.items()}
+    return [_standard(entry) for entry in node] if isinstance(node, list) else node
 
 
 @cache
 def entries() -> tuple[Entry, ...]:
-    """The catalog of ``ZeroConfig``, in the order of the schema."""
-    from lt_zero.config.schema import ZeroConfig  # circular: the key table asks the catalog for similar names
-
-    return tuple(walk(ZeroConfig))
+    """All keys, in the order of the schema."""
+    return tuple(_entries(_schema(), ""))
 
 
-def walk(model: type[BaseModel], prefix: str = "") -> Iterator[Entry]:
-    """The keys of a model and of the blocks in it."""
-    for field_name, field in model.model_fields.items():
-        name, *others = _spellings(field_name, field)
-        key = prefix + name
-        block = block_of(field.annotation)
-        aliases = tuple(prefix + other for other in others)
-        if block is not None:
-            yield from walk(block, f"{key}.")
+def _entries(block: Mapping[str, Any], prefix: str) -> Iterator[Entry]:
+    for name, node in block["properties"].items():
+        if (inner := _block(_schema(), node)) is not None:
+            yield from _entries(inner, f"{prefix}{name}.")
             continue
-        if _is_mapping(field.annotation):
-            key, aliases = f"{key}.<name>", tuple(f"{alias}.<name>" for alias in aliases)
-            kind, default = type_text(_arguments(field.annotation)[-1]), ""
-        else:
-            kind, default = type_text(field.annotation), _default_text(field)
-        bounds = ", ".join(_bounds([*field.metadata, *_metadata(field.annotation)]))
-        yield Entry(key, kind, default, bounds, field.description or "", aliases)
+        key, default = f"{prefix}{name}", value_text(node["default"]) if "default" in node else ""
+        if node.get("type") == "object":
+            key, default = f"{key}.<name>", ""
+        options = node.get("anyOf", [node])
+        bounds = [f"{sign} {value_text(o[word])}" for o in options for word, sign in _BOUNDS.items() if word in o]
+        yield Entry(key, _type_text(node), default, ", ".join(dict.fromkeys(bounds)), node.get("description", ""))
 
 
-def _spellings(name: str, field: FieldInfo) -> list[str]:
-    """As users write it first."""
-    alias = field.validation_alias or field.alias
-    if isinstance(alias, AliasChoices):
-        choices = [str(choice) for choice in alias.choices]
-        return choices + [name] * (name not in choices)
-    return [alias, name] if isinstance(alias, str) else [name]
+def _block(schema: Mapping[str, Any], node: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The schema of the block that a key holds, or None."""
+    found = (part["$ref"] for part in (node, *node.get("anyOf", ())) if "$ref" in part)
+    name = next(found, "").rpartition("/")[2]
+    return schema["$defs"][name] if name else None
 
 
-def block_of(annotation: Any) -> type[BaseModel] | None:
-    """The model of a block, also of an optional one."""
-    kinds = (inner for part in _parts(annotation) for inner in (_bare(part),))
-    return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
-
-
-def type_text(annotation: Any) -> str:
-    """A type in words of a configuration file. None is left out: every key may be null or absent."""
-    kinds = list(dict.fromkeys(kind for part in _parts(annotation) for kind in _kinds(_bare(part))))
-    *most, last = kinds
+def _type_text(node: Mapping[str, Any]) -> str:
+    """A type in words of a configuration file. null is left out: every key may be null or absent."""
+    kinds = [kind for part in node.get("anyOf", [node]) for kind in _kind(part).split(", ") if kind]
+    *most, last = dict.fromkeys(kinds)
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def _kinds(annotation: Any) -> tuple[str, ...]:
-    origin = get_origin(annotation)
-    if annotation is type(None):
-        return ()
-    if origin is Literal:
-        return tuple(map(value_text, get_args(annotation)))
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return (f"block of {type_text(get_args(annotation)[-1])}",)
-    if isinstance(origin, type) and issubclass(origin, Sequence):
-        return (f"list of {type_text(get_args(annotation)[0])}",)
-    return _NAMES.get(annotation, (getattr(annotation, "__name__", str(annotation)),))
-
-
-def _parts(annotation: Any) -> tuple[Any, ...]:
-    bare = _bare(annotation)
-    return get_args(bare) if get_origin(bare) in (Union, types.UnionType) else (annotation,)
-
-
-def _bare(annotation: Any) -> Any:
-    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
-
-
-def _is_mapping(annotation: Any) -> bool:
-    origins = (get_origin(_bare(part)) or _bare(part) for part in _parts(annotation))
-    return any(isinstance(origin, type) and issubclass(origin, Mapping) for origin in origins)
-
-
-def _arguments(annotation: Any) -> tuple[Any, ...]:
-    """Types of keys and values of the mapping in an annotation."""
-    found = next((get_args(_bare(p)) for p in _parts(annotation) if get_args(_bare(p))), ())
-    return found or (str, Any)
-
-
-def _metadata(annotation: Any) -> list[Any]:
-    """The metadata of ``Annotated``, from every member of a union."""
-    found: list[Any] = []
-    for part in (annotation, *_parts(annotation)):
-        if get_origin(part) is Annotated:
-            for extra in get_args(part)[1:]:
-                found += extra.metadata if isinstance(extra, FieldInfo) else [extra]
-    return found
-
-
-_SIGNS = {
-    annotated_types.Gt: (">", "gt"),
-    annotated_types.Ge: (">=", "ge"),
-    annotated_types.Lt: ("<", "lt"),
-    annotated_types.Le: ("<=", "le"),
-}
-
-
-def _bounds(metadata: Sequence[Any]) -> list[str]:
-    signs = [(*_SIGNS[type(item)], item) for item in metadata if type(item) in _SIGNS]
-    return list(dict.fromkeys(f"{sign} {value_text(getattr(item, name))}" for sign, name, item in signs))
-
-
-def _default_text(field: FieldInfo) -> str:
-    return "" if field.is_required() else value_text(field.get_default(call_default_factory=True))
+def _kind(node: Mapping[str, Any]) -> str:
+    if "const" in node or "enum" in node:
+        return ", ".join(value_text(value) for value in node.get("enum", [node.get("const")]))
+    if node.get("type") == "array":
+        return f"list of {_type_text(node['items'])}"
+    if node.get("type") == "object":
+        return "blocks" if "properties" in node else "anything"
+    return "path" if node.get("format") == "path" else _NAMES[node["type"]]
 
 
 def value_text(value: Any) -> str:
-    """A value as in a configuration file: true, null, 5e8, fp32."""
+    """A value as in a configuration file: true, null, 5e8, [1, 2]."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    if isinstance(value, torch.dtype):
-        return _DTYPES[value]
     if isinstance(value, (int, float)):
         short = f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
         return short if value >= 100_000 and float(short) == value else f"{value:g}" if value < 1e6 else str(value)
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, list):
         return f"[{', '.join(map(value_text, value))}]"
     return "{}" if value == {} else str(value)
+
+
+def json_schema() -> str:
+    """JSON Schema of the supported keys, for editors."""
+    schema = copy.deepcopy(_schema())
+    for key in AUTO:
+        *above, last = key.split(".")
+        node: dict[str, Any] | None = schema
+        for name in above:
+            node = _block(schema, node["properties"].get(name, {})) if node is not None else None
+        if node is not None and last in node["properties"]:  # constructor arguments may be anything
+            entry = node["properties"][last]
+            meaning = {word: entry.pop(word) for word in ("title", "description", "default") if word in entry}
+            node["properties"][last] = {**meaning, "anyOf": [entry, {"const": "auto"}]}
+    return json.dumps(schema, indent=2, default=str)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path as File
 from typing import Annotated, Any
 
@@ -10,14 +10,14 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from lt_zero.common.errors import ConfigError, Path, dotted
-from lt_zero.config.auto import RULES
-from lt_zero.config.key_table import lookup
-from lt_zero.config.load import Loaded, examine
-from lt_zero.config.redact import HIDDEN
+from lt_zero.common.errors import ConfigError, dotted
+from lt_zero.config.catalog import json_schema
+from lt_zero.config.document import HIDDEN, leaves
+from lt_zero.config.explain import explain as explanation
+from lt_zero.config.keys import AUTO, lookup
+from lt_zero.config.load import Loaded, ZeroConfig, examine
 from lt_zero.config.rules import switched_off
-from lt_zero.config.schema import ZeroConfig
-from lt_zero.config.show import clean, json_schema, with_origins
+from lt_zero.config.show import clean, with_origins
 
 _WIDE = 16  # width of the column of values; longer values shift only their own line
 
@@ -81,9 +81,7 @@ def convert(
 @config_command.command()
 def explain(key: Annotated[str, typer.Argument(help="A key, or a part of one.")]) -> None:
     """Tell what a key does."""
-    from lt_zero.config.explain import explain as text_of
-
-    print(text_of(key))
+    print(explanation(key))
 
 
 @config_command.command()
@@ -96,7 +94,7 @@ def key_statuses(loaded: Loaded) -> Iterator[tuple[str, str, str, str]]:
     """Key, value, status and note of each written key."""
     notices = {notice.key: notice for notice in loaded.notices}
     wrong = {problem.key for problem in loaded.problems}
-    for path, value in _leaves(loaded.written, ()):
+    for path, value in leaves(loaded.written, lists=False):
         key = dotted(path)
         secret = loaded.hides(path) or any(found[: len(path)] == path for found in loaded.secret)  # in a list
         shown = HIDDEN if secret else _short(value)
@@ -106,8 +104,8 @@ def key_statuses(loaded: Loaded) -> Iterator[tuple[str, str, str, str]]:
         elif (notice := next((notices[name] for name in around if name in notices), None)) is not None:
             said = notice.message.removeprefix(f"{notice.key} ").removeprefix("has no effect here: ")
             yield key, shown, notice.kind, said.removesuffix(" Write the latter.")
-        elif value == "auto" and key in RULES:
-            yield key, shown, "auto", RULES[key]
+        elif value == "auto" and key in AUTO:
+            yield key, shown, "auto", AUTO[key]
         elif key == "train_batch_size" and loaded.config is not None:
             yield key, shown, "works", _divided(loaded.config)
         elif switched_off(loaded.written, path) or (
@@ -128,14 +126,6 @@ def _divided(config: ZeroConfig) -> str:
         return f"Trainer(accumulate_grad_batches) becomes {total // micro} / ranks"
     rest = f"{total // steps}" if steps is not None else f"{total} / accumulation"
     return f"the data loader's batch_size has to be {rest} / ranks"
-
-
-def _leaves(values: Mapping[str, Any], path: Path) -> Iterator[tuple[Path, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, (*path, key))
-        else:
-            yield (*path, key), value
 
 
 def _short(value: Any) -> str:

@@ -1,15 +1,19 @@
-"""A configuration while it is read: values, their places, notices and problems."""
+"""A configuration on its way from text to a validated object: values, their places, and what was found on the way."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from lt_zero.common.errors import Mark, Path, Problem, dotted
+from lt_zero.common.errors import ConfigError, Mark, Path, Problem, dotted
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
+HIDDEN = "***"
+DEEPEST = 50  # mappings and lists inside each other; real files have 6
 
 
 @dataclass(frozen=True)
@@ -34,21 +38,37 @@ class Notice:
 
 
 @dataclass
-class Tree:
-    """Nested mappings, changed in place.
+class Document:
+    """Nested mappings with the places of their values. Each step of loading takes one and returns one.
 
     Attributes:
-        values: plain containers.
-        marks: where each value was written; for moved values, the place of the old key.
+        values: dict, list, scalars; objects that no file can hold (torch.dtype, Path) stay what they are.
+        marks: where keys and list items were written; for renamed keys, the place of the old one.
+        name: of the file, or of what else it is, for messages.
         notices, problems: what was found.
-        moves: from old places to new ones.
+        secret: paths of values that must not be shown: from environment variables, or with the name of a secret. The
+            path of an interpolation stands for all that it is resolved to.
+        autos: keys written "auto", which were taken out.
     """
 
     values: dict[str, Any]
     marks: dict[Path, Mark] = field(default_factory=dict)
+    name: str = "config"
     notices: list[Notice] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    moves: dict[Path, Path] = field(default_factory=dict)
+    secret: set[Path] = field(default_factory=set)
+    autos: frozenset[Path] = frozenset()
+
+    def copy(self) -> Document:
+        """A document that can be changed without changing this one. Scalars are shared."""
+        return replace(
+            self,
+            values=mapped(self.values),
+            marks=dict(self.marks),
+            notices=list(self.notices),
+            problems=list(self.problems),
+            secret=set(self.secret),
+        )
 
     def get(self, path: Path) -> Any:
         """The value, or ``MISSING``."""
@@ -81,43 +101,37 @@ class Tree:
         if isinstance(node, dict):
             node.pop(path[-1], None)
 
+    def forget(self, path: Path) -> None:
+        """Remove the marks and secrets at and below ``path``."""
+        self.marks = {at: mark for at, mark in self.marks.items() if at[: len(path)] != path}
+        self.secret = {at for at in self.secret if at[: len(path)] != path}
+
     def mark(self, path: Path) -> Mark | None:
         """Where the value, or the innermost block around it, was written."""
-        while path:
-            if path in self.marks:
-                return self.marks[path]
-            path = path[:-1]
-        return None
+        return next((self.marks[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.marks), None)
+
+    def hides(self, path: Path) -> bool:
+        """Whether the value at ``path`` must not be shown."""
+        return any(path[:end] in self.secret for end in range(1, len(path) + 1))
 
     def move(self, old: Path, new: Path, value: Any, quiet: bool = False) -> None:
         """Move ``value`` from ``old`` to ``new``; a different value there is a problem."""
         there, mark = self.get(new), self.mark(old)
         self.pop(old)
         if there is not MISSING and there is not None and there != value:
-            self.problem(
-                old,
-                f"{dotted(old)} says {value!r}, {dotted(new)} says {there!r}, and the first is another spelling of the "
-                f"second. Remove {dotted(old)}.",
-                mark,
-            )
+            text = f"{dotted(old)} says {value!r}, {dotted(new)} says {there!r}, and the first is another spelling of "
+            self.problem(old, f"{text}the second. Remove {dotted(old)}.", mark)
             return
         if not self.put(new, value):
             self.problem(old, f"{dotted(old)} is read as {dotted(new)}, but {dotted(new[:-1])} is no block.", mark)
             return
         if mark is not None:
             self.marks[new] = mark
-        self.moves[old] = new
+        inside = {(*new, *at[len(old) :]) for at in self.secret if at[: len(old)] == old}
+        self.secret |= inside | ({new} if self.hides(old) else set())
         if not quiet:
-            self.tell(old, f"{dotted(old)} is read as {dotted(new)}={_shown(value)}. Write the latter.", mark)
-
-    def moved(self, paths: Iterable[Path]) -> set[Path]:
-        """The current paths of values that were at ``paths`` or in blocks there."""
-        return {
-            (*new, *path[len(old) :])
-            for path in paths
-            for old, new in self.moves.items()
-            if path[: len(old)] == old or old[: len(path)] == path
-        }
+            shown = str(value).lower() if isinstance(value, bool) else value
+            self.tell(old, f"{dotted(old)} is read as {dotted(new)}={shown}. Write the latter.", mark)
 
     def tell(self, path: Path, message: str, mark: Mark | None = None) -> None:
         self.notices.append(Notice("alias", dotted(path), message, mark or self.mark(path)))
@@ -126,5 +140,89 @@ class Tree:
         self.problems.append(Problem(dotted(path), message, mark or self.mark(path)))
 
 
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def leaves(value: Any, path: Path = (), lists: bool = True) -> Iterator[tuple[Path, Any]]:
+    """All values that hold no others, with their paths.
+
+    Args:
+        value: nested mappings.
+        path: of ``value``.
+        lists: whether to go into lists, too.
+    """
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from leaves(item, (*path, key), lists)
+    elif lists and isinstance(value, list) and value:
+        for index, item in enumerate(value):
+            yield from leaves(item, (*path, index), lists)
+    elif path:
+        yield path, value
+
+
+def mapped(value: Any, change: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+    """A copy of dicts and lists with ``change`` of every other value."""
+    if isinstance(value, dict):
+        return {key: mapped(item, change) for key, item in value.items()}
+    if isinstance(value, list):
+        return [mapped(item, change) for item in value]
+    return change(value)
+
+
+def too_deep(name: str) -> ConfigError:
+    return ConfigError(f"{name}: mappings and lists are nested more than {DEEPEST} deep; a configuration is not")
+
+
+# ---- secrets ---------------------------------------------------------------------------------------------------------
+
+_HIDES_BLOCK = re.compile(r"(api|access|private|auth)[_-]?key|passw(or)?d|passphrase|secret|credential", re.IGNORECASE)
+_NAMES_TOKEN = re.compile(r"tokens?(?!\w)", re.IGNORECASE)  # hf_token; neither tokenizer nor token_dropping
+_SHORT = 4
+_CUT = 12  # length to which reprlib truncates text
+
+
+def names_secret(text: str) -> bool:
+    """Whether a key of this name, or one in this line, has a value that must not be shown."""
+    return bool(_HIDES_BLOCK.search(text) or _NAMES_TOKEN.search(text))
+
+
+def secrets(values: dict[str, Any]) -> set[Path]:
+    """Paths of values with the name of a secret, their own or of a block around them.
+
+    A token is text that has this name itself: a number is none ("max_tokens": 512), nor is a block of tokens one.
+    """
+    found = set()
+    for path, value in leaves(values):
+        names = [part for part in path if isinstance(part, str)]
+        is_token = isinstance(value, str) and bool(names) and bool(_NAMES_TOKEN.search(names[-1]))
+        says_something = value not in (None, "", {}, []) and not isinstance(value, bool)
+        if says_something and (is_token or any(map(_HIDES_BLOCK.search, names))):
+            found.add(path)
+    return found
+
+
+class Mask:
+    """Replaces secret values in messages, plain or quoted, whichever key a message is about.
+
+    Args:
+        values: the written values, after interpolations.
+        secret: paths of values, and of blocks, that are secret.
+    """
+
+    def __init__(self, values: Mapping[str, Any], secret: Iterable[Path]) -> None:
+        hidden = set(secret)
+        found: set[str] = set()
+        for path, value in leaves(values) if hidden else ():
+            shown = isinstance(value, (str, int, float)) and not isinstance(value, bool) and value != ""
+            if shown and any(path[:end] in hidden for end in range(1, len(path) + 1)):
+                found |= _patterns(str(value))
+        self._pattern = re.compile("|".join(sorted(found, key=len, reverse=True))) if found else None
+
+    def __call__(self, message: str) -> str:
+        return message if self._pattern is None else self._pattern.sub(HIDDEN, message)
+
+
+def _patterns(text: str) -> set[str]:
+    """Match whole words only (4 is not in 48), and short values only where a value is expected."""
+    before = r"(?<==)" if len(text) < _SHORT else r"(?<!\w)"
+    quoted = {re.escape(repr(text)), re.escape(json.dumps(text))}
+    whole = {rf"{before}{re.escape(text)}(?!\w)", *(quoted if len(text) >= _SHORT else (f"(?<==){q}" for q in quoted))}
+    return whole | ({re.escape(text[:_CUT]) + r"\S*"} if len(text) > _CUT else set())  # messages truncate long values

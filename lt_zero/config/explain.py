@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from lt_zero.config.catalog import Entry, entries
-from lt_zero.config.key_table import KeyStatus, lookup, nearest, rows
+from lt_zero.config.keys import KeyStatus, lookup, nearest, rows
 
 _SAYS = {
     "no_effect": "has no effect here",
@@ -53,7 +53,7 @@ def _exact(key: str) -> str | None:
 def _entry(key: str) -> Entry | None:
     for entry in entries():
         stem = entry.key.removesuffix("<name>")
-        if key in (entry.key, *entry.aliases) or (stem != entry.key and key.startswith(stem)):
+        if key in (entry.key,) or (stem != entry.key and key.startswith(stem)):
             return entry
     return None
 
@@ -62,7 +62,7 @@ def _works(entry: Entry) -> str:
     lines = [entry.key, f"    {entry.description}" if entry.description else ""]
     lines.append(f"    value: {entry.type}{f', {entry.bounds}' if entry.bounds else ''}")
     lines.append(f"    default: {entry.default}" if entry.default else "")
-    spellings = [*entry.aliases, *(r.key for r in rows() if r.status == "alias" and entry.key in r.to.split(" and "))]
+    spellings = [r.key for r in rows() if r.status == "alias" and entry.key in r.to.split(" and ")]
     lines.append(f"    also written: {', '.join(dict.fromkeys(spellings))}" if spellings else "")
     return "\n".join(filter(None, lines))
 

@@ -1,13 +1,17 @@
-"""Types of configuration values, and the base of all blocks."""
+"""Types of configuration values, the base of all blocks, and the keys of a block."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+import types
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import torch
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic.fields import FieldInfo
 
+DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _DTYPES: Mapping[str, torch.dtype] = {
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32", "torch.float"), torch.float32),
     **dict.fromkeys(("fp16", "float16", "half", "torch.float16", "torch.half"), torch.float16),
@@ -18,7 +22,7 @@ _DTYPES: Mapping[str, torch.dtype] = {
 def _dtype(value: Any) -> Any:
     if isinstance(value, str) and value.lower() in _DTYPES:
         return _DTYPES[value.lower()]
-    if isinstance(value, torch.dtype) and value in _DTYPES.values():
+    if isinstance(value, torch.dtype) and value in DTYPE_NAMES:
         return value
     raise ValueError("it is not one of fp32, fp16, bf16")
 
@@ -58,13 +62,24 @@ def thawed(value: Any) -> Any:
     return dict(value) if isinstance(value, _FrozenDict) else value
 
 
+def scalars(value: Any) -> Any:
+    """Convert to types that JSON, YAML and ``torch.load(weights_only=True)`` support."""
+    if isinstance(value, Mapping):
+        return {str(key): scalars(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [scalars(entry) for entry in value]
+    if isinstance(value, torch.dtype):
+        return DTYPE_NAMES.get(value, str(value))
+    return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)
+
+
 def _names(value: Any) -> Any:
     """One name is a list of one."""
     return (value,) if isinstance(value, str) else value
 
 
 Dtype = Annotated[
-    torch.dtype, BeforeValidator(_dtype), WithJsonSchema({"type": "string", "enum": ["fp32", "fp16", "bf16"]})
+    torch.dtype, BeforeValidator(_dtype), WithJsonSchema({"type": "string", "enum": [*DTYPE_NAMES.values()]})
 ]
 Whole = Annotated[int, BeforeValidator(_whole_number), Field(strict=True)]
 Elements = Annotated[int, BeforeValidator(_whole_number), Field(ge=0, strict=True)]
@@ -88,3 +103,28 @@ class Block(BaseModel):
     """A block of keys: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, arbitrary_types_allowed=True)
+
+
+@cache
+def keys_of(schema: type[BaseModel]) -> Mapping[str, FieldInfo]:
+    """The fields of a block by their keys; one with an alias has the alias, then its name."""
+    found: dict[str, FieldInfo] = {}
+    for name, field in schema.model_fields.items():
+        if field.validation_alias is not None:
+            found[str(field.validation_alias)] = field
+        found[name] = field
+    return found
+
+
+def block_of(field: FieldInfo) -> type[Block] | None:
+    """The block that a field holds, or None."""
+    is_union = get_origin(field.annotation) in (Union, types.UnionType)
+    kinds = get_args(field.annotation) if is_union else (field.annotation,)
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, Block)), None)
+
+
+def dotted_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """The dotted keys of a schema and of the blocks in it, in their order."""
+    for name, field in keys_of(schema).items():
+        block = block_of(field)
+        yield from (f"{prefix}{name}",) if block is None else dotted_keys(block, f"{prefix}{name}.")

@@ -1,35 +1,30 @@
-"""Makes a ``ZeroConfig``: files, overrides, old spellings, key statuses, values, rules.
-
-All problems are collected and raised as one ``ConfigError``.
-"""
+"""Makes a ``ZeroConfig``: read, override, rename, classify, validate. All problems become one ``ConfigError``."""
 
 from __future__ import annotations
 
 import copy
+import json
 import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import PrivateAttr, ValidationError, model_validator
 
+from lt_zero.common.checks import BLOCK_CHECKS, Check
 from lt_zero.common.errors import ConfigError, Mark, Path, Problem, dotted, path_of
-from lt_zero.config import overrides as changes
-from lt_zero.config.classify_keys import classify_keys
-from lt_zero.config.document import MISSING, Notice, Tree
-from lt_zero.config.error_messages import message_of
-from lt_zero.config.fields import Block, thawed
-from lt_zero.config.read import files
-from lt_zero.config.read.interpolation import resolve
-from lt_zero.config.redact import Mask
-from lt_zero.config.rename_old_keys import rename_old_keys
-from lt_zero.config.rules import inactive
-from lt_zero.config.schema import ZeroConfig
-from lt_zero.optim.from_config import check_optimizer, check_scheduler
+from lt_zero.config.blocks import ActivationCheckpointing
+from lt_zero.config.document import MISSING, Document, Mask, Notice
+from lt_zero.config.fields import Block, block_of, keys_of, thawed
+from lt_zero.config.interpolation import resolve
+from lt_zero.config.keys import classify, rename
+from lt_zero.config.overrides import apply
+from lt_zero.config.read import read
+from lt_zero.config.rules import contradictions, inactive
+from lt_zero.config.schema import Schema, ZeroOptimization
 
-Given = ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 _RANKS = (  # rank of the process and of the node; some launchers set only one
     *("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
 )
@@ -37,6 +32,64 @@ _RANKS = (  # rank of the process and of the node; some launchers set only one
 
 class ConfigWarning(UserWarning):
     """A key was renamed or has no effect."""
+
+
+class ZeroConfig(Schema):
+    """Everything that can be configured.
+
+    >>> ZeroConfig.of({"zero_optimization": {"stage": 2, "reduce_bucket_size": "5e7"}}).zero_optimization.stage
+    2
+    """
+
+    _autos: frozenset[Path] = PrivateAttr(frozenset())
+
+    def __init__(self, *, stage: int | None = None, **keys: Any) -> None:
+        """Keys as in a file; ``stage`` is ``zero_optimization.stage``, as ``ZeroStrategy`` has it."""
+        if stage is not None:
+            block = keys.get("zero_optimization", {})
+            block = block.model_dump(exclude_unset=True) if isinstance(block, ZeroOptimization) else block
+            keys["zero_optimization"] = {**block, "stage": stage}
+        super().__init__(**keys)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ZeroConfig:
+        if problems := list(contradictions(self)):
+            raise ConfigError(problems)
+        return self
+
+    @property
+    def autos(self) -> frozenset[Path]:
+        """Keys written "auto" that are not resolved yet; they hold their defaults."""
+        return self._autos
+
+    @classmethod
+    def of(
+        cls,
+        config: Given = None,
+        stage: int | None = None,
+        overrides: Sequence[str] = (),
+        default_stage: int | None = None,
+        activations: Activations = None,
+    ) -> ZeroConfig:
+        """Validate a configuration. Warns of keys that are renamed or have no effect.
+
+        Args:
+            config: a mapping, the path of a JSON or YAML file, or a configuration to change.
+            stage: sets ``zero_optimization.stage``.
+            overrides: ``key=value`` and ``group=option`` in Hydra's grammar.
+            default_stage: the stage if none is given.
+            activations: keys of ``activation_checkpointing``, or its ``mode``; True: full, False: none.
+
+        Raises:
+            ConfigError: names every problem.
+        """
+        made, loaded = load(config, stage, overrides, default_stage, activations)
+        loaded.announce()
+        return made
+
+
+Given = ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+Activations = ActivationCheckpointing | Mapping[str, Any] | str | bool | None
 
 
 @dataclass(frozen=True)
@@ -53,38 +106,33 @@ class Loaded:
     """
 
     config: ZeroConfig | None
-    problems: Sequence[Problem]
-    notices: Sequence[Notice]
-    written: Mapping[str, Any]
-    marks: Mapping[Path, Mark]
-    secret: frozenset[Path] = field(default=frozenset())
+    problems: Sequence[Problem] = ()
+    notices: Sequence[Notice] = ()
+    written: Mapping[str, Any] = field(default_factory=dict)
+    marks: Mapping[Path, Mark] = field(default_factory=dict)
+    secret: frozenset[Path] = frozenset()
 
     def hides(self, path: Path) -> bool:
         """Whether the value at ``path`` must not be shown."""
         return any(path[:length] in self.secret for length in range(1, len(path) + 1))
 
     def announce(self) -> None:
-        """Warn of each notice, on the first rank only."""
-        if all(os.environ.get(name, "0") in ("0", "") for name in _RANKS):
-            level = _level_outside()
-            for notice in self.notices:
-                if notice.kind != "inactive":
-                    warnings.warn(str(notice), ConfigWarning, stacklevel=level)
-            idle: dict[str, list[str]] = {}
-            for notice in self.notices:
-                if notice.kind == "inactive":
-                    idle.setdefault(notice.message, []).append(notice.key)
-            if idle:
-                told = ", ".join(f"{', '.join(keys)} ({why})" for why, keys in idle.items())
-                warnings.warn(f"These keys have no effect here: {told}.", ConfigWarning, stacklevel=level)
-
-
-def _level_outside() -> int:
-    """The ``stacklevel``, as seen by the caller, of the code that called into this package."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "lt_zero":
-        level, frame = level + 1, frame.f_back
-    return level
+        """Warn of each notice, on the first rank only; of all keys that have no effect at once."""
+        if any(os.environ.get(name, "0") not in ("0", "") for name in _RANKS):
+            return
+        told = [str(notice) for notice in self.notices if notice.kind != "inactive"]
+        idle: dict[str, list[str]] = {}
+        for notice in self.notices:
+            if notice.kind == "inactive":
+                idle.setdefault(notice.message, []).append(notice.key)
+        if idle:
+            reasons = ", ".join(f"{', '.join(keys)} ({why})" for why, keys in idle.items())
+            told.append(f"These keys have no effect here: {reasons}.")
+        level, frame = 1, sys._getframe()  # of the code that called into this package
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "lt_zero":
+            level, frame = level + 1, frame.f_back
+        for text in told:
+            warnings.warn(text, ConfigWarning, stacklevel=level)
 
 
 def load(
@@ -92,23 +140,16 @@ def load(
     stage: int | None = None,
     overrides: Sequence[str] = (),
     default_stage: int | None = None,
-    activations: Any = None,
+    activations: Activations = None,
 ) -> tuple[ZeroConfig, Loaded]:
-    """Read and validate.
-
-    Args:
-        config: a mapping, a file's path, or a configuration.
-        stage: sets ``zero_optimization.stage``.
-        overrides: ``key=value`` and ``group=option`` in Hydra's grammar.
-        default_stage: the stage if none is given.
-        activations: keys of the ``activation_checkpointing`` block, or its ``mode``; True: full, False: none.
+    """``ZeroConfig.of`` without its warnings, which are returned.
 
     Raises:
         ConfigError: names every problem.
     """
     if isinstance(config, ZeroConfig):
         if stage is None and not overrides and activations is None:
-            return config, Loaded(config, (), (), {}, {})
+            return config, Loaded(config)
         config = plain(config)
     loaded = examine(config, stage, overrides, default_stage, activations)
     if loaded.config is None:
@@ -121,50 +162,44 @@ def examine(
     stage: int | None = None,
     overrides: Sequence[str] = (),
     default_stage: int | None = None,
-    activations: Any = None,
+    activations: Activations = None,
 ) -> Loaded:
     """Read and validate; problems with keys and values are returned.
 
     Raises:
         ConfigError: the configuration cannot be read at all.
     """
-    if isinstance(overrides, str):
-        raise ConfigError(f"overrides={overrides!r} is a single string. Write a list: overrides=[{overrides!r}].")
-    source = files.read(config)
-    if overrides:
-        source = changes.apply(source, overrides)
-    source = resolve(source)
-    written = copy.deepcopy(source.values)
-    tree = Tree(source.values, dict(source.marks), [Notice("file", "", text) for text in source.notices])
-    _set_stage(tree, stage)
-    if not isinstance(tree.get(("zero_optimization",)), bool) and tree.get(("zero_optimization", "stage")) is MISSING:
-        _set_stage(tree, default_stage)
-    _set_activations(tree, activations)
-    rename_old_keys(tree)
-    autos = classify_keys(tree, ZeroConfig)
-    made = _validate(tree)
-    _check_named(tree, autos)
+    document = resolve(apply(read(config), overrides))
+    written, mask = document.values, Mask(document.values, document.secret)
+    document = _with_arguments(document, stage, default_stage, activations)
+    document = classify(rename(document), ZeroConfig, BLOCK_CHECKS)
+    made = validate(document, ZeroConfig)
+    _check_blocks(document, BLOCK_CHECKS)
     if made is not None:
-        made._autos = autos
+        made._autos = document.autos
         for path, why in inactive(made, plain(made)):
-            tree.notices.append(Notice("inactive", dotted(path), why, tree.mark(path)))
-    mask = Mask(written, source.secret)
+            document.notices.append(Notice("inactive", dotted(path), why, document.mark(path)))
     return Loaded(
-        None if tree.problems else made,
-        sorted(dict.fromkeys(replace(p, message=mask(p.message)) for p in tree.problems), key=_place),
-        tuple(dict.fromkeys(replace(n, message=mask(n.message)) for n in tree.notices)),
+        None if document.problems else made,
+        sorted(dict.fromkeys(replace(p, message=mask(p.message)) for p in document.problems), key=_place),
+        tuple(dict.fromkeys(replace(n, message=mask(n.message)) for n in document.notices)),
         written,
-        tree.marks,
-        frozenset(source.secret | tree.moved(source.secret)),
+        document.marks,
+        frozenset(document.secret),
     )
+
+
+def _place(problem: Problem) -> tuple[str, int, int]:
+    mark = problem.mark
+    return ("", 0, 0) if mark is None else (mark.source, mark.line or 0, mark.column or 0)
 
 
 def plain(config: ZeroConfig) -> dict[str, Any]:
     """The written keys as plain containers, from which ``load`` makes the same configuration."""
-    tree = Tree(_written(config))
+    document = Document(_written(config))
     for path in sorted(config.autos, key=dotted):
-        tree.put(path, "auto")
-    return tree.values
+        document.put(path, "auto")
+    return document.values
 
 
 def _written(block: Block) -> dict[str, Any]:
@@ -175,100 +210,158 @@ def _written(block: Block) -> dict[str, Any]:
     }
 
 
-def _set_stage(tree: Tree, stage: int | None) -> None:
+# ---- arguments of the strategy ---------------------------------------------------------------------------------------
+
+
+def _with_arguments(
+    document: Document, stage: int | None, default_stage: int | None, activations: Activations
+) -> Document:
+    """Add the keys that are arguments of ``ZeroStrategy``; a contradiction is a problem."""
+    document = document.copy()
+    _set_stage(document, stage)
+    block = document.get(("zero_optimization",))
+    if not isinstance(block, bool) and document.get(("zero_optimization", "stage")) is MISSING:
+        _set_stage(document, default_stage)
+    given: Any = {True: "full", False: "none"}[activations] if isinstance(activations, bool) else activations
+    given = {"mode": given} if isinstance(given, str) else _written(given) if isinstance(given, Block) else given
+    if given is not None and not isinstance(given, Mapping):
+        text = f"activation_checkpointing={given!r} is neither a mode nor a mapping of keys of the block."
+        document.problem(("activation_checkpointing",), text)
+        return document
+    for key, value in (given or {}).items():
+        path: Path = ("activation_checkpointing", str(key))
+        there = document.get(path)
+        if there is MISSING or there is None:
+            document.put(path, value)
+            document.marks[path] = Mark(f"activation_checkpointing={given!r}")
+        elif _texts(there) != _texts(value):
+            text = f"ZeroStrategy(activation_checkpointing=...) says {key}={value!r}, which contradicts {dotted(path)}="
+            document.problem(path, f"{text}{there!r}. Remove one of them.")
+    return document
+
+
+def _set_stage(document: Document, stage: int | None) -> None:
     path: Path = ("zero_optimization", "stage")
     if stage is None:
         return
-    if isinstance(there := tree.get(path[:1]), bool):
-        there = int(there)
-        tree.pop(path[:1])
-    else:
-        there = tree.get(path)
+    block = document.get(path[:1])
+    if isinstance(block, bool):  # an old spelling
+        document.pop(path[:1])
+    there = int(block) if isinstance(block, bool) else document.get(path)
     if there is MISSING or there is None or there == "auto":
-        if tree.put(path, stage):
-            tree.marks[path] = Mark(f"stage={stage}")
+        if document.put(path, stage):
+            document.marks[path] = Mark(f"stage={stage}")
     elif there != stage and str(there) != str(stage):
-        tree.problem(path, f"stage={stage} contradicts zero_optimization.stage={there}. Remove one of them.")
+        document.problem(path, f"stage={stage} contradicts zero_optimization.stage={there}. Remove one of them.")
 
 
-def _set_activations(tree: Tree, given: Any) -> None:
-    if isinstance(given, bool):
-        given = "full" if given else "none"
-    if isinstance(given, str):
-        given = {"mode": given}
-    values = _written(given) if isinstance(given, Block) else {} if given is None else given
-    if not isinstance(values, Mapping):
-        text = f"activation_checkpointing={given!r} is neither a mode nor a mapping of keys of the block."
-        tree.problem(("activation_checkpointing",), text)
-        return
-    for key, value in values.items():
-        path: Path = ("activation_checkpointing", str(key))
-        there = tree.get(path)
-        if there is MISSING or there is None:
-            tree.put(path, value)
-            tree.marks[path] = Mark(f"activation_checkpointing={values!r}")
-        elif _plainly(there) != _plainly(value):
-            tree.problem(
-                path,
-                f"ZeroStrategy(activation_checkpointing=...) says {key}={value!r}, which contradicts {dotted(path)}="
-                f"{there!r}. Remove one of them.",
-            )
-
-
-def _plainly(value: Any) -> list[str]:
+def _texts(value: Any) -> list[str]:
     """Normalize for a comparison: a name equals a list of one, and numbers may be text."""
     return [str(entry) for entry in (value if isinstance(value, (list, tuple)) else [value])]
 
 
-def _check_named(tree: Tree, autos: frozenset[Path]) -> None:
-    """Check the arguments of optimizers and schedulers, which the schema leaves to their classes."""
-    for block, check in (("optimizer", check_optimizer), ("scheduler", check_scheduler)):
-        kind, params = tree.get((block, "type")), tree.get((block, "params"))
-        if isinstance(kind, str) and kind and (params is MISSING or params is None or isinstance(params, Mapping)):
-            later = {str(path[-1]): "auto" for path in autos if path[:-1] == (block, "params")}
-            given = [{**(params if isinstance(params, Mapping) else {}), **later}]
-            if block == "optimizer":
-                given.append(tree.get((block, "param_groups")))
-            for problem in check(kind, *given):
-                tree.problems.append(replace(problem, mark=tree.mark(path_of(problem.key))))
+# ---- validation ------------------------------------------------------------------------------------------------------
+
+AnyBlock = TypeVar("AnyBlock", bound=Block)
 
 
-def _validate(tree: Tree) -> ZeroConfig | None:
-    """Check values, then rules between keys, even if some values are wrong, to report all problems at once."""
+def validate(document: Document, schema: type[AnyBlock]) -> AnyBlock | None:
+    """Make an object of the schema; what keeps it from that becomes problems of ``document``.
+
+    Rules between keys are checked even if some values are wrong, to report all problems at once.
+    """
     try:
-        return ZeroConfig.model_validate(tree.values)
+        return schema.model_validate(document.values)
     except ValidationError as error:
-        wrong = _take(tree, error)
-    if any(wrong):
+        wrong = _add_problems(document, error, schema)
+    if wrong:
+        right = document.copy()
+        right.problems = []
         for path in wrong:
-            tree.pop(path)
+            right.pop(path)
         try:
-            ZeroConfig.model_validate(tree.values)
+            schema.model_validate(right.values)
         except ValidationError as error:
-            before = len(tree.problems)
-            _take(tree, error)
-            names = [dotted(path) for path in wrong]
-            tree.problems[before:] = [p for p in tree.problems[before:] if not any(n in p.message for n in names)]
+            _add_problems(right, error, schema)
+        names = [dotted(path) for path in wrong]
+        document.problems += [p for p in right.problems if not any(name in p.message for name in names)]
     return None
 
 
-def _take(tree: Tree, error: ValidationError) -> list[Path]:
-    """Turn pydantic's errors into problems; returns the paths of wrong values."""
+def _check_blocks(document: Document, checks: Mapping[str, Check]) -> None:
+    """Check the arguments of optimizers and schedulers, which the schema leaves to their classes."""
+    for block, check in checks.items():
+        kind, params = document.get((block, "type")), document.get((block, "params"))
+        if isinstance(kind, str) and kind and (params is MISSING or params is None or isinstance(params, Mapping)):
+            later = {str(path[-1]): "auto" for path in document.autos if path[:-1] == (block, "params")}
+            groups = document.get((block, "param_groups"))
+            given = [{**(params if isinstance(params, Mapping) else {}), **later}]
+            for problem in check(kind, *given, *([] if groups is MISSING else [groups])):
+                document.problems.append(replace(problem, mark=document.mark(path_of(problem.key))))
+
+
+def _add_problems(document: Document, error: ValidationError, schema: type[Block]) -> list[Path]:
+    """Turn pydantic's errors into problems; returns the paths of wrong values, without those of rules."""
     wrong: list[Path] = []
     for entry in error.errors(include_url=False):
         inner = entry.get("ctx", {}).get("error")
         if isinstance(inner, ConfigError):
-            tree.problems += [replace(p, mark=tree.mark(tuple(p.key.split(".")))) for p in inner.problems]
+            document.problems += [replace(p, mark=document.mark(path_of(p.key))) for p in inner.problems]
             continue
-        path, message = message_of(tree, entry)
+        path, message = message_of(document, entry, schema)
         if entry["type"] == "missing":
             path = path[:-1]
         if path not in wrong:
             wrong.append(path)
-            tree.problem(path, message)
-    return wrong
+            document.problem(path, message)
+    return [path for path in wrong if path]
 
 
-def _place(problem: Problem) -> tuple[str, int, int]:
-    mark = problem.mark
-    return ("", 0, 0) if mark is None else (mark.source, mark.line or 0, mark.column or 0)
+_REQUIREMENTS = {
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "a block of keys"),
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "string_too_short": "some text",
+    "tuple_type": "a list",
+    "path_type": "a path",
+    "greater_than": "greater than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "literal_error": "one of {expected}",
+}
+
+
+def message_of(document: Document, entry: Mapping[str, Any], schema: type[Block]) -> tuple[Path, str]:
+    """The path of one of pydantic's errors, and a message for authors of configuration files."""
+    path: list[str | int] = []
+    block: type[Block] | None = schema
+    description, secret = "", False
+    for part in entry["loc"]:  # for unions the location ends in names internal to pydantic
+        found = keys_of(block).get(str(part)) if block is not None else None
+        if found is None and (block is not None or not isinstance(part, int)):
+            break
+        path.append(part)
+        if found is not None:
+            description, secret, block = found.description or "", bool(found.exclude), block_of(found)
+    key, value = dotted(tuple(path)), document.get(tuple(path))
+    if entry["type"] == "missing":
+        return tuple(path), f"{key} is missing: {description}."
+    item = bool(entry["loc"]) and isinstance(entry["loc"][-1], int)  # an item of a list: the input shows which one
+    shown = "..." if secret else _shown(entry["input"] if item or value is entry["input"] else value)
+    if entry["type"] in _REQUIREMENTS:
+        what = _REQUIREMENTS[entry["type"]].format(**entry.get("ctx", {}))
+        return tuple(path), f"{key}={shown} is wrong: it must be {what}. Meaning: {description}."
+    text = entry["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    return tuple(path), f"{key}={shown} is wrong: {text.removesuffix('.')}."
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

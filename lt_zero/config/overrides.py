@@ -1,16 +1,24 @@
-"""Overrides in Hydra's grammar, ``a.b=value``, on top of a configuration."""
+"""Overrides in Hydra's grammar, ``a.b=value``, on top of a configuration, and the groups that they choose from.
+
+A folder of ``lt_zero.conf`` is a group, a YAML file in it an option.
+"""
 
 from __future__ import annotations
 
+import difflib
+import importlib.resources
 import re
 from collections.abc import Sequence
+from pathlib import Path as File
 from typing import TYPE_CHECKING, Any
 
 from lt_zero.common.errors import ConfigError, Mark, Path, Problem, dotted
-from lt_zero.config import groups
-from lt_zero.config.read.source import DEEPEST, Budget, Source, leaves, mapped, names_secret, secrets
+from lt_zero.config.document import DEEPEST, Document, mapped, names_secret, secrets
+from lt_zero.config.text import parse_yaml
 
 if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
     from lt_zero.common.compat import HydraOverride
 
 _WORD = re.compile(r"[\w.-]+")
@@ -20,8 +28,8 @@ class _Refused(Exception):
     """An override that cannot be applied; holds the reason."""
 
 
-def apply(source: Source, overrides: Sequence[str]) -> Source:
-    """``source`` with ``overrides`` applied in their order; ``source`` itself stays as it is.
+def apply(document: Document, overrides: Sequence[str]) -> Document:
+    """``document`` with ``overrides`` applied in their order; ``document`` itself stays as it is.
 
     - ``a.b=value`` sets, and creates what is missing: a file names few of the keys that exist. A mapping, ``a={b: 1}``,
       is merged into the one that is there; a list replaces. ``betas.0=0.8`` sets an item that is there.
@@ -37,12 +45,11 @@ def apply(source: Source, overrides: Sequence[str]) -> Source:
             finds or ``~`` does not; of all overrides at once.
     """
     if isinstance(overrides, str):
-        raise ConfigError(
-            f'overrides is a list of texts, not the text {overrides!r:.80}; write ["{_shown(overrides)}"]'
-        )
+        text = f"overrides is a list of texts, not the text {overrides!r:.80}"
+        raise ConfigError(f'{text}; write ["{_shown(overrides)}"]')
     if not overrides:
-        return source
-    edit = _Edit(source)
+        return document
+    edit = _Edit(document)
     problems: list[Problem] = []
     parsed: list[HydraOverride] = []
     for text in overrides:
@@ -61,7 +68,8 @@ def apply(source: Source, overrides: Sequence[str]) -> Source:
             problems += [Problem(key, str(problem), mark) for problem in error.problems]
     if problems:
         raise ConfigError(problems)
-    return edit.result()
+    edit.document.secret |= secrets(edit.values)
+    return edit.document
 
 
 def _shown(text: object) -> str:
@@ -118,30 +126,19 @@ def _syntax_hint(text: str) -> str:
 
 def _is_choice(override: HydraOverride) -> bool:
     is_word = isinstance(override.value, str) and not override.is_quoted and bool(_WORD.fullmatch(override.value))
-    return (
-        is_word and override.kind != "delete" and "." not in override.key and groups.options(override.key) is not None
-    )
+    return is_word and override.kind != "delete" and "." not in override.key and group_options(override.key) is not None
 
 
 class _Edit:
     """A configuration while overrides change it."""
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self.values: dict[str, Any] = mapped(source.values)
-        self.marks = dict(source.marks)
-        self.secret = set(source.secret)
-
-    def result(self) -> Source:
-        budget = Budget("the configuration with overrides")
-        for path, _ in leaves(self.values):
-            budget.take(len(path))
-        secret = self.secret | secrets(self.values)
-        return Source(self.values, self.marks, self.source.name, list(self.source.notices), secret)
+    def __init__(self, document: Document) -> None:
+        self.document = document.copy()
+        self.values = self.document.values
 
     def apply(self, override: HydraOverride, mark: Mark) -> None:
         if _is_choice(override):
-            for key, value in groups.load(override.key, override.value).items():
+            for key, value in group_values(override.key, override.value).items():
                 self.leave_params(key, value)
                 self.merge(self.values, key, value, (key,), mark)
             return
@@ -169,7 +166,7 @@ class _Edit:
             return
         for inner in ("params", "param_groups"):
             if there.pop(inner, None) is not None:
-                self.forget((key, inner))
+                self.document.forget((key, inner))
 
     def find(self, keys: Sequence[str]) -> Any:
         """The block at ``keys``, None if there is none."""
@@ -186,10 +183,10 @@ class _Edit:
             raise _Refused(f"{override.key} cannot be deleted: it is not there{near}")
         if override.has_value and override.value != block[last]:
             path = tuple(override.key.split("."))
-            held = "another value" if self.source.hides(path) else repr(block[last])
+            held = "another value" if self.document.hides(path) else repr(block[last])
             raise _Refused(f"{override.key} is not deleted: it is {held}; write ~{override.key} for any value")
         del block[last]
-        self.forget(tuple(override.key.split(".")))
+        self.document.forget(tuple(override.key.split(".")))
 
     def enter(self, holder: Any, key: str, path: Path, mark: Mark) -> tuple[Any, Path]:
         """The block ``key`` of ``holder``, made if it is missing; what is no block is replaced, as in Hydra."""
@@ -199,9 +196,9 @@ class _Edit:
         if isinstance(value, str) and "${" in value:
             raise _Refused(f"{dotted(inside)} is {value!r}, which has no keys of its own; override what it names")
         if not isinstance(value, (dict, list)):
-            self.forget(inside)
+            self.document.forget(inside)
             value = holder[index] = {}
-            self.marks[inside] = mark
+            self.document.marks[inside] = mark
         return value, inside
 
     def set(self, holder: Any, key: str, path: Path, override: HydraOverride, mark: Mark) -> None:
@@ -219,20 +216,15 @@ class _Edit:
         """Set ``holder[key]``; a mapping is merged into one that is there."""
         there = holder.get(key) if isinstance(holder, dict) else holder[key]
         if isinstance(there, dict) and isinstance(value, dict):
-            self.marks.setdefault(path, mark)
+            self.document.marks.setdefault(path, mark)
             for inner, item in value.items():
                 self.merge(there, inner, item, (*path, inner), mark)
             return
-        self.forget(path)
+        self.document.forget(path)
         holder[key] = mapped(value)
-        self.marks[path] = mark
+        self.document.marks[path] = mark
         for inner_path in _inside(value, path):
-            self.marks[inner_path] = mark
-
-    def forget(self, path: Path) -> None:
-        """Marks and secrets of what was there."""
-        self.marks = {at: mark for at, mark in self.marks.items() if at[: len(path)] != path}
-        self.secret = {at for at in self.secret if at[: len(path)] != path}
+            self.document.marks[inner_path] = mark
 
 
 def _index(holder: Any, key: str, path: Path) -> str | int:
@@ -259,3 +251,68 @@ def _check_keys(value: Any) -> None:
     elif isinstance(value, list):
         for item in value:
             _check_keys(item)
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+
+_PACKAGE = re.compile(r"#\s*@package\s+(\S+)\s*")
+
+
+def group_folder() -> Traversable | None:
+    """The folder of the groups: ``lt_zero.conf`` if installed, ``conf`` next to the package in a checkout."""
+    try:
+        return importlib.resources.files("lt_zero.conf")
+    except ModuleNotFoundError:
+        root = File(__file__).parents[2]
+        is_checkout = (root / "pyproject.toml").is_file()  # site-packages/conf would belong to another package
+        return root / "conf" if is_checkout and (root / "conf").is_dir() else None
+
+
+def group_options(group: str) -> list[str] | None:
+    """Names of a group's options; None if the group does not exist. ``a/b`` is a nested group."""
+    found = group_folder()
+    for part in group.split("/"):
+        if found is None or not re.fullmatch(r"\w[\w-]*", part):
+            return None
+        found = found / part
+        if not found.is_dir():
+            return None
+    names = sorted(entry.name for entry in found.iterdir()) if found is not None else []
+    return [name.removesuffix(".yaml") for name in names if name.endswith(".yaml")]
+
+
+def group_values(group: str, option: str) -> dict[str, Any]:
+    """Values of an option, as a mapping from the top level.
+
+    They go under the group's name, or where the file's header says: ``# @package _global_`` is the top level.
+
+    Raises:
+        ConfigError: the option does not exist (names the nearest), or its file cannot be read.
+    """
+    known = group_options(group) or []
+    if option not in known:
+        close = difflib.get_close_matches(option, known, 1, 0.4)
+        nearest = f"; did you mean {group}={close[0]}?" if close else ""
+        raise ConfigError(
+            f"{group}={option}: the group {group} has the options {', '.join(known) or '(none)'}{nearest}"
+        )
+    found = group_folder()
+    assert found is not None  # options were found in it
+    for part in (*group.split("/"), f"{option}.yaml"):
+        found = found / part
+    text = found.read_text(encoding="utf-8")
+    values = parse_yaml(text, f"{group}/{option}.yaml").values
+    if "defaults" in values:
+        raise ConfigError(f"{group}={option}: its file has a defaults list, which only Hydra composes; use hydra.main")
+    for part in reversed(_package(text, group)):
+        values = {part: values}
+    return values
+
+
+def _package(text: str, group: str) -> list[str]:
+    lines = (line.strip() for line in text.splitlines())
+    headers = (found[1] for line in lines if line.startswith("#") and (found := _PACKAGE.fullmatch(line)))
+    package = next(headers, "_group_")
+    if package == "_global_":
+        return []
+    return (group.replace("/", ".") if package == "_group_" else package).split(".")

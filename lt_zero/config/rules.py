@@ -1,197 +1,141 @@
-"""Supported keys that have no effect in combination with others, such as keys of stage 3 at stage 2."""
+"""Rules between keys: those that contradict each other, and those that have no effect in combination with others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import reduce
-from typing import Any, NamedTuple
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path as File
+from typing import Any
 
-from lt_zero.common.errors import Path, dotted
-from lt_zero.config.blocks.activation import ActivationCheckpointing
-from lt_zero.config.schema import ZeroConfig
+import torch
+
+from lt_zero.common.errors import Path, Problem, dotted
+from lt_zero.config.blocks import OPERATIONS, ActivationCheckpointing, operation_of
+from lt_zero.config.document import leaves
+from lt_zero.config.schema import Schema
 
 Z, A = "zero_optimization", "activation_checkpointing"
+_WHOLE = ("muon", "adafactor")  # configurable optimizers that need whole matrices
 
 
-class _Rule(NamedTuple):
-    """Keys of a block that have an effect only under a condition.
-
-    Attributes:
-        block: dotted.
-        keys: names in it; none: all.
-        counts: the condition.
-        why: why they have no effect otherwise.
-    """
-
-    block: str
-    keys: tuple[str, ...]
-    counts: Callable[[ZeroConfig], bool]
-    why: str
+# ---- contradictions --------------------------------------------------------------------------------------------------
 
 
-def _stage3(config: ZeroConfig) -> bool:
-    return config.zero_optimization.stage == 3
+def contradictions(config: Schema) -> Iterator[Problem]:
+    """Find keys that contradict each other."""
+    yield from _training(config)
+    yield from _sharding(config)
+    yield from _precision(config)
+    yield from _offload(config)
+    unknown = [name for name in config.comms_logger.prof_ops if operation_of(name) is None]
+    if unknown:
+        text = f"comms_logger.prof_ops has {unknown[0]!r}, which is not a collective of lt_zero. Choose from "
+        yield Problem("comms_logger.prof_ops", f"{text}{', '.join(OPERATIONS)}.")
+    saved = config.activation_checkpointing
+    if saved.cpu_checkpointing and saved.nvme_path is not None:
+        text = f"{A}.nvme_path={str(saved.nvme_path)!r} and {A}.cpu_checkpointing=true are two places for saved inputs."
+        yield Problem(f"{A}.nvme_path", f"{text} Remove one of them.")
+    if config.checkpoint.async_save and not config.sharded_checkpoints:
+        yield Problem(
+            "checkpoint.async",
+            "checkpoint.async=true needs sharded checkpoints, but checkpoints are full (checkpoint.format="
+            f"{config.checkpoint.format!r}, stage {config.zero_optimization.stage}): set checkpoint.format='sharded', "
+            "or use Lightning's AsyncCheckpointIO.",
+        )
 
 
-def _offloads(config: ZeroConfig) -> bool:
+def _training(config: Schema) -> Iterator[Problem]:
+    """Check the batch arithmetic that does not depend on the number of ranks."""
+    total = config.train_batch_size
+    factors = {
+        "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+    }
+    given = {name: value for name, value in factors.items() if value is not None}
+    if total is not None and total % math.prod(given.values()):
+        yield Problem(
+            "train_batch_size",
+            f"train_batch_size={total} is not a multiple of {' * '.join(f'{n}={v}' for n, v in given.items())}, so no "
+            "number of ranks fits: it is train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks. Remove "
+            "one of them.",
+        )
+
+
+def _sharding(config: Schema) -> Iterator[Problem]:
     zero = config.zero_optimization
-    return (zero.offload_optimizer.device, zero.param_offload.device) != ("none", "none")
+    both = sorted(set(zero.zero_allowed_param_types) & set(zero.zero_force_param_types))
+    if both:
+        yield Problem(
+            f"{Z}.zero_force_param_types",
+            f"{both[0]!r} is in {Z}.zero_allowed_param_types (sharded) and in {Z}.zero_force_param_types (never "
+            "sharded). Remove it from one.",
+        )
+    name = config.optimizer.type if config.optimizer is not None else ""
+    if zero.stage > 0 and zero.shard_along == "element" and name.rpartition(".")[2].lower() in _WHOLE:
+        yield Problem(
+            f"{Z}.shard_along",
+            f"optimizer.type={name!r} computes its update from whole matrices, and at stage {zero.stage} with "
+            f"{Z}.shard_along='element' a rank holds only fragments of them. Set {Z}.shard_along=parameter "
+            "(optimizer=muon does both).",
+        )
 
 
-def _in_files(config: ZeroConfig) -> bool:
-    zero, block = config.zero_optimization, config.activation_checkpointing
-    saved = block.nvme_path is not None and block.mode != "none"
-    return saved or "nvme" in (zero.offload_optimizer.device, zero.param_offload.device)
+def _precision(config: Schema) -> Iterator[Problem]:
+    fp16, bf16, autocast = config.fp16, config.bf16, config.torch_autocast
+    if fp16.enabled is True and bf16.enabled is True:
+        yield Problem("fp16.enabled", "fp16.enabled and bf16.enabled are both true. Switch one of them off.")
+    if fp16.enabled is True and fp16.loss_scale == 0 and fp16.min_loss_scale == 0:
+        text = "fp16.min_loss_scale=0 with a dynamic scale: the scale could shrink to 0."
+        yield Problem("fp16.min_loss_scale", f"{text} Write 1, or a small number such as 1e-5.")
+    if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
+        text = "bf16.bf16_optimizer_states=true needs bf16.bf16_master_weights_and_grads=true."
+        yield Problem("bf16.bf16_optimizer_states", text)
+    asked = fp16.raise_error_at_min_scale
+    if asked is not None and "on_min_scale" in config.model_fields_set and asked != (config.on_min_scale == "raise"):
+        text = f"fp16.raise_error_at_min_scale={asked} contradicts on_min_scale={config.on_min_scale!r}. Remove one."
+        yield Problem("fp16.raise_error_at_min_scale", text)
+    if autocast.enabled and autocast.dtype == torch.float32:
+        yield Problem("torch_autocast.dtype", "torch_autocast.dtype=fp32 casts nothing. Write bf16 or fp16.")
+    name, other = ("bf16", bf16) if autocast.dtype == torch.float16 else ("fp16", fp16)
+    if autocast.enabled and other.enabled is True:
+        text = f"torch_autocast.dtype={autocast.dtype} contradicts {name}.enabled=true. Switch one of them off."
+        yield Problem("torch_autocast.dtype", text)
 
 
-def _value(config: ZeroConfig, key: str) -> Any:
-    return reduce(getattr, key.split("."), config)
+def _offload(config: Schema) -> Iterator[Problem]:
+    zero = config.zero_optimization
+    for name, block in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.param_offload)):
+        key, path = f"{Z}.{name}.nvme_path", block.nvme_path
+        if block.device == "nvme" and path is None:
+            yield Problem(key, f"{Z}.{name}.device='nvme' needs {key}: a folder on a local NVMe disk.")
+        if block.device == "nvme" and path is not None and _is_device(path):
+            text = f"{key}={str(path)!r} is a raw device. Make a file system on it and name a folder there."
+            yield Problem(key, text)
+    if zero.offload_optimizer.device == "none" and zero.offload_optimizer.overlap_step is True:
+        yield Problem(
+            f"{Z}.offload_optimizer.overlap_step",
+            f"{Z}.offload_optimizer.overlap_step=true needs offload_optimizer.device='cpu' or 'nvme': only an "
+            "offloaded step can overlap with compute.",
+        )
 
 
-def _always(block: str, name: str, why: str) -> _Rule:
-    """A switch that is always on."""
-    return _Rule(block, (name,), lambda config: bool(_value(config, f"{block}.{name}")), f"{why} in any case")
+def _is_device(path: File) -> bool:
+    return path.parts[:2] == ("/", "dev") and path.parts[2:3] != ("shm",)
 
 
-def _switched(block: str) -> _Rule:
-    """A block that has no effect unless ``enabled`` is true."""
-    return _Rule(block, (), lambda config: bool(_value(config, f"{block}.enabled")), f"{block}.enabled is false")
+# ---- keys without effect ---------------------------------------------------------------------------------------------
 
 
-def _without_mode(name: str) -> _Rule:
-    """A key of ``activation_checkpointing`` that differs from its default while nothing is recomputed."""
-    default = ActivationCheckpointing.model_fields[name].default
-
-    def counts(config: ZeroConfig) -> bool:
-        block = config.activation_checkpointing
-        return block.mode != "none" or getattr(block, name) == default
-
-    return _Rule(A, (name,), counts, f"nothing is recomputed without {A}.mode: full or selective")
-
-
-_STAGE3 = (
-    "stage3_prefetch_bucket_size",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_model_persistence_threshold",
-    "zero_allowed_param_types",
-    "zero_force_param_types",
-)
-_FILES = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init")
-_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
-_RULES = (
-    _Rule(Z, _STAGE3, _stage3, "parameters are sharded at stage 3 only"),
-    _Rule(
-        Z,
-        ("allgather_bucket_size",),
-        lambda config: config.zero_optimization.stage in (1, 2),
-        "parameters are gathered after the step at stages 1 and 2 only",
-    ),
-    _Rule(
-        Z,
-        ("shard_along", "reduce_scatter"),
-        lambda config: config.zero_optimization.stage > 0,
-        "nothing is sharded at stage 0",
-    ),
-    _Rule(
-        Z,
-        ("sub_group_size",),
-        lambda config: config.zero_optimization.offload_optimizer.device != "none",
-        "it needs an offloaded optimizer",
-    ),
-    _always(Z, "contiguous_gradients", "gradients are copied into one flat buffer per bucket"),
-    _always(f"{Z}.offload_optimizer", "fast_init", "weights are written as they are initialized"),
-    _always("bf16", "immediate_grad_update", "each backward adds to the accumulators"),
-    _Rule(
-        f"{Z}.offload_optimizer",
-        _FILES,
-        lambda config: config.zero_optimization.offload_optimizer.device == "nvme",
-        "it counts with device: nvme only",
-    ),
-    _Rule(
-        f"{Z}.offload_optimizer",
-        ("ratio",),
-        lambda config: config.zero_optimization.offload_optimizer.device != "none",
-        "nothing is offloaded",
-    ),
-    _Rule(
-        f"{Z}.offload_param",
-        (),
-        lambda config: _stage3(config) or config.zero_optimization.offload_param.device == "none",
-        "parameters are not sharded below stage 3",
-    ),
-    _Rule(f"{Z}.offload_optimizer", ("pin_memory",), _offloads, "nothing is offloaded"),
-    _Rule(f"{Z}.offload_param", ("pin_memory",), _offloads, "nothing is offloaded"),
-    _Rule(
-        f"{Z}.offload_param",
-        _FILES,
-        lambda config: config.zero_optimization.offload_param.device == "nvme",
-        "it counts with device: nvme only",
-    ),
-    _Rule(
-        f"{Z}.offload_param",
-        ("device",),
-        lambda config: (
-            config.zero_optimization.offload_param.device == "none"
-            or config.zero_optimization.offload_optimizer.device != "none"
-        ),
-        "trained parameters are stored with their master weights: without offload_optimizer only frozen ones move",
-    ),
-    *map(_switched, ("flops_profiler", "comms_logger", "csv_monitor", "tensorboard", "wandb", "comet")),
-    _Rule(
-        "comms_logger",
-        ("prof_ops",),
-        lambda config: not config.comms_logger.prof_all,
-        "comms_logger.prof_all records all operations",
-    ),
-    *(_without_mode(name) for name in ActivationCheckpointing.model_fields if name != "mode"),
-    _Rule(
-        A,
-        ("partition_activations",),
-        lambda config: not config.activation_checkpointing.partition_activations,
-        "there is no tensor- or sequence-parallel group to split saved inputs over",
-    ),
-    _Rule(
-        A,
-        ("number_checkpoints",),
-        lambda config: (
-            config.activation_checkpointing.contiguous_memory_optimization
-            or config.activation_checkpointing.number_checkpoints is None
-        ),
-        "it needs contiguous_memory_optimization",
-    ),
-    _Rule(
-        A,
-        ("contiguous_memory_optimization", "number_checkpoints"),
-        lambda config: config.activation_checkpointing.nvme_path is None,
-        "saved inputs are in files",
-    ),
-    _Rule("aio", (), _in_files, "nothing is offloaded to nvme"),
-    _Rule("fp16", _SCALE, lambda config: config.fp16.loss_scale == 0, "fp16.loss_scale fixes the scale"),
-    _Rule(
-        "",
-        ("gradient_predivide_factor",),
-        lambda config: not config.prescale_gradients or config.gradient_predivide_factor == 1.0,
-        "prescale_gradients divides by the number of ranks instead, as in DeepSpeed",
-    ),
-    _Rule(
-        "data_types",
-        ("keep_in_fp32_modules",),
-        lambda config: config.data_types.buffer_dtype is not None,
-        "buffers keep their dtype without data_types.buffer_dtype",
-    ),
-)
-
-
-def inactive(config: ZeroConfig, written: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+def inactive(config: Schema, written: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
     """Written keys that have no effect in this configuration, with the first reason for each.
 
     Skips blocks with ``enabled: false``, where that is expected.
     """
-    for path in _leaves(written, ()):
+    reasons = [*_inactive_sharding(config), *_inactive_elsewhere(config)]
+    for path, _ in leaves(written, lists=False):
         block, name = dotted(path[:-1]), str(path[-1])
-        rules = (rule for rule in _RULES if rule.block == block and (name in rule.keys or not rule.keys))
-        why = next((rule.why for rule in rules if not rule.counts(config)), None)
+        found = (why for at, keys, why in reasons if at == block and (not keys or name in keys.split()))
+        why = next(found, None)
         if why is not None and not why.startswith(f"{dotted(path)} is ") and not switched_off(written, path):
             yield path, why
 
@@ -206,9 +150,73 @@ def switched_off(written: Mapping[str, Any], path: Path) -> bool:
     return False
 
 
-def _leaves(values: Mapping[str, Any], path: Path) -> Iterator[Path]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, (*path, key))
-        else:
-            yield (*path, key)
+# Of each rule: the block, names of keys in it ("": all), and why they have no effect.
+Reason = tuple[str, str, str]
+_STAGE3 = "stage3_prefetch_bucket_size stage3_max_live_parameters stage3_max_reuse_distance "
+_STAGE3 += "stage3_model_persistence_threshold zero_allowed_param_types zero_force_param_types"
+_FILES = "nvme_path buffer_count buffer_size max_in_cpu pipeline_read pipeline_write fast_init"
+_SCALE = "initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale"
+
+
+def _inactive_sharding(config: Schema) -> Iterator[Reason]:
+    zero = config.zero_optimization
+    states, weights = zero.offload_optimizer, zero.offload_param
+    if zero.stage != 3:
+        yield Z, _STAGE3, "parameters are sharded at stage 3 only"
+    if zero.stage not in (1, 2):
+        yield Z, "allgather_bucket_size", "parameters are gathered after the step at stages 1 and 2 only"
+    if zero.stage == 0:
+        yield Z, "shard_along reduce_scatter", "nothing is sharded at stage 0"
+    if states.device == "none":
+        yield Z, "sub_group_size", "it needs an offloaded optimizer"
+    if not zero.contiguous_gradients:
+        why = "gradients are copied into one flat buffer per bucket in any case"
+        yield Z, "contiguous_gradients", why
+    if not states.fast_init:
+        yield f"{Z}.offload_optimizer", "fast_init", "weights are written as they are initialized in any case"
+    if states.device != "nvme":
+        yield f"{Z}.offload_optimizer", _FILES, "it counts with device: nvme only"
+    if states.device == "none":
+        yield f"{Z}.offload_optimizer", "ratio", "nothing is offloaded"
+    if zero.stage != 3 and weights.device != "none":
+        yield f"{Z}.offload_param", "", "parameters are not sharded below stage 3"
+    if (states.device, zero.param_offload.device) == ("none", "none"):
+        yield f"{Z}.offload_optimizer", "pin_memory", "nothing is offloaded"
+        yield f"{Z}.offload_param", "pin_memory", "nothing is offloaded"
+    if weights.device != "nvme":
+        yield f"{Z}.offload_param", _FILES, "it counts with device: nvme only"
+    if weights.device != "none" and states.device == "none":
+        why = "trained parameters are stored with their master weights: without offload_optimizer only frozen ones move"
+        yield f"{Z}.offload_param", "device", why
+
+
+def _inactive_elsewhere(config: Schema) -> Iterator[Reason]:
+    zero, saved = config.zero_optimization, config.activation_checkpointing
+    if not config.bf16.immediate_grad_update:
+        yield "bf16", "immediate_grad_update", "each backward adds to the accumulators in any case"
+    for block in ("flops_profiler", "comms_logger", "csv_monitor", "tensorboard", "wandb", "comet"):
+        if not getattr(config, block).enabled:
+            yield block, "", f"{block}.enabled is false"
+    if config.comms_logger.prof_all:
+        yield "comms_logger", "prof_ops", "comms_logger.prof_all records all operations"
+    if saved.mode == "none":
+        fields = ActivationCheckpointing.model_fields.items()
+        if changed := [name for name, field in fields if getattr(saved, name) != field.default]:
+            yield A, " ".join(changed), f"nothing is recomputed without {A}.mode: full or selective"
+    if saved.partition_activations:
+        why = "there is no tensor- or sequence-parallel group to split saved inputs over"
+        yield A, "partition_activations", why
+    if saved.number_checkpoints is not None and not saved.contiguous_memory_optimization:
+        yield A, "number_checkpoints", "it needs contiguous_memory_optimization"
+    if saved.nvme_path is not None:
+        yield A, "contiguous_memory_optimization number_checkpoints", "saved inputs are in files"
+    in_files = saved.nvme_path is not None and saved.mode != "none"
+    if not in_files and "nvme" not in (zero.offload_optimizer.device, zero.param_offload.device):
+        yield "aio", "", "nothing is offloaded to nvme"
+    if config.fp16.loss_scale != 0:
+        yield "fp16", _SCALE, "fp16.loss_scale fixes the scale"
+    if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
+        why = "prescale_gradients divides by the number of ranks instead, as in DeepSpeed"
+        yield "", "gradient_predivide_factor", why
+    if config.data_types.buffer_dtype is None:
+        yield "data_types", "keep_in_fp32_modules", "buffers keep their dtype without data_types.buffer_dtype"

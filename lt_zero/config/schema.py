@@ -1,27 +1,30 @@
-"""The validated, frozen configuration. Keys are DeepSpeed's (0.19.8), so existing blocks can be passed as they are."""
+"""All keys, in frozen blocks. They are DeepSpeed's (0.19.8), so existing files can be passed as they are."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from lt_zero.common.errors import ConfigError, Path, Problem
-from lt_zero.config.blocks.activation import ActivationCheckpointing, check_activations
-from lt_zero.config.blocks.checkpoint import Checkpoint
-from lt_zero.config.blocks.monitor import Comet, CsvMonitor, TensorBoard, Wandb
-from lt_zero.config.blocks.offload import Aio, OffloadOptimizer, OffloadParam, check_offload
-from lt_zero.config.blocks.precision import Bf16, DataTypes, Fp16, TorchAutocast, check_precision
-from lt_zero.config.blocks.profiling import CommsLogger, FlopsProfiler, check_profiling
-from lt_zero.config.blocks.training import (
+from lt_zero.config.blocks import (
+    ActivationCheckpointing,
+    Aio,
+    Bf16,
+    Checkpoint,
+    Comet,
+    CommsLogger,
+    CsvMonitor,
+    DataTypes,
+    FlopsProfiler,
+    Fp16,
     LeafModule,
+    OffloadOptimizer,
+    OffloadParam,
     OptimizerBlock,
     SchedulerBlock,
-    check_leaves,
-    check_training,
-    check_whole,
+    TensorBoard,
+    TorchAutocast,
+    Wandb,
 )
 from lt_zero.config.fields import Block, Dtype, Elements, Names, PositiveElements, Real
 
@@ -106,12 +109,8 @@ class ZeroOptimization(Block):
         return self.offload_param if self.stage == 3 else OffloadParam()
 
 
-class ZeroConfig(Block):
-    """Everything that can be configured.
-
-    >>> ZeroConfig.of({"zero_optimization": {"stage": 2, "reduce_bucket_size": "5e7"}}).zero_optimization.stage
-    2
-    """
+class Schema(Block):
+    """Everything that can be configured. ``ZeroConfig`` adds how one is made."""
 
     train_batch_size: PositiveElements | None = Field(
         None, description="samples per optimizer step over all ranks; checked against the data"
@@ -197,22 +196,11 @@ class ZeroConfig(Block):
     on_min_scale: Literal["raise", "hold", "warn"] = Field(
         "raise", description="what to do on overflow at the minimum loss scale"
     )
-
     on_nonfinite: Literal["warn", "raise", "skip"] = Field(
         "warn",
         description="non-finite gradients without fp16: warn once and continue, raise before the step, or skip the "
         "step; bf16 skips unless bf16.check_grad_overflow is false",
     )
-
-    def __init__(self, *, stage: int | None = None, **keys: Any) -> None:
-        """Keys as in a file; ``stage`` is ``zero_optimization.stage``, as ``ZeroStrategy`` has it."""
-        if stage is not None:
-            block = keys.get("zero_optimization", {})
-            block = block.model_dump(exclude_unset=True) if isinstance(block, ZeroOptimization) else block
-            keys["zero_optimization"] = {**block, "stage": stage}
-        super().__init__(**keys)
-
-    _autos: frozenset[Path] = PrivateAttr(frozenset())  # written "auto", not resolved yet; they hold their defaults
 
     @field_validator("steps_per_print", mode="before")
     @classmethod
@@ -224,63 +212,8 @@ class ZeroConfig(Block):
     def _lower(cls, value: Any) -> Any:
         return value.lower() if isinstance(value, str) else value
 
-    @model_validator(mode="after")
-    def _consistent(self) -> ZeroConfig:
-        if problems := list(self.problems()):
-            raise ConfigError(problems)
-        return self
-
-    def problems(self) -> Iterator[Problem]:
-        """Find keys that contradict each other."""
-        yield from check_training(self)
-        yield from check_leaves(self)
-        yield from check_whole(self)
-        yield from check_precision(self)
-        yield from check_offload(self)
-        yield from check_profiling(self)
-        yield from check_activations(self)
-        if self.checkpoint.async_save and self.sharded_checkpoints is False:
-            yield Problem(
-                "checkpoint.async",
-                "checkpoint.async=true needs sharded checkpoints, but checkpoints are full (checkpoint.format="
-                f"{self.checkpoint.format!r}, stage {self.zero_optimization.stage}): set checkpoint.format='sharded', "
-                "or use Lightning's AsyncCheckpointIO.",
-            )
-
     @property
     def sharded_checkpoints(self) -> bool:
         """Whether checkpoints are directories that all ranks write."""
         how = self.checkpoint.format
         return how == "sharded" or (how == "auto" and self.zero_optimization.stage > 0)
-
-    @property
-    def autos(self) -> frozenset[Path]:
-        """Keys written "auto" that are not resolved yet; they hold their defaults."""
-        return self._autos
-
-    @classmethod
-    def of(
-        cls,
-        config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
-        stage: int | None = None,
-        overrides: Sequence[str] = (),
-        default_stage: int | None = None,
-        activations: ActivationCheckpointing | Mapping[str, Any] | str | bool | None = None,
-    ) -> ZeroConfig:
-        """Validate a configuration. Warns of keys that are renamed or have no effect.
-
-        Args:
-            config: a mapping, the path of a JSON or YAML file, or a configuration to change.
-            stage: sets ``zero_optimization.stage``.
-            overrides: ``key=value`` and ``group=option`` in Hydra's grammar.
-            default_stage: the stage if none is given.
-            activations: keys of ``activation_checkpointing``, or its ``mode``; True: full, False: none.
-
-        Raises:
-            ConfigError: names every problem.
-        """
-        from lt_zero.config.load import load  # load imports the schema
-
-        made, loaded = load(config, stage, overrides, default_stage, activations)
-        loaded.announce()
-        return made

@@ -29,7 +29,7 @@ from lt_zero.comm.communicator import Comm
 from lt_zero.comm.work import Work
 from lt_zero.common.flat_storage import FlatStorage, flat_empty
 from lt_zero.common.timing import phase
-from lt_zero.config.blocks.precision import DtypePolicy
+from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.grad_bucket import Accumulator
 from lt_zero.engine.guard import Owner, guard, own, sentinel, unguard
 from lt_zero.engine.inplace_edits import InplaceEdits

@@ -40,7 +40,7 @@ from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.common.tensor_tree import iter_tensors
 from lt_zero.common.timing import NOTHING, Span, UnitRanges, phase, phased, unit_range
 from lt_zero.config import ZeroConfig
-from lt_zero.config.blocks.precision import DtypePolicy
+from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.gather import Gatherer
 from lt_zero.engine.gather_order import Residency

@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.config import ZeroConfig
-from lt_zero.config.blocks.precision import DtypePolicy
+from lt_zero.config.precision import DtypePolicy
 from lt_zero.config.schema import ZeroOptimization
 from lt_zero.engine.find_units import UnitPlan, UnitRules, class_matches, clean_name, find_units
 from lt_zero.engine.fp32_modules import BATCH_NORMS, DEFAULT_ISLANDS_MIXED, Fp32Modules, find_fp32_modules

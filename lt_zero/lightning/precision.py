@@ -21,7 +21,7 @@ from typing_extensions import override
 from lt_zero.common.compat import announce_compute_dtype, is_plain_closure, logged_step, override_dtype
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
-from lt_zero.config.blocks.precision import MODES, DtypePolicy, ScalerRules, dtype_policy, on_min_scale, resolve_mode
+from lt_zero.config.precision import MODES, DtypePolicy, ScalerRules, dtype_policy, on_min_scale, resolve_mode
 from lt_zero.engine.materialize import parameters_in
 from lt_zero.step.loss_scale import LossScaler
 from lt_zero.step.loss_scale_controller import LossScaleController

@@ -26,7 +26,7 @@ from lt_zero.common.errors import ConfigError, Mark, Path, Problem, path_of
 from lt_zero.common.tensor_tree import sizes_of
 from lt_zero.config import ZeroConfig
 from lt_zero.config.auto import Facts, Resolution, resolve, resolve_batch
-from lt_zero.config.document import Tree
+from lt_zero.config.document import Document
 from lt_zero.config.load import ConfigWarning
 from lt_zero.engine.hidden_size import hidden_size
 from lt_zero.lightning.hparams import find_value
@@ -66,7 +66,7 @@ class Reconciler:
 
     def __init__(self, config: ZeroConfig, marks: Mapping[Path, Mark] | None = None) -> None:
         self.config = self._given = config  # resolve "auto" again for each fit, with its module, Trainer and data
-        self._written = Tree({}, dict(marks or {}))
+        self._written = Document({}, dict(marks or {}))
         self._lent: pl.LightningModule | None = None  # has our configure_optimizers
         self._theirs: Any = None  # what was set on the module itself, as LightningCLI does
         self._seen, self._steps = False, 1

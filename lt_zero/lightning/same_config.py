@@ -8,7 +8,7 @@ import json
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import ConfigError, dotted
 from lt_zero.config import ZeroConfig
-from lt_zero.config.read.source import leaves
+from lt_zero.config.document import leaves
 from lt_zero.config.show import resolved
 
 # Keys that may differ between nodes or ranks.

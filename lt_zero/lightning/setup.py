@@ -19,7 +19,7 @@ from torchmetrics import Metric
 from lt_zero.activation.install import installed
 from lt_zero.comm.communicator import Comm
 from lt_zero.config import ZeroConfig
-from lt_zero.config.blocks.precision import DtypePolicy
+from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.consistency_check import check_identity, owns_all
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import restore_whole

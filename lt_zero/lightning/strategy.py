@@ -30,7 +30,7 @@ from lt_zero.comm.comm_log import CommRecord
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
-from lt_zero.config.blocks.activation import ActivationCheckpointing
+from lt_zero.config.blocks import ActivationCheckpointing
 from lt_zero.config.load import load
 from lt_zero.engine.consistency_check import sync_buffers
 from lt_zero.engine.engine import Engine

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.shared_memory import host_identity
 from lt_zero.config import ZeroConfig
-from lt_zero.config.blocks.precision import DtypePolicy
+from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import is_guarded

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lt_zero.config import ZeroConfig
-from lt_zero.config.blocks.precision import MODES, dtype_policy, resolve_mode
+from lt_zero.config.precision import MODES, dtype_policy, resolve_mode
 from lt_zero.config.schema import ZeroOptimization
 from lt_zero.engine.hidden_size import with_sizes
 from lt_zero.engine.partition import plan_engine

@@ -22,7 +22,7 @@ import torch
 
 from lt_zero.comm.shared_memory import SEND_BUFFERS
 from lt_zero.config import ZeroConfig
-from lt_zero.config.blocks.precision import DtypePolicy
+from lt_zero.config.precision import DtypePolicy
 from lt_zero.config.schema import ZeroOptimization
 from lt_zero.engine.gather_order import Residency
 from lt_zero.engine.partition import BucketPlan, EnginePlan

@@ -14,7 +14,7 @@ import torch
 
 from lt_zero.comm.communicator import Comm
 from lt_zero.config import ZeroConfig
-from lt_zero.config.blocks.precision import DtypePolicy
+from lt_zero.config.precision import DtypePolicy
 from lt_zero.config.schema import ZeroOptimization
 from lt_zero.engine.layout import BucketLayout, Sharding
 from lt_zero.engine.offload_manager import resting

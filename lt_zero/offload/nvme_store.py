@@ -34,7 +34,7 @@ from torch import Tensor
 
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.timing import phase
-from lt_zero.config.blocks.offload import Aio
+from lt_zero.config.blocks import Aio
 from lt_zero.io.block_transfer import in_words
 from lt_zero.io.buffer_pool import Buffers
 from lt_zero.io.direct_file import Nowhere, SwapFile

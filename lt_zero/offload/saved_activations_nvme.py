@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lt_zero.config.blocks.offload import Aio
+from lt_zero.config.blocks import Aio
 from lt_zero.io.direct_file import SwapFile
 from lt_zero.io.pinned import host_buffer
 from lt_zero.io.private_folder import SwapFolder

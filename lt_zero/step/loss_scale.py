@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lt_zero.config.blocks.precision import ScalerRules
+from lt_zero.config.precision import ScalerRules
 
 
 class LossScaler:

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.config.blocks.precision import DtypePolicy
+from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.engine import Engine
 from lt_zero.step.clip import clip_grad_norm, clip_grad_value, grad_norm, unscale
 from lt_zero.step.device_skip_flag import Verdict

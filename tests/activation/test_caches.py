@@ -16,7 +16,7 @@ import lt_zero
 from lt_zero.activation.apply import apply
 from lt_zero.activation.find import find_modules
 from lt_zero.common.errors import ConfigError
-from lt_zero.config.blocks.activation import ActivationCheckpointing
+from lt_zero.config.blocks import ActivationCheckpointing
 from tests.support.matrix import only
 from tests.support.models import WIDTH, next_token_loss, tokens
 from tests.support.parity import RELEASE, STAGES, Case, check, config_of

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lt_zero.activation.geometry import geometry_of
 from lt_zero.activation.meter import live_bytes
 from lt_zero.activation.profile import Boundary, open_boundary
-from lt_zero.config.blocks.activation import ActivationCheckpointing
+from lt_zero.config.blocks import ActivationCheckpointing
 from tests.support.store_tools import CPU, NBYTES, ROWS, WIDTH, blocks, forward, rows
 
 # ---- profile -------------------------------------------------------------------------------------------------------

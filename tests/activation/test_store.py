@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lt_zero.activation.stores import Saved, open_store
-from lt_zero.config.blocks.activation import ActivationCheckpointing
+from lt_zero.config.blocks import ActivationCheckpointing
 from lt_zero.offload import host_store
 from lt_zero.offload.copy_streams import CopyStream
 from tests.support.store_tools import CPU, NBYTES, PLACES, WIDTH, blocks, forward, gradients, opened, rows, same

@@ -18,7 +18,7 @@ from lt_zero import ZeroConfig, ZeroStrategy
 from lt_zero.comm.comm_log import CommLog, LoggedComm, bus_factor, comm_table
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import ConfigError
-from lt_zero.config.blocks.profiling import CommsLogger
+from lt_zero.config.blocks import CommsLogger
 from tests.support.lightning_tools import GPT, sharded_trainer
 from tests.support.pool import Pool
 

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import lt_zero.conf
 from lt_zero.config import ZeroConfig, ZeroOptimization
-from lt_zero.config.blocks.precision import resolve_mode
+from lt_zero.config.precision import resolve_mode
 from tests.support.hydra_script import DEMO
 
 FOLDER = Path(lt_zero.conf.__file__).parent

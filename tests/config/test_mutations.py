@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lt_zero.common.errors import ConfigError
-from lt_zero.config import ZeroConfig, key_table
-from lt_zero.config.catalog import entries
+from lt_zero.config import ZeroConfig
+from lt_zero.config import keys as key_table
+from lt_zero.config.catalog import entries, json_schema
 from lt_zero.config.load import load, plain
-from lt_zero.config.show import json_schema, resolved, to_yaml
+from lt_zero.config.show import resolved, to_yaml
 from tests.support.paths import DATA
 
 BASES = [json.loads(path.read_text()) for path in sorted((DATA / "configs").glob("hf_*.json"))]

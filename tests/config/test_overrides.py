@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from lt_zero.common.errors import ConfigError, Mark
-from lt_zero.config import groups
+from lt_zero.config import overrides as groups
+from lt_zero.config.document import Document
+from lt_zero.config.interpolation import resolve
 from lt_zero.config.overrides import apply
-from lt_zero.config.read.files import Source, read, resolve
+from lt_zero.config.read import read
 
 FILE = """{
   "zero_optimization": {"stage": 2, "bucket": 1},
@@ -40,11 +42,11 @@ def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path = tmp_path / f"{name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    monkeypatch.setattr(groups, "folder", lambda: tmp_path)
+    monkeypatch.setattr(groups, "group_folder", lambda: tmp_path)
     return tmp_path
 
 
-def applied(*overrides: str) -> Source:
+def applied(*overrides: str) -> Document:
     return apply(read(FILE), overrides)
 
 
@@ -216,13 +218,13 @@ def test_where_groups_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr("importlib.resources.files", missing)
-    assert groups.folder() is None  # a folder conf in site-packages is somebody else's
+    assert groups.group_folder() is None  # a folder conf in site-packages is somebody else's
     (tmp_path / "pyproject.toml").touch()
-    assert groups.folder() == tmp_path / "conf"
-    assert groups.options("optimizer") == []
-    assert groups.options("../conf") is None
+    assert groups.group_folder() == tmp_path / "conf"
+    assert groups.group_options("optimizer") == []
+    assert groups.group_options("../conf") is None
     monkeypatch.setattr("importlib.resources.files", lambda name: tmp_path / name)
-    assert groups.folder() == tmp_path / "lt_zero.conf"
+    assert groups.group_folder() == tmp_path / "lt_zero.conf"
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import DoublePrecision, MixedPrecision, Precision
 from torch.amp import GradScaler
 
 from lt_zero import ZeroConfig, ZeroPrecision, ZeroStrategy
-from lt_zero.config.blocks.precision import MODES, ScalerRules, dtype_policy, on_min_scale, resolve_mode
+from lt_zero.config.precision import MODES, ScalerRules, dtype_policy, on_min_scale, resolve_mode
 from tests.support.lightning_tools import QUIET
 
 

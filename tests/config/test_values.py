@@ -15,8 +15,8 @@ import lt_zero
 from lt_zero import ZeroStrategy
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
-from lt_zero.config.blocks.precision import resolve_mode
 from lt_zero.config.load import ConfigWarning
+from lt_zero.config.precision import resolve_mode
 
 
 class _Unreadable:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lt_zero import ZeroConfig, ZeroPrecision, export
 from lt_zero.common.errors import ConfigError
-from lt_zero.config.blocks.precision import resolve_mode
+from lt_zero.config.precision import resolve_mode
 from tests.support.lightning_tools import FULL, assert_same, sharded_trainer, single_trainer, weights
 from tests.support.matrix import cover
 from tests.support.pool import Pool

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lt_zero.config.blocks.precision import MODES
+from lt_zero.config.precision import MODES
 from tests.support.lightning_tools import GPT, QUIET, assert_same, sharded_trainer, torchrun_env, weights
 from tests.support.matrix import cover, only
 from tests.support.overflowing import Overflowing, make_trainer, plugin_of

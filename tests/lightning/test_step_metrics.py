@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 
 from lt_zero import ZeroPrecision
-from lt_zero.config.blocks.monitor import CsvMonitor
+from lt_zero.config.blocks import CsvMonitor
 from lt_zero.lightning.monitor.console import StepPrinter
 from lt_zero.lightning.monitor.step_metrics import StepMetrics, memory_gb
 from tests.support.console_tools import Clock, Observed, _observe, monitored, parsed

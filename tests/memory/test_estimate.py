@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero import Sizes, ZeroConfig, estimate
 from lt_zero.checkpoint.native.full_states import full_optimizer_state
-from lt_zero.config.blocks.checkpoint import Checkpoint
-from lt_zero.config.blocks.precision import dtype_policy
+from lt_zero.config.blocks import Checkpoint
+from lt_zero.config.precision import dtype_policy
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.full_params import full_state_dict
 from lt_zero.io.pinned import rounded

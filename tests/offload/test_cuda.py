@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.config.blocks.precision import dtype_policy
+from lt_zero.config.precision import dtype_policy
 from lt_zero.step.clip import clip_grad_norm
 from tests.support.parity import config_of, full_values
 

@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from examples.gpt import GPT as Example
 from lt_zero import ZeroConfig
 from lt_zero.common.errors import ConfigError
-from lt_zero.config import groups as ready
 from lt_zero.config.load import examine
+from lt_zero.config.overrides import group_values
 from lt_zero.config.show import clean, to_yaml, with_origins
 from lt_zero.optim import build_grouped, check_optimizer, param_groups
 from tests.support.lightning_tools import GPT, assert_same, sharded_trainer, single_trainer, weights
@@ -213,7 +213,7 @@ DECAYED = {"h.0.attn.c_attn.weight", "embeddings.word_embeddings.weight", "model
 
 
 def test_no_decay_for_biases_and_norms() -> None:
-    block = ready.load("optimizer", "adamw_no_decay")["optimizer"]
+    block = group_values("optimizer", "adamw_no_decay")["optimizer"]
     assert check_optimizer(block["type"], block["params"], block["param_groups"]) == []
     model = Example(16, 1, 32, 4)
     groups = build_grouped(block["type"], block["params"], block["param_groups"], named(model)).param_groups

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lt_zero
 from lt_zero import ops
-from lt_zero.config.blocks.precision import DtypePolicy
+from lt_zero.config.precision import DtypePolicy
 from lt_zero.step.loss_scale_controller import LossScaleController
 from tests.support.matrix import cover
 from tests.support.models import Net, next_token_loss

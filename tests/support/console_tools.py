@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lt_zero import ZeroPrecision, ZeroStrategy
-from lt_zero.config.blocks.monitor import Comet, CsvMonitor, TensorBoard, Wandb
+from lt_zero.config.blocks import Comet, CsvMonitor, TensorBoard, Wandb
 from lt_zero.lightning.monitor import console
 from tests.support.lightning_tools import QUIET, torchrun_env
 

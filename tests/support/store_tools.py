@@ -11,8 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lt_zero.activation.stores import Saved, open_store
-from lt_zero.config.blocks.activation import ActivationCheckpointing
-from lt_zero.config.blocks.offload import Aio
+from lt_zero.config.blocks import ActivationCheckpointing, Aio
 
 CPU = torch.device("cpu")
 WIDTH = 32

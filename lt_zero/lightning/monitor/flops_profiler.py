@@ -20,7 +20,7 @@ from torch import nn
 
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.module_hooks import Hook
-from lt_zero.config.blocks.profiling import FlopsProfiler
+from lt_zero.config.blocks import FlopsProfiler
 from lt_zero.lightning.monitor.flops import ROOT, FlopCount
 from lt_zero.lightning.monitor.flops_table import Profile, Times, parameters_of, write
 

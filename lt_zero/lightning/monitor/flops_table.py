@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from lt_zero.config.blocks.profiling import FlopsProfiler
+from lt_zero.config.blocks import FlopsProfiler
 from lt_zero.lightning.monitor.flops import ROOT, Counted, Flops
 
 

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lt_zero.common.compat import is_default_logger
 from lt_zero.common.errors import ConfigError, Problem
-from lt_zero.config.blocks.monitor import Comet, CsvMonitor, TensorBoard, Wandb
+from lt_zero.config.blocks import Comet, CsvMonitor, TensorBoard, Wandb
 
 MonitorBlock = CsvMonitor | TensorBoard | Wandb | Comet
 

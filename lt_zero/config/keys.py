@@ -1,0 +1,455 @@
+"""Keys that the schema does not have: DeepSpeed's, whose status ``keys.tsv`` tells, old spellings, and unknown ones.
+
+Each row of the table is about a dotted key. A segment ``*`` matches any one segment; a last segment ``**`` matches the
+block itself and everything in it. The most specific row wins: segment by segment from the left, a name precedes ``*``,
+which precedes ``**``.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from lt_zero.common.checks import Check
+from lt_zero.common.errors import Path as KeyPath
+from lt_zero.common.errors import dotted
+from lt_zero.config.document import MISSING, Document, Notice
+from lt_zero.config.fields import Block, block_of, dotted_keys, keys_of
+
+TABLE = Path(__file__).with_name("keys.tsv")
+STATUSES = ("alias", "no_effect", "later", "unsupported")
+Z = "zero_optimization"
+
+# How each key is resolved, for docs/config.md and errors. Excludes keys with "auto" as a value of their own.
+AUTO: Mapping[str, str] = {
+    "train_micro_batch_size_per_gpu": "the size of the first batch",
+    "gradient_accumulation_steps": "Trainer(accumulate_grad_batches), or what train_batch_size and the micro-batch "
+    "leave, if they are written",
+    "train_batch_size": "micro-batch * accumulation * ranks",
+    "gradient_clipping": "Trainer(gradient_clip_val), 0 without one",
+    "zero_optimization.reduce_bucket_size": "hidden size squared",
+    "zero_optimization.stage3_prefetch_bucket_size": "0.9 * hidden size squared, rounded down",
+    "zero_optimization.stage3_param_persistence_threshold": "10 * hidden size",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "false",
+    "zero_optimization.offload_optimizer.device": "none",
+    "zero_optimization.offload_param.device": "none",
+    "optimizer.params.lr": "`lr` or `learning_rate` of the module or its hparams",
+    "optimizer.params.betas": "`betas`, or `adam_beta1` and `adam_beta2`, of the module or its hparams, else "
+    "0.9, 0.999",
+    "optimizer.params.eps": "`eps` or `adam_epsilon` of the module or its hparams, else 1e-8",
+    "optimizer.params.weight_decay": "`weight_decay` of the module or its hparams, else 0",
+    "scheduler.params.warmup_min_lr": "0",
+    "scheduler.params.warmup_max_lr": "the optimizer's lr",
+    "scheduler.params.warmup_num_steps": "`warmup_steps` of the module or its hparams, else `warmup_ratio` of it times "
+    "the optimizer steps of the run, at least 1",
+    "scheduler.params.total_num_steps": "the optimizer steps of the run (Trainer.estimated_stepping_batches)",
+}
+
+
+@dataclass(frozen=True)
+class KeyStatus:
+    """A row of the table.
+
+    Attributes:
+        key: dotted; may have ``*`` and end in ``**``.
+        status: "alias" (another spelling of ``to``), "no_effect" (accepted and ignored), "later" (known,
+            not available yet) or "unsupported" (known, refused).
+        to: for an alias, the dotted key or block that it stands for; several are joined by " and ".
+        off: JSON values joined by ``|`` that switch the key off; these are accepted silently.
+        note: one or two sentences for users.
+    """
+
+    key: str
+    status: str
+    to: str
+    off: str
+    note: str
+
+    def targets(self, path: KeyPath) -> tuple[str, ...]:
+        """The dotted keys that the alias ``path`` stands for; segments matched by ``**`` are kept."""
+        fixed = len(self.key.split(".")) - 1 if self.key.endswith(".**") else len(path)
+        rest = "".join(f".{part}" for part in path[fixed:])
+        return tuple(f"{target}{rest}" for target in self.to.split(" and ") if target)
+
+
+@dataclass
+class _Node:
+    """A segment in the tree of keys."""
+
+    row: KeyStatus | None = None  # the row whose key ends here
+    below: dict[str, _Node] = field(default_factory=dict)
+
+
+@cache
+def rows() -> tuple[KeyStatus, ...]:
+    """The whole table, in the order of its file (by key)."""
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        lines = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)  # ``off`` contains JSON quotes
+        next(lines)
+        return tuple(KeyStatus(*line) for line in lines)
+
+
+def aliases() -> tuple[KeyStatus, ...]:
+    """The rows of other spellings."""
+    return tuple(row for row in rows() if row.status == "alias")
+
+
+@cache
+def _tree() -> _Node:
+    root = _Node()
+    for row in rows():
+        node = root
+        for part in row.key.split("."):
+            node = node.below.setdefault(part, _Node())
+        node.row = row
+    return root
+
+
+def lookup(path: KeyPath) -> KeyStatus | None:
+    """The most specific row for a key or block, or None."""
+    return _search(_tree(), tuple(map(str, path)))
+
+
+def _search(node: _Node, path: tuple[str, ...]) -> KeyStatus | None:
+    if not path:
+        own = node.row
+        return own if own is not None or "**" not in node.below else node.below["**"].row
+    for part in (path[0], "*"):
+        inner = node.below.get(part)
+        if inner is not None and (found := _search(inner, path[1:])) is not None:
+            return found
+    return node.below["**"].row if "**" in node.below else None
+
+
+def below(path: KeyPath) -> bool:
+    """Whether the table has rows for keys inside the block ``path``."""
+    node: _Node | None = _tree()
+    for part in map(str, path):
+        node = node.below.get(part) or node.below.get("*") if node is not None else None
+    return node is not None and bool(node.below.keys() - {"**"})
+
+
+def is_off(row: KeyStatus, value: Any) -> bool:
+    """Whether this value switches the key off: null, or one of the values in the row's ``off``.
+
+    Numbers are compared by value, text ignoring case; booleans are not numbers. A block equals a mapping in ``off`` if
+    the keys named there do.
+    """
+    return value is None or any(_same(value, off) for off in _off_values(row.off))
+
+
+@cache
+def _off_values(text: str) -> tuple[Any, ...]:
+    return tuple(json.loads(part) for part in text.split("|")) if text else ()
+
+
+def _same(value: Any, off: Any) -> bool:
+    if isinstance(off, dict):
+        return isinstance(value, Mapping) and all(_same(value.get(key), inner) for key, inner in off.items())
+    if isinstance(value, bool) or isinstance(off, bool):
+        return value is off
+    if isinstance(value, str) and isinstance(off, str):
+        return value.lower() == off.lower()
+    return bool(value == off)
+
+
+# ---- old spellings ---------------------------------------------------------------------------------------------------
+
+# Old types of values that current keys accept, for the documentation.
+FORMS: Mapping[str, str] = {
+    f"{Z}: true": f"{Z}.stage: 1",
+    f"{Z}: false": f"{Z}.stage: 0",
+    f"{Z}.offload_optimizer: true": f"{Z}.offload_optimizer.device: cpu",
+    f"{Z}.offload_param: true": f"{Z}.offload_param.device: cpu",
+    f"{Z}.offload_param: nvme": f"{Z}.offload_param.device: nvme",
+    "gradient_clipping: {enabled: true, clip_value: 1.0}": "gradient_clipping: 1.0",
+}
+
+
+def rename(document: Document) -> Document:
+    """Move values from old keys to current ones, with a notice for each; a contradiction is a problem."""
+    document = document.copy()
+    _zero_switches(document)
+    _clipping(document)
+    for row in aliases():
+        whole = row.key.endswith(".**")
+        old = tuple(row.key.removesuffix(".**").split("."))
+        value = document.get(old)
+        if value is MISSING:
+            continue
+        if (special := _SPECIAL.get(dotted(old))) is not None:
+            special(document, old, value)
+        elif value is None:
+            document.pop(old)  # null in an old spelling is the same as absent
+        elif whole and isinstance(value, Mapping):
+            document.tell(old, f"{dotted(old)} is read as {row.to}. Write the latter.")
+            for key in list(value):
+                document.move((*old, key), (*row.to.split("."), key), value[key], quiet=True)
+            document.pop(old)
+        else:
+            document.move(old, tuple(row.to.split(".")), value)
+    return document
+
+
+def _zero_switches(document: Document) -> None:
+    """``zero_optimization: true`` was stage 1; ``offload_param: true`` and ``: cpu`` were its device."""
+
+    def replace(path: KeyPath, value: Any, key: str, meant: Any) -> None:
+        shown = f"{dotted(path)}: {str(value).lower()} is read as {dotted((*path, key))}={meant}. Write the latter."
+        document.tell(path, shown)
+        document.put(path, {key: meant})
+
+    value = document.get((Z,))
+    if isinstance(value, bool):
+        replace((Z,), value, "stage", int(value))
+    for name in ("offload_optimizer", "offload_param", "offload_params"):
+        value = document.get((Z, name))
+        if isinstance(value, bool):
+            replace((Z, name), value, "device", "cpu" if value else "none")
+        elif isinstance(value, str) and value in ("none", "cpu", "nvme"):
+            replace((Z, name), value, "device", value)
+
+
+def _clipping(document: Document) -> None:
+    """``gradient_clipping: {enabled, clip_value}``."""
+    path: KeyPath = ("gradient_clipping",)
+    value = document.get(path)
+    if not isinstance(value, Mapping) or set(value) - {"enabled", "clip_value"}:
+        return
+    enabled, limit = value.get("enabled", True), value.get("clip_value")
+    if enabled not in (True, False) or (enabled and limit is None):
+        text = f"gradient_clipping={dict(value)} has no limit. Write the norm as a number: gradient_clipping: 1.0."
+        document.problem(path, text)
+        document.pop(path)
+        return
+    meant = limit if enabled else 0.0
+    text = f"gradient_clipping: {{enabled, clip_value}} is read as a limit of the norm, gradient_clipping={meant}."
+    document.tell(path, f"{text} Write the latter.")
+    document.put(path, meant)
+
+
+def _device(document: Document, old: KeyPath, value: Any) -> None:
+    """``cpu_offload: true``."""
+    block = "offload_optimizer" if old[-1] == "cpu_offload" else "offload_param"
+    meant = ("cpu" if value else "none") if value in (True, False) else value  # 1 and 0, too
+    document.pop(old) if value is None else document.move(old, (Z, block, "device"), meant)
+
+
+def _pin_memory(document: Document, old: KeyPath, value: Any) -> None:
+    """One switch for both offload blocks; a block's own key takes precedence."""
+    blocks = [n for n in ("offload_optimizer", "offload_param") if isinstance(document.get((Z, n)), Mapping)]
+    blocks = blocks or ["offload_optimizer"]
+    told = False
+    for name in blocks:
+        if value is not None and document.get((Z, name, "pin_memory")) is MISSING:
+            told = document.put((Z, name, "pin_memory"), value)
+    if told:
+        names = " and ".join(f"{Z}.{name}.pin_memory" for name in blocks)
+        document.tell(old, f"{dotted(old)} is read as {names}={value}. Write the latter.")
+    document.pop(old)
+
+
+def _fp32_allreduce(document: Document, old: KeyPath, value: Any) -> None:
+    document.move(old, ("communication_data_type",), "fp32") if value is True else document.pop(old)
+
+
+def _inverse(document: Document, old: KeyPath, value: Any) -> None:
+    """``find_unused_parameters``."""
+    document.move(old, (Z, "ignore_unused_parameters"), not value if isinstance(value, bool) else value)
+
+
+_SPECIAL: Mapping[str, Callable[[Document, KeyPath, Any], None]] = {
+    f"{Z}.cpu_offload": _device,
+    f"{Z}.cpu_offload_param": _device,
+    f"{Z}.cpu_offload_params": _device,
+    f"{Z}.cpu_offload_use_pin_memory": _pin_memory,
+    f"{Z}.pin_memory": _pin_memory,
+    f"{Z}.find_unused_parameters": _inverse,
+    f"{Z}.stage2_find_unused_parameters": _inverse,
+    "fp32_allreduce": _fp32_allreduce,
+    "gradient_clipping.enabled": lambda document, old, value: None,  # see _clipping
+    "gradient_clipping.clip_value": lambda document, old, value: None,
+}
+
+
+# ---- status of each key ----------------------------------------------------------------------------------------------
+
+_OFF = (False, None, "none", "None")  # values that switch an unsupported block off
+_FREE = {("optimizer", "params"), ("scheduler", "params")}  # checked where their type is known
+
+
+def classify(document: Document, schema: type[Block], checks: Mapping[str, Check]) -> Document:
+    """Remove keys that the schema does not have, with a notice or a problem for each; note those written "auto".
+
+    Args:
+        document: has current spellings.
+        schema: of the keys.
+        checks: of blocks by their names, to suggest the right place of a misplaced argument.
+    """
+    document = document.copy()
+    document.autos = frozenset(_Classifier(document, schema, checks).block(document.values, schema, ()))
+    return document
+
+
+class _Classifier:
+    """Classifies the keys of one document."""
+
+    def __init__(self, document: Document, schema: type[Block], checks: Mapping[str, Check]) -> None:
+        self.document, self.schema, self.checks = document, schema, checks
+
+    def block(self, values: dict[str, Any], schema: type[Block], path: KeyPath) -> Iterator[KeyPath]:
+        """Classify the keys of a block; yields those written "auto"."""
+        fields = keys_of(schema)
+        for key in list(values):
+            here, value, field = (*path, key), values[key], fields.get(key)
+            if field is None:
+                self.foreign(here, values.pop(key))
+            elif value is None and not field.is_required() and field.default is not None:
+                del values[key]  # null is the same as absent
+            elif value == "auto" and "auto" not in str(field.annotation):
+                yield from self.auto(here, field)
+            elif isinstance(value, Mapping) and (inner := block_of(field)) is not None:
+                yield from self.block(values[key], inner, here)
+            elif isinstance(value, Mapping) and here in _FREE:
+                for name in list(values[key]):
+                    if lookup((*here, name)) is not None:
+                        self.foreign((*here, name), values[key].pop(name))
+                    elif values[key][name] == "auto":
+                        yield from self.auto((*here, name), None)
+
+    def auto(self, path: KeyPath, field: FieldInfo | None) -> Iterator[KeyPath]:
+        """Take an "auto" out; one that cannot be resolved is a problem."""
+        self.document.pop(path)
+        key = dotted(path)
+        if key in AUTO:
+            yield path
+            return
+        default = "" if field is None or field.is_required() else f"; its default is {_default(field)}"
+        text = f'{key}="auto": it cannot be resolved for this key. Write a value, or remove the key{default}.'
+        self.document.problem(path, text)
+
+    def foreign(self, path: KeyPath, value: Any) -> None:
+        """A key that the schema does not have."""
+        row, key = lookup(path), dotted(path)
+        if isinstance(value, Mapping) and below(path) and (row is None or row.status == "no_effect"):
+            for name in value:
+                self.foreign((*path, name), value[name])
+        elif row is None:
+            self.document.problem(path, f"{key} is not a key of lt_zero or DeepSpeed.{self.hint(path, value)}")
+        elif row.status == "no_effect":
+            if value is not None:
+                text = f"{key} has no effect here: {row.note}"
+                self.document.notices.append(Notice("no effect", key, text, self.document.mark(path)))
+        elif row.status == "alias":  # an alias, but the value has another type
+            self.document.problem(path, f"{key}={value!r} cannot be read as {row.to}. Write {row.to}.")
+        elif not unused(row, path, value):
+            state = "is not available yet" if row.status == "later" else "is known, but not supported"
+            shown = "" if isinstance(value, (Mapping, list)) else f"={value!r}"
+            self.document.problem(path, f"{key}{shown} {state}: {row.note}")
+
+    def hint(self, path: KeyPath, value: Any) -> str:
+        """A suggestion: a supported key, an argument one level too high, or a key that is refused."""
+        key = dotted(path)
+        if near := nearest(key, accepted(self.schema)):
+            return f" Did you mean {near}?"
+        if len(path) == 2 and (check := self.checks.get(str(path[0]))) is not None:
+            near = f"{path[0]}.params.{path[1]}"
+            problems = check(self.document.get((path[0], "type")), {str(path[1]): value})
+            if not any(problem.key in (near, f"{path[0]}.type") for problem in problems):
+                return f" Did you mean {near}?"
+        alike = nearest(key, refused())
+        if alike is not None and (row := lookup(tuple(alike.split(".")))) is not None:
+            return f" It looks like {alike}, which is not supported either: {row.note}"
+        return " Remove it, or see docs/config.md for all keys."
+
+
+def _default(field: FieldInfo) -> Any:
+    value = field.get_default(call_default_factory=True)
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else value
+
+
+def unused(row: KeyStatus, path: KeyPath, value: Any) -> bool:
+    """Whether an unsupported key or block is written, but switched off."""
+    if row.status == "no_effect":
+        return True
+    if not isinstance(value, Mapping):
+        return is_off(row, value) if row.off else value is None or value in _OFF
+    if value.get("enabled", True) in (False, None, 0, "false", "auto") or is_off(row, value):
+        return True
+    return all(unused(lookup((*path, key)) or row, (*path, key), inner) for key, inner in value.items())
+
+
+# ---- suggestions for unknown keys ------------------------------------------------------------------------------------
+
+_CLOSE = 0.78  # minimum difflib ratio of two key names: a typo or two
+_ALIKE = 0.6  # minimum difflib ratio of two blocks that have a key of the same name
+_FEW = 2  # up to so many blocks with this key name, suggest one: offload_optimizer and offload_param
+
+
+def nearest(key: str, candidates: Iterable[str]) -> str | None:
+    """The nearest key: the same name in another block, or a name that differs by a typo or two.
+
+    Args:
+        key: dotted, as it was written.
+        candidates: dotted keys; those that are ``accepted`` make suggestions that are never another error.
+    """
+    block, _, name = key.replace("-", "_").lower().rpartition(".")
+    names = {c: c.rpartition(".") for c in _with_blocks(candidates) if c != key}
+    same = {c: _ratio(block, b) for c, (b, _, n) in names.items() if n.lower() == name and b != block}
+    if same:
+        best = max(same, key=lambda c: same[c])  # the first in a tie
+        if len(same) <= _FEW or same[best] >= _ALIKE:
+            return best
+    scores = {c: _score(block, name, b, n) for c, (b, _, n) in names.items() if c not in same}
+    best = max(scores, key=lambda c: scores[c], default="")
+    return best if best and scores[best] >= _CLOSE else None
+
+
+def _score(block: str, name: str, other_block: str, other_name: str) -> float:
+    """Similarity of two keys, 1 if equal; a similar name counts less in a different block."""
+    alike = _ratio(name, other_name.lower())
+    if alike < _CLOSE:
+        return 0.0
+    return alike if block == other_block else alike * (0.9 + 0.1 * _ratio(block, other_block))
+
+
+def _ratio(one: str, other: str) -> float:
+    matcher = SequenceMatcher(None, one, other, autojunk=False)
+    return matcher.ratio() if matcher.real_quick_ratio() >= _ALIKE else 0.0
+
+
+def _with_blocks(keys: Iterable[str]) -> dict[str, None]:
+    """``keys`` and their blocks, cut at placeholders such as ``<name>``."""
+    found: dict[str, None] = {}
+    for key in keys:
+        parts = key.split(".")
+        if any(part[:1] in "<(*" for part in parts):
+            parts = parts[: next(i for i, part in enumerate(parts) if part[:1] in "<(*")]
+        found |= {".".join(parts[: n + 1]): None for n in range(len(parts))}
+    return found
+
+
+@cache
+def accepted(schema: type[Block]) -> tuple[str, ...]:
+    """All dotted keys that are accepted: those of the schema and of the table."""
+    targets = [target for row in aliases() for target in row.to.split(" and ")]
+    meant = (target for target in targets if not _refuses(lookup(tuple(target.split(".")))))
+    without = (row.key for row in rows() if row.status == "no_effect")
+    return (*dotted_keys(schema), *AUTO, *meant, *without)
+
+
+def refused() -> tuple[str, ...]:
+    """Keys that are known but refused."""
+    return tuple(row.key for row in rows() if _refuses(row))
+
+
+def _refuses(row: KeyStatus | None) -> bool:
+    return row is not None and row.status in ("later", "unsupported")

@@ -1,1 +1,0 @@
-"""From text, files and mappings to plain values with their places."""
