@@ -73,7 +73,7 @@ class Copying(Callback):
             assert all(type(o) is torch.optim.SGD for o in pickle.loads(pickle.dumps(trainer.optimizers)))
             twin = copy.deepcopy(trainer)
         assert twin.strategy is not trainer.strategy
-        assert twin.strategy.built is None, "it has not begun"
+        assert twin.strategy.run.built is None, "it has not begun"
         loader = trainer.train_dataloader
         assert type(pickle.loads(pickle.dumps(loader))) is torch.utils.data.DataLoader
         assert type(copy.deepcopy(loader)) is torch.utils.data.DataLoader
