@@ -18,7 +18,7 @@ from lt_zero.step.sharded_optimizer import ShardedOptimizer
 def unit_table(engine: Engine, console: Console | None = None) -> None:
     """Print the units and how many elements of each a rank holds.
 
-    Names come last and are never cut, since they often differ at their ends only.
+    Names come last and are never truncated, since they often differ at the end only.
     """
     rows = [("parameters", "elements", "sharded", "kept after forward", "class", "unit")]
     for cells, group in itertools.groupby([*engine.units, engine.root_unit], key=_cells):

@@ -25,29 +25,28 @@ def check_same(config: ZeroConfig, comm: Comm) -> None:
     """
     if comm.world == 1:
         return
-    mine = {dotted(path): repr(value) for path, value in leaves(resolved(config))}
-    mine = {
+    values = {dotted(path): repr(value) for path, value in leaves(resolved(config))}
+    values = {
         key: value
-        for key, value in mine.items()
+        for key, value in values.items()
         if key.partition(".")[0] not in _LOCAL and key.rpartition(".")[2] not in _LOCAL_NAMES
     }
-    digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
     digests = comm.host_gather(digest, "configuration")
     if len(set(digests)) == 1:
         return
-    every = comm.host_gather(mine, "configurations")
+    ranks = comm.host_gather(values, "configurations")
     other = next(rank for rank, found in enumerate(digests) if found != digests[0])
-    raise ConfigError(f"The ranks have different configurations: {_difference(every[0], every[other], other)}. {_WHY}")
-
-
-_WHY = "Give all ranks the same values: look for values that depend on the rank or the environment."
+    raise ConfigError(
+        f"The ranks have different configurations: {_difference(ranks[0], ranks[other], other)}. Give all ranks the "
+        "same values: look for values that depend on the rank or the environment."
+    )
 
 
 def _difference(first: dict[str, str], second: dict[str, str], rank: int) -> str:
     keys = [key for key in sorted(first | second) if first.get(key) != second.get(key)]
     shown = [
-        f"{key} is {first.get(key, 'not there')} on rank 0, {second.get(key, 'not there')} on rank {rank}"
-        for key in keys
+        f"{key} is {first.get(key, 'missing')} on rank 0, {second.get(key, 'missing')} on rank {rank}" for key in keys
     ]
     more = f", and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
     return "; ".join(shown[:_SHOWN]) + more

@@ -26,18 +26,18 @@ class Signals:
     """Signal handling of one run.
 
     Args:
-        trainer: whose handlers are replaced until ``give_back``.
-        agreement: of all ranks.
+        trainer: its handlers are replaced until ``give_back``.
+        agreement: agrees with all ranks on a batch.
     """
 
     def __init__(self, trainer: pl.Trainer, agreement: Agreement) -> None:
         self._trainer, self._agreement = trainer, agreement
         self._agreed: list[str] = []
-        self._held = SignalOverride(trainer, lambda: agreement.wish(STOP), lambda: agreement.wish(REQUEUE))
+        self._override = SignalOverride(trainer, lambda: agreement.wish(STOP), lambda: agreement.wish(REQUEUE))
 
     def give_back(self) -> None:
         """Restore Lightning's handlers."""
-        self._held.give_back()
+        self._override.give_back()
 
     def pass_point(self, trains: bool) -> None:
         """Called by all ranks during a batch; ``trains``: of training. Collective if there was a signal."""
@@ -48,7 +48,7 @@ class Signals:
         if STOP in agreed:
             if self._trainer.is_global_zero:
                 log.warning("SIGTERM: all ranks stop after this batch.")
-            self._held.stop()  # Lightning checks this at the end of a batch
+            self._override.stop()  # Lightning checks this at the end of a batch
 
     def begin_batch(self, trains: bool, saving: Callable[[], AbstractContextManager[object]]) -> None:
         """Between batches: save and requeue if that was agreed on. Collective if there was a signal.
@@ -63,7 +63,7 @@ class Signals:
         self.pass_point(trains)
         if REQUEUE in self._agreed:
             with saving():
-                self._held.requeue()
+                self._override.requeue()
         self._agreed.clear()
         if self._trainer.received_sigterm and self._trainer.state.fn == TrainerFn.PREDICTING:
             raise SIGTERMException

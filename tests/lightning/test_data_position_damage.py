@@ -38,7 +38,7 @@ def _resumed_from(states: Any, tmp_path: Path, loader: Callable[[], Any] = new_l
     ("loader", "message"),
     [
         (lambda: new_loader(Shuffling()), r"DataLoader\(Shuffling\) draws from this process' random numbers \(torch\)"),
-        (lambda: range(8), "range cannot be observed"),
+        (lambda: range(8), "range cannot be tracked"),
     ],
     ids=["shuffles", "no object"],
 )

@@ -1,23 +1,23 @@
 """Tracks and restores the position in the training loaders.
 
-Note [Read when needed]
-    A watched loader is the user's loader with one method changed: ``__iter__`` answers at once and asks the loader for
-    an iterator when the first batch is wanted. Lightning calls ``iter`` at set-up, and again at other moments of a
-    resumed run than of one that goes on; an iterator that is never read then draws no random number and starts no
-    worker. The attributes are the user's object's own dictionary, so that what either sees, both see.
+Note [Lazy iterators]
+    A tracked loader is the user's loader with one method replaced: ``__iter__`` returns at once and opens the loader
+    when the first batch is read. Lightning calls ``iter`` at set-up, and a resumed run calls it at other moments than
+    an uninterrupted one; an iterator that is never read thus draws no random number and starts no worker. The tracked
+    loader shares its ``__dict__`` with the user's object, so that both see the same attributes.
 
-Note [The same batches again]
+Note [Repeating a pass]
     A pass over a loader is repeated from the random states that it began with: the sampler draws the same order and the
-    workers get the same seeds. For a map-style dataset in this process only indices are skipped; random numbers of
-    the samples do not matter, as the states are set afterwards. In workers (whose random numbers go on with their
-    samples) and for iterable datasets the batches are loaded and dropped. What draws from this process' generators
-    between batches *and* decides the order by that (an iterable dataset that shuffles with ``torch.randperm``, in a
-    model with dropout on the CPU) cannot be repeated; it is warned about. A dataset that shuffles by a generator that
-    nobody else sees, with a seed from nowhere, cannot be noticed.
+    workers get the same seeds. For a map-style dataset in this process only indices are skipped; random numbers that
+    samples draw do not matter, as the states are set afterwards. In workers (whose generators advance with their
+    samples) and for iterable datasets, batches are loaded and dropped. An order that depends on numbers which are drawn
+    from this process' generators between batches cannot be repeated, and is warned about (an iterable dataset that
+    shuffles with ``torch.randperm``, in a model with dropout on the CPU). A dataset that shuffles with a private
+    generator of unknown seed cannot be detected.
 
-Note [Other batches]
-    With another world size or batch size the place is counted in samples of all ranks, rounded up to whole batches:
-    under ``DistributedSampler``, which orders the samples by seed and epoch only, none is seen twice in the epoch.
+Note [Resuming with another batch size]
+    With another world size or batch size the position is counted in samples of all ranks, rounded up to full batches:
+    under ``DistributedSampler``, which orders samples by seed and epoch only, none is seen twice in the epoch.
 """
 
 from __future__ import annotations
@@ -39,72 +39,82 @@ from lt_zero.lightning.data_position.random_state import RandomStates
 Make = Callable[[], Iterator[Any]]
 
 
-class Later(ProcessLocal):
-    """An iterator that is created on first read. See Note [Read when needed]."""
+class LazyIterator(ProcessLocal):
+    """An iterator that is created on first read. See Note [Lazy iterators].
 
-    def __init__(self, make: Make, before: Callable[[], object]) -> None:
-        self._make, self._before = make, before
+    Args:
+        make: creates the iterator.
+        before_batch: called before each item is read.
+    """
+
+    def __init__(self, make: Make, before_batch: Callable[[], object]) -> None:
+        self._make, self._before_batch = make, before_batch
         self._inner: Iterator[Any] | None = None
 
-    def __iter__(self) -> Later:
+    def __iter__(self) -> LazyIterator:
         return self
 
     def __next__(self) -> Any:
-        self._before()
+        self._before_batch()
         if self._inner is None:
             self._inner = self._make()
         return next(self._inner)
 
 
-class _Watched:
-    """Mixed into the class of a user's loader."""
+class _Tracked:
+    """Mixin for the class of a user's loader."""
 
-    opened: ClassVar[Callable[[Make], Iterator[Any]]]
+    open: ClassVar[Callable[[Make], Iterator[Any]]]
     original: ClassVar[object]
 
     def __iter__(self) -> Iterator[Any]:
-        return type(self).opened(cast(Any, super()).__iter__)
+        return type(self).open(cast(Any, super()).__iter__)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return operator.getitem, ((self.original,), 0)
 
 
-def unwatched(loader: object) -> object:
+def untracked(loader: object) -> object:
     """The user's own object."""
-    return loader.original if isinstance(loader, _Watched) else loader
+    return loader.original if isinstance(loader, _Tracked) else loader
 
 
-def watched(loader: object, opened: Callable[[Make], Iterator[Any]]) -> object | None:
-    """``loader`` with ``opened`` in place of its ``__iter__``, or None if it is no object of a Python class."""
+def tracked(loader: object, open: Callable[[Make], Iterator[Any]]) -> object | None:
+    """``loader`` with ``open`` as its ``__iter__``; None if it is not an instance of a Python class.
+
+    Args:
+        loader: the user's object.
+        open: is passed the original ``__iter__``.
+    """
     kind: Any = type(loader)
     try:
-        names = {"opened": staticmethod(opened), "original": loader}
-        places = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-        clone = object.__new__(type(kind)(kind.__name__, (_Watched, kind), {**names, **places}))
+        own = {"open": staticmethod(open), "original": loader}
+        copied = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        clone = object.__new__(type(kind)(kind.__name__, (_Tracked, kind), {**own, **copied}))
         object.__setattr__(clone, "__dict__", vars(loader))
     except (TypeError, AttributeError):
         return None
     return cast(object, clone)
 
 
-class Watch:
-    """One training loader: where it is read, and what the current pass over it began with."""
+class LoaderPosition:
+    """The position in one training loader, and the random states that the current pass began with."""
 
     def __init__(self, feed: Feed, loader: Any, world: int) -> None:
         self._feed, self.loader = feed, loader
         self.stateful = callable(getattr(loader, "state_dict", None)) and hasattr(loader, "load_state_dict")
         self.unit = world * _batch_size(loader)  # samples of all ranks in a batch
         self.make: Make | None = None
-        self.start: RandomStates | None = None  # before the pass began
-        self.generators: list[Tensor] = []  # states of the user's generators then
-        self.fetched = 0  # batches of the pass
-        self.served = 0  # batches of the epoch, over several passes
-        self.cycled = False  # the epoch has come to this loader's end
-        self.exhausted = False  # the pass has
+        self.start: RandomStates | None = None  # at the start of the pass
+        self.generators: list[Tensor] = []  # states of the user's generators at the start of the pass
+        self.fetched = 0  # batches in the pass
+        self.served = 0  # batches in the epoch, over several passes
+        self.cycled = False  # whether the loader has ended in this epoch
+        self.exhausted = False  # whether the pass has ended
         self.openings = 0  # passes with the same workers
         self._resumed: list[Iterator[Any]] = []
 
-    def opened(self, make: Make) -> Iterator[Any]:
+    def open(self, make: Make) -> Iterator[Any]:
         if not self._feed.live:
             return make()
         self.make = make
@@ -112,7 +122,7 @@ class Watch:
         return _Pass(self)
 
     def begin(self) -> Iterator[Any]:
-        """The iterator of a new pass, or that of the restored one."""
+        """The iterator of a new pass, or of the restored one."""
         self.exhausted = False
         if self._resumed:
             return self._resumed.pop(0)
@@ -122,13 +132,13 @@ class Watch:
         return self.make()
 
     def _own(self) -> list[torch.Generator]:
-        """The user's generators that determine the order."""
+        """The user's generators that decide the order."""
         holders = [self.loader, getattr(self.loader, "sampler", None), getattr(self.loader, "batch_sampler", None)]
         holders.append(getattr(holders[-1], "sampler", None))
         found = [getattr(holder, "generator", None) for holder in holders]
         return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
-    # ---- saved and restored --------------------------------------------------------------------------------------
+    # ---- saving and restoring ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -144,86 +154,84 @@ class Watch:
             "unit": self.unit,
         }
 
-    def resume(self, place: dict[str, Any], back: int | None, want: RandomStates) -> None:
-        """Make the next pass begin where the saved one was, ``back`` batches earlier; None: at a new epoch.
-
-        The random states are other ones afterwards.
+    def resume(self, state: dict[str, Any], back: int | None, target: RandomStates) -> None:
+        """Make the next pass begin at the saved position; changes the random states.
 
         Args:
-            place: from ``state_dict``; ``start`` is a RandomStates.
-            back: batches to be read again.
-            want: what the random states will be set to, to know what cannot be repeated.
+            state: from ``state_dict``; ``start`` is a RandomStates.
+            back: number of batches before the saved position that are read again; None: begin a new epoch.
+            target: random states that will be set later, to detect an order that cannot be repeated.
         """
         assert self.make is not None
-        count = max(0, int(place["fetched"]) - back) if back is not None else 0
-        if place["unit"] != self.unit:
-            count = -(-count * int(place["unit"]) // self.unit)
+        count = max(0, int(state["fetched"]) - back) if back is not None else 0
+        if state["unit"] != self.unit:
+            count = -(-count * int(state["unit"]) // self.unit)
         workers = bool(getattr(self.loader, "persistent_workers", False))
-        if workers and int(place["openings"]) > min(count, 1):
-            self._warn("keeps its workers (persistent_workers=True), whose random numbers begin anew")
-            self.make()  # starts them: the pass then finds them there, and draws no seed for them
-        if back is None and self.stateful and place["fetched"]:
-            self.make()  # its state is that of the pass that has ended: leave that behind
-        if back is not None and place["cycled"]:
-            self._resumed.append(iter(()))  # tells Lightning's CombinedLoader what it had been told
+        if workers and int(state["openings"]) > min(count, 1):
+            self._warn("keeps its workers (persistent_workers=True), whose random numbers start over")
+            self.make()  # starts the workers, so that the pass draws no seed for them
+        if back is None and self.stateful and state["fetched"]:
+            self.make()  # consumes the state of the pass that has ended
+        if back is not None and state["cycled"]:
+            self._resumed.append(iter(()))  # shows Lightning's CombinedLoader the end of this loader again
             self.cycled = True
-        self.openings = min(int(place["openings"]), 1)
-        self.served = max(0, int(place["served"]) - (back or 0)) if back is not None else 0
-        start = place["start"]
-        if back is not None and place["exhausted"]:
+        self.openings = min(int(state["openings"]), 1)
+        self.served = max(0, int(state["served"]) - (back or 0)) if back is not None else 0
+        start = state["start"]
+        if back is not None and state["exhausted"]:
             return
-        again = back is not None and (count > 0 or back > 0)
-        self._set_generators(place["generators" if again else "generators_now"])
+        repeats = back is not None and (count > 0 or back > 0)
+        self._set_generators(state["generators" if repeats else "generators_now"])
         if count > 0 and start is not None:
-            self.start, self.generators, self.fetched = start, list(place["generators"]), count
-            self._set_epoch(place["epoch"])
+            self.start, self.generators, self.fetched = start, list(state["generators"]), count
+            self._set_epoch(state["epoch"])
             start.apply()
-            self._resumed.append(self._skipped(count, want))
+            self._resumed.append(self._skip(count, target))
             if back == 0:
-                self._set_generators(place["generators_now"])
+                self._set_generators(state["generators_now"])
 
     def _set_generators(self, states: list[Tensor]) -> None:
         for generator, state in zip(self._own(), states, strict=False):
             generator.set_state(state)
 
     def _set_epoch(self, epoch: Any) -> None:
-        """Lightning sets it too late for what it reads ahead, and counts an epoch that ``max_steps`` broke off."""
+        """Set the sampler's epoch: Lightning does so after it reads ahead, and counts an epoch that max_steps ended."""
         sampler = getattr(self.loader, "sampler", None)
         if isinstance(epoch, int) and callable(set_epoch := getattr(sampler, "set_epoch", None)):
             set_epoch(epoch)
 
-    def _skipped(self, count: int, want: RandomStates) -> Iterator[Any]:
-        """A pass of which ``count`` batches were read. See Note [The same batches again]."""
+    def _skip(self, count: int, target: RandomStates) -> Iterator[Any]:
+        """A pass after its first ``count`` batches. See Note [Repeating a pass]."""
         assert self.make is not None
         if self.stateful:
-            return self.make()  # it knows its place
+            return self.make()  # restores its own position
         if _skips_indices(self.loader):
-            rest = copy.copy(self.loader)
-            name = "batch_sampler" if rest.batch_sampler is not None else "sampler"
-            indices = iter(getattr(rest, name))
-            vars(rest)[name] = _Rest(indices)
-            batches: Iterator[Any] = iter(rest)
-            self._drop(indices, count, want)
+            loader = copy.copy(self.loader)
+            name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+            indices = iter(getattr(loader, name))
+            vars(loader)[name] = _Remaining(indices)
+            batches: Iterator[Any] = iter(loader)
+            self._drop(indices, count, target)
             return batches
         batches = self.make()
-        self._drop(batches, count, want)
+        self._drop(batches, count, target)
         return batches
 
-    def _drop(self, items: Iterator[Any], count: int, want: RandomStates) -> None:
-        begun: RandomStates | None = None
+    def _drop(self, items: Iterator[Any], count: int, target: RandomStates) -> None:
+        first: RandomStates | None = None
         for _ in range(count):
             if next(items, self) is self:
                 return  # the dataset has become smaller: the epoch ends here
-            begun = begun or RandomStates.now()  # the order may be drawn with the first batch
-        if begun is None:
+            first = first or RandomStates.now()  # after the first batch, which may draw the order
+        if first is None:
             return
-        end = RandomStates.now()
-        names = sorted(begun.differing(end) & end.differing(want))
+        last = RandomStates.now()
+        names = sorted(first.differing(last) & last.differing(target))
         if names:
             self._warn(
-                f"draws from this process' random numbers ({', '.join(names)}) with every batch, between what the "
-                "model draws: if that decides the order of its samples, it is not repeated, and samples may be seen "
-                "twice or not at all in this epoch"
+                f"draws random numbers of this process ({', '.join(names)}) with every batch, interleaved with those "
+                "of the model. If they decide the order of its samples, the order is not repeated, and samples may be "
+                "seen twice or not at all in this epoch"
             )
 
     def _warn(self, text: str) -> None:
@@ -234,89 +242,89 @@ class Feed:
     """The training loaders of a run, in Lightning's order.
 
     Args:
-        before: called before each batch of all loaders together.
+        before: called before each combined batch of all loaders.
         after: called after each batch of one loader.
     """
 
     def __init__(self, before: Callable[[], object], after: Callable[[], object]) -> None:
-        self.watches: list[Watch] = []
-        self.unknown: list[str] = []  # loaders that cannot be watched
+        self.positions: list[LoaderPosition] = []
+        self.untracked: list[str] = []  # names of loaders that cannot be tracked
         self.live = True
         self.recent: deque[RandomStates] = deque(maxlen=2)  # before each of the last batches
         self._before, self._after = before, after
-        self._read = False  # since the loaders were given
-        self._last = ("", -1)
+        self._read = False  # whether the current loaders were read
+        self._last = ("", -1)  # the last event, and the ID of its loader
 
     @property
     def served(self) -> int:
-        """Batches of this epoch."""
-        return max([watch.served for watch in self.watches], default=0)
+        """The number of batches in this epoch."""
+        return max([position.served for position in self.positions], default=0)
 
     def add(self, loader: object, world: int) -> object:
         if self._read:
-            self._read, self.watches, self.unknown = False, [], []
-        watch = Watch(self, unwatched(loader), world)
-        clone = watched(watch.loader, watch.opened)
+            self._read, self.positions, self.untracked = False, [], []
+        position = LoaderPosition(self, untracked(loader), world)
+        clone = tracked(position.loader, position.open)
         if clone is None:
-            self.unknown.append(_name(watch.loader))
+            self.untracked.append(_name(position.loader))
             return loader
-        self.watches.append(watch)
+        self.positions.append(position)
         return clone
 
-    def opening(self, watch: Watch) -> None:
-        """A CombinedLoader opens all its loaders for an epoch, and one that has ended again ("max_size_cycle")."""
-        if watch not in self.watches:
+    def opening(self, position: LoaderPosition) -> None:
+        """A CombinedLoader opens all loaders for an epoch, and reopens one that has ended ("max_size_cycle")."""
+        if position not in self.positions:
             return
         self._read = True
-        if self._last != ("stop", id(watch)) or len(self.watches) == 1:
-            for other in self.watches:
+        if self._last != ("stop", id(position)) or len(self.positions) == 1:
+            for other in self.positions:
                 other.cycled, other.served = False, 0
             self.recent.clear()
-            self._last = ("open", id(watch))
+            self._last = ("open", id(position))
         else:
-            self._last = ("cycle", id(watch))
+            self._last = ("cycle", id(position))
 
-    def fetching(self, watch: Watch) -> None:
-        if watch is self.watches[0] and self._last != ("cycle", id(watch)):
+    def fetching(self, position: LoaderPosition) -> None:
+        if position is self.positions[0] and self._last != ("cycle", id(position)):
             self._before()
-        self._last = ("fetch", id(watch))
+        self._last = ("fetch", id(position))
 
-    def served_by(self, watch: Watch) -> None:
-        watch.fetched += 1
-        watch.served += 1
+    def fetched(self, position: LoaderPosition) -> None:
+        position.fetched += 1
+        position.served += 1
         self._after()
 
-    def stopped(self, watch: Watch) -> None:
-        watch.cycled = watch.exhausted = True
-        self._last = ("stop", id(watch))
+    def ended(self, position: LoaderPosition) -> None:
+        position.cycled = position.exhausted = True
+        self._last = ("stop", id(position))
 
 
 class _Pass(ProcessLocal):
-    """An iterator over a watched loader."""
+    """An iterator over a tracked loader."""
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+    def __init__(self, position: LoaderPosition) -> None:
+        self._position = position
         self._inner: Iterator[Any] | None = None
 
     def __iter__(self) -> _Pass:
         return self
 
     def __next__(self) -> Any:
-        watch = self._watch
-        watch._feed.fetching(watch)
+        position = self._position
+        position._feed.fetching(position)
         if self._inner is None:
-            self._inner = watch.begin()
+            self._inner = position.begin()
         try:
             batch = next(self._inner)
         except StopIteration:
-            watch._feed.stopped(watch)
+            position._feed.ended(position)
             raise
-        watch._feed.served_by(watch)
+        position._feed.fetched(position)
         return batch
 
 
-class _Rest:
-    """What is left of a sampler."""
+class _Remaining:
+    """The remaining indices of a sampler."""
 
     def __init__(self, indices: Iterator[Any]) -> None:
         self._indices = indices

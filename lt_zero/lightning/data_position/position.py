@@ -1,22 +1,22 @@
 """Random states and the position in the data: a resumed run continues with the next batch.
 
-Note [When states are set]
-    A checkpoint holds the random states of the moment it is made. A resumed run sets them when training starts (after
-    the hooks ``on_train_start`` of callbacks and module, which the run that goes on does not call there), and finds the
-    place in the data when the first batch is wanted, without moving them. What had been read but not trained on is
-    read again from the states before it: the batch that Lightning reads ahead where the number of batches is unknown,
-    the batch during which an exception came, and the micro-batches of an unfinished window of gradient accumulation,
-    whose gradients are in no checkpoint.
+Note [When random states are set]
+    A checkpoint holds the random states at the time of saving. A resumed run sets them when training starts (after the
+    ``on_train_start`` hooks of callbacks and module, which an uninterrupted run does not call there), and restores the
+    position in the data when the first batch is read, without changing them. Batches that were read but not trained on
+    are read again from the states before them: the batch that Lightning reads ahead if the number of batches is
+    unknown, the batch that raised an exception, and the micro-batches of an incomplete accumulation window, whose
+    gradients are in no checkpoint.
 
-Note [Validation aside]
-    Validation inside fit restores the random states. Lightning leaves out a validation that was
-    due when the checkpoint was made; with this, training does not depend on it.
+Note [Random states around validation]
+    Validation inside fit restores the random states. Lightning skips a validation that was due at the time of saving;
+    thus training does not depend on it.
 
 Note [Lightning's counters]
-    The loops count batches, and are right where this file and they agree on what was trained on. They are corrected
-    before the loops look at them: after ``max_steps`` has broken off an epoch, Lightning would go on in the middle of
-    the next one; at an epoch's last batch with a count that is already full; inside of a window of accumulation; with
-    another number of batches per epoch for another world size.
+    The loops' batch counters are corrected before the loops read them, where they differ from what was trained on:
+    after ``max_steps`` has ended an epoch early, Lightning would continue in the middle of the next one; at the last
+    batch of an epoch, whose count is already full; inside an accumulation window; and with another number of batches
+    per epoch for another world size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from lt_zero.common.errors import CheckpointError
-from lt_zero.lightning.data_position.loaders import Feed, Later, Make, unwatched, watched
+from lt_zero.lightning.data_position.loaders import Feed, LazyIterator, Make, tracked, untracked
 from lt_zero.lightning.data_position.random_state import RandomStates, own_or_derived
 
 KEY = "lt_zero_progress"
@@ -48,17 +48,17 @@ class DataPosition:
     def _reset(self, trainer: pl.Trainer | None) -> None:
         self._trainer = trainer
         self._feed = Feed(self._before_batch, self._after_batch)
-        self._started = False  # on_train_start has come
-        self._aside: RandomStates | None = None  # of training, during validation
+        self._started = False  # whether on_train_start was called
+        self._before_validation: RandomStates | None = None  # of training, during validation
         self._loaded: dict[str, Any] | None = None  # until training starts
-        self._pending: dict[str, Any] | None = None  # the place that was not gone to yet
-        self._upcoming: deque[RandomStates] = deque()  # see Note [When states are set]
-        self._ahead: RandomStates | None = None  # after what was read before training started
+        self._pending: dict[str, Any] | None = None  # the saved position, until it is restored
+        self._upcoming: deque[RandomStates] = deque()  # see Note [When random states are set]
+        self._ahead: RandomStates | None = None  # after batches that were read before training started
 
     # ---- a run ---------------------------------------------------------------------------------------------------
 
     def watch(self, trainer: pl.Trainer) -> None:
-        """A fit begins. Loaders may have been given before, if the user has asked for the number of steps."""
+        """A fit begins. Loaders may exist already, if user code has read the number of steps."""
         if self._over:
             self._feed.live, self._over = False, False
             self._reset(trainer)
@@ -66,27 +66,27 @@ class DataPosition:
             self._feed.recent = deque(self._feed.recent, maxlen=trainer.accumulate_grad_batches + 2)
 
     def process(self, loader: object, trainer: pl.Trainer) -> object:
-        """Lightning's loader, with its reading observed. See Note [Read when needed] in loaders.py."""
+        """Lightning's loader with its reads tracked. See Note [Lazy iterators] in loaders.py."""
         if trainer.state.fn != "fit":
-            return unwatched(loader)
+            return untracked(loader)
         self.watch(trainer)
         if trainer.training:
             return self._feed.add(loader, trainer.world_size)
-        feed, plain = self._feed, unwatched(loader)
+        feed, plain = self._feed, untracked(loader)
 
-        def opened(make: Make) -> Iterator[Any]:
-            return Later(make, self.before_validation) if feed.live else make()
+        def open(make: Make) -> Iterator[Any]:
+            return LazyIterator(make, self.before_validation) if feed.live else make()
 
-        found = watched(plain, opened)
-        return plain if found is None else found  # bool() asks a loader for its length, which some have not
+        clone = tracked(plain, open)
+        return plain if clone is None else clone  # not `or`: bool() calls len(), which some loaders lack
 
     def start(self) -> None:
-        """Training begins now."""
+        """Training begins."""
         self._started = True
         if self._loaded is not None:
             state, self._loaded = self._loaded, None
             if state["consumed"] and not state["ended"]:
-                self._tell_unknown(len(state["loaders"]))
+                self._warn_untracked(len(state["loaders"]))
                 self._scale_counters(state)
         if self._upcoming:
             self._upcoming.popleft().apply()
@@ -96,22 +96,22 @@ class DataPosition:
         self._ahead = None
 
     def before_validation(self) -> None:
-        if self._aside is None:
-            self._aside = RandomStates.now()
+        if self._before_validation is None:
+            self._before_validation = RandomStates.now()
 
     def after_validation(self) -> None:
-        if self._aside is not None:
-            aside, self._aside = self._aside, None
-            aside.apply()
+        if self._before_validation is not None:
+            states, self._before_validation = self._before_validation, None
+            states.apply()
 
     def finish(self) -> None:
-        """The run is over; what it has come to can still be saved."""
+        """The run has ended; its position can still be saved."""
         self._feed.live, self._over = False, True
-        for watch in self._feed.watches:
-            watch.make = None
+        for position in self._feed.positions:
+            position.make = None
 
     def _before_batch(self) -> None:
-        self.after_validation()  # one that Lightning only fast-forwards does not end
+        self.after_validation()  # Lightning does not end a validation that it fast-forwards
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._restore(pending)
@@ -126,14 +126,14 @@ class DataPosition:
     # ---- saving --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's states: plain containers and tensors. Draws no random number."""
-        now, feed = self._aside or RandomStates.now(), self._feed
-        consumed, redone, ended, counted = self._consumed()
+        """This rank's states as plain containers and tensors. Draws no random number."""
+        now, feed = self._before_validation or RandomStates.now(), self._feed
+        consumed, repeats, ended, counted = self._consumed()
         open_window = self._open_window(consumed, ended)
         back = 0
         if self._trainer is not None and not ended and not _reads_itself(self._trainer):
             back = min(max(0, feed.served - consumed + open_window), len(feed.recent))
-        states = [*list(feed.recent)[len(feed.recent) - back :], *([] if redone or open_window else [now])]
+        states = [*list(feed.recent)[len(feed.recent) - back :], *([] if repeats or open_window else [now])]
         return {
             "version": _VERSION,
             "states": [state.state_dict() for state in states[:2]],  # one at set-up and one when training starts
@@ -143,23 +143,23 @@ class DataPosition:
             "ended": ended,
             "counted": counted,
             "full": self._trainer is not None and consumed >= self._trainer.num_training_batches,
-            "loaders": [watch.state_dict() for watch in feed.watches],
+            "loaders": [position.state_dict() for position in feed.positions],
         }
 
     def _consumed(self) -> tuple[int, bool, bool, bool]:
-        """Batches trained on in this epoch; whether one is under way, the epoch has ended, and is counted as such."""
+        """Batches trained on in this epoch; whether one is incomplete; whether the epoch has ended, and is counted."""
         if self._trainer is None:
             return 0, False, False, False
         loop = self._trainer.fit_loop
         batches, epochs = loop.epoch_loop.batch_progress, cast(Any, loop.epoch_progress.current)
-        now: Any = batches.current
-        whole = now.ready == now.started == now.processed
-        consumed = now.processed if whole else now.completed
-        ended = whole and (batches.is_last_batch or consumed >= self._trainer.num_training_batches)
-        return consumed, now.ready > consumed, bool(ended and consumed), epochs.processed == epochs.ready > 0
+        current: Any = batches.current
+        complete = current.ready == current.started == current.processed
+        consumed = current.processed if complete else current.completed
+        ended = complete and (batches.is_last_batch or consumed >= self._trainer.num_training_batches)
+        return consumed, current.ready > consumed, bool(ended and consumed), epochs.processed == epochs.ready > 0
 
     def _open_window(self, consumed: int, ended: bool) -> int:
-        """Micro-batches whose gradients no step has taken."""
+        """Micro-batches of the incomplete accumulation window."""
         if self._trainer is None or ended or _reads_itself(self._trainer):
             return 0
         return consumed % self._trainer.accumulate_grad_batches
@@ -167,11 +167,11 @@ class DataPosition:
     # ---- restoring -----------------------------------------------------------------------------------------------
 
     def load(self, states: Sequence[dict[str, Any]], rank: int, world: int) -> None:
-        """What all ranks of the saved run had, for the fit that begins.
+        """Load the states of all ranks of the saved run, for the fit that begins.
 
         Args:
             states: by rank, from ``state_dict``.
-            rank: this rank, which may not have existed.
+            rank: this rank, which the saved run may not have had.
             world: the number of ranks now.
 
         Raises:
@@ -189,8 +189,8 @@ class DataPosition:
             own_or_derived([RandomStates.of(s["states"][i], where) for s in states if i < len(s["states"])], rank)
             for i in range(len(own["states"]))
         ]
-        places = [{**p, "start": p["start"] and RandomStates.of(p["start"], where)} for p in own["loaders"]]
-        self._pending = {**own, "loaders": places, "now": RandomStates.of(own["now"], where)}
+        loaders = [{**p, "start": p["start"] and RandomStates.of(p["start"], where)} for p in own["loaders"]]
+        self._pending = {**own, "loaders": loaders, "now": RandomStates.of(own["now"], where)}
         self._upcoming, self._loaded = deque(upcoming), own
         self._correct_counters(own)
 
@@ -203,7 +203,7 @@ class DataPosition:
         if state["counted"] and not state["ended"] and state["consumed"] and loop.restarting:
             for tracker in (epochs.total, epochs.current):
                 tracker.processed = tracker.completed = tracker.ready - 1
-        if state["ended"] and not state["counted"] and not state["full"]:  # its length is unknown to Lightning
+        if state["ended"] and not state["counted"] and not state["full"]:  # Lightning does not know the epoch's length
             for tracker in (epochs.total, epochs.current):
                 tracker.processed = tracker.completed = tracker.ready
             batches.total.completed = batches.total.processed
@@ -216,46 +216,46 @@ class DataPosition:
                 tracker.ready = tracker.started = tracker.processed = tracker.completed = tracker.processed - surplus
 
     def _scale_counters(self, state: dict[str, Any]) -> None:
-        """See Note [Other batches] in loaders.py."""
+        """See Note [Resuming with another batch size] in loaders.py."""
         assert self._trainer is not None
-        if not (state["loaders"] and self._feed.watches):
+        if not (state["loaders"] and self._feed.positions):
             return
-        place, watch = state["loaders"][0], self._feed.watches[0]
-        if place["unit"] == watch.unit:
+        saved_unit, unit = state["loaders"][0]["unit"], self._feed.positions[0].unit
+        if saved_unit == unit:
             return
-        shift = -(-state["consumed"] * place["unit"] // watch.unit) - state["consumed"]
+        shift = -(-state["consumed"] * saved_unit // unit) - state["consumed"]
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         for tracker in (progress.total, progress.current):
             for name in ("ready", "started", "processed", "completed"):
                 setattr(tracker, name, max(0, getattr(tracker, name) + shift))
 
-    def _tell_unknown(self, saved: int) -> None:
-        unknown = [f"{name} cannot be observed" for name in self._feed.unknown]
-        if not unknown and len(self._feed.watches) != saved:
-            unknown = [f"there are {len(self._feed.watches)} loaders, and {saved} when the checkpoint was saved"]
-        if unknown:
+    def _warn_untracked(self, saved: int) -> None:
+        reasons = [f"{name} cannot be tracked" for name in self._feed.untracked]
+        if not reasons and len(self._feed.positions) != saved:
+            reasons = [f"there are {len(self._feed.positions)} loaders, but {saved} when the checkpoint was saved"]
+        if reasons:
             warnings.warn(
-                f"The position in the training loaders cannot be restored: {'; '.join(unknown)}. Samples of this epoch "
+                f"The position in the training loaders cannot be restored: {'; '.join(reasons)}. Samples of this epoch "
                 "may be seen twice. Use a DataLoader, or an object with `state_dict` and `load_state_dict`.",
                 UserWarning,
                 stacklevel=2,
             )
 
     def _restore(self, state: dict[str, Any]) -> None:
-        """Go to the saved place. The random states stay as they are."""
+        """Restore the saved position, without changing the random states."""
         assert self._trainer is not None
-        watches, places, back = self._feed.watches, state["loaders"], state["back"]
+        back = state["back"]
         ready = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        early = not self._started or _reads_itself(self._trainer)  # Lightning's count is not yet, or no more, of use
-        fresh = state["ended"] if early else ready == 0 and back == 0
-        entry = RandomStates.now()
-        for watch, place in zip(watches, places, strict=False):
-            watch.resume(place, None if fresh else back, state["now"])
-        entry.apply()
+        unusable = not self._started or _reads_itself(self._trainer)  # Lightning's counter is too early or too late
+        new_epoch = state["ended"] if unusable else ready == 0 and back == 0
+        before = RandomStates.now()
+        for position, saved in zip(self._feed.positions, state["loaders"], strict=False):
+            position.resume(saved, None if new_epoch else back, state["now"])
+        before.apply()
 
 
 def _reads_itself(trainer: pl.Trainer) -> bool:
-    """Whether the module's training step takes the iterator; what it reads ahead is its own affair."""
+    """Whether the module's training step reads the iterator itself; batches that it reads ahead are not tracked."""
     return "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters
 
 
@@ -279,8 +279,8 @@ def _check(state: Any, where: str) -> None:
     wrong = [name for name, kind in kinds.items() if not isinstance(state.get(name), kind)]
     lists = {"generators", "generators_now"}
     numbers = ("fetched", "served", "openings", "unit")
-    for place in state.get("loaders") or []:
-        fields = place if isinstance(place, dict) else {}
+    for loader in state.get("loaders") or []:
+        fields = loader if isinstance(loader, dict) else {}
         counts = all(isinstance(fields.get(name), int) and fields[name] >= 0 for name in numbers)
         if not counts or fields["unit"] < 1 or not {"start", "epoch", "cycled", "exhausted", *lists} <= fields.keys():
             wrong.append("loaders")
@@ -289,5 +289,5 @@ def _check(state: Any, where: str) -> None:
     if wrong or state["back"] < 0 or state["consumed"] < 0:
         raise CheckpointError(
             f"{where}: {', '.join(dict.fromkeys(wrong)) or 'the count of batches'} cannot be read. The checkpoint is "
-            f"damaged; remove the key {KEY!r} from it to resume without the position in the data."
+            f"damaged. Remove the key {KEY!r} from it to resume without the position in the data."
         )

@@ -1,4 +1,4 @@
-"""The states of all random number generators that training draws from: take, set, save, derive for a new rank."""
+"""The states of all random number generators that training draws from: capture, set, save, derive for a new rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lt_zero.common.errors import CheckpointError
 
-_WORDS = 624  # of a Mersenne twister
+_WORDS = 624  # words in the state of a Mersenne twister
 
 
 def _cuda_in_use() -> bool:
@@ -23,7 +23,7 @@ def _cuda_in_use() -> bool:
 
 @dataclass(frozen=True)
 class RandomStates:
-    """The generators at one moment. Taking them draws no number and does not wait for the device."""
+    """The states of all generators. Capturing them draws no number and does not synchronize with the device."""
 
     torch: Tensor
     cuda: Tensor | None  # of the current device
@@ -44,7 +44,7 @@ class RandomStates:
             np.random.set_state(self.numpy)
 
     def differing(self, other: RandomStates) -> set[str]:
-        """Names of the host's generators whose states are not the same."""
+        """Names of the host's generators whose states differ."""
         same = {
             "torch": torch.equal(self.torch, other.torch),
             "random": self.python == other.python,
@@ -62,7 +62,7 @@ class RandomStates:
         }
         if self.cuda is not None:
             packed["cuda"] = self.cuda.clone()
-        if self.numpy["bit_generator"] == "MT19937":  # others only if the program has put one in its place
+        if self.numpy["bit_generator"] == "MT19937":  # a program may have replaced it
             words, position, has_gauss, gauss = _numpy_words(self.numpy)
             packed["numpy"] = {
                 "words": torch.tensor(words, dtype=torch.int64),
@@ -77,7 +77,7 @@ class RandomStates:
         """Restore from ``state_dict``.
 
         Raises:
-            CheckpointError: it is something else.
+            CheckpointError: the states are malformed.
         """
         try:
             host = _checked(packed["torch"], torch.get_rng_state())
@@ -88,26 +88,26 @@ class RandomStates:
             state = (int(python["version"]), tuple(_words(python["words"], _WORDS + 1)), python["gauss"])
             random.Random().setstate(state)
             numpy = dict(np.random.get_state(legacy=False))
-            if (mine := packed.get("numpy")) is not None:
-                key = np.array(_words(mine["words"], _WORDS), dtype=np.uint32)
+            if (saved := packed.get("numpy")) is not None:
+                key = np.array(_words(saved["words"], _WORDS), dtype=np.uint32)
                 numpy = {
                     "bit_generator": "MT19937",
-                    "state": {"key": key, "pos": int(mine["position"])},
-                    "has_gauss": int(mine["has_gauss"]),
-                    "gauss": float(mine["gauss"]),
+                    "state": {"key": key, "pos": int(saved["position"])},
+                    "has_gauss": int(saved["has_gauss"]),
+                    "gauss": float(saved["gauss"]),
                 }
                 np.random.RandomState().set_state(numpy)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
             raise CheckpointError(
                 f"{where}: the states of the random number generators cannot be read ({error!r}). The checkpoint is "
-                "damaged, or was written by another version; remove this key to resume without them."
+                "damaged, or was written by another version. Remove this key to resume without them."
             ) from error
         return cls(host, cuda, state, numpy)
 
     # ---- new ranks -----------------------------------------------------------------------------------------------
 
     def derived(self, rank: int) -> RandomStates:
-        """States of its own for ``rank``, always the same for the same states."""
+        """New states for ``rank``, a deterministic function of these states."""
         seed = int.from_bytes(hashlib.sha256(bytes(self.torch.tolist()) + rank.to_bytes(8, "big")).digest()[:4], "big")
         cuda = torch.Generator("cuda").manual_seed(seed).get_state() if _cuda_in_use() else None
         numpy = np.random.RandomState(seed).get_state(legacy=False)
@@ -118,8 +118,8 @@ class RandomStates:
 def own_or_derived(states: Sequence[RandomStates], rank: int) -> RandomStates:
     """This rank's states among those of all saved ranks.
 
-    A rank that did not exist gets states of its own, unless all saved ranks had the same: then the program may count
-    on that (a sampler that draws the same order everywhere), and the new rank has them too.
+    A new rank gets derived states, unless all saved ranks had equal states: the program may rely on that (a sampler
+    that draws the same order on all ranks), so the new rank gets them, too.
     """
     if rank < len(states):
         return states[rank]
