@@ -46,19 +46,19 @@ class ZeroPrecision(HalfPrecision):
     * ``64-true``: weights, buffers, inputs, gradients and states in fp64.
     * ``16-true``, ``bf16-true``: weights, inputs and activations in 16 bits.
     * ``16-mixed``, ``bf16-mixed``: weights in 16 bits, and autocast: losses and other operations of its fp32 list stay
-      in fp32. Weights are already in 16 bits, so autocast makes no second copy of them.
+      in fp32. Weights are already in 16 bits, so autocast does not copy them.
 
-    In 16 bits master weights, optimizer states and gradient accumulators are fp32 unless configured otherwise, and
-    buffers keep their dtype. fp16 comes with loss scaling, in both modes. Parameters that are made in
-    ``configure_model`` or ``Trainer.init_module`` are in 16 bits in the true modes, unless fp32 master weights may be
-    made from them, which then start at full precision.
+    In 16 bits, master weights, optimizer states and gradient accumulators are fp32 unless configured otherwise, and
+    buffers keep their dtype. fp16 uses loss scaling in both modes. In the true modes, parameters that are created in
+    ``configure_model`` or ``Trainer.init_module`` are in 16 bits, unless they may become fp32 master weights, which
+    then start at full precision.
 
     Args:
         precision: one of the above.
-        scaler: takes initial scale, growth and backoff from a ``GradScaler``.
+        scaler: provides initial scale, growth and backoff.
 
     Raises:
-        ValueError: another precision.
+        ValueError: the precision is not supported.
     """
 
     def __init__(self, precision: str = "32-true", scaler: GradScaler | None = None) -> None:
@@ -68,18 +68,17 @@ class ZeroPrecision(HalfPrecision):
             )
         super().__init__()
         self.engine: Engine | None = None
-        self.grad_norm: Tensor | None = (
-            None  # 0D, before clipping, of the last step that was clipped by norm or checked
-        )
+        # 0D, before clipping, of the last step that was clipped by norm or checked for overflow
+        self.grad_norm: Tensor | None = None
         self.device_type = "cpu"
-        self._said: list[tuple[torch.nn.Module, torch.dtype]] = []  # ``dtype`` of modules before the run
+        self._module_dtypes: list[tuple[torch.nn.Module, torch.dtype]] = []  # ``dtype`` of modules before the run
         self._rules = _rules_of(scaler)
         self._norms: dict[str, Tensor] = {}
         self._steps_next: ShardedOptimizer | None = None  # this optimizer steps after the running closure
         self.configure(ZeroConfig(), precision)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy belongs to no run."""
+        """A copy has no run."""
         return {**vars(self), "engine": None, "_steps_next": None}
 
     @classmethod
@@ -136,11 +135,11 @@ class ZeroPrecision(HalfPrecision):
     @override
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         if self.policy.compute is not None and not self.policy.autocast:
-            self._said = self._said or override_dtype(module, self.policy.compute)
+            self._module_dtypes = self._module_dtypes or override_dtype(module, self.policy.compute)
         return module  # parameters are cast when gathered
 
     def init_context(self, trains: bool) -> AbstractContextManager[Any]:
-        """Context for constructing modules; ``trains``: master weights may be made from their parameters."""
+        """Context for constructing modules; ``trains``: their parameters may become master weights."""
         policy = self.policy
         if policy.compute == torch.float64:
             return super().tensor_init_context()
@@ -194,8 +193,8 @@ class ZeroPrecision(HalfPrecision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        beside = self._steps_next.overlap.beside_backward() if self._steps_next is not None else nullcontext()
-        with beside, self.engine.backward_pass() if self.engine is not None else nullcontext():
+        overlap = self._steps_next.overlap.beside_backward() if self._steps_next is not None else nullcontext()
+        with overlap, self.engine.backward_pass() if self.engine is not None else nullcontext():
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     # ---- step --------------------------------------------------------------------------------------------------
@@ -204,7 +203,7 @@ class ZeroPrecision(HalfPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        # Run the closure before step, not inside: step sees shards, forward and backward see parameters.
+        # Run the closure before step, not inside: step works on shards, forward and backward on parameters.
         sharded = sharded_of(optimizer)
         if sharded is None:
             return super().optimizer_step(optimizer, model, closure, **kwargs)
@@ -220,7 +219,7 @@ class ZeroPrecision(HalfPrecision):
         with phase("step"):
             taken, output = self._step(optimizer, model, sharded, kwargs)
         if taken and plain and takes_closure and not ran.called and self.loss_scale_controller.scaler is None:
-            raise MisconfigurationException(  # as without ZeRO: there are no gradients
+            raise MisconfigurationException(  # Lightning's error: there are no gradients
                 f"The closure hasn't been executed by {ran.name}.step. HINT: pass it to the step of the parent class."
             )
         return output if taken else ran.result
@@ -257,7 +256,7 @@ class ZeroPrecision(HalfPrecision):
         show = sharded is not None and _looks_at_gradients(model)
         if show and sharded is not None:
             self.loss_scale_controller.unscale(sharded)
-            self.loss_scale_controller.norm = None  # user code may change gradients
+            self.loss_scale_controller.norm = None  # outdated if user code changes gradients
         with self.engine.used_parameters.looked_at() if show and self.engine is not None else nullcontext():
             super()._after_closure(model, optimizer)
 
@@ -312,21 +311,21 @@ class ZeroPrecision(HalfPrecision):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the loss scale of a DDP run, which Lightning saves under the name of its own plugin."""
-        theirs = checkpoint.get("MixedPrecision")
+        saved = checkpoint.get("MixedPrecision")
         scaler = self.loss_scale_controller.scaler
-        if theirs and scaler is not None and scaler.rules.dynamic and type(self).__qualname__ not in checkpoint:
-            scaler.scale = max(float(theirs["scale"]), scaler.rules.minimum)
+        if saved and scaler is not None and scaler.rules.dynamic and type(self).__qualname__ not in checkpoint:
+            scaler.scale = max(float(saved["scale"]), scaler.rules.minimum)
 
     @override
     def teardown(self) -> None:
         self.loss_scale_controller.stop_watching()
-        for module, dtype in self._said:
+        for module, dtype in self._module_dtypes:
             override_dtype(module, dtype)
-        self._said = []
+        self._module_dtypes = []
 
 
 def _rules_of(scaler: GradScaler | None) -> ScalerRules | None:
-    """The rules of a configured ``GradScaler``; None if it has torch's defaults."""
+    """The rules of a ``GradScaler``; None if it has torch's defaults."""
     if scaler is None:
         return None
     if not scaler.is_enabled():
@@ -342,7 +341,7 @@ def _rules_of(scaler: GradScaler | None) -> ScalerRules | None:
 
 
 def _takes_closure(optimizer: Any) -> bool:
-    """Some optimizers take no closure, and Lightning passes none where it scales the loss."""
+    """Whether ``step`` takes a closure; Lightning passes none to optimizers that do not."""
     parameters = inspect.signature(optimizer.step).parameters.values()
     return any(p.name == "closure" or p.kind is p.VAR_KEYWORD for p in parameters)
 

@@ -1,10 +1,10 @@
 """Reconciles the configuration, the Trainer and the module: one may set a value; if two do, they must agree.
 
-Note [Who says it]
-    A value set only in the configuration is given to the Trainer before the run and shown in a table. A Trainer cannot
-    tell whether the user wrote its default (one micro-batch per step, no clipping), so defaults never conflict. Batch
+Note [Precedence of values]
+    A value set only in the configuration is set on the Trainer before the run and shown in a table. A Trainer does not
+    know whether the user wrote its default (one micro-batch per step, no clipping), so defaults never conflict. Batch
     sizes are checked on the first batch, since Lightning builds the data loaders. Two of the three keys about batches
-    imply the third: accumulation is given to the Trainer, the micro-batch is only shown.
+    imply the third: accumulation is set on the Trainer, the micro-batch is only shown.
 """
 
 from __future__ import annotations
@@ -40,41 +40,41 @@ _HOOK = "configure_optimizers"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 
-class _Lent:
-    """A ``configure_optimizers`` for a module; copies of the module have their own."""
+class _ConfigureOptimizers:
+    """A temporary ``configure_optimizers`` of a module; copies of the module get the original."""
 
-    def __init__(self, theirs: Any, ours: Callable[[], Any]) -> None:
-        self._theirs, self.__wrapped__ = theirs, ours  # Lightning inspects the code of overridden methods
+    def __init__(self, original: Any, configured: Callable[[], Any]) -> None:
+        self._original, self.__wrapped__ = original, configured  # Lightning inspects the code of overridden methods
 
     def __call__(self) -> Any:
         return self.__wrapped__()
 
     def __reduce__(self) -> Any:
-        return operator.getitem, ((self._theirs,), 0)
+        return operator.getitem, ((self._original,), 0)
 
 
 class Reconciler:
     """The configuration of one strategy, and its resolved values.
 
     Args:
-        config: as given.
-        marks: the places of its values.
+        config: as the user wrote it.
+        marks: where its values were written.
 
     Attributes:
-        config: as far as resolved.
+        config: as far as it is resolved.
     """
 
     def __init__(self, config: ZeroConfig, marks: Mapping[Path, Mark] | None = None) -> None:
-        self.config = self._given = config  # resolve "auto" again for each fit, with its module, Trainer and data
+        self.config = self._given = config  # "auto" is resolved again for each fit, with its module, Trainer and data
         self._written = Document({}, dict(marks or {}))
-        self._lent: pl.LightningModule | None = None  # has our configure_optimizers
-        self._theirs: Any = None  # what was set on the module itself, as LightningCLI does
+        self._patched: pl.LightningModule | None = None  # the module with our configure_optimizers
+        self._instance_hook: Any = None  # configure_optimizers of the module instance, as LightningCLI sets it
         self._seen, self._steps = False, 1
 
     # ---- before a run ------------------------------------------------------------------------------------------
 
     def lend_optimizers(self, module: pl.LightningModule) -> None:
-        """Give the module a ``configure_optimizers`` if the configuration names an optimizer or a schedule.
+        """Replace ``configure_optimizers`` of the module if the configuration names an optimizer or a scheduler.
 
         Raises:
             ConfigError: the module already has one.
@@ -82,33 +82,32 @@ class Reconciler:
         self.take_back()
         if self.config.optimizer is None and self.config.scheduler is None:
             return
-        self._theirs = vars(module).get(_HOOK)
-        own = (
-            self._theirs is not None or type(module).configure_optimizers is not pl.LightningModule.configure_optimizers
-        )
+        self._instance_hook = vars(module).get(_HOOK)
+        overridden = type(module).configure_optimizers is not pl.LightningModule.configure_optimizers
+        own = self._instance_hook is not None or overridden
         if self.config.optimizer is not None and own:
             text = (
                 f"optimizer.type={self.config.optimizer.type!r} is configured, and {type(module).__name__}."
-                "configure_optimizers makes optimizers, too. Remove one of them (override the key with optimizer=null "
-                "to keep the module's)."
+                "configure_optimizers returns optimizers, too. Remove one of them (override the key with "
+                "optimizer=null to keep the module's)."
             )
             raise ConfigError([Problem("optimizer", text, self._written.mark(("optimizer",)))])
-        theirs = getattr(module, _HOOK)
+        original = getattr(module, _HOOK)
         if self.config.optimizer is not None:
-            setattr(module, _HOOK, _Lent(theirs, lambda: self._configured(module)))
+            setattr(module, _HOOK, _ConfigureOptimizers(original, lambda: self._configured(module)))
         elif own:
-            setattr(module, _HOOK, _Lent(theirs, lambda: self._scheduled(theirs())))
+            setattr(module, _HOOK, _ConfigureOptimizers(original, lambda: self._scheduled(original())))
         else:
             return  # Lightning raises that there is no optimizer
-        self._lent = module
+        self._patched = module
 
     def take_back(self) -> None:
-        """Leave the module as it came."""
-        if self._lent is not None:
-            vars(self._lent).pop(_HOOK, None)
-            if self._theirs is not None:
-                setattr(self._lent, _HOOK, self._theirs)
-        self._lent = None
+        """Restore ``configure_optimizers`` of the module."""
+        if self._patched is not None:
+            vars(self._patched).pop(_HOOK, None)
+            if self._instance_hook is not None:
+                setattr(self._patched, _HOOK, self._instance_hook)
+        self._patched = None
 
     def agree(self, trainer: pl.Trainer, module: pl.LightningModule, comm: Comm, show: bool) -> ZeroConfig:
         """Resolve "auto" and make the Trainer and the configuration agree. Collective.
@@ -116,17 +115,17 @@ class Reconciler:
         Args:
             trainer: about to fit.
             module: fully constructed, not sharded yet.
-            comm: of all ranks, which must agree.
+            comm: the collectives.
             show: whether to print the table of resolved values.
 
         Raises:
-            ConfigError: they contradict each other, or an "auto" cannot be resolved.
+            ConfigError: on all ranks, if the values contradict each other, or an "auto" cannot be resolved.
         """
         self._seen, config = False, self._given
-        with comm.agree("reading the configuration", ConfigError), self._placed():
+        with comm.agree("reading the configuration", ConfigError), self._marked():
             problems: list[Problem] = []
             derived = _derived(config, comm.world)
-            told = [
+            applied = [
                 *_agree_on_accumulation(config, trainer, module, derived, problems),
                 *_agree_on_clipping(config, trainer, module, problems),
             ]
@@ -148,20 +147,20 @@ class Reconciler:
             if micro is not None:
                 _check_batch(config, micro, steps, comm.world, "is configured")
             elif config.train_batch_size is not None:
-                told += _micro_batch(config, steps, comm.world)
+                applied += _micro_batch(config, steps, comm.world)
         check_same(config, comm)
         self.config = config
         if show:
-            show_table([*told, *found])
+            show_table([*applied, *found])
             if config.scheduler is not None and not module.automatic_optimization:
-                text = f"scheduler.type={config.scheduler.type!r}: the module optimizes manually, so it has to call "
+                text = f"scheduler.type={config.scheduler.type!r}: the module optimizes manually, so it must call "
                 call = "step(metric) after each epoch" if config.scheduler.type == PLATEAU else "step() after each step"
                 warnings.warn(f"{text}self.lr_schedulers().{call}.", ConfigWarning, stacklevel=2)
         return config
 
     @contextmanager
-    def _placed(self) -> Generator[None]:
-        """Add the place of the key to a problem."""
+    def _marked(self) -> Generator[None]:
+        """Add the position of each key in its file to a ConfigError."""
         try:
             yield
         except ConfigError as error:
@@ -173,10 +172,10 @@ class Reconciler:
     def see(self, batch: Any, trainer: pl.Trainer, comm: Comm, show: bool) -> ZeroConfig:
         """Resolve the keys about batches and compare them with the first batch. Collective for that batch.
 
-        A resumed run may begin with the last, short batch of an epoch: then the next one is used.
+        If a resumed run begins with the short last batch of an epoch, the next batch is used.
 
         Raises:
-            ConfigError: on all ranks, if they contradict it.
+            ConfigError: on all ranks, if a key contradicts the batch.
         """
         if self._seen:
             return self.config
@@ -188,7 +187,7 @@ class Reconciler:
             return self.config
         self._seen = True
         size, world = _size(batch), comm.world
-        with comm.agree("reading the configuration", ConfigError), self._placed():
+        with comm.agree("reading the configuration", ConfigError), self._marked():
             if size is not None:
                 _check_batch(self.config, size, self._steps, world, "is the size of the first batch")
         if size is None:
@@ -209,7 +208,9 @@ class Reconciler:
         assert block is not None
         parameters: list[Any] = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
-            raise ConfigError(f"optimizer.type={block.type!r} has nothing to train: no parameter requires gradients.")
+            raise ConfigError(
+                f"optimizer.type={block.type!r} has nothing to train: no parameter requires gradients. Unfreeze some."
+            )
         if block.param_groups:
             named = module.named_parameters(remove_duplicate=False)
             optimizer = build_grouped(block.type, block.params, block.param_groups, named)
@@ -223,7 +224,7 @@ class Reconciler:
         return self._scheduled(build_optimizer(block.type, block.params, parameters))
 
     def _scheduled(self, optimizers: Any) -> Any:
-        """Add the configured schedule to the result of ``configure_optimizers``."""
+        """Add the configured scheduler to the result of ``configure_optimizers``."""
         block = self.config.scheduler
         if block is None:
             return optimizers
@@ -232,31 +233,31 @@ class Reconciler:
             optimizer = optimizer[0]
         if not isinstance(optimizer, Optimizer) or (isinstance(optimizers, dict) and "lr_scheduler" in optimizers):
             raise ConfigError(
-                f"scheduler.type={block.type!r} is configured, and configure_optimizers returns several optimizers or "
-                "a schedule of its own. Remove the scheduler block, or return one optimizer only."
+                f"scheduler.type={block.type!r} is configured, but configure_optimizers returns several optimizers or "
+                "a scheduler. Remove the scheduler block, or return one optimizer only."
             )
         params = dict(block.params)
         if "warmup_max_lr" in params and params["warmup_max_lr"] is None:
             params["warmup_max_lr"] = [group["lr"] for group in optimizer.param_groups]
         scheduler = build_scheduler(block.type, params, optimizer)
-        when = {"interval": "epoch", "monitor": params["monitor"]} if block.type == PLATEAU else {"interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **when}}
+        timing = {"interval": "epoch", "monitor": params["monitor"]} if block.type == PLATEAU else {"interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **timing}}
 
 
-def _division(grouping: Sequence[Mapping[str, Any]]) -> list[Resolution]:
-    """Describe which parameters Muon steps and which Adam."""
-    found = []
-    for use, what, which in ((True, "Muon", "matrices of hidden layers"), (False, "Adam", "all other parameters")):
-        members = [p for group in grouping if group["use_muon"] is use for p in group["params"]]
+def _division(groups: Sequence[Mapping[str, Any]]) -> list[Resolution]:
+    """Describe the parameters that Muon steps and those that Adam steps."""
+    rows = []
+    for use, name, which in ((True, "Muon", "matrices of hidden layers"), (False, "Adam", "all other parameters")):
+        members = [p for group in groups if group["use_muon"] is use for p in group["params"]]
         text = f"{len(members)} of {sum(p.numel() for p in members):,} elements"
-        found.append(Resolution(f"stepped by {what}", text, which))
-    return found
+        rows.append(Resolution(f"stepped by {name}", text, which))
+    return rows
 
 
-def show_table(found: Sequence[Resolution], console: Console | None = None) -> None:
+def show_table(rows: Sequence[Resolution], console: Console | None = None) -> None:
     """Print resolved values, one per line, never cut to the terminal's width."""
-    width = max((len(entry.key) for entry in found), default=0)
-    lines = [f"  {entry.key.ljust(width)}  {entry.value}  ({entry.source})" for entry in found]
+    width = max((len(row.key) for row in rows), default=0)
+    lines = [f"  {row.key.ljust(width)}  {row.value}  ({row.source})" for row in rows]
     if lines:
         text = "\n".join(["Configuration:", *lines])
         (console or Console()).print(text, markup=False, highlight=False, soft_wrap=True)
@@ -266,7 +267,7 @@ def _derived(config: ZeroConfig, world: int) -> Resolution | None:
     """The accumulation implied by the two batch sizes, as in DeepSpeed; None if they are not both set.
 
     Raises:
-        ConfigError: none fits this number of ranks.
+        ConfigError: the sizes imply none for this number of ranks.
     """
     total, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     if config.gradient_accumulation_steps is not None or total is None or micro is None:
@@ -274,7 +275,7 @@ def _derived(config: ZeroConfig, world: int) -> Resolution | None:
     if total % (micro * world):
         text = (
             f"train_batch_size={total} is not a multiple of train_micro_batch_size_per_gpu * ranks = {micro} * {world} "
-            f"= {micro * world}, so no number of micro-batches per step makes it. Change one of them, or remove "
+            f"= {micro * world}, so no number of micro-batches per step fits. Change one of them, or remove "
             "train_batch_size."
         )
         raise ConfigError([Problem("train_batch_size", text)])
@@ -289,7 +290,7 @@ def _micro_batch(config: ZeroConfig, steps: int, world: int) -> list[Resolution]
     if total % (steps * world):
         text = (
             f"train_batch_size={total} is not a multiple of accumulation * ranks = {steps} * {world} = {steps * world},"
-            " so no micro-batch makes it. Change one of them, or remove the key."
+            " so no micro-batch fits. Change one of them, or remove the key."
         )
         raise ConfigError([Problem("train_batch_size", text)])
     size = total // (steps * world)
@@ -304,21 +305,21 @@ def _agree_on_accumulation(
     problems: list[Problem],
 ) -> list[Resolution]:
     key, wanted = "gradient_accumulation_steps", config.gradient_accumulation_steps
-    has, said = trainer.accumulate_grad_batches, f"{key}={wanted}"
-    if derived is not None and has == 1:  # otherwise the sizes are compared with it
+    current, setting = trainer.accumulate_grad_batches, f"{key}={wanted}"
+    if derived is not None and current == 1:  # otherwise ``_check_batch`` compares the sizes with it
         key, wanted = "train_batch_size", derived.value
-        said = f"{derived.source} = {wanted} micro-batches per step"
-    if wanted is None or wanted == has:
+        setting = f"{derived.source} = {wanted} micro-batches per step"
+    if wanted is None or wanted == current:
         return []
     reason = None
-    if has != 1:
-        reason = f"Trainer(accumulate_grad_batches={has}) says something else. Remove one of them, or write the same"
+    if current != 1:
+        reason = f"Trainer(accumulate_grad_batches={current}) contradicts it. Remove one of them, or make them equal"
     elif not module.automatic_optimization:
         reason = "the module optimizes manually, so it decides when to step. Remove the key"
     elif any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         reason = "the Trainer has a GradientAccumulationScheduler, which decides it. Remove the key"
     if reason is not None:
-        problems.append(Problem(key, f"{said}, but {reason}."))
+        problems.append(Problem(key, f"{setting}, but {reason}."))
         return []
     trainer.accumulate_grad_batches = wanted
     return [derived or Resolution("Trainer.accumulate_grad_batches, was 1", wanted, key)]
@@ -327,23 +328,23 @@ def _agree_on_accumulation(
 def _agree_on_clipping(
     config: ZeroConfig, trainer: pl.Trainer, module: pl.LightningModule, problems: list[Problem]
 ) -> list[Resolution]:
-    key, wanted, has = "gradient_clipping", config.gradient_clipping, trainer.gradient_clip_val
+    key, wanted, current = "gradient_clipping", config.gradient_clipping, trainer.gradient_clip_val
     by_value = trainer.gradient_clip_algorithm == "value"
-    if wanted is None or (wanted == (has or 0.0) and not (by_value and wanted)):
+    if wanted is None or (wanted == (current or 0.0) and not (by_value and wanted)):
         return []
     reason = None
-    if has or by_value:
+    if current or by_value:
         algorithm = ", gradient_clip_algorithm='value'" if by_value else ""
         reason = (
-            f"Trainer(gradient_clip_val={has}{algorithm}) says something else. Remove one of them, or write the same"
+            f"Trainer(gradient_clip_val={current}{algorithm}) contradicts it. Remove one of them, or make them equal"
         )
     elif not module.automatic_optimization:
-        reason = "the module optimizes manually: call self.clip_gradients there, and remove the key"
+        reason = "the module optimizes manually. Call self.clip_gradients there, and remove the key"
     if reason is not None:
-        problems.append(Problem(key, f"{key}={wanted} is the limit of the norm, but {reason}."))
+        problems.append(Problem(key, f"{key}={wanted} is the maximum norm, but {reason}."))
         return []
     trainer.gradient_clip_val = wanted
-    return [Resolution(f"Trainer.gradient_clip_val, was {has}", wanted, key)]
+    return [Resolution(f"Trainer.gradient_clip_val, was {current}", wanted, key)]
 
 
 def _check_batch(config: ZeroConfig, micro: int, steps: int, world: int, origin: str) -> None:
@@ -370,9 +371,9 @@ def _check_batch(config: ZeroConfig, micro: int, steps: int, world: int, origin:
 
 
 def _size(batch: Any) -> int | None:
-    """Samples of a batch; None if its tensors have different sizes, or it has none.
+    """The number of samples of a batch; None if its tensors have different sizes, or there are none.
 
-    Lightning's ``extract_batch_size`` takes the first of different sizes instead and warns once per process.
+    Lightning's ``extract_batch_size`` would take the first of several sizes and warn once per process.
     """
     try:
         sizes = set(sizes_of(batch))
@@ -388,7 +389,7 @@ def _steps(trainer: pl.Trainer) -> int:
             [
                 Problem(
                     "scheduler.params.total_num_steps",
-                    'scheduler.params: "auto" needs the length of the run, which is not known with a '
+                    'scheduler.params: "auto" needs the length of the run, which is unknown with a '
                     "GradientAccumulationScheduler. Write a number, or set Trainer(max_epochs=-1, max_steps=...).",
                 )
             ]
@@ -399,8 +400,8 @@ def _steps(trainer: pl.Trainer) -> int:
             [
                 Problem(
                     "scheduler.params.total_num_steps",
-                    f'scheduler.params: "auto" needs the length of the run, and the Trainer says {steps} steps. Set '
-                    "Trainer(max_steps=...), or write a number.",
+                    f'scheduler.params: "auto" needs the length of the run, and the Trainer estimates {steps} steps. '
+                    "Set Trainer(max_steps=...), or write a number.",
                 )
             ]
         )
