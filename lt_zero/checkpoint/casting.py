@@ -1,4 +1,4 @@
-"""The values of a saved training state in the dtype in which they leave, piece by piece."""
+"""Casts the tensors of a checkpoint to the dtype of an export, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch import Tensor
 from lt_zero.checkpoint.source import Source, Spec
 from lt_zero.common.errors import CheckpointError
 
-_PIECE = 1 << 20  # elements that are cast at once
+_CHUNK = 1 << 20  # elements that are cast at a time
 _SHOWN = 8  # names in a warning
 
 
 class Cast:
-    """The tensors of a source as they are exported: floating-point ones in ``dtype``, the others as they are.
+    """The tensors of a source as they are exported: floating-point ones in ``dtype``, others unchanged.
 
     Attributes:
-        names: of the tensors that have values of their own, in the source's order.
-        owner: tied name -> the one of ``names`` that has its values.
+        names: of the tensors that are not aliases, in the source's order.
+        owner: tied name -> the one of ``names`` with its values.
 
     Args:
-        source: what to read.
+        source: the checkpoint.
         dtype: for floating-point tensors.
-        keep_fp32: patterns (``*``, ``?``) of names that leave in fp32. ``blocks.0`` is also all below it.
-        tick: is told how many bytes were made.
+        keep_fp32: patterns (``*``, ``?``) for names that stay in fp32. ``blocks.0`` includes all names below it.
+        tick: called with the bytes of each chunk.
 
     Raises:
         ValueError: a pattern matches no name.
-        CheckpointError: the source's ties make no sense.
+        CheckpointError: the source's aliases are inconsistent.
     """
 
     def __init__(
@@ -41,19 +41,19 @@ class Cast:
         self.owner = {name: _owner(source, name) for name in source.weights if name in source.aliases}
         self.names = [name for name in source.weights if name not in self.owner]
         self._kept = self._find(keep_fp32)
-        self._lost: dict[str, tuple[int, float, torch.dtype]] = {}  # values that became inf, and the largest of them
+        self._overflows: dict[str, tuple[int, float, torch.dtype]] = {}  # by name: count, largest value, dtype
 
     def _find(self, patterns: Sequence[str]) -> set[str]:
         kept: set[str] = set()
         for pattern in patterns:
             found = {n for n in self.source.weights if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")}
             if not found:
-                raise ValueError(f"keep_fp32: {pattern!r} matches no name of the checkpoint's weights.")
+                raise ValueError(f"keep_fp32: {pattern!r} matches no weight of the checkpoint. Correct or remove it.")
             kept |= {self.owner.get(name, name) for name in found}
         return kept
 
     def spec(self, name: str) -> Spec:
-        """Shape and dtype of a tensor as it leaves; of a tied name those of its owner."""
+        """Shape and dtype of an exported tensor; of a tied name those of its owner."""
         name = self.owner.get(name, name)
         saved = self.source.weights[name]
         if not saved.dtype.is_floating_point:
@@ -63,10 +63,10 @@ class Cast:
     def parts(self, name: str) -> Iterator[Tensor]:
         """The values of one of ``names``, row-major: 1D, contiguous, on the CPU, in the dtype of ``spec``.
 
-        Each part has its values until the next one is asked for.
+        Each chunk is valid until the next one is requested.
 
         Raises:
-            CheckpointError: the source cannot read them, or gives others than it announced.
+            CheckpointError: the source cannot read them, or their shape or dtype differs from its spec.
         """
         target = self.spec(name)
         flat = _checked(self.source.read(name), self.source.weights[name], f"Weight {name!r}").reshape(-1)
@@ -74,47 +74,46 @@ class Cast:
             self._tick(target.nbytes)
             yield flat
             return
-        buffer = torch.empty(min(_PIECE, flat.numel()), dtype=target.dtype, device="cpu")
-        for piece in flat.split(_PIECE):
-            cast = buffer[: piece.numel()].copy_(piece)
-            self._look(name, piece, cast)
+        buffer = torch.empty(min(_CHUNK, flat.numel()), dtype=target.dtype, device="cpu")
+        for chunk in flat.split(_CHUNK):
+            cast = buffer[: chunk.numel()].copy_(chunk)
+            self._count_overflows(name, chunk, cast)
             yield cast
             self._tick(cast.nbytes)
 
     def state(self, optimizer: int, name: str, key: str, saved: Spec) -> Tensor:
-        """An element-wise state of an optimizer, as it was saved."""
+        """An element-wise state of an optimizer, unchanged."""
         what = f"State {key!r} of {name!r} in optimizer {optimizer}"
         value = _checked(self.source.read_state(optimizer, name, key), saved, what)
         self._tick(saved.nbytes)
         return value
 
-    def _look(self, name: str, piece: Tensor, cast: Tensor) -> None:
-        """Note the values that the cast made infinite."""
-        if torch.finfo(cast.dtype).max >= torch.finfo(piece.dtype).max:
+    def _count_overflows(self, name: str, chunk: Tensor, cast: Tensor) -> None:
+        if torch.finfo(cast.dtype).max >= torch.finfo(chunk.dtype).max:
             return
         infinite = cast.isinf()
         if infinite.any():
-            values = piece[infinite].double().abs()
+            values = chunk[infinite].double().abs()
             values = values[values.isfinite()]
-            count, largest, _ = self._lost.get(name, (0, 0.0, cast.dtype))
+            count, largest, _ = self._overflows.get(name, (0, 0.0, cast.dtype))
             if values.numel():
-                self._lost[name] = (count + values.numel(), max(largest, float(values.max())), cast.dtype)
+                self._overflows[name] = (count + values.numel(), max(largest, float(values.max())), cast.dtype)
 
     def warn(self, stacklevel: int) -> None:
-        """Tell of the values that were finite and do not fit into their dtype."""
-        if not self._lost:
+        """Warn of finite values that overflowed."""
+        if not self._overflows:
             return
         shown = [
             f"{name} ({count}, the largest {largest:.4g})"
-            for name, (count, largest, _) in list(self._lost.items())[:_SHOWN]
+            for name, (count, largest, _) in list(self._overflows.items())[:_SHOWN]
         ]
-        more = f" and {len(self._lost) - _SHOWN} more tensors" if len(self._lost) > _SHOWN else ""
-        total = sum(count for count, *_ in self._lost.values())
-        kinds = {dtype for *_, dtype in self._lost.values()}
+        more = f" and {len(self._overflows) - _SHOWN} more tensors" if len(self._overflows) > _SHOWN else ""
+        total = sum(count for count, *_ in self._overflows.values())
+        kinds = {dtype for *_, dtype in self._overflows.values()}
         limits = " and ".join(sorted(f"{_name(kind)} (at most {torch.finfo(kind).max:.4g})" for kind in kinds))
         remedy = "bf16 or fp32" if kinds == {torch.float16} else "fp32" if kinds == {torch.bfloat16} else "fp64"
         warnings.warn(
-            f"{total} finite values do not fit into {limits} and were exported as inf: {', '.join(shown)}{more}."
+            f"{total} finite values overflow {limits} and were exported as inf: {', '.join(shown)}{more}."
             f" Export with dtype {remedy}.",
             stacklevel=stacklevel + 1,
         )
@@ -132,8 +131,8 @@ def _owner(source: Source, name: str) -> str:
         found = source.aliases[found]
     if found in seen or source.weights.get(found) != source.weights[name]:
         raise CheckpointError(
-            f"The checkpoint ties {name!r} to {found!r}, which is no weight of the same shape and dtype in it. Is it"
-            " damaged, or was it edited?"
+            f"The checkpoint ties {name!r} to {found!r}, which is not a weight of the same shape and dtype: it is "
+            "damaged or was edited. Use another copy."
         )
     return found
 
@@ -141,7 +140,7 @@ def _owner(source: Source, name: str) -> str:
 def _checked(tensor: Tensor, saved: Spec, what: str) -> Tensor:
     if tuple(tensor.shape) != tuple(saved.shape) or tensor.dtype != saved.dtype:
         raise CheckpointError(
-            f"{what} was read as {tuple(tensor.shape)} of {tensor.dtype}, and the checkpoint announces"
-            f" {tuple(saved.shape)} of {saved.dtype}: it is damaged."
+            f"{what} was read as {tuple(tensor.shape)} of {tensor.dtype}, but the checkpoint declares"
+            f" {tuple(saved.shape)} of {saved.dtype}: it is damaged. Use another copy."
         )
     return tensor.detach().to("cpu").contiguous()

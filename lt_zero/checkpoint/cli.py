@@ -20,8 +20,8 @@ Option = typer.Option
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Errors and warnings as lines on stderr.
+def _reporting() -> Iterator[None]:
+    """Context that prints errors and warnings as lines on stderr.
 
     Raises:
         typer.Exit: there was an error.
@@ -40,24 +40,24 @@ def _told() -> Iterator[None]:
 
 def export_command(
     ckpt: Annotated[str, typer.Argument(metavar="CKPT", help="The checkpoint: a file or a folder.")],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The file to write, or the folder for several.")],
-    dtype: Annotated[str, Option(help="Of floating-point tensors: fp16, bf16, fp32 or fp64.")] = "fp16",
-    format: Annotated[Format, Option(help="auto goes by the suffix of OUT; a folder gets safetensors.")] = "auto",
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The file to write, or the folder for several files.")],
+    dtype: Annotated[str, Option(help="Dtype of floating-point tensors: fp16, bf16, fp32 or fp64.")] = "fp16",
+    format: Annotated[Format, Option(help="auto decides by the suffix of OUT; a folder gets safetensors.")] = "auto",
     shard_size: Annotated[
-        str | None, Option(help="Bytes of a file at most, such as 5GB: Hugging Face's layout, OUT is a folder.")
+        str | None, Option(help="Maximum size of a file, such as 5GB: Hugging Face's layout in the folder OUT.")
     ] = None,
     training_state: Annotated[
-        bool, Option("--training-state", help="Also what a plain Trainer resumes from; .ckpt in fp32 only.")
+        bool, Option("--training-state", help="Include what a plain Trainer resumes from; .ckpt in fp32 only.")
     ] = False,
     keep_fp32: Annotated[
-        list[str] | None, Option(help="Pattern of names that leave in fp32, such as 'head.*'; repeatable.")
+        list[str] | None, Option(help="Pattern for names that stay in fp32, such as 'head.*'; repeatable.")
     ] = None,
     strip_prefix: Annotated[
-        str | None, Option(help="What names lose at their beginning, such as net. (the attribute of your module).")
+        str | None, Option(help="Prefix to remove from names, such as net. (the attribute of your module).")
     ] = None,
 ) -> None:
-    """Write a checkpoint's weights as files that need no lt_zero. One tensor is in memory at a time."""
-    with _told():
+    """Export a checkpoint's weights to files that need no lt_zero. One tensor is in memory at a time."""
+    with _reporting():
         files = export(ckpt, out, dtype, format, shard_size, training_state, keep_fp32 or (), True, strip_prefix)
     console = Console(soft_wrap=True, highlight=False)
     for file in files:
@@ -65,26 +65,26 @@ def export_command(
 
 
 def import_command(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint, whoever wrote it: a folder or a file.")],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The checkpoint directory to make.")],
+    src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format: a folder or a file.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The checkpoint directory to create.")],
     tag: Annotated[
-        str | None, Option(help="Which one of a DeepSpeed directory; default: what its file `latest` names.")
+        str | None, Option(help="Tag of a DeepSpeed directory; default: the one in its file `latest`.")
     ] = None,
 ) -> None:
-    """Make a checkpoint directory of what others wrote. One tensor is in memory at a time; SRC stays as it is."""
-    with _told():
-        made = import_checkpoint(src, out, tag, progress=True)
-        facts = verify(made)
-    Console(soft_wrap=True, highlight=False).print(f"{made} ({in_words(facts['bytes'])})", markup=False)
+    """Convert a checkpoint of another format to a checkpoint directory. One tensor is in memory at a time."""
+    with _reporting():
+        path = import_checkpoint(src, out, tag, progress=True)
+        facts = verify(path)
+    Console(soft_wrap=True, highlight=False).print(f"{path} ({in_words(facts['bytes'])})", markup=False)
 
 
 def verify_command(
     ckpt: Annotated[str, typer.Argument(metavar="CKPT", help="The checkpoint directory.")],
 ) -> None:
-    """Read every byte of a checkpoint directory of lt_zero, and tell what it holds. Exit code 1: it is damaged."""
-    with _told():
+    """Read every byte of a checkpoint directory of lt_zero, and print its contents. Exit code 1: it is damaged."""
+    with _reporting():
         facts = verify(ckpt)
     console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{ckpt}: complete, and every byte is what was written", markup=False)
+    console.print(f"{ckpt}: complete, all checksums match", markup=False)
     for name, value in facts.items():
         console.print(f"{name}: {in_words(value) if name == 'bytes' else value}", markup=False)

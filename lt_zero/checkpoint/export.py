@@ -1,8 +1,7 @@
-"""Weights of a saved training state as files that need nothing of this package.
+"""Exports the weights of a checkpoint to files that are readable without this package.
 
-Note [One tensor at a time]
-    A tensor is read whole, cast in pieces and written at once: besides it, an export needs a few pieces of memory, and
-    a model may be larger than the machine. No process group is needed.
+Tensors are read, cast chunk by chunk and written one at a time, so a model may be larger than the machine's memory. No
+process group is needed.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32,
 _DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _STEMS = {"pt": ("pytorch_model", "bin"), "safetensors": ("model", "safetensors")}  # of Hugging Face's shards
-_WEIGHTS = (*_SUFFIXES, ".h5", ".msgpack", ".index.json")  # what a loader may take for the model's
-_PER_TENSOR = 4096  # bytes at most that a format adds to a tensor
+_WEIGHTS = (*_SUFFIXES, ".h5", ".msgpack", ".index.json")  # suffixes that a loader may take for weights
+_PER_TENSOR = 4096  # maximum bytes that a format adds to a tensor
 
 
 @dataclass(frozen=True)
 class _Target:
-    """Where the export goes, and as what."""
+    """Path and format of an export."""
 
     path: Path
     format: str
@@ -65,49 +64,47 @@ def export(
     progress: bool = False,
     strip_prefix: str | None = None,
 ) -> list[Path]:
-    """Write the weights of a checkpoint as one plain file, or as files of limited size. Nothing is written by halves.
+    """Write the weights of a checkpoint to one file, or to several of limited size. Never leaves partial files.
 
-    Values that do not fit into ``dtype`` are reported in one warning, by name.
+    One warning names the tensors with values that overflow ``dtype``.
 
     Args:
-        checkpoint: what to export, or where it is.
-        out: the file to write, or the folder for several.
-        dtype: of floating-point tensors: fp16, bf16, fp32, fp64 or torch's. Others stay as they are.
+        checkpoint: an open checkpoint, or its path.
+        out: the file to write, or the folder for several files.
+        dtype: of floating-point tensors: fp16, bf16, fp32, fp64 or torch's. Other tensors keep theirs.
         format: ``pt`` a flat state dict for ``torch.load``, ``ckpt`` a Lightning checkpoint for
-            ``load_from_checkpoint``, ``safetensors``; ``auto`` goes by the suffix of ``out``. A folder gets
+            ``load_from_checkpoint``, ``safetensors``; ``auto`` decides by the suffix of ``out``. A folder gets
             safetensors.
-        shard_size: bytes of a file at most, such as 5GB or 500MiB: Hugging Face's layout with an index, into the
-            folder ``out``, in which an earlier export is replaced and files that are no weights (config.json) stay. A
-            larger tensor has a file of its own.
-        training_state: also what a plain ``Trainer`` resumes from: optimizers, schedulers, loops. For ``ckpt`` in
+        shard_size: maximum bytes of a file, such as 5GB or 500MiB: writes Hugging Face's layout with an index into the
+            folder ``out``, replaces an earlier export there and keeps files that are not weights (config.json). A
+            larger tensor gets a file of its own.
+        training_state: include what a plain ``Trainer`` resumes from: optimizers, schedulers, loops. For ``ckpt`` in
             fp32.
-        keep_fp32: patterns of names that leave in fp32.
-        progress: show on stderr how far it is, if it takes long.
-        strip_prefix: what names lose at their beginning, such as ``net.``; those that do not begin with it stay as they
-            are, and a warning names them. Default: none; if all names have one in common where the files are for
-            others than a LightningModule (safetensors, a folder), a warning says so. ``""`` is none without a word.
+        keep_fp32: patterns for names of tensors that are exported in fp32.
+        progress: show the progress on stderr.
+        strip_prefix: prefix to remove from names, such as ``net.``; a warning lists names without it, which are kept.
+            Default: none, with a warning if all names of safetensors files or of a folder have a common prefix, as
+            others load these into the inner module. ``""``: none, without the warning.
 
     Returns:
         The files, the index last.
 
     Raises:
-        ValueError: arguments that make no sense together.
-        CheckpointError: the checkpoint cannot be read, or the files cannot be written; what was there is there.
+        ValueError: arguments contradict each other.
+        CheckpointError: the checkpoint cannot be read, or the files cannot be written; existing files are unchanged.
     """
     kind = _dtype(dtype)
     target = _target(out, format, shard_size)
     if training_state and (target.format != "ckpt" or kind != torch.float32):
-        raise ValueError(
-            f"training_state goes with format ckpt and dtype fp32, not with {target.format} and {_name(kind)}."
-        )
+        raise ValueError(f"training_state requires format ckpt and dtype fp32, not {target.format} and {_name(kind)}.")
     if training_state and strip_prefix:
-        raise ValueError("strip_prefix does not go with training_state: runs resume under the names that were saved.")
-    _check_place(checkpoint, target)
+        raise ValueError("strip_prefix cannot be combined with training_state: runs resume under the saved names.")
+    _check_target(checkpoint, target)
     source = _open(checkpoint)
     if strip_prefix:
         source, keep_fp32 = _Stripped(source, strip_prefix), [name.removeprefix(strip_prefix) for name in keep_fp32]
     elif strip_prefix is None and (target.format == "safetensors" or target.shard_size is not None):
-        _tell_prefix(source.weights)
+        _warn_of_prefix(source.weights)
     with bar(f"Exporting {target.path.name}", progress) as (begin, tick):
         cast = Cast(source, kind, keep_fp32, tick)
         if training_state:
@@ -125,7 +122,7 @@ class _Stripped:
     """The weights of ``source`` under names without ``prefix``.
 
     Raises:
-        ValueError: no name begins with it, or two would be the same without it.
+        ValueError: no name begins with it, or names are not unique without it.
     """
 
     optimizers: Sequence[SavedOptimizer] = ()
@@ -136,12 +133,14 @@ class _Stripped:
         self._names = {name.removeprefix(prefix) or name: name for name in source.weights}
         others = [name for name in source.weights if not name.startswith(prefix)]
         if len(others) == len(source.weights):
-            raise ValueError(f"strip_prefix: no name begins with {prefix!r}. There are {_some(source.weights)}.")
+            raise ValueError(f"strip_prefix: no name begins with {prefix!r}. Names are {_some(source.weights)}.")
         if len(self._names) < len(source.weights):
             twice = set(source.weights) - set(self._names.values())
-            raise ValueError(f"strip_prefix={prefix!r}: {_some(sorted(twice))} would lose the name to another weight.")
+            raise ValueError(
+                f"strip_prefix={prefix!r}: without it, {_some(sorted(twice))} would have the name of another weight."
+            )
         if others:
-            warnings.warn(f"These names do not begin with {prefix!r} and stay: {_some(others)}.", stacklevel=3)
+            warnings.warn(f"These names do not begin with {prefix!r} and are kept: {_some(others)}.", stacklevel=3)
         self.weights: Mapping[str, Spec] = {short: source.weights[name] for short, name in self._names.items()}
         short_of = {name: short for short, name in self._names.items()}
         self.aliases: Mapping[str, str] = {
@@ -155,12 +154,12 @@ class _Stripped:
         return self._source.read_state(optimizer, self._names[name], key)
 
 
-def _tell_prefix(names: Iterable[str]) -> None:
-    """Say that all names begin alike, if there are several: the module inside is what others can load."""
+def _warn_of_prefix(names: Iterable[str]) -> None:
+    """Warn if all names have a common prefix: others load the weights into the inner module."""
     first, *rest = {name.partition(".")[0] if "." in name else "" for name in names} or {""}
     if first and not rest:
         warnings.warn(
-            f"All names begin with {first + '.'!r}. If what is inside is to load them (from_pretrained), export with "
+            f"All names begin with {first + '.'!r}. To load them into the inner module (from_pretrained), export with "
             f"--strip-prefix {first}. (strip_prefix={first + '.'!r}).",
             stacklevel=3,
         )
@@ -190,7 +189,7 @@ def _several(cast: Cast, target: _Target) -> list[Path]:
     count = len(shards)
     names = [f"{stem}-{number:05d}-of-{count:05d}.{suffix}" for number in range(1, count + 1)]
     index = [f"{stem}.{suffix}.index.json"]
-    if count == 1:  # Hugging Face's tools look for a single file under this name, without an index
+    if count == 1:  # Hugging Face's tools expect this name, and no index
         names, index = [f"{stem}.{suffix}"], []
     write_shard = write_pt if target.format == "pt" else write_safetensors
     with whole_folder(target.path, names + index, _earlier(target)) as folder:
@@ -207,43 +206,43 @@ def _earlier(target: _Target) -> list[str]:
     """Files of an earlier export in the folder, its index first.
 
     Raises:
-        CheckpointError: there are other weights in it.
+        CheckpointError: the folder contains other weights.
     """
     if not target.path.exists():
         return []
     stem, suffix = _STEMS[target.format]
     ours = re.compile(rf"{stem}(-\d{{5,}}-of-\d{{5,}})?\.{suffix}(\.index\.json)?")
     found = sorted(os.listdir(target.path), key=lambda name: (not name.endswith(".json"), name))
-    mine = [name for name in found if ours.fullmatch(name) and (target.path / name).is_file()]
-    others = [name for name in found if name not in mine and name.lower().endswith(_WEIGHTS)]
+    earlier = [name for name in found if ours.fullmatch(name) and (target.path / name).is_file()]
+    others = [name for name in found if name not in earlier and name.lower().endswith(_WEIGHTS)]
     if others:
         raise CheckpointError(
-            f"{target.path} holds {', '.join(others[:5])}{', ...' if len(others) > 5 else ''}, which no earlier export"
-            f" to {target.format} wrote: a loader could take them for this model's. Remove them, or name another "
-            "folder. Files that are no weights, such as config.json, may stay."
+            f"{target.path} contains {', '.join(others[:5])}{', ...' if len(others) > 5 else ''}, which no earlier "
+            f"export to {target.format} wrote: a loader could take them for this model's. Remove them, or name another "
+            "folder. Files that are not weights, such as config.json, may stay."
         )
-    return mine
+    return earlier
 
 
-def _check_place(checkpoint: Source | str | os.PathLike[str], target: _Target) -> None:
-    """See that nothing but an earlier export is replaced."""
+def _check_target(checkpoint: Source | str | os.PathLike[str], target: _Target) -> None:
+    """Check that the export replaces nothing but an earlier export."""
     out = target.path
     if isinstance(checkpoint, str | os.PathLike) and not is_url(checkpoint):
         saved = Path(os.path.realpath(find(checkpoint)))
         if out == saved or saved in out.parents or (out.exists() and saved.exists() and out.samefile(saved)):
-            raise CheckpointError(f"{out} is (in) the checkpoint {saved} itself: export to another place.")
+            raise CheckpointError(f"{out} is (in) the checkpoint {saved} itself. Export to another path.")
     if target.shard_size is None:
         if out.exists() and not out.is_file():
-            raise CheckpointError(f"{out} is a folder or a device, and format {target.format} makes a file: name one.")
+            raise CheckpointError(f"{out} is a folder or a device, but format {target.format} is a file. Name a file.")
     elif out.exists() and not out.is_dir():
-        raise CheckpointError(f"{out} is a file, and an export with shard_size makes a folder: name one.")
+        raise CheckpointError(f"{out} is a file, but an export with shard_size is a folder. Name a folder.")
     else:
         _earlier(target)
 
 
 def _open(checkpoint: Source | str | os.PathLike[str]) -> Source:
     if isinstance(checkpoint, str | os.PathLike):
-        from lt_zero.checkpoint.open import open_source  # here: it knows all formats
+        from lt_zero.checkpoint.open import open_source  # imports all formats
 
         return open_source(checkpoint)
     return checkpoint
@@ -259,27 +258,27 @@ def _target(place: str | os.PathLike[str], format: str, shard_size: int | str | 
     folder = out.is_dir() or limit is not None or named
     if folder and of_suffix is not None and not out.is_dir():
         raise ValueError(
-            f"{out.name!r} is to be a folder (by shard_size, or as it ends with /), and its suffix is that of a file:"
-            " name one or the other."
+            f"{out.name!r} has the suffix of a file, but shard_size or a trailing / makes it a folder. Remove the "
+            "suffix, or name a file."
         )
     if format == "auto":
         if not folder and of_suffix is None:
             raise ValueError(
-                f"The suffix of {out.name!r} tells no format: it must be one of {', '.join(_SUFFIXES)}, or give format."
+                f"{out.name!r} has no suffix that implies a format. Use one of {', '.join(_SUFFIXES)}, or give format."
             )
         format = "safetensors" if folder else str(of_suffix)
     if folder and format == "ckpt":
         raise ValueError(
-            f"A Lightning checkpoint is one file: name one instead of the folder {out}, without shard_size."
+            f"A Lightning checkpoint is one file. Name a file instead of the folder {out}, and leave out shard_size."
         )
     return _Target(out, format, (limit or SHARD_SIZE) if folder else None)
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of such as 5GB, 500MB (decimal), 2GiB or a number.
+    """Parse a size: 5GB, 500MB (decimal), 2GiB, or a number of bytes.
 
     Raises:
-        ValueError: it is no positive size.
+        ValueError: it is not a positive size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
     unit = _UNITS.get(match[2].upper()) if match else None

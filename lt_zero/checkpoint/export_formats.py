@@ -1,4 +1,4 @@
-"""The formats of exported weights: each written as a stream that holds one tensor at a time."""
+"""Writers of the export formats, which hold one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lt_zero.checkpoint.native.torchfile import Stored, TorchFile, Write
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
 
-# What Lightning leaves out of a checkpoint with `save_weights_only`: of no use without the optimizers.
+# Keys that Lightning omits with `save_weights_only`.
 _TRAINING = ("optimizer_states", "lr_schedulers", "callbacks")
-_OWN = "lt_zero"  # what this package alone reads
+_OWN = "lt_zero"  # the key that only this package reads
 _SAFETENSORS = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -47,10 +47,10 @@ def write_pt(write: Write, cast: Cast, names: Sequence[str]) -> None:
 
 
 def write_ckpt(write: Write, cast: Cast, training_state: bool) -> None:
-    """A Lightning checkpoint that needs nothing of this package.
+    """A Lightning checkpoint that is readable without this package.
 
     Raises:
-        CheckpointError: with ``training_state``, the source has none; what is in it besides cannot be pickled.
+        CheckpointError: the source lacks the ``training_state``, or its other values cannot be pickled.
     """
     file, source = TorchFile(write, checksums=True), cast.source
     meta = {key: value for key, value in source.meta.items() if training_state or key not in _TRAINING}
@@ -67,27 +67,27 @@ def write_ckpt(write: Write, cast: Cast, training_state: bool) -> None:
     except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(
             f"The checkpoint's values besides its weights ({', '.join(meta)}) cannot be pickled: {error}. Export the"
-            " weights alone: format pt or safetensors."
+            " weights alone, with format pt or safetensors."
         ) from error
 
 
 def check_training_state(cast: Cast) -> None:
-    """See that training can be resumed from what the source has.
+    """Check that the source has what training resumes from.
 
     Raises:
-        CheckpointError: it cannot.
+        CheckpointError: something is missing.
     """
     missing = [] if cast.source.optimizers else ["optimizer states"]
     missing += [key for key in ("loops",) if key not in cast.source.meta]
     if missing:
         raise CheckpointError(
-            f"The checkpoint has no {' and no '.join(missing)}, so training cannot go on from it: export without"
+            f"The checkpoint has no {' and no '.join(missing)}, so training cannot resume from it. Export without"
             " training_state."
         )
 
 
 def state_bytes(cast: Cast) -> int:
-    """Of the element-wise optimizer states."""
+    """Bytes of the element-wise optimizer states."""
     states = (entry for saved in cast.source.optimizers for entry in saved.state.values())
     return sum(value.nbytes for entry in states for value in entry.values() if isinstance(value, Spec))
 
@@ -102,13 +102,15 @@ def _weights(file: TorchFile, cast: Cast, names: Sequence[str]) -> dict[str, Sto
 
 
 def _optimizer(file: TorchFile, cast: Cast, index: int, saved: SavedOptimizer) -> dict[str, Any]:
-    """Torch's form of an optimizer's state: parameters are numbered through the groups."""
+    """An optimizer's state in torch's form, with parameters numbered through the groups."""
     names = [name for group in saved.groups for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
-    strangers = [name for name in saved.state if name not in numbers]
-    if strangers or len(numbers) != len(names):
-        wrong = strangers or sorted({name for name in names if names.count(name) > 1})
-        raise CheckpointError(f"Optimizer {index} has {wrong[:5]} not once in its groups: the checkpoint is damaged.")
+    ungrouped = [name for name in saved.state if name not in numbers]
+    if ungrouped or len(numbers) != len(names):
+        wrong = ungrouped or sorted({name for name in names if names.count(name) > 1})
+        raise CheckpointError(
+            f"Optimizer {index} has {wrong[:5]} not once in its groups: the checkpoint is damaged. Use another copy."
+        )
     state: dict[int, dict[str, Any]] = {}
     for name in names:
         if name in saved.state:
@@ -123,22 +125,22 @@ def _entry(file: TorchFile, cast: Cast, index: int, name: str, key: str, value: 
 
 
 def _lightning_version() -> str:
-    """Of the Lightning that is installed: which migrations a checkpoint needs is told by it."""
+    """The version of the installed Lightning, which decides the migrations of a checkpoint."""
     for package in ("lightning", "pytorch-lightning"):
         try:
             return importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    raise CheckpointError("Lightning is not installed, and the checkpoint does not tell its version: pip install it.")
+    raise CheckpointError("The checkpoint has no version of Lightning, which is not installed: pip install lightning.")
 
 
 def write_safetensors(write: Write, cast: Cast, names: Sequence[str]) -> None:
-    """A file of the safetensors library. Of tied names one is written; the file's metadata has the others.
+    """A file of the safetensors library. Of tied names one is written; the file's metadata lists the others.
 
     Raises:
-        CheckpointError: it has no name for a dtype.
+        CheckpointError: safetensors does not support a dtype.
     """
-    # Larger elements first, as the library does: all values are aligned to their own size then.
+    # Larger elements first, as the library does, which aligns all values.
     own = sorted((name for name in names if name not in cast.owner), key=lambda name: -cast.spec(name).dtype.itemsize)
     metadata = {"format": "pt"}
     for alias in names:
@@ -149,7 +151,7 @@ def write_safetensors(write: Write, cast: Cast, names: Sequence[str]) -> None:
     for name in own:
         spec = cast.spec(name)
         if spec.dtype not in _SAFETENSORS or name == "__metadata__":
-            raise CheckpointError(f"safetensors cannot hold {name!r} of {spec.dtype}: export to format pt.")
+            raise CheckpointError(f"safetensors does not support {name!r} of {spec.dtype}. Export to format pt.")
         end = at + spec.nbytes
         header[name] = {"dtype": _SAFETENSORS[spec.dtype], "shape": list(spec.shape), "data_offsets": [at, end]}
         at = end
@@ -157,7 +159,7 @@ def write_safetensors(write: Write, cast: Cast, names: Sequence[str]) -> None:
     text += b" " * (-len(text) % 8)
     if len(text) > 100_000_000:
         raise CheckpointError(
-            f"safetensors takes names of 100 MB, and these are {len(text)} bytes: export to format pt."
+            f"safetensors supports a header of 100 MB, and this one has {len(text)} bytes. Export to format pt."
         )
     write(len(text).to_bytes(8, "little") + text)
     for name in own:
@@ -167,7 +169,7 @@ def write_safetensors(write: Write, cast: Cast, names: Sequence[str]) -> None:
 
 
 def plan_shards(cast: Cast, limit: int) -> list[list[str]]:
-    """Names by file, in order: as many as fit into ``limit`` bytes, at least one. Tied names go with their owner."""
+    """Names by file, in order: as many as fit into ``limit`` bytes, but at least one. Tied names follow their owner."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name in cast.names:

@@ -1,9 +1,8 @@
-"""Any saved training state as a checkpoint directory of ours. One process, no process group.
+"""Converts a checkpoint of any supported format to a checkpoint directory, in one process without a process group.
 
-Note [One after the other]
-    The source is checked first, as far as its formats have checksums. Then tensors are read, written and let go one by
-    one: besides the largest of them, an import needs the buffers of the writer. The directory is written like any other
-    (directory.py): under a temporary name, with a manifest, renamed when it is complete.
+The source is verified first, as far as its format has checksums. Then tensors are read, written and freed one by one,
+so memory is that of the largest tensor and the writer's buffers. The directory is published like any other
+(directory.py).
 """
 
 from __future__ import annotations
@@ -34,78 +33,78 @@ from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.engine.lazy_tensor import LazyTensor
 
-_PER_TENSOR = 4096  # bytes at most that a directory adds to a tensor
+_PER_TENSOR = 4096  # maximum bytes that a directory adds to a tensor
 _SHOWN = 3  # files in a warning
 
 
 def import_checkpoint(
     source: str | os.PathLike[str], out: str | os.PathLike[str], tag: str | None = None, progress: bool = False
 ) -> str:
-    """Write what is at ``source`` as a checkpoint directory that any world size, stage and offload resumes from.
+    """Convert a checkpoint to a checkpoint directory that any world size, stage and offload resumes from.
 
-    What cannot be taken over, and files without checksums, are reported in warnings.
+    Warnings name what cannot be converted, and files without checksums.
 
     Args:
-        source: a checkpoint directory or file, whoever wrote it; see ``open_source``.
-        out: the directory to make, or its URL.
-        tag: which one of a DeepSpeed directory; default: the one that its file ``latest`` names.
-        progress: show on stderr how far it is, if it takes long.
+        source: a checkpoint directory or file of any supported format; see ``open_source``.
+        out: the directory to create, or its URL.
+        tag: of a DeepSpeed directory; default: the one in its file ``latest``.
+        progress: show the progress on stderr.
 
     Returns:
         The directory.
 
     Raises:
-        CheckpointError: the source is damaged or of an unknown kind, ``out`` is there already or cannot be written;
-            then nothing is there.
+        CheckpointError: the source is damaged or of an unknown format, or ``out`` exists already or cannot be written;
+            no partial directory is left.
     """
-    made = _place_for(source, os.fspath(out))
+    target = _target(source, os.fspath(out))
     opened = open_source(source, tag)
     need = sum(spec.nbytes + _PER_TENSOR for spec in _specs(opened))
-    if not is_url(made):
-        check_space(Path(made).parent, need, "import", "")
+    if not is_url(target):
+        check_space(Path(target).parent, need, "import", "")
     with progress_bar(f"Checking {source}", rank=0, shown=progress):
         _verify(opened)
     comm = Comm(None, None, torch.device("cpu"))
-    with bar(f"Importing {os.path.basename(made)}", progress) as (begin, tick):
+    with bar(f"Importing {os.path.basename(target)}", progress) as (begin, tick):
         begin(sum(spec.nbytes for spec in _specs(opened)))
-        checkpoint, names, facts = _content(opened, made, _Fragments(tick))
+        checkpoint, names, facts = _content(opened, target, _Fragments(tick))
         content = bundle(checkpoint, names, comm, _run(source), facts["config"], facts["left_out"])
-        place = Place.make(made)
+        place = Place.make(target)
         try:
             write(content, place, comm, None)
         except BaseException:
             place.discard()
             raise
-    return made
+    return target
 
 
-def _place_for(source: str | os.PathLike[str], out: str) -> str:
-    """The whole name of the directory, which is not there.
+def _target(source: str | os.PathLike[str], out: str) -> str:
+    """The absolute path of the directory to create.
 
     Raises:
-        CheckpointError: it is.
+        CheckpointError: it exists and is not empty, or lies inside the source.
     """
     if is_url(out):
         if fsspec.core.url_to_fs(out)[0].exists(out):
-            raise CheckpointError(f"{out} is there already: name another place, or remove it.")
+            raise CheckpointError(f"{out} exists already. Name another path, or remove it.")
         return out.rstrip("/")
-    made = Path(os.path.realpath(out))
-    if os.path.lexists(made) and not (made.is_dir() and not any(made.iterdir())):
-        raise CheckpointError(f"{made} is there already: name another place, or remove it.")
-    if not is_url(source) and Path(os.path.realpath(found_at(source))) in made.parents:
-        raise CheckpointError(f"{made} would be in the checkpoint {source} itself: name another place.")
-    return str(made)
+    target = Path(os.path.realpath(out))
+    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
+        raise CheckpointError(f"{target} exists already. Name another path, or remove it.")
+    if not is_url(source) and Path(os.path.realpath(found_at(source))) in target.parents:
+        raise CheckpointError(f"{target} would be in the checkpoint {source} itself. Name another path.")
+    return str(target)
 
 
 def _specs(source: Source) -> list[Spec]:
-    """Of all tensors that have values of their own."""
+    """Specs of all tensors that are not aliases."""
     weights = [spec for name, spec in source.weights.items() if name not in source.aliases]
     states = (entry for saved in source.optimizers for entry in saved.state.values())
     return weights + [value for entry in states for value in entry.values() if isinstance(value, Spec)]
 
 
 def _verify(source: Source | Foreign) -> None:
-    """Check the source as far as its formats allow, and tell what they do not.
+    """Verify the checksums of the source, and warn of files that have none.
 
     Raises:
         CheckpointError: a file is damaged.
@@ -117,28 +116,28 @@ def _verify(source: Source | Foreign) -> None:
     if unchecked := verify():
         more = f" and {len(unchecked) - _SHOWN} more" if len(unchecked) > _SHOWN else ""
         warnings.warn(
-            f"{', '.join(unchecked[:_SHOWN])}{more}: without checksums, so that changed values cannot be noticed.",
+            f"{', '.join(unchecked[:_SHOWN])}{more}: without checksums, so damaged values cannot be detected.",
             stacklevel=3,
         )
 
 
 class _Fragments:
-    """A fragment for each lazy tensor: read when it is written, and let go when the next one is."""
+    """Makes a fragment for each lazy tensor, which is read when it is written, and freed before the next one."""
 
     def __init__(self, tick: Callable[[int], object]) -> None:
         self._tick = tick
-        self._made: dict[int, Fragment] = {}
-        self._kept: list[LazyTensor] = []  # so that an id stands for one object
+        self._fragments: dict[int, Fragment] = {}
+        self._alive: list[LazyTensor] = []  # keeps the ids unique
 
     def of(self, value: Any) -> Any:
-        """``value`` with a fragment for each lazy tensor in it; one and the same for a tied one."""
+        """``value`` with a fragment for each lazy tensor in it; tied ones share a fragment."""
         if isinstance(value, LazyTensor):
-            if id(value) not in self._made:
-                held = _Held(value, self._tick)
+            if id(value) not in self._fragments:
+                values = _Values(value, self._tick)
                 shape, numel = tuple(value.shape), value.numel()
-                self._made[id(value)] = Fragment(held.elements, shape, 0, numel, value.dtype, held.done)
-                self._kept.append(value)
-            return self._made[id(value)]
+                self._fragments[id(value)] = Fragment(values.read, shape, 0, numel, value.dtype, values.free)
+                self._alive.append(value)
+            return self._fragments[id(value)]
         if isinstance(value, Mapping):
             return {key: self.of(item) for key, item in value.items()}
         if type(value) in (list, tuple):
@@ -146,38 +145,38 @@ class _Fragments:
         return value
 
 
-class _Held:
-    """The values of a lazy tensor, from when they are wanted first until they are written."""
+class _Values:
+    """The values of a lazy tensor, from the first read until they are written."""
 
     def __init__(self, lazy: LazyTensor, tick: Callable[[int], object]) -> None:
         self._lazy, self._tick = lazy, tick
         self._values: Tensor | None = None
 
-    def elements(self) -> Tensor:
+    def read(self) -> Tensor:
         if self._values is None:
             values = self._lazy.elements(0, self._lazy.numel())
             if values.dtype != self._lazy.dtype or values.numel() != self._lazy.numel():
                 raise CheckpointError(
-                    f"A tensor was read as {values.numel()} elements of {values.dtype}, and the checkpoint announces "
-                    f"{tuple(self._lazy.shape)} of {self._lazy.dtype}: it is damaged."
+                    f"A tensor was read as {values.numel()} elements of {values.dtype}, but the checkpoint declares "
+                    f"{tuple(self._lazy.shape)} of {self._lazy.dtype}: it is damaged. Import another copy."
                 )
             self._values = values
             self._tick(values.nbytes)
         return self._values
 
-    def done(self) -> None:
+    def free(self) -> None:
         self._values = None
 
 
 def _content(
-    source: Source, made: str, fragments: _Fragments
+    source: Source, target: str, fragments: _Fragments
 ) -> tuple[dict[str, Any], list[list[list[str]]], dict[str, Any]]:
-    """The checkpoint with fragments, the names of optimizers' parameters by group, and what of it has a place apart."""
+    """The checkpoint with fragments, the names of optimizers' parameters by group, and arguments of ``bundle``."""
     checkpoint = as_lightning(source)
     own = checkpoint.pop(KEY)
     foreign = not isinstance(source, Archive)
     if foreign and "loops" not in checkpoint and (source.optimizers or hasattr(source, "steps")):
-        _begin(source, checkpoint, made)
+        _begin_epoch(source, checkpoint, target)
     states = checkpoint.get("optimizer_states", [])
     names = [[list(group["params"]) for group in state["param_groups"]] for state in states]
     numbered = [number_states(state, names[i], i) for i, state in enumerate(states)]
@@ -190,17 +189,17 @@ def _content(
     return checkpoint, names, {"config": saved.get("config", {}), "left_out": own["frozen_left_out"]}
 
 
-def _begin(source: Source, checkpoint: dict[str, Any], made: str) -> None:
-    """Let a run begin an epoch with a state that Lightning did not save."""
+def _begin_epoch(source: Source, checkpoint: dict[str, Any], target: str) -> None:
+    """Add loops at the beginning of an epoch to a state that Lightning did not save."""
     found = (state.get("step") for saved in source.optimizers for state in saved.state.values())
     with damage("The optimizers' number of steps"):
         counted = [int(value) for value in found if _is_number(value)]
     steps: int = getattr(source, "steps", max(counted, default=0))
     checkpoint.update(beginning_of_epoch(checkpoint, steps))
-    schedules = "the saved states of schedules" if checkpoint.setdefault("lr_schedulers", []) else "fresh schedules"
+    schedules = "the saved states of schedulers" if checkpoint.setdefault("lr_schedulers", []) else "new schedulers"
     warnings.warn(
-        f"The state was not saved by Lightning: a run that is resumed from {made} goes on at step {steps} with the "
-        f"beginning of epoch {checkpoint['epoch']}, and with {schedules}.",
+        f"The state was not saved by Lightning: a run that resumes from {target} continues at step {steps}, at the "
+        f"beginning of epoch {checkpoint['epoch']}, with {schedules}.",
         stacklevel=4,
     )
 

@@ -1,8 +1,7 @@
-"""The weights of a running engine as something to export: gathered bucket by bucket, on demand.
+"""Exports the weights of a running engine, gathered bucket by bucket on demand.
 
-Note [One rank asks]
-    Rank 0 writes and decides which bucket it needs next; the others take part in gathering it until they are told that
-    there is no next one. Whatever happens on rank 0 (a full disk, Ctrl-C), they are told.
+Rank 0 writes and requests one bucket after the other; the other ranks take part in gathering it until rank 0 signals
+the end, which it does in any case (a full disk, Ctrl-C).
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _END = -1
 
 
 class EngineSource:
-    """A ``Source`` of the weights that are being trained, in the dtype of the master weights. For rank 0.
+    """A ``Source`` of the engine's weights in the dtype of the master weights. For rank 0.
 
     Args:
-        engine: all its ranks are in ``serve`` meanwhile.
+        engine: its other ranks must be in ``_serve``.
     """
 
     aliases: Mapping[str, str]
@@ -48,7 +47,7 @@ class EngineSource:
                 self.aliases[name] = known
         self.weights = {name: self._spec(value) for name, value in self._tensors.items()}
         self._bucket: Bucket | None = None
-        self._flat: Tensor | None = None  # of the bucket that was asked for last
+        self._flat: Tensor | None = None  # of the last bucket that was gathered
 
     def _spec(self, value: Tensor) -> Spec:
         place = self._engine.owner.get(id(value))
@@ -61,7 +60,7 @@ class EngineSource:
             return value.detach().cpu().contiguous()
         bucket, index = place
         if bucket is not self._bucket:
-            self._flat = None  # before the next one is there
+            self._flat = None  # free it before gathering the next one
             self._bucket, self._flat = bucket, _gather(self._engine, self._engine.buckets.index(bucket))
         span = bucket.layout.spans[index]
         assert self._flat is not None
@@ -100,12 +99,12 @@ def export_engine(
     """Write all weights, bucket by bucket, on rank 0. Collective.
 
     Args:
-        engine: what is being trained.
+        engine: of the module.
         path, dtype, format, shard_size, strip_prefix: as for ``export``. Parameters that ``fp16_override_modules``
-            keeps in fp32 leave in fp32.
+            keeps in fp32 are exported in fp32.
 
     Raises:
-        CheckpointError, ValueError: on all ranks; what was at ``path`` is there.
+        CheckpointError, ValueError: on all ranks; an existing file at ``path`` is unchanged.
     """
     engine.finish_steps()
     engine.offload_manager.refuse_partially_stepped(engine.comm)

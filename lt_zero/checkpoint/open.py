@@ -1,4 +1,4 @@
-"""What is at a path: a checkpoint directory of ours, or something that others wrote."""
+"""Opens a checkpoint of any supported format by its path."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from lt_zero.checkpoint.source import Foreign, Source
 from lt_zero.common.errors import CheckpointError
 
 _KINDS = (DeepSpeedSource, DcpSource, ShardsSource, FileSource)
-_SHOWN = 10  # notes of a source
+_SHOWN = 10  # maximum warnings about a source
 _LOOKED_FOR = (
-    f"a directory of lt_zero ({manifest.NAME}, which is written last: a kill while saving leaves none), of DeepSpeed "
+    f"a directory of lt_zero ({manifest.NAME}, which is written last, so an interrupted save has none), of DeepSpeed "
     "(*mp_rank_00_model_states.pt, or a folder with them), of FSDPStrategy or ModelParallelStrategy (.metadata), of "
     "Hugging Face (model.safetensors, pytorch_model.bin or their index.json); a file of torch.save or safetensors"
 )
 
 
 def is_directory(path: str | os.PathLike[str]) -> bool:
-    """Whether a path means a checkpoint that is a directory (itself, or something inside of it)."""
+    """Whether ``path`` is a checkpoint directory, or lies inside one."""
     if is_url(path):
         return Archive.is_at(find(path))
     return Path(found_at(path)).is_dir()
 
 
 def found_at(path: str | os.PathLike[str]) -> str:
-    """The checkpoint that ``path`` means: a folder that others wrote is itself, else see ``find``."""
+    """The checkpoint that ``path`` refers to: a folder of another format is one itself, else see ``find``."""
     if not is_url(path):
         target = Path(path)
         if target.is_dir() and not (target / manifest.NAME).is_file() and _kind_of(target) is not None:
@@ -43,16 +43,16 @@ def found_at(path: str | os.PathLike[str]) -> str:
 
 
 def open_source(path: str | os.PathLike[str], tag: str | None = None, tell: bool = True) -> Source:
-    """Open a checkpoint, whoever wrote it, for reading.
+    """Open a checkpoint of any supported format for reading.
 
     Args:
-        path: ours, or what DeepSpeed, Lightning's sharded strategies, ``torch.save``, safetensors or Hugging Face's
-            tools wrote.
-        tag: which one of a DeepSpeed directory; default: the one that its file ``latest`` names.
-        tell: warn of what cannot be taken over.
+        path: a checkpoint of lt_zero, DeepSpeed, Lightning's sharded strategies, ``torch.save``, safetensors or Hugging
+            Face's tools.
+        tag: of a DeepSpeed directory; default: the one in its file ``latest``.
+        tell: warn of what cannot be converted.
 
     Raises:
-        CheckpointError: there is none; it is damaged, or of a kind that is not known.
+        CheckpointError: there is no checkpoint, it is damaged, or its format is unknown.
     """
     found = found_at(path)
     target = Path(found)
@@ -64,7 +64,7 @@ def open_source(path: str | os.PathLike[str], tag: str | None = None, tell: bool
     kind = _kind_of(target)
     if kind is None or _is_half_ours(target):
         raise CheckpointError(
-            f"{target} is not a checkpoint, or not a complete one: {_contents(target)}. Looked for {_LOOKED_FOR}."
+            f"{target} is not a checkpoint, or not a complete one: it is {_contents(target)}. Looked for {_LOOKED_FOR}."
         )
     source: Foreign
     if kind is DeepSpeedSource:
@@ -73,7 +73,7 @@ def open_source(path: str | os.PathLike[str], tag: str | None = None, tell: bool
         _no_tag(found, tag)
         source = kind(target)
     if tell:
-        _tell(source.notes)
+        _warn(source.notes)
     return source
 
 
@@ -83,21 +83,21 @@ def _kind_of(
     try:
         return next((kind for kind in _KINDS if kind.looks_like(target)), None)
     except OSError as error:
-        raise CheckpointError(f"Cannot read {target}: {error}. See to its rights, or take another copy.") from error
+        raise CheckpointError(f"Cannot read {target}: {error}. Check its permissions, or use another copy.") from error
 
 
 def _is_half_ours(target: Path) -> bool:
-    """Our files without the manifest can be read by others, and nobody knows whether they are all there."""
+    """Whether a directory has our files without a manifest: torch could read them, but they may be incomplete."""
     return target.is_dir() and (target / "weights-00000.pt").is_file()
 
 
 def _no_tag(found: str, tag: str | None) -> None:
     if tag is not None:
-        raise CheckpointError(f"{found} has no tags, as directories of DeepSpeed have them: leave out the tag {tag!r}.")
+        raise CheckpointError(f"{found} has no tags, only DeepSpeed's directories have. Leave out the tag {tag!r}.")
 
 
-def _tell(notes: Sequence[str]) -> None:
-    """Each note once, and not too many."""
+def _warn(notes: Sequence[str]) -> None:
+    """Warn of each note once, up to a maximum."""
     different = list(dict.fromkeys(notes))
     more = len(different) - _SHOWN
     for note in [*different[:_SHOWN], *([f"{more} more notes of this kind."] if more > 0 else [])]:

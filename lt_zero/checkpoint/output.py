@@ -1,10 +1,9 @@
-"""Files and folders that appear whole or not at all.
+"""Writes files and folders atomically.
 
-Note [Whole or not at all]
-    A file is written beside its place under a hidden name, forced to the disk and renamed. The files of a folder are
-    written into a hidden folder inside of it; when all are there, the old ones move out and the new ones in, an index
-    (which names the others) out first and in last. If anything fails meanwhile, they move back. A process that is
-    killed leaves what was there before, and its hidden files, which are named when they are in the way.
+A file is written under a hidden name beside its path, synced and renamed. The files of a folder are written into a
+hidden folder inside it; once all are complete, the old files move out and the new ones in, an index (which names the
+others) out first and in last. If a move fails, all move back. A killed process leaves the old files, and its hidden
+ones.
 """
 
 from __future__ import annotations
@@ -24,47 +23,47 @@ from lt_zero.common.progress_bar import progress_bar
 from lt_zero.io.block_transfer import free_bytes, in_words
 from lt_zero.io.sequential_writer import Blocks, FileSink
 
-_THREADS = 3  # that write one file
+_THREADS = 3  # threads that write one file
 
 
 @contextmanager
 def told(path: Path) -> Iterator[None]:
-    """Turns the system's errors into one that says what could not be written."""
+    """Context that turns an OSError into a CheckpointError naming ``path``."""
     try:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"Cannot write {path}: {error.strerror or error}. Nothing that was there has changed. Choose another place,"
-            " or see to its space and rights."
+            f"Cannot write {path}: {error.strerror or error}. Existing files are unchanged. Choose another path, or "
+            "check its free space and permissions."
         ) from error
 
 
 def check_space(folder: Path, nbytes: int, what: str = "export", instead: str = " or a smaller dtype") -> None:
-    """See that ``nbytes`` fit below ``folder``, which need not exist.
+    """Check that ``nbytes`` are free on the file system of ``folder``, which need not exist.
 
     Raises:
-        CheckpointError: they do not; nothing was written.
+        CheckpointError: they are not; nothing was written.
     """
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     with told(folder):
         free = free_bytes(existing)
     if nbytes > free:
         raise CheckpointError(
-            f"{folder} has {in_words(free)} left, and the {what} needs {in_words(nbytes)}: free some, or choose another"
-            f" place{instead}. Nothing was written."
+            f"{folder} has {in_words(free)} left, and the {what} needs {in_words(nbytes)}. Free some space, or choose "
+            f"another path{instead}. Nothing was written."
         )
 
 
 @contextmanager
 def whole_file(path: Path, expected: int = 0) -> Iterator[Write]:
-    """Gives what to write a file with. It takes the place of ``path`` at the end, unless there was an error.
+    """Context that yields a function to write a file with; unless there is an error, the file then replaces ``path``.
 
     Args:
         path: of the file.
-        expected: bytes that it will have, about. They are written by threads, while the next ones are read.
+        expected: its approximate size in bytes. Threads write while the next bytes are read.
 
     Raises:
-        CheckpointError: the system cannot write it.
+        CheckpointError: the file cannot be written.
     """
     temporary = path.with_name(f".{path.name[:200]}.{_stamp()}")
     blocks = Blocks(_THREADS)
@@ -89,14 +88,14 @@ def whole_file(path: Path, expected: int = 0) -> Iterator[Write]:
 
 @contextmanager
 def whole_folder(folder: Path, new: Sequence[str], earlier: Sequence[str]) -> Iterator[Path]:
-    """Gives a folder to write the files ``new`` into. At the end they take the place of ``earlier`` in ``folder``.
+    """Context that yields a folder for the files ``new``, which at the end replace the files ``earlier`` in ``folder``.
 
-    The last of ``new`` and the first of ``earlier`` are those that name the others.
+    An index is the last of ``new`` and the first of ``earlier``.
 
     Raises:
-        CheckpointError: the system cannot write there.
+        CheckpointError: the files cannot be written.
     """
-    made = not folder.exists()
+    created = not folder.exists()
     staging, retired = folder / f".{_stamp()}", folder / f".old-{_stamp()}"
     try:
         with told(folder):
@@ -109,8 +108,8 @@ def whole_folder(folder: Path, new: Sequence[str], earlier: Sequence[str]) -> It
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         with contextlib.suppress(OSError):
-            retired.rmdir()  # not with files in it
-        if made:
+            retired.rmdir()  # fails if files are left in it
+        if created:
             with contextlib.suppress(OSError):
                 folder.rmdir()
         raise
@@ -119,7 +118,7 @@ def whole_folder(folder: Path, new: Sequence[str], earlier: Sequence[str]) -> It
 
 
 def _move(moves: Sequence[tuple[Path, Path, str]]) -> None:
-    """Move files from one folder to another, all or none."""
+    """Move files between folders, all or none."""
     done: list[tuple[Path, Path, str]] = []
     try:
         for old, new, name in moves:
@@ -137,6 +136,6 @@ def _stamp() -> str:
 
 @contextmanager
 def bar(what: str, shown: bool) -> Iterator[tuple[Callable[[int], object], Callable[[int], object]]]:
-    """Gives what to call with all bytes at first, and with those of each piece."""
+    """Context with a progress bar; yields functions to set the total bytes, and to add bytes."""
     with progress_bar(what, rank=0, in_bytes=True, shown=shown) as work:
         yield work.expect, work.advance

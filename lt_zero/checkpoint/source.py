@@ -1,4 +1,4 @@
-"""What a saved training state is, whoever wrote it: names, shapes and values, read one by one."""
+"""The interface of checkpoints of all formats: names, shapes, and values that are read one by one."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ class Spec:
 class SavedOptimizer:
     """One optimizer's state, keyed by parameter *name*.
 
-    ``groups``: torch's ``param_groups`` with names in ``params``. ``state``: for each parameter that has one, its
-    entries: a ``Spec`` for element-wise tensors (read with ``Source.read_state``), the value itself (a number, a 0D
-    tensor) for the rest.
+    ``groups``: torch's ``param_groups`` with names in ``params``. ``state``: entries by parameter: a ``Spec`` for
+    element-wise tensors (read with ``Source.read_state``), else the value (a number, a 0D tensor).
     """
 
     groups: list[dict[str, Any]]
@@ -40,11 +39,11 @@ class SavedOptimizer:
 
 
 class Source(Protocol):
-    """A saved training state. Tensors are read one at a time; nothing else is held in memory.
+    """An open checkpoint. Tensors are read one at a time; nothing else is held in memory.
 
-    ``weights``: all entries of the module's state dict that are tensors (parameters and buffers), in its order,
-    tied names included. ``aliases``: tied name -> the name whose values it shares. ``meta``: the rest of a Lightning
-    checkpoint (loops, hyper-parameters, ...), plain containers; {} if there is none.
+    ``weights``: all tensors of the module's state dict (parameters and buffers) in its order, including tied names.
+    ``aliases``: tied name -> the name whose values it shares. ``meta``: the rest of a Lightning checkpoint (loops,
+    hyper-parameters, ...) in plain containers; {} if there is none.
     """
 
     @property
@@ -60,7 +59,7 @@ class Source(Protocol):
     def meta(self) -> Mapping[str, Any]: ...
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, contiguous, on the CPU, in its saved dtype.
+        """The full tensor, contiguous, on the CPU, in its saved dtype.
 
         Raises:
             CheckpointError: the file is damaged; names it.
@@ -71,13 +70,13 @@ class Source(Protocol):
 
 
 class Foreign(Source, Protocol):
-    """A source that others wrote. ``notes``: what could not be taken over, one sentence each."""
+    """A checkpoint of another format. ``notes``: sentences about what cannot be converted."""
 
     notes: list[str]
 
     def verify(self) -> list[str]:
-        """Read every byte that has a checksum; the files that have none.
+        """Read every byte that has a checksum; returns the files without checksums.
 
         Raises:
-            CheckpointError: a file is not what was written; names it.
+            CheckpointError: a file is damaged; names it.
         """

@@ -1,4 +1,4 @@
-"""Whether a checkpoint directory is what was written, and what it holds."""
+"""Verifies a checkpoint directory, and summarizes its contents."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from lt_zero.checkpoint.open import found_at
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
 
-_SHOWN = ("stage", "ranks", "precision", "created", "imported_from", "torch")  # of what the run has told
+_SHOWN = ("stage", "ranks", "precision", "created", "imported_from", "torch")  # facts of the run
 
 
 def verify(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read every byte of a checkpoint directory of ours.
+    """Read every byte of a checkpoint directory and compare it with its checksums.
 
     Args:
-        path: the directory, its URL, or something inside of it.
+        path: the directory, its URL, or a path inside it.
 
     Returns:
-        What it holds, for people: facts of the run, ``step``, ``epoch``, ``weights``, ``optimizers`` (how many),
-        ``files``, ``bytes``.
+        A summary: facts of the run, ``step``, ``epoch``, ``weights``, the number of ``optimizers`` and ``files``,
+        ``bytes``.
 
     Raises:
-        CheckpointError: there is none, or a file is missing or not what was written; names it.
+        CheckpointError: there is none, or a file is missing or damaged; names it.
     """
     found = found_at(path)
     if not Archive.is_at(found):
         raise CheckpointError(
             f"{found} is not a checkpoint directory of lt_zero, or not a complete one: it has no {manifest.NAME}, which"
-            " is written last. What others wrote is checked by `lt-zero import`, which makes such a directory of it."
+            " is written last. To check other formats, convert them with `lt-zero import`."
         )
     archive = Archive(found)
     try:

@@ -126,7 +126,7 @@ def test_values_out_of_range_are_named_once(tmp_path: Path, suffix: str, monkeyp
     assert len(caught) == 1
     assert caught[0].filename == __file__
     text = str(caught[0].message)
-    assert text.startswith("4 finite values do not fit into float16 (at most 6.55e+04)")
+    assert text.startswith("4 finite values overflow float16 (at most 6.55e+04)")
     assert "large (3, the largest 3e+06), deep.bias (1, the largest 1e+30)." in text
     assert text.endswith("Export with dtype bf16 or fp32.")
     with warnings.catch_warnings():

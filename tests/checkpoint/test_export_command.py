@@ -55,7 +55,7 @@ def test_command(tmp_path: Path, opened: list[str]) -> None:
     assert load_file(tmp_path / "hf" / "model-00001-of-00004.safetensors")["layers.0.weight"].dtype == torch.bfloat16
     result = CliRunner().invoke(app, ["export", str(tmp_path / "last.ckpt"), str(tmp_path / "model.pt")])
     assert result.exit_code == 0
-    assert "Warning: 1 finite values do not fit into float16" in result.stderr
+    assert "Warning: 1 finite values overflow float16" in result.stderr
     assert "layers.2.weight (1, the largest 1e+06)" in result.stderr
 
 
@@ -85,19 +85,19 @@ def test_a_prefix_is_stripped_or_told(tmp_path: Path, monkeypatch: pytest.Monkey
     assert set(torch.load(tmp_path / "weights.pt")) == set(bare.tensors), "tied names, too"
     result = run("--strip-prefix", "nett.")
     assert result.exit_code == 1
-    assert "no name begins with 'nett.'. There are net.layers.0.weight" in result.stderr
+    assert "no name begins with 'nett.'. Names are net.layers.0.weight" in result.stderr
     sources[0] = Memory({"net.a": torch.ones(2), "scale": torch.ones(1)})
     result = run("--strip-prefix", "net.")
     assert set(load_file(tmp_path / "hf" / "model.safetensors")) == {"a", "scale"}
-    assert "do not begin with 'net.' and stay: scale" in result.stderr
+    assert "do not begin with 'net.' and are kept: scale" in result.stderr
     sources[0] = Memory({"net.a": torch.ones(2), "a": torch.ones(1)})
-    assert "would lose the name" in run("--strip-prefix", "net.").stderr
+    assert "would have the name of another weight" in run("--strip-prefix", "net.").stderr
 
 
 def test_command_says_what_is_wrong_in_one_line(tmp_path: Path, opened: list[str]) -> None:
     (tmp_path / "last.ckpt").write_text("")
     for arguments, words in (
-        (["last.ckpt", "model.onnx"], "tells no format"),
+        (["last.ckpt", "model.onnx"], "has no suffix that implies a format"),
         (["last.ckpt", "last.ckpt"], "the checkpoint"),
         (["gone.ckpt", "model.pt"], "There is no checkpoint at"),
         (["last.ckpt", "model.ckpt", "--dtype", "fp32", "--training-state"], "no optimizer states"),

@@ -105,14 +105,14 @@ def test_the_checkpoint_itself_is_not_overwritten(tmp_path: Path) -> None:
 def test_refuses(tmp_path: Path) -> None:
     source = layers()
     for options, words in (
-        ({"out": "model.onnx"}, "'model.onnx' tells no format"),
+        ({"out": "model.onnx"}, "'model.onnx' has no suffix that implies a format"),
         ({"out": "model.pt", "format": "onnx"}, "format must be one of auto, pt, ckpt, safetensors"),
         ({"out": "model.pt", "dtype": "int8"}, "dtype must be fp16, bf16, fp32 or fp64, not int8"),
         ({"out": "model.pt", "dtype": torch.int8}, "not torch.int8"),
-        ({"out": "model.pt", "shard_size": "5GB"}, "suffix is that of a file"),
+        ({"out": "model.pt", "shard_size": "5GB"}, "has the suffix of a file"),
         ({"out": "folder", "format": "ckpt", "shard_size": "5GB"}, "one file"),
-        ({"out": "model.ckpt", "training_state": True}, "not with ckpt and fp16"),
-        ({"out": "model.pt", "dtype": "fp32", "training_state": True}, "not with pt and fp32"),
+        ({"out": "model.ckpt", "training_state": True}, "not ckpt and fp16"),
+        ({"out": "model.pt", "dtype": "fp32", "training_state": True}, "not pt and fp32"),
     ):
         out = tmp_path / str(options.pop("out"))
         with pytest.raises(ValueError, match=words):

@@ -39,11 +39,11 @@ def test_commands(tmp_path: Path) -> None:
     assert str(tmp_path / "out") in said
     code, said, told = call("verify", tmp_path / "out" / "meta.pt")
     assert (code, told) == (0, "")
-    for line in ("ranks: 1", "step: 4", "epoch: 2", "optimizers: 1", "every byte is what was written"):
+    for line in ("ranks: 1", "step: 4", "epoch: 2", "optimizers: 1", "all checksums match"):
         assert line in said
     assert re.search(r"bytes: \d+ bytes", said)
     code, _, told = call("import", source_of("deepspeed/stage1"), tmp_path / "out")
-    assert (code, "is there already" in told) == (1, True)
+    assert (code, "exists already" in told) == (1, True)
     code, _, told = call("import", source_of("deepspeed/stage1"), tmp_path / "new", "--tag", "other")
     assert (code, "'other'" in told) == (1, True)
     code, _, told = call("verify", source_of("deepspeed/stage1"))

@@ -77,7 +77,7 @@ def test_schedules_of_deepspeed_itself(tmp_path: Path) -> None:
     (file,) = copy.glob("*/mp_rank_00_model_states.pt")
     for state, kept in (({"last_batch_iteration": 4}, []), ({"last_epoch": 4}, [{"last_epoch": 4}])):
         torch.save({**torch.load(file, weights_only=False), "lr_scheduler": state}, file)
-        with pytest.warns(UserWarning, match="saved states of schedules" if kept else "fresh schedules") as told:
+        with pytest.warns(UserWarning, match="saved states of schedulers" if kept else "new schedulers") as told:
             out = import_checkpoint(copy, tmp_path / f"out{len(kept)}")
         assert Archive(out).meta["lr_schedulers"] == kept
         assert any("own schedules" in str(warning.message) for warning in told) != bool(kept)
