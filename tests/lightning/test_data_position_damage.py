@@ -37,7 +37,7 @@ def _resumed_from(states: Any, tmp_path: Path, loader: Callable[[], Any] = new_l
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        (lambda: new_loader(Shuffling()), r"DataLoader\(Shuffling\) draws from this process' random numbers \(torch\)"),
+        (lambda: new_loader(Shuffling()), r"DataLoader\(Shuffling\) draws random numbers of this process \(torch\)"),
         (lambda: range(8), "range cannot be tracked"),
     ],
     ids=["shuffles", "no object"],
