@@ -123,13 +123,13 @@ def test_settings_of_another_class() -> None:
 
 def test_frozen_parameters_need_no_saved_state() -> None:
     saved = {"state": {"a": {"step": 1}}, "param_groups": [{"params": ["a"], "lr": 0.1}]}
-    with pytest.raises(CheckpointError, match="only here: b"):
+    with pytest.raises(CheckpointError, match="only in the model: b"):
         number_states(saved, [["b", "a"]], 0)
     found = number_states(saved, [["b", "a"]], 0, frozen=["b"])
     assert found == {"state": {1: {"step": 1}}, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
     gone = {**saved, "param_groups": [{"params": ["a", "b"]}]}
     assert number_states(gone, [["a"]], 0, frozen=["b"])["param_groups"] == [{"params": [0]}]
-    with pytest.raises(CheckpointError, match="only there: a"):  # has moments, which would be lost
+    with pytest.raises(CheckpointError, match="only in the checkpoint: a"):  # has moments, which would be lost
         number_states(saved, [[]], 0, frozen=["a"])
     with pytest.raises(CheckpointError, match="states of c"):
         number_states({**saved, "state": {"c": {}}}, [["a"]], 0)

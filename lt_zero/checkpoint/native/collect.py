@@ -24,8 +24,8 @@ from lt_zero.step.sharded_optimizer import ShardedOptimizer
 def weight_fragments(engine: Engine) -> dict[str, Any]:
     """The module's state dict with a ``Fragment`` for each parameter of the engine. Collective.
 
-    Names, order and aliases of tied weights are those of the module that was never sharded; aliases are one object.
-    Other entries (buffers, parameters of somebody else) are themselves.
+    Names, order and ties are those of the unsharded module; tied names share an object. Other entries (buffers,
+    parameters that the engine does not own) are unchanged.
     """
     engine.finish_steps()
     engine.offload_manager.refuse_partially_stepped(engine.comm)
@@ -35,7 +35,7 @@ def weight_fragments(engine: Engine) -> dict[str, Any]:
         bucket.edits.check(values=True)
         for index, parameter in enumerate(bucket.params):
             made[id(parameter)] = _weight(bucket, index)
-    # keep_vars: nothing is read from sharded parameters. On all ranks, because metrics may synchronise in it.
+    # keep_vars: sharded parameters are not read. On all ranks, as metrics may synchronize in it.
     state: dict[str, Any] = engine.root.state_dict(keep_vars=True)
     for name, value in state.items():
         if isinstance(value, Tensor):
@@ -72,8 +72,8 @@ def _fragment(
 def optimizer_fragments(sharded: ShardedOptimizer) -> dict[str, Any]:
     """The optimizer's ``state_dict`` with a ``Fragment`` for each element-wise state. Collective.
 
-    What is not element-wise (step counters) is complete on every rank, but for tensors of a parameter that only one
-    rank has (Adafactor's factors, Shampoo's matrices): there they are a ``Fragment``, too, in their own shape.
+    Other states (step counters) are complete on every rank. Tensors of other shapes of a parameter that one rank owns
+    alone (Adafactor's factors, Shampoo's matrices) are a ``Fragment`` of their own shape.
     """
     optimizer, engine = sharded.optimizer, sharded.engine
     packed, numbers = packed_states(sharded)
@@ -86,8 +86,7 @@ def optimizer_fragments(sharded: ShardedOptimizer) -> dict[str, Any]:
     own = {n: {k: v for k, v in held.items() if not isinstance(v, Fragment)} for n, held in state.items()}
     for packed_scalars in engine.comm.host_gather(_pack(own), "optimizer states that are no tensors"):
         for number, held in _unpack(*packed_scalars).items():
-            mine = state.setdefault(number, {})
-            state[number] = {**held, **mine}
+            state[number] = {**held, **state.get(number, {})}
     foreign = {numbers[id(p)]: optimizer.state[p] for p in sharded.parameters() if is_foreign(engine, p, optimizer)}
     return {**packed, "state": {**foreign, **dict(sorted(state.items()))}}
 
@@ -121,7 +120,7 @@ def _unpack(rest: dict[int, dict[str, Any]], scalars: _Scalars) -> dict[int, dic
 
 
 def _states(bucket: Bucket, index: int, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a parameter on this rank, which holds a piece of it."""
+    """The state of a parameter on this rank, with fragments."""
     piece = _piece(bucket, index)
     alone = piece is not None and bucket.shard_range != (0, bucket.layout.numel) and _is_whole(bucket, piece)
     made: dict[str, Any] = {}
@@ -141,7 +140,7 @@ def _itself(row: Tensor) -> Tensor:
 
 
 def _is_whole(bucket: Bucket, piece: Piece) -> bool:
-    """Whether a piece covers its whole parameter."""
+    """Whether a piece covers its parameter."""
     return piece.numel == math.prod(bucket.shapes[piece.index])
 
 
@@ -157,7 +156,7 @@ def _state(bucket: Bucket, index: int, piece: Piece, key: str, value: Tensor) ->
 
 
 def packed_states(sharded: ShardedOptimizer) -> tuple[dict[str, Any], dict[int, int]]:
-    """The optimizer's own ``state_dict``, whose states in files are not read, and the number of each parameter's id."""
+    """The optimizer's own ``state_dict``, without reading states from files, and parameter numbers by id."""
     sharded.by_bucket = True
     try:
         packed = sharded.optimizer.state_dict()
@@ -194,7 +193,7 @@ def is_foreign(engine: Engine, parameter: Any, optimizer: Optimizer) -> bool:
 
 
 def is_elementwise(bucket: Bucket, index: int, value: Any) -> bool:
-    """Whether a state entry has one element for each of the parameter's (0D parameters count as scalars)."""
+    """Whether a state entry has one element per element of the parameter (0D parameters count as scalars)."""
     piece = _piece(bucket, index)
     if piece is None or not isinstance(value, Tensor) or value.dim() == 0 or value.numel() != piece.numel:
         return False

@@ -1,16 +1,16 @@
 """Creates a checkpoint directory under a temporary name and publishes it with one rename.
 
-Note [Taking the name]
+Note [Publishing a directory]
     A checkpoint is written into ``.<name>.tmp-<host>-<pid>-<random>`` beside its path. Once all files are durable,
-    the manifest is written last, and a rename gives the directory its name; an older checkpoint of that name is removed
+    the manifest is written last, and a rename publishes the directory; an older checkpoint of that name is removed
     afterwards. So ``<name>`` is at any moment the complete old or the complete new checkpoint. If ``<name>`` exists,
-    both are exchanged atomically (renameat2, Linux). File systems without that need two renames; a kill between them
-    leaves the new checkpoint under its temporary name, where ``find`` finds it. Each process holds a flock on its
-    temporary directory, which the kernel releases with the process, so the next save can remove those of dead ones.
-    For the same reason a checkpoint is renamed before its files are removed.
+    both are exchanged atomically (renameat2, Linux). File systems without it need two renames; a kill between them
+    leaves the new checkpoint under its temporary name, where ``find`` looks for it. Each process holds a flock on its
+    temporary directory, which the kernel releases with the process, so the next save can remove those of dead
+    processes. For the same reason a checkpoint is renamed before its files are removed.
 
-Object stores have neither directories nor renames. There files are written under the final name, after what was there
-is removed; without the manifest, which is written last, they are no checkpoint.
+Object stores have neither directories nor renames. Files are written there under their final names, after those of an
+older checkpoint are removed; until the manifest is written, they are not a checkpoint.
 """
 
 from __future__ import annotations
@@ -38,36 +38,36 @@ from lt_zero.io.sequential_writer import Blocks, FileSink, Sink, StreamSink, tro
 
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?:tmp|old)-(?P<host>[^-]+(?:-[^-]+)*)-(?P<pid>\d+)-[0-9a-f]{8}")
 _OURS = re.compile(r"(weights|moments)-\d+\.pt|(meta|extras)\.pt|objects\.pkl|\.metadata|manifest\.json|probe")
-_OLD_AGE = 86400.0  # seconds after which another host's temporary directory is left over
+_OLD_AGE = 86400.0  # seconds after which another host's temporary directory is removed
 _EXCHANGE = 2  # RENAME_EXCHANGE
 _AT_FDCWD = -100
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is of a file system that is not this machine's (``s3://...``, ``memory://...``)."""
+    """Whether a path is on a remote file system (``s3://...``, ``memory://...``)."""
     return "://" in str(path) and not str(path).startswith("file://")
 
 
 class Place:
-    """The directory of one checkpoint while it is written. Rank 0 makes it; the others ``join`` it.
+    """The directory of one checkpoint while it is written. Rank 0 creates it with ``make``.
 
     Args:
-        name: the path that the checkpoint will have, or a URL.
-        folder: where it is written.
+        name: the final path of the checkpoint, or its URL.
+        folder: the directory that files are written to.
     """
 
     def __init__(self, name: str, folder: str) -> None:
         self.name, self.folder = name, folder
         self._fs: Any = fsspec.core.url_to_fs(name)[0] if is_url(name) else None
         self._blocks: Blocks | None = None
-        self._lock = -1  # the open directory; see Note [Taking the name]
+        self._lock = -1  # descriptor of the locked directory; see Note [Publishing a directory]
 
     @classmethod
     def make(cls, name: str) -> Place:
-        """Make the directory.
+        """Create the directory.
 
         Raises:
-            CheckpointError: that is impossible, or the path is a directory with something else in it.
+            CheckpointError: it cannot be created, or ``name`` is a directory with other files.
         """
         if is_url(name):
             place = cls(name, name)
@@ -87,7 +87,7 @@ class Place:
                 remove_leftovers(path.parent)
                 os.mkdir(place.folder)
                 place._lock = os.open(place.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                with contextlib.suppress(OSError):  # no locks there: nobody removes it for a day
+                with contextlib.suppress(OSError):  # without locks, leftovers are kept for ``_OLD_AGE``
                     fcntl.flock(place._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 probe = Path(place.folder, "probe")
                 probe.write_text(secrets.token_hex(8), encoding="utf-8")
@@ -96,10 +96,10 @@ class Place:
         return place
 
     def token(self) -> str:
-        """What a rank that sees the directory reads in it.
+        """A random value in the directory, which all ranks read if they see the same directory.
 
         Raises:
-            CheckpointError: this rank does not see it.
+            CheckpointError: this rank does not see the directory.
         """
         if self._fs is not None:
             return ""
@@ -107,16 +107,16 @@ class Place:
             return Path(self.folder, "probe").read_text(encoding="utf-8")
         except OSError:
             raise CheckpointError(
-                f"{self.folder}, which rank 0 made, is not there: {Path(self.folder).parent} is a disk of one node. "
-                'Save to a file system that all nodes share, or set checkpoint.format="full".'
+                f"{self.folder}, which rank 0 created, is not visible: {Path(self.folder).parent} is a disk of one "
+                'node. Save to a file system that all nodes share, or set checkpoint.format="full".'
             ) from None
 
     def free_bytes(self) -> int | None:
-        """How much may be written; None if nobody knows."""
+        """Free space; None if unknown."""
         return free_bytes(Path(self.folder)) if self._fs is None else None
 
     def sink(self, name: str, expected: int = 0) -> Sink:
-        """A new file in the directory, of about that many bytes."""
+        """A sink for a new file in the directory; ``expected``: its approximate size in bytes."""
         if self._fs is not None:
             path = f"{self.folder}/{name}"
             return StreamSink(path, self._fs.open(path, "wb"))
@@ -125,13 +125,13 @@ class Place:
         return FileSink(Path(self.folder, name), self._blocks, expected)
 
     def close(self) -> None:
-        """End the threads; ``sink`` starts them again."""
+        """Stop the writer threads; ``sink`` restarts them."""
         if self._blocks is not None:
             self._blocks.close()
         self._blocks = None
 
     def seal(self, content: Manifest) -> None:
-        """Write the manifest, when all files are durable."""
+        """Write the manifest, once all files are durable."""
         data = content.dump().encode()
         if self._fs is None:
             Path(self.folder, "probe").unlink(missing_ok=True)
@@ -142,7 +142,7 @@ class Place:
             sync_folder(Path(self.folder))
 
     def commit(self) -> None:
-        """Give the directory its name, and remove what had it. See Note [Taking the name]."""
+        """Publish the directory, and remove an older one. See Note [Publishing a directory]."""
         if self._fs is not None:
             return
         path = Path(self.name)
@@ -163,9 +163,9 @@ class Place:
         self._lock = -1
 
     def discard(self) -> None:
-        """Remove what was written, after an error."""
+        """Remove the directory after an error."""
         if self._fs is not None:
-            with contextlib.suppress(Exception):  # the error before is what is reported
+            with contextlib.suppress(Exception):  # the first error is reported
                 self._fs.rm(self.folder, recursive=True)
         else:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -173,17 +173,17 @@ class Place:
 
 
 def _refuse_others(path: str, names: list[str]) -> None:
-    """What has a checkpoint's name goes away: only if it has files of a checkpoint and no others, or is empty."""
+    """Refuse to replace a directory that has files other than a checkpoint's."""
     others = sorted(name for name in names if not _OURS.fullmatch(name))
     if others:
         raise CheckpointError(
             f"{path} is a directory with {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}, which saving a "
-            f"checkpoint there would remove. Save to {path.rstrip('/')}/<name>, or to another place."
+            f"checkpoint there would remove. Save to {path.rstrip('/')}/<name>, or to another path."
         )
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Remove a checkpoint directory or file. See Note [Taking the name]."""
+    """Remove a checkpoint directory or file. See Note [Publishing a directory]."""
     target = Path(path)
     if target.is_dir() and not target.is_symlink():
         gone = _temporary(target, "old")
@@ -194,17 +194,17 @@ def remove(path: str | os.PathLike[str]) -> None:
 
 
 def find(path: str | os.PathLike[str]) -> str:
-    """The checkpoint that ``path`` means: itself, or, if it lies inside of a checkpoint directory, that directory."""
+    """The checkpoint that ``path`` refers to: itself, or the checkpoint directory around it."""
     if is_url(path):
         return str(path).rstrip("/")
     target = Path(path).absolute()
     if (target / manifest.NAME).is_file():
         return str(target)
     for folder in target.parents[:2]:
-        if manifest.is_ours(folder / manifest.NAME):  # others have files of that name, too
+        if manifest.is_ours(folder / manifest.NAME):  # other programs may use the same file name
             return str(folder)
     if not target.exists():
-        # See Note [Taking the name]: a kill between two renames.
+        # See Note [Publishing a directory]: the save was killed between two renames.
         beside = target.parent.glob(f".{_escaped(target.name)}.tmp-*/{manifest.NAME}") if target.parent.is_dir() else ()
         newest = max(beside, key=lambda found: found.stat().st_mtime, default=None)
         if newest is not None:
@@ -221,7 +221,7 @@ def _temporary(path: Path, kind: str = "tmp") -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove temporary directories of processes that are gone, but for complete checkpoints without their name."""
+    """Remove temporary directories of dead processes; complete checkpoints among them are published."""
     for path in folder.glob(".*-*-*"):
         match = _TEMPORARY.fullmatch(path.name)
         if match is None or not path.is_dir():
@@ -231,7 +231,7 @@ def remove_leftovers(folder: Path) -> None:
             continue
         named = folder / match["name"]
         if (path / manifest.NAME).is_file() and ".tmp-" in path.name and not named.exists():
-            os.rename(path, named)  # complete: a kill came before it had its name
+            os.rename(path, named)  # complete: the process was killed before publishing it
         else:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -262,12 +262,12 @@ def _replace(new: Path, path: Path) -> None:
         os.rename(new, path)
         shutil.rmtree(old, ignore_errors=True)
         return
-    os.rename(new, old := _temporary(path, "old"))  # after a kill nobody takes what is left of it for the new one
+    os.rename(new, old := _temporary(path, "old"))  # not to be mistaken for a new checkpoint after a kill
     shutil.rmtree(old, ignore_errors=True)
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step, if system and file system can. Tests replace this."""
+    """Exchange two names atomically; False if the system or file system does not support it. Tests replace this."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
@@ -281,11 +281,11 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make names in a folder durable."""
+    """Make the names in a folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
-    except OSError as error:  # some network file systems have nothing to do here
+    except OSError as error:  # some network file systems do not support it
         if error.errno not in (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP):
             raise
     finally:

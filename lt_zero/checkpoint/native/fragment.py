@@ -1,10 +1,10 @@
-"""What one rank holds of a tensor, as torch.distributed.checkpoint sees it.
+"""A rank's elements of a tensor, in the form that torch.distributed.checkpoint saves.
 
 Note [Boxes]
-    A shard of a bucket cuts through parameters: a rank holds elements [lo, hi) of a parameter, in row-major order.
-    torch.distributed.checkpoint knows rectangles only. Any flat range is a few of them: the rest of a row, whole rows,
+    A shard of a bucket cuts through parameters: a rank owns elements [lo, hi) of a parameter, in row-major order.
+    torch.distributed.checkpoint supports rectangles only. A flat range consists of a few: the rest of a row, full rows,
     the beginning of a row, and so on for each dimension. Each is contiguous in the range, and the intersection of two
-    of them is contiguous in both, so nothing is ever copied to be written.
+    of them is contiguous in both, so nothing is copied to be written.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from lt_zero.common.compat import no_torch_function, wrapper_tensor
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
-LARGEST = 1 << 30  # bytes of a box: files stay simple, and replicated tensors can be divided among the ranks
+LARGEST = 1 << 30  # maximum bytes of a box, so that replicated tensors can be divided among the ranks
 
 
 def boxes(shape: tuple[int, ...], lo: int, hi: int, largest: int | None = None) -> list[Box]:
     """Cut elements [lo, hi) of a row-major tensor into rectangles, in order. See Note [Boxes].
 
-    ``largest``: elements of a rectangle, as far as cutting along its first long dimension gets there.
+    ``largest``: maximum elements of a rectangle, if cutting along its first long dimension suffices.
 
     >>> boxes((4, 3), 2, 10)
     [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
@@ -48,8 +48,8 @@ def _cut(shape: tuple[int, ...], lo: int, hi: int) -> list[Box]:
         return [((lo,), (hi - lo,))]
     inner = shape[1:]
     row = math.prod(inner)
-    first, last = -(-lo // row), hi // row  # whole rows are [first, last)
-    if first > last:  # all within row ``last``
+    first, last = -(-lo // row), hi // row  # full rows are [first, last)
+    if first > last:  # the range lies within row ``last``
         return _within(last, _cut(inner, lo - last * row, hi - last * row))
     head = _within(first - 1, _cut(inner, lo - (first - 1) * row, row)) if lo < first * row else []
     body: list[Box] = [((first, *(0 for _ in inner)), (last - first, *inner))] if first < last else []
@@ -61,7 +61,7 @@ def _within(row: int, parts: list[Box]) -> list[Box]:
 
 
 def _split(box: Box, largest: int) -> list[Box]:
-    """Pieces of at most ``largest`` elements, along the first dimension that is longer than 1."""
+    """Cut a box into boxes of at most ``largest`` elements, along the first dimension longer than 1."""
     offsets, sizes = box
     axis = next((i for i, size in enumerate(sizes) if size > 1), None)
     if axis is None or math.prod(sizes) <= largest:
@@ -78,7 +78,7 @@ def _split(box: Box, largest: int) -> list[Box]:
 
 
 def flat_index(shape: tuple[int, ...], offsets: tuple[int, ...]) -> int:
-    """The row-major number of the element at ``offsets``."""
+    """The row-major index of the element at ``offsets``."""
     index = 0
     for size, offset in zip(shape, offsets, strict=True):
         index = index * size + offset
@@ -86,16 +86,16 @@ def flat_index(shape: tuple[int, ...], offsets: tuple[int, ...]) -> int:
 
 
 class Fragment(Tensor):
-    """Elements [lo, hi) of a tensor of ``shape``; they are asked for when they are written.
+    """Elements [lo, hi) of a tensor of ``shape``, which are read when they are written.
 
-    It has shape and dtype of the whole tensor, and no values: whoever needs those gathers them.
+    It has the shape and dtype of the full tensor, but no values.
 
     Args:
         local: returns the elements (1D, contiguous).
-        shape: of the whole tensor.
-        lo, hi: this rank's elements in row-major order; none if they are equal.
+        shape: of the full tensor.
+        lo, hi: the range of this rank's elements in row-major order; empty if they are equal.
         dtype: of the elements.
-        done: called when no element is needed any more until ``local`` is called again.
+        done: called when the elements are no longer needed, until ``local`` is called again.
     """
 
     local: Callable[[], Tensor]
@@ -162,6 +162,6 @@ class Fragment(Tensor):
 
 def _no_values(what: str) -> RuntimeError:
     return RuntimeError(
-        f"{what} needs values that lie on several ranks: while a sharded checkpoint is being saved, its tensors "
+        f"{what} needs values that are on several ranks: while a sharded checkpoint is being saved, its tensors "
         'have shapes and dtypes only. Read weights under `lt_zero.gathered(...)`, or set checkpoint.format="full".'
     )

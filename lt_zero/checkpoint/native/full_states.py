@@ -1,7 +1,7 @@
-"""Optimizer states as one full, ordinary torch state dict.
+"""Gathers optimizer states into an ordinary torch state dict, and loads them from one.
 
-The full form is what a single process would have saved: moments in their parameter's shape, keyed by the parameter's
-number, so a plain DDP run resumes from it, and any world size and stage reads it.
+The full state dict equals that of a single process: moments in their parameter's shape, keyed by the parameter's
+number. A plain DDP run can resume from it, and any world size and stage can load it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
 
 
 def _keys(bucket: Bucket, local: dict[int, dict[str, Any]]) -> dict[str, str]:
-    """What the states of any rank hold: key -> dtype of its element-wise tensors, '' if it has scalars only."""
+    """The state keys of all ranks, each with the dtype of its element-wise tensors, '' if it has scalars only."""
     found: dict[str, str] = {}
     for index, state in local.items():
         for key, value in state.items():
@@ -87,15 +87,15 @@ def _collect(bucket: Bucket, local: dict[int, dict[str, Any]], key: str, dtype: 
 def load_full_optimizer_state(
     sharded: ShardedOptimizer, full: Mapping[str, Any], tick: Callable[[], object] = lambda: None
 ) -> None:
-    """Load this rank's pieces of a full state dict (every rank passes the same one). Not collective.
+    """Load this rank's pieces of a full state dict, which all ranks pass. Not collective.
 
     Args:
-        sharded: the optimizer's side of the engine.
-        full: as ``Optimizer.state_dict`` returns it; tensors may be lazy, then only the pieces are read.
+        sharded: the optimizer.
+        full: as ``Optimizer.state_dict`` returns it; of lazy tensors only this rank's pieces are read.
         tick: called for each parameter whose state was read.
 
     Raises:
-        ValueError: the optimizer has other parameters than the saved one.
+        ValueError: the optimizer's parameters differ from the saved ones.
     """
     engine, parameters = sharded.engine, sharded.parameters()
     numbers = parameter_numbers(full)
@@ -128,7 +128,7 @@ def load_full_optimizer_state(
     sharded.optimizer.load_state_dict({**full, "state": cut})
     for number, parameter in zip(numbers, parameters, strict=True):
         for key, value in cut.get(number, {}).items():
-            # torch casts state to the parameter's dtype; ours belongs to the master weights.
+            # torch casts states to the parameter's dtype, but ours have that of the master weights.
             loaded = sharded.optimizer.state[parameter]
             place = engine.owner.get(id(parameter))
             moves = place is not None and place[0].offloaded
@@ -152,7 +152,7 @@ def _spans(value: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _piece_of(bucket: Bucket, piece: Piece, value: Tensor) -> Tensor:
-    """This rank's elements in the dtype that the optimizer uses here: the run that saved them may have had another."""
+    """This rank's elements in the dtype of the running optimizer's states, which may differ from the saved one."""
     row = elements_of(value, piece.lo, piece.hi)
     row = row.to(bucket.step_dtype) if row.is_floating_point() else row
     shape = bucket.shapes[piece.index]

@@ -1,4 +1,4 @@
-"""A saved training state as Lightning expects a checkpoint: nothing is read until somebody needs it."""
+"""Converts an open checkpoint to Lightning's dictionary, with tensors that are read on demand."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _VERSION = "pytorch-lightning_version"
 
 
 def as_lightning(source: Source, weights_only: bool | None = None) -> dict[str, Any]:
-    """The checkpoint that Lightning saved, with lazy tensors; optimizer states are keyed by names of parameters.
+    """Lightning's checkpoint dictionary with lazy tensors; optimizer states are keyed by parameter name.
 
     Args:
         source: an open checkpoint.
-        weights_only: False also unpickles what has no plain form: only for a checkpoint that is trusted.
+        weights_only: False also unpickles values without a plain form; use it for trusted checkpoints only.
     """
     ours = isinstance(source, Archive)
     meta = _whole_meta(source, weights_only) if isinstance(source, Archive) else lightning_meta(source)
@@ -58,8 +58,8 @@ def _whole_meta(archive: Archive, weights_only: bool | None) -> dict[str, Any]:
         if left := archive.left_out():
             places = ", ".join(repr(where(path)) for path in left[:5])
             warnings.warn(
-                f"{archive.path} has entries without a plain form, which are left out: {places}. Pass "
-                "weights_only=False if you trust the checkpoint and need them.",
+                f"{archive.path} has entries without a plain form, which are left out: {places}. If you trust the "
+                "checkpoint and need them, pass weights_only=False.",
                 stacklevel=2,
             )
     found = _resolve(archive, meta)
@@ -68,7 +68,7 @@ def _whole_meta(archive: Archive, weights_only: bool | None) -> dict[str, Any]:
 
 
 def _resolve(archive: Archive, value: Any) -> Any:
-    """Put lazy tensors where references stand for them."""
+    """Replace references by lazy tensors."""
     if isinstance(value, Mapping):
         if set(value) == {REFERENCE}:
             return _by_full_name(archive, value[REFERENCE])
@@ -89,43 +89,44 @@ def number_states(
     number: int,
     frozen: Collection[str] = (),
 ) -> dict[str, Any]:
-    """An optimizer's saved state, keyed by names, as torch wants it: keyed by numbers.
+    """Convert an optimizer's saved state from parameter names to torch's numbers.
 
     Args:
         saved: groups and states by name.
         names: of the running optimizer's parameters, by group.
         number: of the optimizer, for messages.
-        frozen: names of parameters that need no gradient here; those without a saved state may be here or there only.
+        frozen: names of frozen parameters; those without a saved state may be missing on either side.
 
     Raises:
-        CheckpointError: it has other parameters, or other groups of them.
+        CheckpointError: the saved parameters or their groups differ from the running ones.
     """
     groups = saved["param_groups"]
     idle = set(frozen) - set(saved["state"])
-    mine, theirs = [set(group) - idle for group in names], [set(group["params"]) - idle for group in groups]
-    if mine != theirs:
-        new, gone = set().union(*mine) - set().union(*theirs), set().union(*theirs) - set().union(*mine)
-        what = (
-            f"only here: {', '.join(sorted(new)[:5]) or 'none'}; only there: {', '.join(sorted(gone)[:5]) or 'none'}"
+    running, stored = [set(group) - idle for group in names], [set(group["params"]) - idle for group in groups]
+    if running != stored:
+        new, gone = set().union(*running) - set().union(*stored), set().union(*stored) - set().union(*running)
+        difference = (
+            f"only in the model: {', '.join(sorted(new)[:5]) or 'none'}; "
+            f"only in the checkpoint: {', '.join(sorted(gone)[:5]) or 'none'}"
             if new or gone
-            else f"here in groups of {[len(g) for g in mine]} parameters, there of {[len(g) for g in theirs]}"
+            else f"groups of {[len(g) for g in running]} parameters, in the checkpoint of {[len(g) for g in stored]}"
         )
         raise CheckpointError(
-            f"Optimizer {number} has other parameters than the checkpoint's ({what}). Make configure_optimizers and "
-            "requires_grad what they were, or set checkpoint.load_optimizer_states=false to start with a fresh one."
+            f"Optimizer {number} has other parameters than the checkpoint's ({difference}). Restore "
+            "configure_optimizers and requires_grad, or set checkpoint.load_optimizer_states=false to start with a new "
+            "optimizer."
         )
     flat = [name for group in names for name in group]
     numbers = {name: i for i, name in enumerate(flat)}
-    if strangers := sorted(set(saved["state"]) - set(numbers)):
+    if ungrouped := sorted(set(saved["state"]) - set(numbers)):
         raise CheckpointError(
-            f"The checkpoint's optimizer {number} has states of {', '.join(strangers[:5])}, which are in none of its "
-            "groups: it is damaged. Take another checkpoint, or set checkpoint.load_optimizer_states=false."
+            f"The checkpoint's optimizer {number} has states of {', '.join(ungrouped[:5])}, which are in none of its "
+            "groups: it is damaged. Use another checkpoint, or set checkpoint.load_optimizer_states=false."
         )
     return {
         "state": {numbers[name]: state for name, state in saved["state"].items()},
         "param_groups": [
-            {**group, "params": [numbers[name] for name in mine_in_order]}
-            for group, mine_in_order in zip(groups, names, strict=True)
+            {**group, "params": [numbers[name] for name in own]} for group, own in zip(groups, names, strict=True)
         ],
     }
 
@@ -133,25 +134,25 @@ def number_states(
 def fitting_state(
     saved: Mapping[str, Any], optimizer: Optimizer, engine: Engine, number: int, tell: bool
 ) -> dict[str, Any]:
-    """A saved state of ``as_lightning`` for the running optimizer, as torch wants it.
+    """Convert a saved state of ``as_lightning`` to torch's form, for the running optimizer.
 
     Args:
         saved: groups and states by name.
-        optimizer: the running one.
+        optimizer: the running optimizer.
         engine: of its parameters.
         number: of the optimizer, for messages.
-        tell: warn of what is left out.
+        tell: warn of options that are left out.
 
     Raises:
-        CheckpointError: it has other parameters, or other groups of them.
+        CheckpointError: the saved parameters or their groups differ from the running ones.
     """
     if saved.get("foreign"):
         groups, dropped = settings_here(saved["param_groups"], optimizer.param_groups)
         saved = {**saved, "param_groups": groups}
         if dropped and tell:
             warnings.warn(
-                f"Settings of the checkpoint's optimizer {number} that the one here does not have are left out: "
-                f"{', '.join(dropped)}.",
+                f"Options of the checkpoint's optimizer {number} that the running optimizer does not have are left "
+                f"out: {', '.join(dropped)}.",
                 stacklevel=2,
             )
     frozen = [name for name, p in engine.root.named_parameters() if not p.requires_grad]
@@ -164,9 +165,9 @@ def by_name(state: Mapping[str, Any]) -> bool:
 
 
 def rounded_weights(engine: Engine, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict with the engine's parameters rounded to the dtype they are computed in."""
-    every = engine.root.named_parameters(remove_duplicate=False)  # a tied name would bring the exact values back
-    dtypes = {name: engine.owner[id(p)][0].dtype for name, p in every if id(p) in engine.owner}
+    """The state dict with the engine's parameters rounded to their compute dtype."""
+    named = engine.root.named_parameters(remove_duplicate=False)  # a tied name would restore the exact values
+    dtypes = {name: engine.owner[id(p)][0].dtype for name, p in named if id(p) in engine.owner}
 
     def rounding(value: Tensor, name: str) -> Tensor:
         lazy = value if isinstance(value, LazyTensor) else None
@@ -182,7 +183,7 @@ def rounded_weights(engine: Engine, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def counted(state: Mapping[str, Any], reach: Callable[[int], object]) -> dict[str, Any]:
-    """The state dict; ``reach`` is told the number (from 1) of each tensor that is read from a checkpoint."""
+    """The state dict; ``reach`` is called with the number (from 1) of each tensor that is read from a checkpoint."""
 
     def counting(lazy: LazyTensor, number: int) -> LazyTensor:
         def read(lo: int, hi: int) -> Tensor:
@@ -196,10 +197,10 @@ def counted(state: Mapping[str, Any], reach: Callable[[int], object]) -> dict[st
 
 
 def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool, left_out: Sequence[str] = ()) -> None:
-    """``module.load_state_dict``, where exactly ``left_out`` may be missing although ``strict``.
+    """``module.load_state_dict``; with ``strict``, exactly the names in ``left_out`` may be missing.
 
     Raises:
-        RuntimeError: as torch raises it.
+        RuntimeError: names or shapes do not match, as in torch.
     """
     if not left_out or not strict:
         module.load_state_dict(state, strict=strict)

@@ -1,7 +1,7 @@
-"""``manifest.json``: what a checkpoint directory holds, and how to tell that it is all there.
+"""``manifest.json``: the contents and checksums of a checkpoint directory.
 
-It is written last. A directory without it is not a checkpoint, and every other file has its length and checksums in it;
-its own checksum is that of the text without that line.
+It is written last: a directory without it is not a checkpoint. It has the length and checksums of every other file; its
+own checksum is that of its text without the checksum's line.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a checkpoint directory but the values.
+    """The description of a checkpoint directory.
 
-    ``tensors``: by full name, ``model.<name>`` and ``optimizer_<i>.state.<name>.<key>``. ``order``: the module's state
-    dict, all names. ``aliases``: tied name -> the name that is in ``tensors``. ``left_out``: frozen parameters that
-    were not saved on purpose. ``run``: stage, ranks and precision, for people.
+    ``tensors``: by full name, ``model.<name>`` and ``optimizer_<i>.state.<name>.<key>``. ``order``: all names of the
+    module's state dict. ``aliases``: tied name -> the name in ``tensors``. ``left_out``: frozen parameters that were
+    deliberately not saved. ``run``: stage, ranks and precision, for information.
     """
 
     tensors: Mapping[str, Entry]
@@ -86,7 +86,7 @@ class Manifest:
             "files": files,
             "tensors": tensors,
         }
-        # One line per top-level key: a person can read the beginning, and a program need not care.
+        # One line per top-level key keeps the beginning readable.
         lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items())
         return f'{{"sha256": "{_digest(lines)}",\n{lines}}}\n'
 
@@ -100,20 +100,20 @@ class Manifest:
         match = re.fullmatch(r'\{"sha256": "([0-9a-f]{64})",\n(.*)\}\n', text, re.DOTALL)
         if match is None or _digest(match[2]) != match[1]:
             raise CheckpointError(
-                f"{path} is damaged: its content does not match its checksum. Restore it from a copy, or resume from "
-                "another checkpoint."
+                f"{path} is damaged: its content does not match its checksum. Restore it from a copy, or use another "
+                "checkpoint."
             )
         try:
             body = json.loads(text)
             if body["version"] > VERSION:
                 raise CheckpointError(
-                    f"{path} has version {body['version']}, and this lt_zero reads up to {VERSION}: update lt_zero."
+                    f"{path} has version {body['version']}, but this lt_zero reads up to {VERSION}. Update lt_zero."
                 )
             return cls._of(body)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
-                f"{path} makes no sense ({type(error).__name__}: {error}), although its checksum is right: whoever "
-                "wrote it did not know the format. Resume from another checkpoint."
+                f"{path} is malformed ({type(error).__name__}: {error}), although its checksum is correct: lt_zero did "
+                "not write it. Use another checkpoint."
             ) from None
 
     @classmethod
@@ -145,7 +145,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _check(name: str, entry: Entry, chunk: Chunk, nbytes: int) -> None:
-    """That a chunk lies within its tensor and its file of ``nbytes``: nothing else says so when it is read."""
+    """Check that a chunk lies within its tensor and its file of ``nbytes``, as reads do not check it."""
     axes = zip(entry.shape, chunk.offsets, chunk.sizes, strict=True)
     inside = all(offset >= 0 and size >= 0 and offset + size <= whole for whole, offset, size in axes)
     end = chunk.start + math.prod(chunk.sizes) * entry.dtype.itemsize
@@ -158,7 +158,7 @@ def _digest(text: str) -> str:
 
 
 def is_ours(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is a manifest of ours, as far as its beginning tells."""
+    """Whether a file begins like a manifest of lt_zero."""
     try:
         with open(path, "rb") as file:
             return b'"format": "lt_zero"' in file.read(200)

@@ -1,11 +1,11 @@
-"""Plain containers for what is saved beside weights: any process can load it, and nothing in it can run.
+"""Converts what is saved beside weights to plain containers, which any process can load and which run no code.
 
-Note [Plain]
+Note [Plain values]
     ``torch.load(weights_only=True)`` reads tensors, numbers, strings, lists, tuples, dicts and a few classes of torch.
     Everything else would make a checkpoint unreadable without the code that wrote it. So OmegaConf containers become
-    dicts and lists, paths strings, numpy's numbers and arrays Python's numbers and tensors, enums their values. What
-    has no plain form is taken out, is named in a warning, and goes to a file of its own that is only unpickled on
-    request (``weights_only=False``).
+    dicts and lists, paths strings, numpy's numbers and arrays Python's numbers and tensors, enums their values. Values
+    without a plain form are named in a warning and go to a separate file, which is only unpickled on request
+    (``weights_only=False``).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ MISSING = "<left out: not a plain value>"
 
 
 def plain(value: Any, swap: Callable[[Path, Tensor], Any] | None = None) -> tuple[Any, dict[Path, Any]]:
-    """``value`` in plain containers, and what has no plain form, by where it was.
+    """``value`` in plain containers, and the values without a plain form by their path.
 
     Args:
         value: any nesting of containers.
-        swap: replaces tensors, given where they are; default: they are kept.
+        swap: returns the replacement of a tensor, given its path; default: tensors are kept.
 
     >>> plain({"a": (1, {"b": object})})[0]
     {'a': (1, {'b': '<left out: not a plain value>'})}
@@ -47,7 +47,7 @@ def plain(value: Any, swap: Callable[[Path, Tensor], Any] | None = None) -> tupl
 
 
 class _Sorter:
-    """Walks a value; what has no plain form goes to ``rest``."""
+    """Converts a value recursively; values without a plain form go to ``rest``."""
 
     def __init__(self, swap: Callable[[Path, Tensor], Any], rest: dict[Path, Any]) -> None:
         self._swap, self._rest = swap, rest
@@ -62,7 +62,7 @@ class _Sorter:
             return value if type(value) in _ATOMS else _base_of(value)
         if isinstance(value, _TORCH):
             return value
-        if isinstance(value, Container):  # its values may be enums, paths and objects
+        if isinstance(value, Container):  # it may contain enums, paths and objects
             return self.sort(OmegaConf.to_container(value, resolve=not _has_missing(value)), path)
         if isinstance(value, os.PathLike):
             return os.fspath(value)
@@ -85,7 +85,7 @@ class _Sorter:
     def _container(self, value: Any, path: Path) -> Any:
         if isinstance(value, Mapping):
             keys = [_key(key) for key in value]
-            if len(set(keys)) < len(keys):  # 1.5 and numpy's 1.5, a path and its text
+            if len(set(keys)) < len(keys):  # such as 1.5 and numpy's 1.5, or a path and its text
                 return self._aside(value, path)
             inner = {key: self.sort(v, (*path, key)) for key, v in zip(keys, value.values(), strict=True)}
             return collections.OrderedDict(inner) if type(value) is collections.OrderedDict else inner
@@ -94,7 +94,7 @@ class _Sorter:
             return items if isinstance(value, list) else tuple(items)
         parts = [plain(v) for v in sorted(value, key=repr)]
         if any(rest for _, rest in parts):
-            return self._aside(value, path)  # nothing can be put back into a set
+            return self._aside(value, path)  # ``put_back`` does not support sets
         members = [member for member, _ in parts]
         return set(members) if all(map(_is_hashable, members)) else members
 
@@ -104,14 +104,14 @@ class _Sorter:
             return self._aside(value, path) if isinstance(item, np.generic) else self.sort(item, path)
         try:
             return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C", copy=True))
-        except TypeError:  # texts, objects, numbers that torch does not have
+        except TypeError:  # strings, objects, dtypes that torch lacks
             return self._aside(value, path)
 
 
 def _is_dense(value: Tensor) -> bool:
-    """Whether any process can load it: not a class or a layout of somebody's own."""
+    """Whether any process can load ``value``: a tensor of a standard class and layout."""
     if isinstance(value, AbsentTensor):
-        value.whole()  # raises, here and not while it is written
+        value.whole()  # raises now instead of during the write
     if isinstance(value, Fragment | LazyTensor):
         return True
     known = type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -119,7 +119,7 @@ def _is_dense(value: Tensor) -> bool:
 
 
 def _base_of(value: Any) -> Any:
-    """A number or string of a subclass as what it is."""
+    """A number or string of a subclass, as its base class."""
     kinds: tuple[Any, ...] = (int, float, complex, str, bytes)
     return next(kind(value) for kind in kinds if isinstance(value, kind))
 
@@ -140,18 +140,18 @@ def _is_hashable(value: Any) -> bool:
 def _has_missing(value: Container) -> bool:
     try:
         OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-    except Exception:  # an interpolation without its root, a value that was never given: kept as text
+    except Exception:  # an interpolation without its root or a missing value, which are kept as text
         return True
     return False
 
 
 def where(path: Path) -> str:
-    """A readable place of a value."""
+    """The path of a value as text."""
     return ".".join(str(part) for part in path)
 
 
 def put_back(value: Any, rest: Mapping[Path, Any]) -> None:
-    """Put what was taken out back into the containers (not into tuples, which become lists)."""
+    """Put values without a plain form back into the containers; tuples on their paths become lists."""
     for path, item in rest.items():
         inner = value
         for part, _ in zip(path[:-1], path[1:], strict=True):

@@ -1,9 +1,9 @@
-"""What others saved beside tensors, as a run that is resumed needs it: loops, schedules, settings of optimizers.
+"""Converts what other formats save beside tensors for resuming: loops, schedulers, options of optimizers.
 
-Note [Settings of groups]
-    torch's ``load_state_dict`` replaces all settings of a group by the saved ones. Those of another class (DeepSpeed's
-    FusedAdam) have other keys, and may lack some without which torch's optimizer fails. So what the running group knows
-    comes from the file, but for how a step is computed; the rest stays as it is here.
+Note [Options of parameter groups]
+    torch's ``load_state_dict`` replaces all options of a group by the saved ones. Those of another class (DeepSpeed's
+    FusedAdam) have other keys, and may lack some that torch's optimizer requires. So saved options are only loaded if
+    the running group has them too, except those that select an implementation.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from lt_zero.checkpoint.source import Source
 from lt_zero.common.errors import CheckpointError
 
 _COMPUTED = ("foreach", "fused", "capturable", "differentiable")
-_SCALERS = ("FSDPPrecision", "FSDPMixedPrecision")  # Lightning saves the same under each plugin's name
+_SCALERS = ("FSDPPrecision", "FSDPMixedPrecision")  # Lightning's plugins, which save the scaler under their names
 
 
 def lightning_meta(source: Source) -> dict[str, Any]:
-    """The ``meta`` of a source that others wrote, without what Lightning would take for its own and is not."""
+    """The ``meta`` of another format, without entries that Lightning would mistake for its own."""
     meta = {k: v for k, v in source.meta.items() if k not in ("state_dict", "optimizer_states")}
-    meta = {k: v for k, v in meta.items() if not str(k).startswith(f"{KEY}_")}  # of a run of ours, on its ranks
+    meta = {k: v for k, v in meta.items() if not str(k).startswith(f"{KEY}_")}  # they depend on the ranks of the run
     if not isinstance(meta.get(KEY, {}), dict):
         del meta[KEY]
-    if VERSION not in meta:  # what a user of DeepSpeed gave to save_checkpoint
+    if VERSION not in meta:  # a client_state that a user of DeepSpeed passed to save_checkpoint
         for key in ("loops", "callbacks"):
             meta.pop(key, None)
     for key in _SCALERS:
@@ -41,11 +41,11 @@ def lightning_meta(source: Source) -> dict[str, Any]:
 
 
 def beginning_of_epoch(meta: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """``global_step``, ``epoch`` and ``loops`` for a state that Lightning did not save: an epoch is about to begin.
+    """``global_step``, ``epoch`` and ``loops`` at the beginning of an epoch, for a state that Lightning did not save.
 
     Args:
         meta: of the source; the epoch is its ``epoch``, else 0.
-        steps: of optimizers that were made so far.
+        steps: completed optimizer steps.
     """
     epoch = meta.get("epoch")
     epoch = epoch if isinstance(epoch, int) and epoch >= 0 else 0
@@ -62,49 +62,49 @@ def beginning_of_epoch(meta: Mapping[str, Any], steps: int) -> dict[str, Any]:
 
 
 def require_training_state(checkpoint: Mapping[str, Any], optimizers: bool) -> None:
-    """See that ``trainer.fit`` can go on from what came out of a checkpoint directory.
+    """Check that ``trainer.fit`` can resume from a checkpoint directory.
 
     Args:
-        checkpoint: as Lightning gets it.
-        optimizers: whether their states are wanted.
+        checkpoint: the dictionary for Lightning.
+        optimizers: whether optimizer states are loaded.
 
     Raises:
-        CheckpointError: it cannot; says what to do instead.
+        CheckpointError: something is missing; names the remedy.
     """
     path = checkpoint.get(KEY, {}).get("path")
     if path is None:
-        return  # a file: Lightning looks at it
+        return  # a file, which Lightning checks
     if optimizers and "optimizer_states" not in checkpoint:
         raise CheckpointError(
-            f"{path} has no optimizer states, and trainer.fit would go on with them. Set "
-            "checkpoint.load_module_only=true to take the weights and start anew, or "
-            "checkpoint.load_optimizer_states=false to go on with fresh optimizers."
+            f"{path} has no optimizer states, which trainer.fit resumes from. Set checkpoint.load_module_only=true to "
+            "load the weights and start a new run, or checkpoint.load_optimizer_states=false to continue with new "
+            "optimizers."
         )
     loops = checkpoint.get("loops")
     if not isinstance(loops, dict) or "fit_loop" not in loops:
         raise CheckpointError(
-            f"{path} was not saved by Lightning: it has no loops, which tell where trainer.fit is to go on. Set "
-            "checkpoint.load_module_only=true to take the weights and start anew, or run `lt-zero import` on it and "
-            "resume from the result, with its optimizer states and number of steps, at the beginning of an epoch."
+            f"{path} was not saved by Lightning: it has no loops, which trainer.fit resumes from. Set "
+            "checkpoint.load_module_only=true to load the weights and start a new run, or run `lt-zero import` on it "
+            "and resume from the result, with its optimizer states and steps, at the beginning of an epoch."
         )
 
 
 def settings_here(
     saved: Sequence[Mapping[str, Any]], running: Sequence[Mapping[str, Any]]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The settings of each group, and what of the saved ones was left out. See Note [Settings of groups].
+    """The options of each group, and saved options that are left out. See Note [Options of parameter groups].
 
     Args:
-        saved: groups of an optimizer that others saved.
-        running: ``param_groups`` of the one here. Where there are fewer, saved groups stay as they are.
+        saved: groups of an optimizer in another format.
+        running: ``param_groups`` of the running optimizer. If there are fewer, further saved groups are unchanged.
     """
     groups: list[dict[str, Any]] = []
     dropped: dict[str, None] = {}
-    for theirs, own in zip_longest(saved, running[: len(saved)]):
+    for group, own in zip_longest(saved, running[: len(saved)]):
         if own is None:
-            groups.append(dict(theirs))
+            groups.append(dict(group))
             continue
-        rest = {key: value for key, value in theirs.items() if key not in _COMPUTED}
+        rest = {key: value for key, value in group.items() if key not in _COMPUTED}
         taken = {key: value for key, value in rest.items() if key in own or key in ("params", "initial_lr")}
         groups.append({**own, **taken})
         for key, value in rest.items():

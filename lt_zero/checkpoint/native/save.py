@@ -1,9 +1,9 @@
-"""Saving a sharded checkpoint: what a Lightning checkpoint holds goes to tensors, plain containers, and the rest.
+"""Saves a sharded checkpoint: divides a Lightning checkpoint into tensors, plain containers and other objects.
 
-Note [One list of names]
-    Hooks may have changed the state dict, and often on rank 0 only. Its names are the ones that are saved, tied as they
-    are there; a rank that has a part of a tensor that rank 0 no longer has drops it. Plain tensors are rank 0's, as
-    under DDP, also where other ranks still have a part.
+Note [Rank 0 decides the names]
+    Hooks may change the state dict, often on rank 0 only. The names and ties of rank 0 are saved; other ranks drop
+    fragments of tensors that rank 0 does not have. Plain tensors are saved from rank 0, as under DDP, even if other
+    ranks have fragments.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import CheckpointError
 from lt_zero.engine.lazy_tensor import LazyTensor
 
-KEY = "lt_zero"  # of what this package adds to a Lightning checkpoint
-REFERENCE = "lt_zero.tensor"  # stands for a tensor that is among the sharded ones
+KEY = "lt_zero"  # key of this package's entries in a Lightning checkpoint
+REFERENCE = "lt_zero.tensor"  # key of a reference to a sharded tensor
 
 
 @dataclass
 class Bundle:
-    """A checkpoint, ready to be written.
+    """A checkpoint that is ready to be written.
 
-    ``tensors``: what this rank holds, by full name. The rest is rank 0's: ``meta`` in plain containers, ``objects``
-    that have no plain form, ``others`` for other readers, ``manifest`` for ours.
+    ``tensors``: of this rank, by full name. The rest is on rank 0: ``meta`` in plain containers, ``objects`` without a
+    plain form, ``others`` for other readers, ``manifest`` for ours.
     """
 
     tensors: dict[str, Any]
@@ -50,7 +50,7 @@ class Bundle:
 
     @property
     def nbytes(self) -> int:
-        """Of what this rank holds."""
+        """Bytes of this rank's tensors."""
         return sum(map(_local_bytes, self.tensors.values()))
 
     def extras(self) -> Extras:
@@ -65,15 +65,15 @@ def bundle(
     config: Mapping[str, Any],
     left_out: Iterable[str] = (),
 ) -> Bundle:
-    """Sort a checkpoint's content. Collective.
+    """Divide a checkpoint's content into the parts of a ``Bundle``. Collective.
 
     Args:
-        checkpoint: as Lightning dumps it, with ``Fragment`` for what is sharded.
+        checkpoint: Lightning's dictionary, with a ``Fragment`` for each sharded tensor.
         names: of each optimizer's parameters, by group.
         comm: the collectives.
         run: facts about the run, for the manifest.
-        config: of the run, saved with it.
-        left_out: names of frozen parameters that are not in the state dict on purpose.
+        config: of the run.
+        left_out: names of frozen parameters that are deliberately not saved.
 
     Raises:
         CheckpointError: a rank lacks an entry of the state dict that rank 0 has.
@@ -83,7 +83,7 @@ def bundle(
     optimizers: list[Any] = list(rest.pop("optimizer_states", []))
     made = Bundle({})
     order, aliases = _agreed(weights, comm)
-    with comm.agree("reading the checkpoint's content", CheckpointError):  # of a hook's odd value
+    with comm.agree("reading the checkpoint's content", CheckpointError):  # values of hooks may fail
         _fill(made, rest, weights, optimizers, (order, aliases), names, comm.rank)
         if comm.rank == 0:
             made.manifest |= {"left_out": tuple(left_out), "run": dict(run)}
@@ -102,7 +102,7 @@ def _fill(
     names: Sequence[Sequence[Sequence[str]]],
     rank: int,
 ) -> None:
-    """Sort everything into ``made``."""
+    """Divide the content into the parts of ``made``."""
     flat = [[name for group in groups for name in group] for groups in names]
     order, aliases = agreed
     extra_state = _take_weights(made, weights, order, aliases, rank)
@@ -131,18 +131,18 @@ def write(
     then: Callable[[], object] = lambda: None,
     tick: Callable[[int], object] = lambda _: None,
 ) -> None:
-    """Write a bundle and give it its name, and call ``then`` on rank 0. Collective over ``group`` (None: one process).
+    """Write and publish a bundle, then call ``then`` on rank 0. Collective over ``group`` (None: one process).
 
-    ``tick`` is told the bytes of each tensor that this rank has written.
+    ``tick`` is called with the bytes of each tensor that this rank has written.
 
     Raises:
-        CheckpointError: on all ranks; says what failed where.
+        CheckpointError: on all ranks; names the failed ranks.
     """
     writer = DirectoryWriter(place, made.tensors, comm.rank, made.extras, then, tick)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no process group is known
+            warnings.simplefilter("ignore")  # torch warns if there is no process group
             state_dict_saver.save(
                 made.tensors,
                 storage_writer=writer,
@@ -163,9 +163,9 @@ def _reasons(error: CheckpointException, comm: Comm) -> list[str]:
 
 
 def _agreed(weights: Mapping[str, Any], comm: Comm) -> tuple[dict[str, bool], dict[str, str]]:
-    """Rank 0's names, each with whether it is sharded, and its tied names. See Note [One list of names]."""
-    mine = ({name: isinstance(value, Fragment) for name, value in weights.items()}, _tied(weights))
-    order, aliases = comm.host_broadcast(mine, "names of the state dict")
+    """Rank 0's names, each with whether it is sharded, and its tied names. See Note [Rank 0 decides the names]."""
+    own = ({name: isinstance(value, Fragment) for name, value in weights.items()}, _tied(weights))
+    order, aliases = comm.host_broadcast(own, "names of the state dict")
     problem = None
     for name, is_sharded in order.items():
         if name not in weights:
@@ -189,7 +189,7 @@ def _tied(weights: Mapping[str, Any]) -> dict[str, str]:
 def _take_weights(
     made: Bundle, weights: Mapping[str, Any], order: Mapping[str, bool], aliases: Mapping[str, str], rank: int
 ) -> dict[str, Any]:
-    """Take the tensors; returns what is none."""
+    """Take the tensors of the state dict; returns its other values."""
     extra: dict[str, Any] = {}
     for name, is_sharded in order.items():
         value = weights[name]
@@ -209,7 +209,7 @@ def _identity(value: Tensor) -> Any:
 
 def _take_optimizer(made: Bundle, number: int, state: Any, names: Sequence[str], rank: int) -> dict[str, Any]:
     """Move the fragments of an optimizer's state dict to the tensors; returns the rest, keyed by name."""
-    state = {"state": {}, "param_groups": [], **state}  # Lightning's stand-in for no optimizer has an empty one
+    state = {"state": {}, "param_groups": [], **state}  # Lightning's mock optimizer has an empty state
     by_number = dict(zip(parameter_numbers(state), names, strict=True))
     kept: dict[str, dict[str, Any]] = {}
     for parameter, entries in state["state"].items():
@@ -218,7 +218,7 @@ def _take_optimizer(made: Bundle, number: int, state: Any, names: Sequence[str],
             if isinstance(value, Fragment):
                 made.tensors[f"optimizer_{number}.state.{name}.{key}"] = value
             elif rank == 0:
-                # Counters may lie in one storage, which torch.save would write with each of them.
+                # Copy counters: torch.save would write a shared storage with each of them.
                 copied = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
                 kept.setdefault(name, {})[key] = copied
     groups = [{**group, "params": [by_number[n] for n in group["params"]]} for group in state["param_groups"]]
@@ -226,7 +226,7 @@ def _take_optimizer(made: Bundle, number: int, state: Any, names: Sequence[str],
 
 
 def _swap(made: Bundle, path: Path, value: Tensor) -> Any:
-    """Somebody's own entry of the checkpoint."""
+    """Replace a fragment in another entry of the checkpoint by a reference."""
     if not isinstance(value, Fragment):
         return value.detach()
     name = f"extra.{where(path)}"
@@ -237,22 +237,22 @@ def _swap(made: Bundle, path: Path, value: Tensor) -> Any:
 def _pickled(left: Mapping[Path, Any]) -> bytes | None:
     places = ", ".join(repr(where(path)) for path in list(left)[:5])
     kept = {}
-    lost = []
+    failed = []
     for path, value in left.items():
         try:
             pickle.dumps(value)
             kept[path] = value
         except Exception as error:  # any class may fail in any way here
-            lost.append(f"{where(path)!r} ({error})")
+            failed.append(f"{where(path)!r} ({error})")
     text = f"The checkpoint has entries without a plain form: {places}. They are in objects.pkl, which is only read "
     warnings.warn(text + "with weights_only=False.", stacklevel=2)
-    if lost:
-        warnings.warn(f"What cannot be pickled is not saved: {', '.join(lost)}.", stacklevel=2)
+    if failed:
+        warnings.warn(f"Entries that cannot be pickled are not saved: {', '.join(failed)}.", stacklevel=2)
     return pickle.dumps(kept) if kept else None
 
 
 def _others(packed: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Any]:
-    """Groups and counters of optimizers for those who read ``.metadata`` only (torch, Lightning)."""
+    """Groups and counters of optimizers, for readers of ``.metadata`` (torch, Lightning)."""
     found: dict[tuple[str, ...], Any] = {}
     for number, optimizer in enumerate(packed):
         head = f"optimizer_{number}"
@@ -264,14 +264,14 @@ def _others(packed: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Any]:
 
 
 def stage(made: Bundle, buffer: Tensor | None) -> Tensor:
-    """Copy all tensors of a bundle to host memory, so that training can go on. Not collective.
+    """Copy all tensors of a bundle to host memory, so that training can continue. Not collective.
 
     Args:
-        made: its tensors are replaced by copies; so are those among the rest (step counters change in place).
-        buffer: what an earlier call returned, to be used again.
+        made: all its tensors are replaced by copies, also step counters, which change in place.
+        buffer: of an earlier call, to be reused.
 
     Returns:
-        the buffer (1D uint8).
+        The buffer (1D uint8).
     """
     raw: dict[str, tuple[int, int]] = {}
     end = 0
@@ -288,13 +288,13 @@ def stage(made: Bundle, buffer: Tensor | None) -> Tensor:
         if holder is not None and needs != holder:
             holder()
         holder = needs
-        room = buffer[start : start + nbytes].view(value.dtype)
+        copy = buffer[start : start + nbytes].view(value.dtype)
         if not isinstance(value, Fragment):
-            made.tensors[name] = room.view(value.shape).copy_(value)
+            made.tensors[name] = copy.view(value.shape).copy_(value)
             continue
         if nbytes:
-            room.copy_(value.local())
-        made.tensors[name] = Fragment(partial(_same, room), tuple(value.shape), value.lo, value.hi, value.dtype)
+            copy.copy_(value.local())
+        made.tensors[name] = Fragment(partial(_same, copy), tuple(value.shape), value.lo, value.hi, value.dtype)
     if holder is not None:
         holder()
     made.meta, made.others = _copied(made.meta), _copied(made.others)

@@ -1,4 +1,4 @@
-"""What a saved training state looks like to those who load it: state dicts whose tensors are read when needed."""
+"""State dicts of a checkpoint, whose tensors are read on demand."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from lt_zero.engine.lazy_tensor import LazyTensor, Reader
 
 
 def saved_weights(source: Source) -> dict[str, Tensor]:
-    """The state dict of a source, nothing read yet; tied names have the same object."""
-    made: dict[str, Tensor] = {}
+    """The state dict of a source with lazy tensors; tied names share an object."""
+    weights: dict[str, Tensor] = {}
     for name, spec in source.weights.items():
         first = source.aliases.get(name, name)
-        made[name] = made[first] if first in made else LazyTensor(spec.shape, spec.dtype, _reader(source, first))
-    return made
+        lazy = weights.get(first)
+        weights[name] = lazy if lazy is not None else LazyTensor(spec.shape, spec.dtype, _reader(source, first))
+    return weights
 
 
 def saved_state(source: Source, optimizer: int) -> dict[str, dict[str, Any]]:
-    """The states of one optimizer of a source, by name of the parameter; element-wise ones are not read yet."""
-    made: dict[str, dict[str, Any]] = {}
+    """The states of one optimizer of a source, by parameter name; element-wise ones are lazy."""
+    states: dict[str, dict[str, Any]] = {}
     for name, state in source.optimizers[optimizer].state.items():
-        made[name] = dict(state)
+        states[name] = dict(state)
         for key, value in state.items():
             if isinstance(value, Spec):
                 read = _state_reader(source, optimizer, name, key)
-                made[name][key] = LazyTensor(value.shape, value.dtype, read)
-    return made
+                states[name][key] = LazyTensor(value.shape, value.dtype, read)
+    return states
 
 
 def _reader(source: Source, name: str) -> Reader:

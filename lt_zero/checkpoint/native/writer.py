@@ -36,15 +36,15 @@ from lt_zero.common.errors import CheckpointError
 from lt_zero.io.block_transfer import in_words
 from lt_zero.io.sequential_writer import FileRecord, Sink
 
-_OVERHEAD = 4096  # bytes around a tensor in a file at most, and in ``.metadata`` and the manifest
+_OVERHEAD = 4096  # maximum bytes per tensor beside its values: in its file, in ``.metadata`` and in the manifest
 
 
 @dataclass(frozen=True)
 class Extras:
-    """What rank 0 adds to the tensors.
+    """The content that rank 0 adds to the tensors.
 
-    ``meta``: plain containers, for ``meta.pt``. ``objects``: what has no plain form, or None. ``others``: values by
-    full name and path that only other readers of the directory look for: numbers and groups of optimizers.
+    ``meta``: plain containers, for ``meta.pt``. ``objects``: pickled values without a plain form, or None. ``others``:
+    by full path, values that only other readers of the directory use: scalar states and groups of optimizers.
     ``manifest``: keyword arguments of the ``Manifest``.
     """
 
@@ -84,14 +84,14 @@ class DirectoryWriter(StorageWriter):
 
     Args:
         place: the (temporary) directory.
-        state: what this rank holds, by full name.
+        state: this rank's tensors, by full name.
         rank: of this process.
         extras: called on rank 0 when all tensors are written.
         then: called on rank 0 when the checkpoint is complete.
         tick: called with the bytes of each written tensor.
 
     Raises:
-        CheckpointError: the directory has too little space; a file cannot be written.
+        CheckpointError: there is too little space, or a file cannot be written.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class DirectoryWriter(StorageWriter):
         self._outputs = {}
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the directory was made before."""
+        """Does nothing: the directory exists already."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False  # torch does not find this class by itself
+        return False  # torch must not select this class by itself
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -127,7 +127,7 @@ class DirectoryWriter(StorageWriter):
         free = self._place.free_bytes()
         if free is not None and free < need:
             raise CheckpointError(
-                f"{self._place.name} needs {in_words(need)}, and {in_words(free)} are free there. Nothing was written. "
+                f"{self._place.name} needs {in_words(need)}, but {in_words(free)} are free. Nothing was written. "
                 "Free space, lower ModelCheckpoint's save_top_k, or save to another disk."
             )
         return plans
@@ -186,7 +186,7 @@ class DirectoryWriter(StorageWriter):
     # ---- rank 0 ----------------------------------------------------------------------------------------------------
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Add what is the same on all ranks, the manifest last, and give the directory its name."""
+        """Add the content of rank 0 and the manifest, then publish the directory."""
         files: dict[str, FileRecord] = {}
         placed: dict[MetadataIndex, _Placed] = {}
         for result in (result for rank in results for result in rank):
@@ -227,11 +227,11 @@ class DirectoryWriter(StorageWriter):
             raise
 
     def _add_others(self, metadata: Metadata, others: Mapping[tuple[str, ...], Any], files: dict[str, Any]) -> None:
-        """Values for readers that know ``.metadata`` only, each as a file of torch.save within ``extras.pt``."""
+        """Add values for readers of ``.metadata``, each as a torch.save file within ``extras.pt``."""
         if not others:
             return
         output = _Output("extras.pt", self._place.sink("extras.pt"))
-        known: dict[Any, tuple[Stored, int]] = {}  # thousands of parameters have the same number of steps
+        known: dict[Any, tuple[Stored, int]] = {}  # equal values are stored once: thousands of equal step counters
         try:
             for path, value in others.items():
                 name, key = ".".join(path), _equal_by(value)
@@ -251,7 +251,7 @@ class DirectoryWriter(StorageWriter):
 
 
 def _equal_by(value: Any) -> Any:
-    """Equal for values that are saved as the same bytes; None if that is not known."""
+    """A key that is equal for values with equal bytes; None if unknown."""
     if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in (torch.float32, torch.float64, torch.int64):
         return value.dtype, repr(value.item())
     return (type(value), repr(value)) if isinstance(value, bool | int | float | str | None) else None
@@ -266,7 +266,7 @@ def _kind(name: str) -> str:
 
 
 def _key_of(item: WriteItem) -> str:
-    """The name of a chunk in its file: ``name``, or ``name[2:3, 0:8]`` if it is a part."""
+    """The name of a chunk in its file: ``name``, or ``name[2:3, 0:8]`` of a part."""
     assert item.tensor_data is not None
     chunk, size = item.tensor_data.chunk, item.tensor_data.size
     if chunk.sizes == size:
@@ -288,7 +288,7 @@ def _entries(metadata: Metadata, placed: Mapping[MetadataIndex, _Placed]) -> dic
 
 
 def describe(metadata: Metadata, placed: Mapping[MetadataIndex, _Placed], aliases: Mapping[str, str]) -> None:
-    """Fill in what torch's FileSystemReader needs: where chunks are, how names nest, and tied names."""
+    """Add what torch's FileSystemReader needs: locations of chunks, nesting of names, and tied names."""
     found = metadata.state_dict_metadata
     metadata.storage_data = {i: storage_info(p.file, *p.blob) for i, p in placed.items()}
     metadata.planner_data = {name: path_of(name) for name in found}
@@ -319,7 +319,7 @@ def _describe_other(metadata: Metadata, name: str, value: Any, start: int, nbyte
 
 
 def path_of(name: str) -> tuple[str, ...]:
-    """How a full name nests: the names of parameters have dots of their own.
+    """The path of a full name, in which parameter names contain dots.
 
     >>> path_of("model.a.weight"), path_of("optimizer_0.state.a.weight.exp_avg")
     (('model', 'a.weight'), ('optimizer_0', 'state', 'a.weight', 'exp_avg'))
