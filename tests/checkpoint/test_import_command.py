@@ -35,7 +35,7 @@ def call(*args: object) -> tuple[int, str, str]:
 def test_commands(tmp_path: Path) -> None:
     code, said, told = call("import", source_of("deepspeed/stage1"), tmp_path / "out", "--tag", "global_step4")
     assert (code, told.count("Warning:")) == (0, 1)
-    assert "step 4 with the beginning of epoch 2" in told
+    assert "step 4, at the beginning of epoch 2" in told
     assert str(tmp_path / "out") in said
     code, said, told = call("verify", tmp_path / "out" / "meta.pt")
     assert (code, told) == (0, "")
