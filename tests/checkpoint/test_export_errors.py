@@ -98,7 +98,7 @@ def test_the_checkpoint_itself_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="There is no checkpoint at .*gone"):
         export(tmp_path / "gone", tmp_path / "model.pt")
     (tmp_path / "plain").write_text("")
-    with pytest.raises(CheckpointError, match="plain is a file, and .* a folder"):
+    with pytest.raises(CheckpointError, match="plain is a file, but .* a folder"):
         export(layers(), tmp_path / "plain")
 
 
