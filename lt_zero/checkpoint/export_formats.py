@@ -42,7 +42,7 @@ _SAFETENSORS = {
 
 def write_pt(write: Write, cast: Cast, names: Sequence[str]) -> None:
     """A flat state dict of ``names`` for ``torch.load(path, weights_only=True)``; tied names share storage."""
-    file = TorchFile(write, checksums=True)
+    file = TorchFile(write)
     file.finish(_weights(file, cast, names))
 
 
@@ -52,7 +52,7 @@ def write_ckpt(write: Write, cast: Cast, training_state: bool) -> None:
     Raises:
         CheckpointError: the source lacks the ``training_state``, or its other values cannot be pickled.
     """
-    file, source = TorchFile(write, checksums=True), cast.source
+    file, source = TorchFile(write), cast.source
     meta = {key: value for key, value in source.meta.items() if training_state or key not in _TRAINING}
     meta.pop(_OWN, None)
     if training_state:

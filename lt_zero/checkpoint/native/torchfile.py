@@ -5,21 +5,16 @@ Note [Order in the file]
     order: here the tensors' values come first, each when it is there, and the pickle that refers to them by number
     comes last. ``torch.load`` finds all of it through the directory, also with ``mmap=True`` and ``weights_only=True``.
 
-Note [Two zips in one]
+Note [Each tensor a file]
     ``torch.distributed.checkpoint`` reads a tensor as bytes ``[offset, offset + length)`` of a file and expects them to
-    be a file of ``torch.save`` of their own. With ``blobs=True`` they are, without a second copy of the values:
-
-        header of record ``data/7`` of the whole file
-        its extra field: padding | all records of the small zip, up to the header of its record ``data/0``
-        the values, which follow both headers
-        the directory of the small zip, at a place that the large zip's directory does not mention
-
-    The extra field of a zip record may hold anything that begins with a tag and a length; readers skip it.
+    be a file of ``torch.save`` of their own. With ``blobs=True`` they are: what torch.save writes before and behind the
+    values of such a tensor (``_frame``) stands around them, and the directory at the end points to the header that is
+    directly before the values, so the whole is a file of ``torch.save``, too.
 
 Note [Checksums of values]
-    A zip has a CRC of each record. torch does not look at it, other readers do. It costs a pass over the values, so it
-    is 0 unless asked for (as with ``torch.serialization.set_crc32_options(False)``). It is known when the values are
-    written, so it stands behind them, in a data descriptor: one, that both zips refer to.
+    A zip has a CRC of each record. torch does not look at it, other readers do. It costs a pass over the values, so
+    with ``blobs=True`` it is 0 (as with ``torch.serialization.set_crc32_options(False)``): there the manifest has
+    checksums. Otherwise it stands behind the values, in a data descriptor.
 """
 
 from __future__ import annotations
@@ -28,19 +23,22 @@ import functools
 import io
 import math
 import pickle
+import struct
 import sys
+import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.native.zipped import Record, aligned_header, descriptor, directory, local_header
 from lt_zero.io.pinned import view_of
 
+_U32, _DESCRIBED, _PADDING = 0xFFFFFFFF, 0x0008, 0x5A4C  # of zip: largest short size, flag of a descriptor, a tag
 ALIGNMENT = 64  # bytes, of values in the file: as torch.save does, for mmap
 # The classes that torch.save names for a storage; those of other dtypes are untyped.
 _STORAGES: dict[torch.dtype, type] = {
@@ -90,14 +88,13 @@ class TorchFile:
     Args:
         write: takes the file's bytes, strictly in order: ``bytes``, or the values of a tensor as a 1D uint8 CPU tensor
             that shares its memory (and is the caller's again when ``write`` has returned).
-        blobs: make each tensor readable on its own, see Note [Two zips in one]; about 1 KB more for each.
-        checksums: also a CRC of the values, see Note [Checksums of values].
+        blobs: make each tensor readable on its own, and leave out checksums. About 1.5 KB more for each; see
+            Note [Each tensor a file].
     """
 
-    def __init__(self, write: Write, blobs: bool = False, checksums: bool = False) -> None:
-        self._write = write
-        self._blobs, self._checksums = blobs, checksums
-        self._records: list[Record] = []
+    def __init__(self, write: Write, blobs: bool = False) -> None:
+        self._write, self._blobs = write, blobs
+        self._records: list[zipfile.ZipInfo] = []
         self._starts: list[int] = []  # of the values of each tensor
         self._finished = False
         self.position = 0  # bytes written so far
@@ -112,7 +109,19 @@ class TorchFile:
             ValueError: it is not, or the file is finished.
         """
         data = _bytes_of(tensor)
-        return self._add(tuple(tensor.shape), tensor.dtype, [data])
+        if not self._blobs:
+            return self._add(tuple(tensor.shape), tensor.dtype, [data])
+        self._require_open()
+        record = self._record(data.numel())
+        head, tail, header = _frame(tuple(tensor.shape), tensor.dtype)
+        self._put(bytes(-self.position % ALIGNMENT))
+        first = self.position
+        record.header_offset = first + header
+        self._put(head)
+        start = self.position
+        self._put(data)
+        self._put(tail)
+        return self._added(record, start, (first, self.position - first), tuple(tensor.shape), tensor.dtype)
 
     def add_parts(self, shape: Sequence[int], dtype: torch.dtype, parts: Iterable[Tensor]) -> Stored:
         """Write a tensor whose values come one part after the other, row-major: contiguous CPU tensors of any shape.
@@ -120,42 +129,47 @@ class TorchFile:
         Raises:
             ValueError: a part has another dtype, or all of them another number of elements. The file is of no use then.
         """
+        assert not self._blobs
         return self._add(tuple(shape), dtype, (_bytes_of(part, dtype) for part in parts))
 
     def _add(self, shape: tuple[int, ...], dtype: torch.dtype, parts: Iterable[Tensor]) -> Stored:
+        self._require_open()
+        record = self._record(_nbytes(shape, dtype))
+        record.flag_bits = _DESCRIBED
+        large = record.file_size >= _U32
+        # The extra field of a record may hold anything that begins with a tag and a length.
+        room = -(self.position + len(record.FileHeader(large)) + 4) % ALIGNMENT
+        record.extra = struct.pack("<HH", _PADDING, room) + bytes(room)
+        record.header_offset = self.position
+        self._put(record.FileHeader(large))
+        record.extra = b""
+        start = self.position
+        for data in parts:
+            self._put(data)
+            record.CRC = zlib.crc32(view_of(data), record.CRC) if len(data) else record.CRC
+        written = self.position - start
+        if written != record.file_size:
+            raise ValueError(f"{written} bytes came of a tensor {shape} of {dtype}, not {record.file_size}.")
+        sizes = "QQ" if large else "LL"
+        self._put(struct.pack(f"<LL{sizes}", 0x08074B50, record.CRC, written, written))
+        return self._added(record, start, (0, 0), shape, dtype)
+
+    def _require_open(self) -> None:
         if self._finished:
             raise ValueError("The file is finished: nothing can be added after its directory.")
-        key, nbytes = len(self._starts), _nbytes(shape, dtype)
-        record = Record(b"archive/data/%d" % key, self.position, nbytes, 0, self._checksums)
-        head = _blob_head(dtype, shape, self._checksums)[0] if self._blobs else b""
-        try:
-            header = aligned_header(record, ALIGNMENT, head)
-        except ValueError:
-            raise ValueError(f"A tensor with {len(shape)} dimensions cannot be saved: reshape it.") from None
-        self._put(header)
-        start = self.position
-        record = record._replace(crc=self._put_values(parts))
-        if self.position - start != nbytes:
-            raise ValueError(f"{self.position - start} bytes came of a tensor {shape} of {dtype}, not {nbytes}.")
-        self._put(descriptor(record))
-        blob = (0, 0)
-        if self._blobs:
-            self._put(_blob_tail(dtype, shape, self._checksums, record.crc))
-            blob = (start - len(head), self.position - start + len(head))
+
+    def _record(self, nbytes: int) -> zipfile.ZipInfo:
+        record = zipfile.ZipInfo(f"archive/data/{len(self._starts)}")
+        record.file_size = record.compress_size = nbytes
+        record.CRC = 0
+        return record
+
+    def _added(
+        self, record: zipfile.ZipInfo, start: int, blob: tuple[int, int], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Stored:
         self._records.append(record)
         self._starts.append(start)
-        return Stored(start, blob, shape, dtype, key)
-
-    def _put_values(self, parts: Iterable[Tensor]) -> int:
-        """Write them; their CRC, if one is asked for."""
-        crc = 0
-        for data in parts:
-            if data.numel():
-                self._write(data)
-                self.position += data.numel()
-                if self._checksums:
-                    crc = zlib.crc32(view_of(data), crc)
-        return crc
+        return Stored(start, blob, shape, dtype, len(self._starts) - 1)
 
     def finish(self, value: Any) -> None:
         """Write what ``torch.load`` returns, and the directory.
@@ -173,22 +187,40 @@ class TorchFile:
         buffer = io.BytesIO()
         _Pickler(buffer, self._known, self.add).dump(value)
         self._finished = True
-        for name, content in _small_records(buffer.getvalue()):
-            record = Record(name, self.position, len(content), zlib.crc32(content))
-            self._put(local_header(record))
-            self._put(content)
-            self._records.append(record)
-        self._put(directory(self._records, self.position))
+        end = _Behind(self.position)
+        with zipfile.ZipFile(end, "w") as archive:  # type: ignore[call-overload]
+            archive.filelist += self._records
+            for name, content in (("data.pkl", buffer.getvalue()), ("byteorder", sys.byteorder), ("version", "3\n")):
+                archive.writestr(zipfile.ZipInfo(f"archive/{name}"), content)
+        self._put(bytes(end.data))
 
     def _known(self, stored: Stored) -> Stored:
         if stored.key >= len(self._starts) or self._starts[stored.key] != stored.start:
             raise ValueError(f"{stored} is of another file: add the tensor to this one.")
         return stored
 
-    def _put(self, data: bytes) -> None:
-        if data:
+    def _put(self, data: bytes | Tensor) -> None:
+        if len(data):
             self._write(data)
             self.position += len(data)
+
+
+class _Behind:
+    """A file to zipfile: takes what it writes behind the first ``position`` bytes."""
+
+    def __init__(self, position: int) -> None:
+        self.data = bytearray()
+        self._position = position
+
+    def write(self, data: bytes) -> int:
+        self.data += data
+        return len(data)
+
+    def tell(self) -> int:
+        return self._position + len(self.data)
+
+    def flush(self) -> None:
+        """Nothing."""
 
 
 def _bytes_of(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -267,38 +299,37 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-# ---- files in the file -------------------------------------------------------------------------------------------
+# ---- a file of one tensor ----------------------------------------------------------------------------------------
 
 
-def _small_records(pickled: bytes) -> list[tuple[bytes, bytes]]:
-    return [
-        (b"archive/data.pkl", pickled),
-        (b"archive/byteorder", sys.byteorder.encode()),
-        (b"archive/version", b"3\n"),
-    ]
+class _Recorder:
+    """A file to torch.save: takes all but the bytes at an address, which are not touched."""
 
+    def __init__(self, address: int) -> None:
+        self.data = bytearray()
+        self._address = address
 
-@functools.lru_cache(4096)
-def _blob_head(dtype: torch.dtype, shape: tuple[int, ...], checksums: bool) -> tuple[bytes, tuple[Record, ...]]:
-    """What comes before the values in a file with this tensor only, and the records in it, the values' last."""
-    stored = Stored(0, (0, 0), shape, dtype, 0)
-    buffer = io.BytesIO()
-    _Pickler(buffer, lambda same: same, _no_tensor).dump(stored)
-    head, records = b"", []
-    for name, content in _small_records(buffer.getvalue()):
-        records.append(Record(name, len(head), len(content), zlib.crc32(content)))
-        head += local_header(records[-1]) + content
-    records.append(Record(b"archive/data/0", len(head), stored.nbytes, 0, checksums))
-    return head + local_header(records[-1]), tuple(records)
+    def write(self, data: Any) -> int:
+        if memoryview(data).nbytes and np.frombuffer(data, np.uint8).ctypes.data != self._address:
+            self.data += data
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        """Nothing."""
 
 
 @functools.lru_cache(4096)
-def _blob_tail(dtype: torch.dtype, shape: tuple[int, ...], checksums: bool, crc: int) -> bytes:
-    """What comes after the values (and their descriptor) in a file with this tensor only."""
-    head, (*small, values) = _blob_head(dtype, shape, checksums)
-    values = values._replace(crc=crc)
-    return directory([*small, values], len(head) + values.nbytes + len(descriptor(values)))
-
-
-def _no_tensor(tensor: Tensor) -> Stored:
-    raise AssertionError("A pickled Stored holds no tensor.")
+def _frame(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes, int]:
+    """What torch.save writes before and behind the values of a tensor, and where the header before them begins."""
+    template = torch.empty(shape, dtype=dtype, device="cpu")
+    recorder = _Recorder(template.data_ptr())
+    checksums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(template, recorder)  # type: ignore[arg-type]
+    finally:
+        torch.serialization.set_crc32_options(checksums)
+    data = bytes(recorder.data)
+    header = data.index(b"archive/data/0") - 30
+    values = header + 30 + sum(struct.unpack_from("<HH", data, header + 26))
+    return data[:values], data[values:], header
