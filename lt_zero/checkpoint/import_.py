@@ -18,7 +18,7 @@ import fsspec
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.formats.foreign import damage
+from lt_zero.checkpoint.formats.reading import damage
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place, is_url
 from lt_zero.checkpoint.native.fragment import Fragment

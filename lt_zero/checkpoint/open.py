@@ -9,8 +9,7 @@ from pathlib import Path
 
 from lt_zero.checkpoint.formats.dcp import DcpSource
 from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
-from lt_zero.checkpoint.formats.hf import ShardsSource
-from lt_zero.checkpoint.formats.torch_file import FileSource
+from lt_zero.checkpoint.formats.torch_file import FileSource, ShardsSource
 from lt_zero.checkpoint.native import manifest
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import find, is_url

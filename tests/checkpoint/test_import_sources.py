@@ -17,8 +17,7 @@ import lt_zero
 from lt_zero.checkpoint.export import export
 from lt_zero.checkpoint.formats.dcp import DcpSource
 from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
-from lt_zero.checkpoint.formats.hf import ShardsSource
-from lt_zero.checkpoint.formats.torch_file import FileSource
+from lt_zero.checkpoint.formats.torch_file import FileSource, ShardsSource
 from lt_zero.checkpoint.import_ import import_checkpoint
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.open import open_source

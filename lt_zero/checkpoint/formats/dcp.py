@@ -21,8 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.formats.foreign import Plain, damage, mapping, prefix_of
-from lt_zero.checkpoint.formats.reading import Stub, has_checksums, load, load_metadata
+from lt_zero.checkpoint.formats.reading import (
+    Plain,
+    Stub,
+    damage,
+    has_checksums,
+    load,
+    load_metadata,
+    mapping,
+    prefix_of,
+)
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
 

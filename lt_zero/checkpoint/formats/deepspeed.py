@@ -18,20 +18,164 @@ Note [Frozen parameters]
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.formats.deepspeed_files import MODEL, OWN_KEYS, model_files, optimizer_files, tag_folder
-from lt_zero.checkpoint.formats.flat_shards import Place, Spans, cut_evenly, cut_rows
-from lt_zero.checkpoint.formats.foreign import Plain, damage, mapping, prefix_of, spec_of, ties
-from lt_zero.checkpoint.formats.reading import Stub, has_checksums, load
+from lt_zero.checkpoint.formats.reading import (
+    Plain,
+    Stub,
+    damage,
+    has_checksums,
+    load,
+    mapping,
+    prefix_of,
+    spec_of,
+    ties,
+)
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?P<bf16>bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+_EXPERTS = re.compile(r"(?:expp_rank_|layer_\d+_expert_|expert_\d+_)")
+_OWN_KEYS = {  # of a model file; the rest is what the caller of save_checkpoint gave
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
+    *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps"),
+    *("global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version"),
+    *("checkpoint_parallel_dimensions", "universal_checkpoint_info", "sparse_tensor_module_names"),
+    *("folding", "ds_autoep_layers", "autoep_layers", "num_experts"),
+}
+
+
+def _tag_folder(path: Path, tag: str | None) -> Path:
+    """The folder with the files."""
+    latest = path / "latest"
+    if tag is None and latest.is_file():
+        tag = latest.read_bytes()[:4096].decode("utf-8", "replace").strip()
+    if tag is not None:
+        if not tag or Path(tag).name != tag or not (path / tag).is_dir():
+            raise CheckpointError(f"{latest} names the tag {tag!r}, but there is no such folder in {path}.")
+        return path / tag
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder.")
+    if any(_MODEL.fullmatch(file.name) for file in path.iterdir()):
+        return path
+    tags = [d.name for d in sorted(path.iterdir()) if d.is_dir() and any(_MODEL.fullmatch(f.name) for f in d.iterdir())]
+    if len(tags) != 1:
+        raise CheckpointError(f"{path} has no file `latest`, and {len(tags)} tags: {tags}. Name one of them.")
+    return path / tags[0]
+
+
+def _files_of(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    """By rank, from 0 on."""
+    found: dict[int, Path] = {}
+    for file in sorted(folder.iterdir()):
+        if _EXPERTS.match(file.name):
+            raise CheckpointError(f"{file} belongs to a mixture of experts, whose checkpoints cannot be read.")
+        match = pattern.fullmatch(file.name)
+        if match is None:
+            continue
+        rank = int(match["rank"] or 0)
+        if int(match["mp"]) != 0 or rank in found:
+            raise CheckpointError(
+                f"{file} is one of several for the same rank: checkpoints of tensor-parallel runs cannot be read, and "
+                "files of different runs must not be in one folder."
+            )
+        found[rank] = file
+    if sorted(found) != list(range(len(found))) or not found:
+        raise CheckpointError(
+            f"{folder} has files of ranks {sorted(found)} only ({pattern.pattern}): some are missing."
+        )
+    return [found[rank] for rank in sorted(found)]
+
+
+# ---- where the elements of a parameter are: rows that ranks share ----------------------------------------------
+
+_Shapes = Mapping[str, tuple[int, ...]]
+_Spans = tuple[tuple[int, int, int], ...]  # (rank, start, stop) in that rank's row, in the order of the elements
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter is: the number of its row, and which elements of it on which rank."""
+
+    group: int
+    shape: tuple[int, ...]
+    spans: _Spans
+
+
+def _cut_evenly(group: int, shapes: _Shapes, rows: Sequence[int], file: Path) -> dict[str, _Place]:
+    """Each parameter is cut by itself; ``rows``: the length of each rank's row.
+
+    Raises:
+        CheckpointError: the rows have another length than the shapes need.
+    """
+    world, offset = len(rows), 0
+    places = {}
+    for name, shape in shapes.items():
+        numel = math.prod(shape)
+        part = -(-numel // world)
+        spans = tuple(
+            (rank, offset, offset + min(part, numel - rank * part)) for rank in range(world) if rank * part < numel
+        )
+        places[name] = _Place(group, shape, spans)
+        offset += part
+    if any(row != offset for row in rows):
+        raise CheckpointError(
+            f"{file} and its neighbours have {list(rows)} elements of group {group}, but the parameters need {offset} "
+            "each: the files do not belong together, or the weights were offloaded to NVMe and not saved."
+        )
+    return places
+
+
+def _cut_rows(
+    group: int,
+    shapes: _Shapes,
+    gaps: Sequence[int],
+    rows: Sequence[int],
+    cut_off: Sequence[int],
+    file: Path,
+) -> dict[str, _Place]:
+    """The row of all parameters is cut into equal parts.
+
+    Args:
+        gaps: elements between a parameter and the next.
+        rows: what there is of each rank's part.
+        cut_off: what is missing at its end.
+
+    Raises:
+        CheckpointError: the parts are not equal, or have another length than the shapes need.
+    """
+    part = rows[0] + cut_off[0]
+    needed = sum(map(math.prod, shapes.values())) + sum(gaps)
+    equal = all(row + missing == part for row, missing in zip(rows, cut_off, strict=True))
+    if not equal or len(gaps) != len(shapes) or sum(rows) < needed or min(cut_off) < 0 or min(gaps, default=0) < 0:
+        raise CheckpointError(
+            f"{file} and its neighbours have {list(rows)} elements of group {group} (and {list(cut_off)} of padding), "
+            f"but the parameters need {needed}: the files do not belong together. Take another checkpoint."
+        )
+    places, offset = {}, 0
+    for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
+        stop = offset + math.prod(shape)
+        spans = tuple(
+            (rank, max(offset, rank * part) - rank * part, min(stop, (rank + 1) * part) - rank * part)
+            for rank in range(len(rows))
+            if max(offset, rank * part) < min(stop, (rank + 1) * part)
+        )
+        places[name] = _Place(group, shape, spans)
+        offset = stop + gap
+    return places
+
+
+# ---- the checkpoint -------------------------------------------------------------------------------------------------
 
 
 class DeepSpeedSource:
@@ -58,8 +202,8 @@ class DeepSpeedSource:
         self.notes: list[str] = []
         self.left_out: list[str] = []
         self._inert = inert
-        self.folder = tag_folder(Path(path), tag)
-        self._files = model_files(self.folder)
+        self.folder = _tag_folder(Path(path), tag)
+        self._files = _files_of(self.folder, _MODEL)
         self._models = [mapping(load(f, inert=inert), "model states", f) for f in self._files]
         with damage(self.folder):
             self._sort_out()
@@ -70,7 +214,7 @@ class DeepSpeedSource:
         self._shapes: list[dict[str, tuple[int, ...]]] = [_shapes(s, self._files[0]) for s in shapes or []]
         self._inner: list[dict[str, Any]] = []  # the optimizer's state, per rank
         self._optimizer_files: list[Path] = []
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, _Place] = {}
         if self._shapes:
             self._read_optimizers()
         else:
@@ -92,7 +236,7 @@ class DeepSpeedSource:
         """Whether ``path`` is a folder that this class reads; says nothing about whether it is complete."""
         folder = Path(path)
         inside = [folder, *sorted(folder.iterdir())] if folder.is_dir() else []
-        return any(MODEL.fullmatch(f.name) for d in inside if d.is_dir() for f in d.iterdir())
+        return any(_MODEL.fullmatch(f.name) for d in inside if d.is_dir() for f in d.iterdir())
 
     def read(self, name: str) -> Tensor:
         """See ``Source``."""
@@ -121,7 +265,7 @@ class DeepSpeedSource:
     # ---- files -------------------------------------------------------------------------------------------------
 
     def _read_optimizers(self) -> None:
-        self._optimizer_files = optimizer_files(self.folder)
+        self._optimizer_files = _files_of(self.folder, _OPTIMIZER)
         for file in self._optimizer_files:
             content = mapping(load(file, inert=self._inert), "optimizer states", file)
             self._inner.append(mapping(content.get("optimizer_state_dict"), "optimizer_state_dict", file))
@@ -145,12 +289,12 @@ class DeepSpeedSource:
         for group, shapes in enumerate(self._shapes):
             rows = [self._flat(rank, group).shape[0] for rank in range(world)]
             if self._whole:
-                self._places |= cut_evenly(group, shapes, rows, file)
+                self._places |= _cut_evenly(group, shapes, rows, file)
             else:
                 cut_off = [self._cut_off(inner, group) for inner in self._inner]
                 paddings = first.get("param_alignment_paddings")
                 gaps = paddings[group] if paddings else [0] * len(shapes)
-                self._places |= cut_rows(group, shapes, gaps, rows, cut_off, file)
+                self._places |= _cut_rows(group, shapes, gaps, rows, cut_off, file)
 
     @staticmethod
     def _cut_off(inner: Mapping[str, Any], group: int) -> int:
@@ -166,7 +310,7 @@ class DeepSpeedSource:
 
     def _meta(self, plain: Plain) -> dict[str, Any]:
         model = self._models[0]
-        meta: dict[str, Any] = plain.of({key: value for key, value in model.items() if key not in OWN_KEYS})
+        meta: dict[str, Any] = plain.of({key: value for key, value in model.items() if key not in _OWN_KEYS})
         if model.get("lr_scheduler") is not None and "lr_schedulers" not in meta:
             meta["lr_schedulers"] = [plain.of(model["lr_scheduler"], "lr_scheduler")]
         schedules = meta.get("lr_schedulers")
@@ -189,7 +333,7 @@ class DeepSpeedSource:
             }
         return meta
 
-    def _frozen_parameters(self) -> dict[str, tuple[tuple[int, ...], Spans, list[Tensor]]]:
+    def _frozen_parameters(self) -> dict[str, tuple[tuple[int, ...], _Spans, list[Tensor]]]:
         shapes = self._models[0].get("frozen_param_shapes") or {}
         found = {}
         for name, shape in _shapes(shapes, self._files[0]).items():
@@ -201,7 +345,7 @@ class DeepSpeedSource:
                 self._module[name] = parts[0]
                 continue
             rows = [part.numel() for part in parts]
-            places = cut_evenly(0, {name: shape}, rows, self._files[0])
+            places = _cut_evenly(0, {name: shape}, rows, self._files[0])
             found[name] = (shape, places[name].spans, parts)
         return found
 
@@ -210,7 +354,7 @@ class DeepSpeedSource:
         if not isinstance(shared, dict):
             shared = ties({k: v for k, v in self._module.items() if isinstance(v, Tensor)})
         return {
-            self._name(tied): self._name(first)
+            tied.removeprefix(self._prefix): first.removeprefix(self._prefix)
             for tied, first in shared.items()
             if tied in self._module and (first in self._module or first in self._places)
         }
@@ -219,7 +363,7 @@ class DeepSpeedSource:
         weights: dict[str, Spec] = {}
         own = {*(self._models[0].get("buffer_names") or ()), *(self._models[0].get("frozen_param_shapes") or ())}
         for raw in dict.fromkeys([*self._module, *self._frozen, *self._places]):
-            name = self._name(raw)
+            name = raw.removeprefix(self._prefix)
             source = self._raw(name)
             if source in self._places:
                 place = self._places[source]
@@ -237,7 +381,7 @@ class DeepSpeedSource:
 
     def _optimizer(self) -> tuple[SavedOptimizer, ...]:
         inner = self._inner[0].get("optimizer_state_dict" if self._whole else "base_optimizer_state")
-        names = [[self._name(raw) for raw in shapes] for shapes in self._shapes]
+        names = [[raw.removeprefix(self._prefix) for raw in shapes] for shapes in self._shapes]
         if isinstance(inner, dict):
             saved = Plain(self._optimizer_files[0], self.notes).of(inner.get("param_groups"), "param_groups")
             groups = [{**group, "params": [n for i in group["params"] for n in names[i]]} for group in saved]
@@ -251,10 +395,10 @@ class DeepSpeedSource:
             if entries:
                 # Fused optimizers count in the group what torch's count in the state.
                 counted = {"step": torch.tensor(float(steps[raw]))} if raw in steps and "step" not in entries else {}
-                state[self._name(raw)] = {**entries, **counted}
+                state[raw.removeprefix(self._prefix)] = {**entries, **counted}
         return (SavedOptimizer(groups, state),)
 
-    def _keys(self, place: Place) -> dict[str, Any]:
+    def _keys(self, place: _Place) -> dict[str, Any]:
         """The saved state of a parameter's group, on the first rank that has some of the parameter."""
         rank = place.spans[0][0] if place.spans else 0
         inner = self._inner[rank].get("optimizer_state_dict" if self._whole else "base_optimizer_state")
@@ -266,7 +410,7 @@ class DeepSpeedSource:
             return {}
         return mapping(found, "optimizer state", self._optimizer_files[rank])
 
-    def _entries(self, place: Place) -> dict[str, Any]:
+    def _entries(self, place: _Place) -> dict[str, Any]:
         rank = place.spans[0][0] if place.spans else 0
         row = self._flat(rank, place.group).shape[0]
         sizes = {row, row + (0 if self._whole else self._cut_off(self._inner[rank], place.group))}
@@ -286,18 +430,15 @@ class DeepSpeedSource:
     # ---- tensors -----------------------------------------------------------------------------------------------
 
     def _moment(self, rank: int, group: int, key: str) -> Tensor:
-        place = Place(group, (), ((rank, 0, 0),))
+        place = _Place(group, (), ((rank, 0, 0),))
         value = self._keys(place).get(key)
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{self._optimizer_files[rank]} has no {key!r} of group {group}, as other files do.")
         return value
 
-    def _assembled(self, place: Place, part: Callable[[int], Tensor]) -> Tensor:
+    def _assembled(self, place: _Place, part: Callable[[int], Tensor]) -> Tensor:
         dtype = part(place.spans[0][0]).dtype if place.spans else torch.float32
         return _filled(place.shape, dtype, place.spans, part)
-
-    def _name(self, raw: str) -> str:
-        return raw.removeprefix(self._prefix)
 
     def _raw(self, name: str) -> str:
         """The file's name of what holds the values of ``name``."""
@@ -308,7 +449,7 @@ class DeepSpeedSource:
         raise CheckpointError(f"{self.folder} has no parameter or buffer {name!r}.")
 
 
-def _filled(shape: tuple[int, ...], dtype: torch.dtype, spans: Spans, part: Callable[[int], Tensor]) -> Tensor:
+def _filled(shape: tuple[int, ...], dtype: torch.dtype, spans: _Spans, part: Callable[[int], Tensor]) -> Tensor:
     """A tensor put together from parts of ranks."""
     result = torch.empty(shape, dtype=dtype)
     flat, done = result.view(-1), 0

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from lt_zero.checkpoint.formats.foreign import VERSION
+from lt_zero.checkpoint.formats.reading import VERSION
 from lt_zero.checkpoint.native.save import KEY
 from lt_zero.checkpoint.source import Source
 from lt_zero.common.errors import CheckpointError
