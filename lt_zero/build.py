@@ -27,15 +27,14 @@ from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.fp32_modules import Fp32Modules, find_fp32_modules, install_fp32_modules
-from lt_zero.engine.full_params import install_load_hooks
-from lt_zero.engine.gather_order import Residency
+from lt_zero.engine.full_params import install_load_hooks, use_outside
+from lt_zero.engine.gather import Residency
 from lt_zero.engine.grad_bucket import Reducer
 from lt_zero.engine.guard import Owner, weak_owner
-from lt_zero.engine.hidden_size import with_sizes
 from lt_zero.engine.hooks import Unit
 from lt_zero.engine.materialize import Materializer
 from lt_zero.engine.offload_manager import open_offload_manager
-from lt_zero.engine.partition import BucketPlan, EnginePlan, plan_engine, warn_of_padding
+from lt_zero.engine.partition import BucketPlan, EnginePlan, plan_engine, warn_of_padding, with_sizes
 from lt_zero.io.pinned import return_freed_memory
 from lt_zero.memory.check import check_build
 from lt_zero.ops.library import missing
@@ -104,6 +103,7 @@ def shard(
         zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size
     )
     engine = Engine(module, units, root, comm, reducer, residency, config, policy, training)
+    engine.use_outside = use_outside
     engine.attach_offload_manager(offload_manager)
     engine.kept = find_fp32_modules(module, policy.keep_fp32).parameters
     if policy.low and policy.compute is not None:

@@ -25,10 +25,6 @@ COLLECTIVES = ("comm/", "common/compat")
 SAVES = "torch.distributed.checkpoint"  # plans over a process group that comm/ makes
 # Imports that stand in a function, or that only a type checker sees, and close a circle. None may be added.
 CIRCLES = {
-    ("engine/full_params", "engine/engine"),
-    ("engine/guarded_use", "engine/engine"),
-    ("engine/hooks", "engine/engine"),
-    ("engine/inplace_edits", "engine/bucket"),
     ("step/overlap", "step/sharded_optimizer"),
     ("step/per_bucket", "step/sharded_optimizer"),
     ("step/reduced_grads", "step/sharded_optimizer"),

@@ -17,7 +17,6 @@ they shared the flat tensor's counter, autograd would report "modified by an inp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 from functools import partial
 
@@ -32,209 +31,17 @@ from lt_zero.common.timing import phase
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.grad_bucket import Accumulator
 from lt_zero.engine.guard import Owner, guard, own, sentinel, unguard
-from lt_zero.engine.inplace_edits import InplaceEdits
 from lt_zero.engine.layout import BucketLayout, Piece, Sharding, gaps_between, plan_bucket
 from lt_zero.engine.lazy_tensor import elements_of, whole
+from lt_zero.engine.weights import InplaceEdits, Weights
 from lt_zero.offload.background import BackgroundStep, Job
-from lt_zero.offload.store import DevicePlace, DeviceStore, Gather, Place, Store, Waits, put_away
+from lt_zero.offload.store import DevicePlace, Place, Store, Waits, put_away
 
 
 class State(Enum):
     RELEASED = auto()
     GATHERING = auto()
     RESIDENT = auto()
-
-
-class Weights:
-    """The weights of one bucket on this rank: what the optimizer updates, and what gathers read.
-
-    ``master``  master weights: this rank's shard, or all elements if the optimizer is not sharded. They are a slice of
-                the compute copy where that stays in memory and has the master's dtype.
-    ``frozen``  the shard of a frozen bucket, or its values in a wider dtype.
-    ``copy``    the compute copy that a step has to update: this rank's elements of the flat tensor, or what gathers
-                read while the master weights are offloaded. None: the master weights serve.
-
-    Args:
-        shard: this rank's elements (1D) of the flat tensor.
-        master_dtype: dtype of the master weights.
-        sharded: whether parameters are sharded, so that the flat tensor is released at times.
-        gaps: elements [lo, hi) of ``shard`` that belong to no parameter.
-        background: the background step of the bucket.
-    """
-
-    def __init__(
-        self,
-        shard: Tensor,
-        master_dtype: torch.dtype,
-        sharded: bool,
-        gaps: list[tuple[int, int]],
-        background: BackgroundStep,
-    ) -> None:
-        self.master_dtype, self._gaps, self._background = master_dtype, gaps, background
-        self._shard, self._sharded = shard, sharded
-        self.master: Store | None = None
-        self.frozen: Store | None = None
-        self.copy: Store | None = None
-        self.written = False  # the running step has written the compute copy already
-
-    def use(self, optim: Place, params: Place) -> None:
-        """Keep master weights in ``optim``, and what gathers read in ``params``."""
-        self._optim, self._params = optim, params
-
-    # ---- construction ------------------------------------------------------------------------------------------
-
-    def keep(self, values: Tensor, train: bool) -> None:
-        """Store this rank's ``values`` (1D, as ``shard``): as master weights if ``train``, as frozen weights if not."""
-        compute = self._shard.dtype
-        if not train:
-            dtype = compute if values.dtype == compute else self.master_dtype
-            self.frozen = _stored(self._params, "weights", values, dtype)
-            return
-        self.master = _stored(self._optim, "master", values, self.master_dtype)
-        serves = self._optim.streamed and self._params.streamed and self.master_dtype == compute
-        if not self._sharded:
-            self.copy = self._optim.fed(DeviceStore.of(self._shard))
-        elif self._optim.offloads and not serves:  # a gather must not wait until master weights are read
-            self.copy = self._optim.fed(_stored(self._params, "weights", values, compute))
-
-    @torch.no_grad()
-    def enable_training(self) -> None:
-        """Make the master weights if there are none; called late when frozen parameters are unfrozen."""
-        if self.trains:
-            return
-        frozen, self.frozen = self.frozen, None
-        if self.master_is_view:
-            self.master = DeviceStore.of(self._shard)
-        elif frozen is None:
-            self.keep(self._shard, train=True)
-        elif frozen.dtype == self.master_dtype and not self._optim.offloads and not frozen.streamed:
-            self.master = frozen
-            self.copy = None if self._sharded else DeviceStore.of(self._shard)
-        else:
-            self.keep(frozen.read(), train=True)
-            frozen.discard()
-        put_away(self.stores())  # the bucket may never be stepped
-
-    # ---- what there is -----------------------------------------------------------------------------------------
-
-    @property
-    def master_is_view(self) -> bool:
-        """Whether the master weights are a slice of the compute copy."""
-        return not self._sharded and self.master_dtype == self._shard.dtype and not self._optim.offloads
-
-    @property
-    def trains(self) -> bool:
-        """Whether there are master weights."""
-        return self.master is not None
-
-    @property
-    def _kept(self) -> Store | None:
-        return self.master or self.frozen
-
-    @property
-    def has_master(self) -> bool:
-        """Whether master or frozen weights are stored apart from the flat tensor."""
-        return not self.master_is_view and self._kept is not None
-
-    def stores(self) -> list[Store]:
-        """The stores of weights."""
-        return [store for store in (self.master, self.frozen, self.copy) if store is not None]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that weights apart from the flat tensor take now."""
-        copy = self.copy.nbytes if self.copy is not None and self._sharded else 0
-        return copy + (self._kept.nbytes if self._kept is not None and self.has_master else 0)
-
-    @property
-    def master_rows(self) -> Tensor:
-        """The master weights (1D, as ``shard``), whether or not their values are in memory."""
-        assert self.master is not None
-        return self.master.tensor
-
-    @property
-    def precision(self) -> torch.dtype:
-        """Dtype of ``master_or_shard()``, without reading it."""
-        return self._kept.dtype if self._kept is not None else self._shard.dtype
-
-    def values(self) -> Tensor:
-        """Master or frozen weights (1D, as ``shard``), read-only."""
-        self._background.wait()
-        assert self._kept is not None
-        return self._kept.read()
-
-    def master_or_shard(self) -> Tensor:
-        """``values()``, or the flat tensor's elements if there are none (1D, as ``shard``), read-only."""
-        return self.values() if self._kept is not None else self._shard
-
-    def writable_values(self) -> Tensor:
-        """Where new values are written: ``values()``, or the flat tensor's elements if there are none."""
-        self._background.wait()
-        return self._kept.write() if self._kept is not None else self._shard
-
-    # ---- the copy that gathers read ----------------------------------------------------------------------------
-
-    @property
-    def gather_source(self) -> Store:
-        """What a gather of sharded parameters reads (1D, as ``shard``)."""
-        source = self.copy or self._kept
-        assert source is not None
-        return source
-
-    def launch_gather(self, gather: Gather) -> Waits:
-        """Start filling ``shard``, and the ``gather`` of it."""
-        self._background.wait()
-        return self.gather_source.launch_gather(self._shard, gather)
-
-    def kernel_target(self, covers: Callable[[], bool]) -> Tensor | None:
-        """Where the kernel can write the compute copy while it updates the master weights; None: ``refresh`` does.
-
-        ``covers``: whether the kernel writes all elements but the gaps.
-        """
-        self.gather_source.wait_sent()
-        return self.copy.kernel_target(self.master_dtype, covers) if self.copy is not None else None
-
-    def cancel_kernel(self) -> None:
-        """Forget ``kernel_target`` after the kernel failed."""
-        if self.copy is not None:
-            self.copy.cancel()
-        self.written = False
-
-    def refresh(self) -> None:
-        """Copy the master weights, which are in memory, to the compute copy."""
-        self._background.wait()
-        if self.copy is not None and self.master is not None:
-            self.copy.refresh(self.master, self.written, self._gaps)
-        self.written = True
-
-    def note_readers(self) -> None:
-        """Before a background step: note which work queued on the device still reads the compute copy."""
-        if self.copy is not None:
-            self.copy.note_readers()
-
-    def wait_copied(self) -> None:
-        """Make the current stream wait until the compute copy is up to date."""
-        if self.copy is not None:
-            self.copy.wait_copied()
-
-    def publishing(self) -> AbstractContextManager[object]:
-        """Context in which the background thread gathers the copies of all ranks."""
-        return self.copy.publishing() if self.copy is not None else nullcontext()
-
-    def follow_edit(self) -> None:
-        """After an edit of ``writable_values()``: update what gathers read, and write streamed stores."""
-        if self.copy is not None and self._sharded:
-            self.written = False
-            self.refresh()
-            self.written = False
-            self.wait_copied()
-        put_away(self.stores())
-
-
-def _stored(place: Place, kind: str, values: Tensor, dtype: torch.dtype) -> Store:
-    store = place.store(kind, values.numel(), dtype)
-    store.overwrite().copy_(values)
-    return store
 
 
 class Bucket:
@@ -294,7 +101,9 @@ class Bucket:
         self.use(self.memory, self.memory)
         self.state = State.RESIDENT
         self._owner = owner
-        self.edits = InplaceEdits(self)
+        self.edits = InplaceEdits(
+            self.params, self.layout, self.param_views, self.weights, self._pieces, lambda: self.resident
+        )
         self.stepped_early = False  # in the running backward; see overlap.py, Note [Beside backward]
         self._unpublished = False  # the background step has yet to update the compute copy
         self._pending: Waits | None = None
@@ -570,26 +379,5 @@ class Bucket:
         self.comm.before_write()
         self.comm.broadcast(self.flat, self.name)
         self.comm.after_write()
-        self.keep_edits()
+        self.weights.keep_edits()
         self.edits.note()
-
-    @torch.no_grad()
-    def keep_edits(self) -> None:
-        """Copy edits of this rank's shard of the (resident) compute copy to the master weights."""
-        if not self.weights.has_master:
-            return
-        # Only edited elements: the others are more precise in the master weights.
-        if not self.offloaded:
-            master = self.weights.writable_values()
-            edited = master.to(self.dtype) != self.shard
-            master.copy_(torch.where(edited, self.shard.to(master.dtype), master))  # does not wait for the GPU
-            return
-        kept = self.weights.values()
-        shown = self.shard.to(kept.device)
-        edited = kept.to(self.dtype) != shown
-        if bool(edited.any()):
-            master = self.weights.writable_values()
-            master[edited] = shown[edited].to(master.dtype)
-            self.weights.follow_edit()
-        else:
-            self.put_away()

@@ -42,10 +42,8 @@ from lt_zero.common.timing import NOTHING, Span, UnitRanges, phase, phased, unit
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.gather import Gatherer
-from lt_zero.engine.gather_order import Residency
+from lt_zero.engine.gather import Gatherer, Residency
 from lt_zero.engine.grad_bucket import Reducer
-from lt_zero.engine.guarded_use import use_outside
 from lt_zero.engine.hooks import (
     Call,
     Unit,
@@ -98,6 +96,7 @@ class Engine(ProcessLocal):
         self.buckets = [b for u in [*units, root_unit] for b in u.buckets]
         self.owner = {id(p): (b, i) for b in self.buckets for i, p in enumerate(b.params)}
         self.gatherer = Gatherer(units, root_unit, comm, residency if training else residency.without_training())
+        self.use_outside: Callable[..., Any] | None = None  # handles uses of guarded parameters: full_params.py
         self.in_backward = False
         self.backwards = 0  # backwards that have ended
         self._explicit = False  # a backward_pass context is open
@@ -109,7 +108,8 @@ class Engine(ProcessLocal):
         self.offload_manager = OffloadManager()
         self.after_backward: list[Callable[[], None]] = []  # called at the end of a backward, also of a failed one
         self.after_step: list[Callable[[], None]] = []  # called when the compute copies are up to date
-        self.handles = [h for u in units for h in install_unit_hooks(self, u)] + install_root_hooks(self)
+        self.handles = [h for u in units for h in install_unit_hooks(u, self.pre_forward, self.post_forward)]
+        self.handles += install_root_hooks(root, self.enter_forward, self.leave_forward)
         self.handles += hook_bare_parameters(root, self.owner, self._arm)
 
     # ---- hooks -------------------------------------------------------------------------------------------------
@@ -387,5 +387,6 @@ class Engine(ProcessLocal):
     # ---- uses outside of a unit's forward ----------------------------------------------------------------------
 
     def on_guarded_use(self, parameters: list[Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Handle a function that was called on guarded parameters and needs values. See guard.py, guarded_use.py."""
-        return use_outside(self, parameters, func, args, kwargs)
+        """Call a function that needs the values of guarded ``parameters``. See guard.py."""
+        assert self.use_outside is not None
+        return self.use_outside(self, parameters, func, args, kwargs)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Container
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,6 @@ from lt_zero.common.tensor_tree import ReplacedTensors, iter_tensors
 from lt_zero.common.timing import NOTHING, Span
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.guard import is_guarded
-
-if TYPE_CHECKING:
-    from lt_zero.engine.engine import Engine
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -147,33 +144,38 @@ def hook_bare_parameters(root: nn.Module, owned: Container[int], fn: Callable[[]
     return handles
 
 
-def install_unit_hooks(engine: Engine, unit: Unit) -> list[Any]:
-    """Hook the unit's forward. They keep the engine alive; a shallow copy of the module shares and ignores them."""
+def install_unit_hooks(
+    unit: Unit, before: Callable[[Unit, Any, Any], Any], after: Callable[[Unit, Any], None]
+) -> list[Any]:
+    """Call ``before(unit, args, kwargs)`` before the unit's forward, and ``after(unit, output)`` after it.
 
-    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return engine.pre_forward(unit, args, kwargs) if module is unit.module else None
+    A shallow copy of the module shares the hooks and ignores them.
+    """
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
+    def pre(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return before(unit, args, kwargs) if module is unit.module else None
+
+    def post(module: nn.Module, args: Any, output: Any) -> None:
         if module is unit.module:
-            engine.post_forward(unit, output)
+            after(unit, output)
 
-    handle = unit.module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True)
-    return [handle, unit.module.register_forward_hook(Hook(after))]
+    handle = unit.module.register_forward_pre_hook(Hook(pre), prepend=True, with_kwargs=True)
+    return [handle, unit.module.register_forward_hook(Hook(post))]
 
 
-def install_root_hooks(engine: Engine) -> list[Any]:
-    """Make a call of the model a forward scope."""
+def install_root_hooks(root: nn.Module, enter: Callable[[], None], leave: Callable[[Any], None]) -> list[Any]:
+    """Call ``enter()`` before a forward of ``root`` and ``leave(output)`` after it, also after a failed one."""
 
-    def before(module: nn.Module, args: Any) -> None:
-        if module is engine.root:
-            engine.enter_forward()
+    def pre(module: nn.Module, args: Any) -> None:
+        if module is root:
+            enter()
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        if module is engine.root:
-            engine.leave_forward(output)
+    def post(module: nn.Module, args: Any, output: Any) -> None:
+        if module is root:
+            leave(output)
 
-    handle = engine.root.register_forward_pre_hook(Hook(before), prepend=True)
-    return [handle, engine.root.register_forward_hook(Hook(after), always_call=True)]
+    handle = root.register_forward_pre_hook(Hook(pre), prepend=True)
+    return [handle, root.register_forward_hook(Hook(post), always_call=True)]
 
 
 def refuse_reentrant_checkpoint(unit: str) -> None:

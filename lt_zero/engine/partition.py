@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import difflib
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -19,12 +20,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.config import ZeroConfig
+from lt_zero.config.auto import resolve_sizes
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.config.schema import ZeroOptimization
 from lt_zero.engine.find_units import UnitPlan, UnitRules, class_matches, clean_name, find_units
 from lt_zero.engine.fp32_modules import BATCH_NORMS, DEFAULT_ISLANDS_MIXED, Fp32Modules, find_fp32_modules
-from lt_zero.engine.layout import BucketLayout, Sharding, plan_bucket, split_by_size
-from lt_zero.engine.owner_assignment import Owners, join
+from lt_zero.engine.layout import BucketLayout, Owners, Sharding, join, plan_bucket, split_by_size
 
 _WEIGHTLESS_BACKWARD = (nn.Embedding, nn.EmbeddingBag)  # their backward needs indices only
 
@@ -63,7 +64,7 @@ class BucketPlan:
 class PlannedUnit:
     """A unit of the model and its buckets; the root's name is ''.
 
-    Below stage 3 a bucket may hold parameters of later units, too (owner_assignment.py, Note [Padding]).
+    Below stage 3 a bucket may hold parameters of later units, too (layout.py, Note [Padding]).
     """
 
     plan: UnitPlan
@@ -136,7 +137,7 @@ def plan_engine(root: nn.Module, config: ZeroConfig, policy: DtypePolicy, world:
 
 
 def warn_of_padding(plan: EnginePlan, zero: ZeroOptimization, world: int) -> None:
-    """Warn if owners leave much padding in the buckets. See owner_assignment.py, Note [Padding]."""
+    """Warn if owners leave much padding in the buckets. See layout.py, Note [Padding]."""
     share = plan.padding(world) if zero.shard_along == "parameter" else 0.0
     if share <= _MUCH:
         return
@@ -240,7 +241,7 @@ class _Cutter:
 
     @property
     def joins(self) -> bool:
-        """Whether a bucket may hold parameters of several units. See owner_assignment.py, Note [Padding]."""
+        """Whether a bucket may hold parameters of several units. See layout.py, Note [Padding]."""
         return self._owners is not None and not self.sharding.params
 
     def divide(self, plan: UnitPlan) -> tuple[list[Named], list[Named]]:
@@ -285,3 +286,67 @@ class _Cutter:
         if self._owners is not None:
             owners = self._owners.of([p.numel() for _, p in members], members[0][1].requires_grad)
         return BucketPlan(name, tuple(members), dtype, sharding, owners)
+
+
+# ---- bucket sizes that are "auto" ------------------------------------------------------------------------------------
+
+
+def hidden_size(root: nn.Module) -> tuple[int, str]:
+    """The width of the residual stream, and how it was found. Only shapes of parameters are read.
+
+    It is ``hidden_size``, or the largest of ``hidden_sizes``, of the ``config`` or ``config.text_config`` of the model
+    or of one of its modules, as in transformers. Otherwise it is the most frequent dimension of matrices (embeddings
+    and feed-forward layers have one other dimension, attention none); of equally frequent ones the smallest.
+
+    Raises:
+        ConfigError: there is no matrix.
+    """
+    for name, module in root.named_modules():
+        config = getattr(module, "config", None)
+        for place in (config, getattr(config, "text_config", None)):
+            found = _of(place)
+            if found is not None:
+                return found, f"{name + '.' if name else ''}config of the model"
+    sizes = Counter(size for p in root.parameters() if p.dim() == 2 for size in set(p.shape) if size > 1)
+    if not sizes:
+        raise ConfigError(
+            [
+                Problem(
+                    "zero_optimization.reduce_bucket_size",
+                    'A bucket size is "auto", and the model has neither config.hidden_size nor a matrix. Write numbers '
+                    "for zero_optimization.reduce_bucket_size, stage3_prefetch_bucket_size and "
+                    "stage3_param_persistence_threshold.",
+                )
+            ]
+        )
+    most = max(sizes.values())
+    return min(size for size, count in sizes.items() if count == most), "the size that most matrices have"
+
+
+def with_sizes(config: ZeroConfig, root: nn.Module) -> ZeroConfig:
+    """The configuration with bucket sizes that were "auto" resolved for this model.
+
+    Raises:
+        ConfigError: there is no matrix.
+    """
+    return resolve_sizes(config, lambda: hidden_size(root))
+
+
+def _of(config: Any) -> int | None:
+    if config is None:
+        return None
+    values: Any = config if isinstance(config, dict) else _Attributes(config)
+    size, sizes = values.get("hidden_size"), values.get("hidden_sizes")
+    if isinstance(size, int) and size > 0:
+        return size
+    if isinstance(sizes, (list, tuple)) and sizes and all(isinstance(s, int) for s in sizes):
+        return int(max(sizes))
+    return None
+
+
+class _Attributes:
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def get(self, name: str) -> Any:
+        return getattr(self._config, name, None)

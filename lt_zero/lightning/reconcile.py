@@ -28,7 +28,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.auto import Facts, Resolution, resolve, resolve_batch
 from lt_zero.config.document import Document
 from lt_zero.config.load import ConfigWarning
-from lt_zero.engine.hidden_size import hidden_size
+from lt_zero.engine.partition import hidden_size
 from lt_zero.lightning.hparams import find_value
 from lt_zero.lightning.same_config import check_same
 from lt_zero.optim import grouping

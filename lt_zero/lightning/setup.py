@@ -20,9 +20,8 @@ from lt_zero.activation.install import installed
 from lt_zero.comm.communicator import Comm
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
-from lt_zero.engine.consistency_check import check_identity, owns_all
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import restore_whole
+from lt_zero.engine.full_params import check_identity, owns_all, restore_whole
 from lt_zero.engine.guard import owner_of
 from lt_zero.lightning.model_report import dtype_table, unit_table
 from lt_zero.lightning.precision import sharded_of

@@ -32,9 +32,8 @@ from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ActivationCheckpointing
 from lt_zero.config.load import load
-from lt_zero.engine.consistency_check import sync_buffers
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.full_params import full_state_dict, restore_whole
+from lt_zero.engine.full_params import full_state_dict, restore_whole, sync_buffers
 from lt_zero.engine.materialize import ConstructionSharder
 from lt_zero.lightning import setup as set_up
 from lt_zero.lightning.checkpoint_service import CheckpointService

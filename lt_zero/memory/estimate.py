@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import MODES, dtype_policy, resolve_mode
 from lt_zero.config.schema import ZeroOptimization
-from lt_zero.engine.hidden_size import with_sizes
-from lt_zero.engine.partition import plan_engine
+from lt_zero.engine.partition import plan_engine, with_sizes
 from lt_zero.memory.forecast import Forecast, forecast
 from lt_zero.memory.limits import amount
 from lt_zero.memory.rows import DEVICE, HOST, NVME, PLACES, Setup

@@ -24,7 +24,7 @@ from lt_zero.comm.shared_memory import SEND_BUFFERS
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.config.schema import ZeroOptimization
-from lt_zero.engine.gather_order import Residency
+from lt_zero.engine.gather import Residency
 from lt_zero.engine.partition import BucketPlan, EnginePlan
 from lt_zero.io.pinned import rounded
 from lt_zero.memory.rows import DEVICE, HOST, NVME, Row, Setup, rows_of

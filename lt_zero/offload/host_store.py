@@ -8,6 +8,7 @@ event of each until somebody waits for it.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -196,6 +197,69 @@ class HostStore:
 
     def publishing(self) -> AbstractContextManager[object]:
         return nullcontext()
+
+
+class StreamedStore(HostStore):
+    """Keeps a tensor elsewhere, and in host memory only while it is used. Views that it has lent follow the values.
+
+    A subclass says where: it implements ``read``, ``overwrite``, ``begin_step``, ``end_use``, ``wait_written`` and
+    ``discard``, and calls ``_show`` when ``_tensor`` was set or removed.
+
+    Args:
+        numel: elements.
+        dtype: of the tensor.
+        link: to the device; None: the device is the CPU.
+    """
+
+    streamed = True
+
+    def __init__(self, numel: int, dtype: torch.dtype, link: HostLink | None) -> None:
+        super().__init__(dtype, lambda: self.tensor, link)
+        self.numel = numel
+        self._lent: list[tuple[weakref.ref[Tensor], int]] = []
+
+    @property
+    def tensor(self) -> Tensor:
+        if self._tensor is None:
+            return torch.full((), torch.nan, dtype=self.dtype).expand(self.numel)
+        return self._tensor
+
+    def lend(self, offset: int, shape: torch.Size, kind: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        view = torch.empty(0, dtype=self.dtype)  # an ordinary view would keep its memory alive
+        view = kind(view) if kind is not None else view
+        view.data = self._part(offset, shape)
+        self._lent = [(ref, lo) for ref, lo in self._lent if ref() is not None]
+        self._lent.append((weakref.ref(view), offset))
+        return view
+
+    def owns(self, value: Tensor) -> bool:
+        return any(ref() is value for ref, _ in self._lent)
+
+    def _part(self, offset: int, shape: torch.Size) -> Tensor:
+        part = self.tensor[offset : offset + shape.numel()]
+        return part.view(shape) if self._tensor is not None else part[:1].view([1] * len(shape)).expand(shape)
+
+    def _show(self) -> None:
+        """Let the views that were lent show the values, or NaN while these are away."""
+        for ref, offset in self._lent:
+            if (view := ref()) is not None:
+                view.data = self._part(offset, view.shape)
+
+    def launch_gather(self, shard: Tensor, gather: Gather) -> Waits:
+        self.prefetch()
+        return _Then([], lambda: self._gather(shard, gather))
+
+    def _gather(self, shard: Tensor, gather: Gather) -> None:
+        shard.copy_(self.read())
+        self.end_use()
+        self.wait_written()
+        gather(None).wait()
+
+    def kernel_target(self, master: torch.dtype, covers: Callable[[], bool]) -> Tensor | None:
+        return None
+
+    def refresh(self, master: Store, written: bool, gaps: Sequence[Gap]) -> None:
+        self.overwrite().copy_(master.tensor)
 
 
 class FedStore(DeviceStore):

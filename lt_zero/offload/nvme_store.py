@@ -22,7 +22,6 @@ import re
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum, auto
@@ -41,10 +40,8 @@ from lt_zero.io.direct_file import Nowhere, SwapFile
 from lt_zero.io.pinned import aligned_buffer, rounded
 from lt_zero.io.private_folder import SwapFolder
 from lt_zero.io.thread_pool import IoPool, SwapError, Transfer
-from lt_zero.offload.host_store import HostLink, HostStore, fed
-from lt_zero.offload.store import Gap, Gather, Speed, Store, Waits
-
-_CPU = torch.device("cpu")
+from lt_zero.offload.host_store import HostLink, StreamedStore, fed
+from lt_zero.offload.store import Speed, Store
 
 
 class _At(Enum):
@@ -54,7 +51,7 @@ class _At(Enum):
     COMING = auto()
 
 
-class NvmeStore(HostStore):
+class NvmeStore(StreamedStore):
     """Keeps a tensor in a record of a file. It starts in memory, filled with zeros.
 
     Args:
@@ -68,8 +65,6 @@ class NvmeStore(HostStore):
         scratch: changes that a step makes to the values need not be written.
     """
 
-    streamed = True
-
     def __init__(
         self,
         numel: int,
@@ -81,11 +76,9 @@ class NvmeStore(HostStore):
         link: HostLink | None = None,
         scratch: bool = False,
     ) -> None:
-        super().__init__(dtype, lambda: self.tensor, link)
-        self._report = report
-        self.numel, self._scratch = numel, scratch
+        super().__init__(numel, dtype, link)
+        self._report, self._scratch = report, scratch
         self._file, self._record, self._buffers = file, record, buffers
-        self._lent: list[tuple[weakref.ref[Tensor], int]] = []
         self._transfer: Transfer | None = None
         self._buffer: Tensor | None = None
         self._allocate().zero_()
@@ -94,43 +87,8 @@ class NvmeStore(HostStore):
 
     def _allocate(self) -> Tensor:
         self._buffer = self._buffers.take(self._file.size_of(self._record))
+        self._tensor = self._buffer[: self.numel * self.dtype.itemsize].view(self.dtype)
         return self._buffer[: self._file.size_of(self._record)]
-
-    @property
-    def tensor(self) -> Tensor:
-        """As ``Store.tensor``; a new object on each access."""
-        if self._buffer is None:
-            return torch.full((), torch.nan, dtype=self.dtype, device=_CPU).expand(self.numel)
-        return self._buffer[: self.numel * self.dtype.itemsize].view(self.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize if self._buffer is not None else 0
-
-    @property
-    def here(self) -> bool:
-        return self._at is _At.HERE
-
-    def lend(self, offset: int, shape: torch.Size, kind: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """A view of some elements that callers may keep. It follows the values into new buffers; away it reads NaN."""
-        view = torch.empty(0, dtype=self.dtype, device=_CPU)  # an ordinary view would keep the first buffer alive
-        view = kind(view) if kind is not None else view
-        view.data = self._part(offset, shape)
-        self._lent = [(ref, lo) for ref, lo in self._lent if ref() is not None]
-        self._lent.append((weakref.ref(view), offset))
-        return view
-
-    def owns(self, value: Tensor) -> bool:
-        return any(ref() is value for ref, _ in self._lent)
-
-    def _part(self, offset: int, shape: torch.Size) -> Tensor:
-        part = self.tensor[offset : offset + shape.numel()]
-        return part.view(shape) if self._buffer is not None else part[:1].view([1] * len(shape)).expand(shape)
-
-    def _show(self) -> None:
-        for ref, offset in self._lent:
-            if (view := ref()) is not None:
-                view.data = self._part(offset, view.shape)
 
     def prefetch(self) -> None:
         if self._at is _At.AWAY:
@@ -195,7 +153,8 @@ class NvmeStore(HostStore):
     def _leave(self) -> None:
         assert self._buffer is not None
         self._buffers.give(self._buffer)
-        self._buffer, self._at = None, _At.AWAY
+        self._buffer = self._tensor = None
+        self._at = _At.AWAY
         self._show()
 
     def _start(self, move: Callable[[int, Tensor], Transfer], buffer: Tensor) -> None:
@@ -217,31 +176,6 @@ class NvmeStore(HostStore):
         self._report(error)
         if self._buffer is not None and self.dtype.is_floating_point:
             self.tensor.fill_(torch.nan)
-
-    # ---- collectives and the compute copy ------------------------------------------------------------------------
-
-    def launch_gather(self, shard: Tensor, gather: Gather) -> Waits:
-        self.prefetch()
-        return _Read(self, shard, gather)
-
-    def kernel_target(self, master: torch.dtype, covers: Callable[[], bool]) -> Tensor | None:
-        return None
-
-    def refresh(self, master: Store, written: bool, gaps: Sequence[Gap]) -> None:
-        self.overwrite().copy_(master.tensor)
-
-
-class _Read:
-    """A gather that is launched when it is waited for, since the shard is being read."""
-
-    def __init__(self, store: NvmeStore, shard: Tensor, gather: Gather) -> None:
-        self._store, self._shard, self._gather = store, shard, gather
-
-    def wait(self) -> None:
-        self._shard.copy_(self._store.read())
-        self._store.end_use()
-        self._store.wait_written()
-        self._gather(None).wait()
 
 
 class NvmeFiles:

@@ -140,7 +140,9 @@ class Place(Protocol):
         """A new store for a ``kind`` of values: "master", "weights" (which gathers read), "grad"."""
 
     def state(self, key: str, numel: int, dtype: torch.dtype) -> Store | None:
-        """A new store of zeros for the optimizer's element-wise state ``key``; None: it stays beside its fragment."""
+        """A new store for the optimizer's element-wise state ``key``, with zeros in memory; None: it stays beside its
+        fragment.
+        """
 
     def fed(self, copy: Store) -> Store:
         """``copy`` as the compute copy of master weights that are kept here."""

@@ -15,7 +15,7 @@ from torch import nn
 
 import lt_zero
 from lt_zero.checkpoint.native.plain import plain
-from lt_zero.engine.consistency_check import check_identity
+from lt_zero.engine.full_params import check_identity
 from lt_zero.engine.lazy_tensor import AbsentTensor
 from tests.support.matrix import cover, only
 from tests.support.models import Net, next_token_loss, tokens

@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 import lt_zero
 from lt_zero import estimate
 from lt_zero.config.precision import dtype_policy
-from lt_zero.engine.layout import ALIGN, aligned, plan_bucket, split_by_size
-from lt_zero.engine.owner_assignment import Owners, join, share_out, shares_of
+from lt_zero.engine.layout import ALIGN, Owners, aligned, join, plan_bucket, share_out, shares_of, split_by_size
 from lt_zero.engine.partition import plan_engine
 from lt_zero.memory.check import measured
 from lt_zero.memory.forecast import GRADS, MASTER, MOMENTS, REDUCE, WEIGHTS

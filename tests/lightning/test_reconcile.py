@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import lt_zero
 from lt_zero import ZeroConfig, ZeroStrategy
 from lt_zero.common.errors import ConfigError
-from lt_zero.engine.hidden_size import hidden_size, with_sizes
+from lt_zero.engine.partition import hidden_size, with_sizes
 from tests.support.lightning_tools import QUIET
 from tests.support.plain_module import AUTO, SGD, Own, Plain, run
 from tests.support.pool import Pool

@@ -51,12 +51,17 @@ def pinned(lab: Lab, config: Config) -> Any:
         asked.append(pin)
         return SimpleNamespace(pin=pin)
 
+    def buffer(nbytes: int, pin: bool) -> torch.Tensor:
+        asked.append(pin)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
     with (
         mock.patch.object(offload_manager, "HostLink", link),
-        mock.patch.object(host_store, "host_empty", lambda numel, dtype, pin: asked.append(pin)),
+        mock.patch.object(host_store, "host_buffer", buffer),
     ):
-        offload_manager.open_offload_manager(engine.buckets, made, torch.device("cuda"))
-        engine.buckets[0].step_place.store("grad", 1, torch.float32).overwrite()
+        manager = offload_manager.open_offload_manager(engine.buckets, made, torch.device("cuda"))
+        assert manager.host_link is not None
+        host_store.HostPlace(manager.host_link).store("weights", 1, torch.float32).overwrite()
     return asked
 
 

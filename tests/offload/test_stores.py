@@ -1,0 +1,117 @@
+"""A further place where bytes are kept needs a store, a place and a tier: nothing else knows what there is."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lt_zero.engine import offload_manager
+from lt_zero.offload import host_store
+from lt_zero.offload.host_store import HostLink, StreamedStore, fed
+from lt_zero.offload.store import Speed, Store
+from tests.support.offload_runs import in_memory, same, train
+from tests.support.overlap_runs import offload
+from tests.support.overlap_runs import train as train_beside
+from tests.support.pool import Pool
+
+
+class Compressed(StreamedStore):
+    """Keeps a tensor as compressed bytes."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, link: HostLink | None) -> None:
+        super().__init__(numel, dtype, link)
+        self._tensor = torch.zeros(numel, dtype=dtype)
+        self._packed = b""
+
+    def read(self) -> torch.Tensor:
+        if self._tensor is None:
+            self._tensor = torch.frombuffer(bytearray(zlib.decompress(self._packed)), dtype=self.dtype)
+            self._show()
+        self.wait_arrived()
+        return self._tensor
+
+    def begin_step(self) -> None:
+        if self._tensor is None:
+            self.read()
+
+    def overwrite(self) -> torch.Tensor:
+        self.wait_arrived()
+        if self._tensor is None:
+            self._tensor = torch.full((self.numel,), torch.nan).to(self.dtype)
+            self._show()
+        return self._tensor
+
+    def end_use(self) -> None:
+        self.wait_arrived()
+        if self._tensor is not None:
+            self._packed = zlib.compress(self._tensor.view(torch.uint8).numpy().tobytes(), 1)
+
+    def wait_written(self) -> None:
+        self._tensor = None
+        self._show()
+
+    discard = wait_written
+
+
+class Archive:
+    """Compressed bytes of all buckets; a place per bucket."""
+
+    offloads = streamed = True
+
+    def __init__(self, where: Any, rank: int, aio: Any, numels: Sequence[int], room: int = 3) -> None:
+        self.room, self.where, self.problem = room, "memory", None
+        self.spare_nbytes = self.bytes_on_disk = 0
+
+    def place(self, record: int, link: Any) -> Archive:
+        self.link: HostLink | None = link
+        return self
+
+    def store(self, kind: str, numel: int, dtype: torch.dtype) -> Store:
+        return Compressed(numel, dtype, self.link)
+
+    def state(self, key: str, numel: int, dtype: torch.dtype) -> Store | None:
+        return self.store(key, numel, dtype)
+
+    def fed(self, copy: Store) -> Store:
+        return fed(copy, self.link) if self.link is not None else copy
+
+    @contextmanager
+    def streaming(self) -> Iterator[None]:
+        yield
+
+    def speed(self, nbytes: int) -> Speed:
+        return Speed(1e9, 1e9)
+
+    def require(self, bytes_per_element: int) -> None:
+        return None
+
+    def rest(self) -> None:
+        return None
+
+    close = rest
+
+
+def _compressed(path: str, apart: bool) -> None:
+    patch = pytest.MonkeyPatch()
+    patch.setitem(offload_manager._TIERS, "nvme", Archive)
+    for stage, dtype in ((1, None), (2, torch.bfloat16), (3, None), (3, torch.bfloat16)):
+        patch.setattr(host_store, "_apart", apart)
+        got, engine, _ = train(stage, path, dtype=dtype)
+        assert all(type(b.weights.master) is Compressed for b in engine.buckets)
+        assert not any(s.nbytes for b in engine.buckets for s in b.stores() if s.streamed), "away after a step"
+        beside, _, _ = train_beside(stage, offload(path, True, params=stage == 3), beside=True, dtype=dtype)
+        patch.setattr(host_store, "_apart", False)
+        same(got, in_memory(stage, "AdamW", dtype), (stage, dtype))
+        same(beside, train_beside(stage, {}, dtype=dtype)[0], (stage, dtype, "beside backward"))
+    patch.undo()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_fourth_place_trains_the_same_bits(pool: Pool, tmp_path: Path, apart: bool) -> None:
+    pool.run(2, _compressed, str(tmp_path), apart)
