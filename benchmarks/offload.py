@@ -59,7 +59,6 @@ def run(name: str, depth: int, width: int, steps: int, path: str) -> dict[str, A
 
     import lt_zero
     from lt_zero.offload.nvme_store import probe
-    from lt_zero.step.clip import clip_grad_norm
 
     bare = resident()
     torch.manual_seed(0)
@@ -79,7 +78,7 @@ def run(name: str, depth: int, width: int, steps: int, path: str) -> dict[str, A
             loss.backward()
         middle = time.perf_counter()
         if clips:
-            clip_grad_norm(sharded, 1.0)
+            sharded.grads.clip_norm(1.0)
         clipped = time.perf_counter()
         sharded.optimizer.step()
         end = time.perf_counter()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lt_zero import ops
 from lt_zero.ops import library
+from lt_zero.optim import Lamb, Lion
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "step": 5}
 Cases = dict[str, tuple[Callable[[], Any], float]]  # name -> (what to time, bytes that it must move)
@@ -40,11 +41,13 @@ class State:
         return [list(t.split(size)) for t in (self.p, self.g, self.m, self.v)]
 
 
-def torch_optimizer(tensors: list[Tensor], grads: list[Tensor], **kind: Any) -> torch.optim.Optimizer:
+def torch_optimizer(
+    tensors: list[Tensor], grads: list[Tensor], make: Any = torch.optim.AdamW, **keywords: Any
+) -> torch.optim.Optimizer:
     parameters = [torch.nn.Parameter(t) for t in tensors]
     for parameter, grad in zip(parameters, grads, strict=True):
         parameter.grad = grad
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3, **kind)
+    optimizer: torch.optim.Optimizer = make(parameters, lr=1e-3, **keywords)
     optimizer.step()
     return optimizer
 
@@ -77,6 +80,55 @@ def sequence(state: State, step: Callable[[], Any]) -> Callable[[], None]:
     return run
 
 
+def others(state: State) -> Cases:
+    """The other optimizers that kernels step, from bf16 gradients to bf16 weights, against torch's best step."""
+    n, cases = state.numel, Cases()
+    lists, decay = [[state.p], [state.low], [state.m], [state.out]], {"weight_decay": 0.01}
+    sgd = {"lr": 1e-3, "dampening": 0.0, "nesterov": False, "first": False, **decay}
+    betas = {"beta1": 0.9, "beta2": 0.99, **decay}
+    rate = torch.full((1,), 1e-3, device=state.p.device)
+
+    def lamb() -> None:
+        ops.lamb_update([state.p], [state.low], [state.m], [state.v], eps=1e-6, scale=state.scale, **betas)
+        ops.lamb_apply([state.p], [state.m], [state.v], rate, [state.out], eps=1e-6, **decay)
+
+    steps: dict[str, tuple[Any, dict[str, Any], Callable[[], Any], int]] = {
+        "SGD": (
+            torch.optim.SGD,
+            {"fused": True},
+            lambda: ops.sgd_step(lists[0], lists[1], [], lists[3], momentum=0.0, scale=state.scale, **sgd),
+            14,
+        ),
+        "SGD with momentum": (
+            torch.optim.SGD,
+            {"fused": True, "momentum": 0.9},
+            lambda: ops.sgd_step(*lists, momentum=0.9, scale=state.scale, **sgd),
+            22,
+        ),
+        "Adagrad": (
+            torch.optim.Adagrad,
+            {"fused": True},
+            lambda: ops.adagrad_step(
+                lists[0], lists[1], [state.v], lists[3], lr=1e-3, eps=1e-10, scale=state.scale, **decay
+            ),
+            22,
+        ),
+        "Lion": (Lion, {}, lambda: ops.lion_step(*lists, lr=1e-3, scale=state.scale, **betas), 22),
+        "Lamb": (Lamb, {}, lamb, 44),
+    }
+    for name, (make, keywords, kernel, nbytes) in steps.items():
+        kind = "torch fused" if keywords.get("fused") else "torch"
+        other = torch_optimizer([state.p], [state.g], make, **decay, **keywords)
+
+        def whole(kernel: Callable[[], Any] = kernel) -> None:
+            ops.norm_squared([state.low])
+            kernel()
+
+        cases[f"{name}, bf16 to bf16: {kind}"] = (sequence(state, other.step), (nbytes + 2) * n)
+        cases[f"{name}, bf16 to bf16: lt_zero"] = (whole, (nbytes + 2) * n)
+    return cases
+
+
 def cases_of(state: State, device: str) -> Cases:
     n, fused = state.numel, torch_optimizer([state.p], [state.g], fused=True)
     lists = [[state.p], [state.g], [state.m], [state.v]]
@@ -102,6 +154,7 @@ def cases_of(state: State, device: str) -> Cases:
         cases["bf16 to bf16: DeepSpeedCPUAdam"] = (sequence(state, peer.step), 30 * n)
     small = state.cut(max(1, n // 5000))
     many, runs = torch_optimizer(small[0], small[1], fused=True), [[t] for t in (state.p, state.g, state.m, state.v)]
+    cases |= others(state)
     cases["5,000 tensors: torch fused"] = (many.step, 28 * n)
     cases["5,000 tensors: lt_zero, list"] = (lambda: ops.adam_step(*small, **OPTIONS), 28 * n)
     cases["5,000 tensors: lt_zero, one bucket"] = (lambda: ops.adam_step(*runs, **OPTIONS), 28 * n)
@@ -124,7 +177,7 @@ def measure(cases: Cases, rounds: int, device: str) -> dict[str, float]:
 
 
 def table(cases: Cases, seconds: dict[str, float]) -> list[str]:
-    lines = ["| | ms | GB/s of necessary traffic | time / torch fused |", "|---|---|---|---|"]
+    lines = ["| | ms | GB/s of necessary traffic | time / torch |", "|---|---|---|---|"]
     for name, value in sorted(seconds.items(), key=lambda item: item[0]):
         base = seconds.get(f"{name.split(':')[0]}: torch fused", seconds.get(f"{name.split(':')[0]}: torch"))
         ratio = f"{value / base:.2f}" if base else "-"

@@ -183,7 +183,9 @@ class Schema(Block):
     gradient_predivide_factor: Real = Field(1.0, gt=0, description="divide gradients by this before the reduction")
     gradient_allreduce_op: Literal["mean", "sum"] = Field("mean", description="reduction of gradients over ranks")
     fp16_override_modules: Names = Field((), description="class names, module or parameter patterns to keep in fp32")
-    fused_step: bool = Field(True, description="step torch's Adam and AdamW with one fused native kernel")
+    fused_step: bool = Field(
+        True, description="step Adam, AdamW, SGD, Adagrad, Lion and Lamb with one fused native kernel each"
+    )
     ops: Literal["auto", "required"] = Field(
         "auto",
         description="auto: fall back to torch operations, with one warning, where native kernels cannot be built; "

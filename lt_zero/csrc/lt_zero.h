@@ -60,8 +60,6 @@ typedef struct {
 
 typedef struct {
     double beta1, beta2, eps, weight_decay;
-    double step;
-    int32_t bias_correction;
 } lt_lamb;
 
 // A list of tensors with a dtype each.
@@ -95,15 +93,16 @@ int lt_cpu_adam_step(const lt_tensors *, const lt_adam *, int threads);
 int lt_cpu_lion_step(const lt_tensors *, const lt_lion *, int threads);
 int lt_cpu_adagrad_step(const lt_tensors *, const lt_adagrad *, int threads);
 int lt_cpu_sgd_step(const lt_tensors *, const lt_sgd *, int threads);  // state1 may be NULL: no momentum
-// First pass: moments, and update[i] = Adam's update + weight_decay * param; norms[i] = {sum param^2, sum update^2}.
-int lt_cpu_lamb_update(const lt_tensors *, const lt_lamb *, float *const *update, double *norms, int threads);
-// Second pass: param[i] -= lr * trust[i] * update[i]; the updates are passed as `grad`, in fp32.
-int lt_cpu_lamb_apply(const lt_tensors *, const float *trust, double lr, int threads);
+// First pass: the moments, and norms[i] = {sum param^2, sum update^2} of update = state1 / (sqrt(state2) + eps) +
+// weight_decay * param. Weights are only read.
+int lt_cpu_lamb_update(const lt_tensors *, const lt_lamb *, double *norms, int threads);
+// Second pass: param[i] -= rate[i] * update, computed again: cheaper than memory for it. `grad` is not read.
+int lt_cpu_lamb_apply(const lt_tensors *, const lt_lamb *, const float *rate, int threads);
 int lt_cpu_norm_squared(const lt_mixed *, double *result, int threads);  // added up in fp64, in an order of its own
 int lt_cpu_accumulate(const lt_pairs *, int threads);  // dst += factor * src, dst in fp32
 int lt_cpu_cast_scale(const lt_pairs *, int threads);  // dst = factor * src, rounded once
 
-// ---- CUDA: pointers to elements, scale, clip, found_inf, trust, norms and result are device memory ---------------
+// ---- CUDA: pointers to elements, scale, clip, found_inf, rate, norms and result are device memory ---------------
 // Arrays of pointers and sizes are host memory and may be freed after the call. `scratch` is device memory of
 // lt_cuda_scratch(count, numel) bytes. Nothing synchronises.
 
@@ -115,9 +114,8 @@ int lt_cuda_adam_step(const lt_tensors *, const lt_adam *, void *stream);
 int lt_cuda_lion_step(const lt_tensors *, const lt_lion *, void *stream);
 int lt_cuda_adagrad_step(const lt_tensors *, const lt_adagrad *, void *stream);
 int lt_cuda_sgd_step(const lt_tensors *, const lt_sgd *, void *stream);
-int lt_cuda_lamb_update(const lt_tensors *, const lt_lamb *, float *const *update, double *norms, void *scratch,
-                        void *stream);
-int lt_cuda_lamb_apply(const lt_tensors *, const float *trust, double lr, void *stream);
+int lt_cuda_lamb_update(const lt_tensors *, const lt_lamb *, double *norms, void *scratch, void *stream);
+int lt_cuda_lamb_apply(const lt_tensors *, const lt_lamb *, const float *rate, void *stream);
 int lt_cuda_norm_squared(const lt_mixed *, double *result, void *scratch, void *stream);
 int lt_cuda_accumulate(const lt_pairs *, void *stream);
 int lt_cuda_cast_scale(const lt_pairs *, void *stream);

@@ -57,7 +57,7 @@ struct SgdRule {
 
 struct LambRule {
     Lerp first;
-    float beta2, square, correction1, correction2, eps, decay;
+    float beta2, square, eps, decay;
     bool decays;
 };
 
@@ -90,10 +90,8 @@ inline SgdRule make_rule(const lt_sgd &o) {
 }
 
 inline LambRule make_rule(const lt_lamb &o) {
-    double correction1 = o.bias_correction ? 1.0 - ::pow(o.beta1, o.step) : 1.0;
-    double correction2 = o.bias_correction ? ::sqrt(1.0 - ::pow(o.beta2, o.step)) : 1.0;
-    return LambRule{make_lerp(1.0 - o.beta1), (float)o.beta2, (float)(1.0 - o.beta2), (float)correction1,
-                    (float)correction2,       (float)o.eps,   (float)o.weight_decay,  o.weight_decay != 0.0};
+    return LambRule{make_lerp(1.0 - o.beta1), (float)o.beta2,        (float)(1.0 - o.beta2),
+                    (float)o.eps,             (float)o.weight_decay, o.weight_decay != 0.0};
 }
 
 // Adam (arXiv:1412.6980, algorithm 1) and AdamW (arXiv:1711.05101, algorithm 2).
@@ -135,12 +133,16 @@ LT_FN void update(const SgdRule &r, V &p, V g, V &momentum) {
     p = fma(V(r.lr), g, p);
 }
 
-// LAMB (arXiv:1904.00962, algorithm 2), up to the trust ratio.
+// LAMB (arXiv:1904.00962, algorithm 2) without its bias correction: the moments, and the update before the trust ratio.
 template <class V>
-LT_FN V update(const LambRule &r, V p, V g, V &m, V &v) {
+LT_FN void update(const LambRule &r, V g, V &m, V &v) {
     m = lerp(m, g, r.first);
     v = fma(V(r.square) * g, g, v * V(r.beta2));
-    V u = m / V(r.correction1) / (sqrt(v) / V(r.correction2) + V(r.eps));
+}
+
+template <class V>
+LT_FN V direction(const LambRule &r, V p, V m, V v) {
+    V u = m / (sqrt(v) + V(r.eps));
     return r.decays ? fma(V(r.decay), p, u) : u;
 }
 

@@ -33,7 +33,7 @@ from lt_zero.lightning.hparams import find_value
 from lt_zero.lightning.same_config import check_same
 from lt_zero.optim import grouping
 from lt_zero.optim.from_config import build_grouped, build_optimizer, build_scheduler
-from lt_zero.optim.muon_parameters import muon_groups
+from lt_zero.optim.muon import muon_groups
 from lt_zero.optim.registry import PLATEAU
 
 _HOOK = "configure_optimizers"

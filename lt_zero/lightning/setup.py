@@ -25,7 +25,7 @@ from lt_zero.engine.full_params import check_identity, owns_all, restore_whole
 from lt_zero.engine.guard import owner_of
 from lt_zero.lightning.model_report import dtype_table, unit_table
 from lt_zero.lightning.precision import sharded_of
-from lt_zero.step.loss_scale_controller import LossScaleController
+from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.step.skipped_steps import hold_schedule
 from lt_zero.step.supported_optimizers import states_per_element

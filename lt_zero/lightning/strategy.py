@@ -46,7 +46,6 @@ from lt_zero.lightning.same_config import check_same
 from lt_zero.lightning.setup import Run
 from lt_zero.lightning.signals import Signals
 from lt_zero.memory.check import check_optimizers
-from lt_zero.step.clip import grad_norm
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -179,7 +178,7 @@ class ZeroStrategy(DDPStrategy):
         if sharded is None:
             raise ValueError("The optimizer has no parameters of this model.")
         sharded.engine.comm.roll_call("grad_norm")
-        return grad_norm(sharded, norm_type) / sharded.loss_scale
+        return sharded.grads.norm(norm_type) / sharded.grads.loss_scale
 
     def full_state_dict(self) -> dict[str, Any]:
         """The module's state dict with full tensors on rank 0, {} on the others. Collective: call it on every rank."""

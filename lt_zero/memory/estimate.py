@@ -23,7 +23,7 @@ from lt_zero.engine.partition import plan_engine, with_sizes
 from lt_zero.memory.forecast import Forecast, forecast
 from lt_zero.memory.limits import amount
 from lt_zero.memory.rows import DEVICE, HOST, NVME, PLACES, Setup
-from lt_zero.step.fused_step import FusedAdam
+from lt_zero.step.fused_step import FusedStep
 from lt_zero.step.supported_optimizers import states_by_group
 
 _MOST_UNITS = 1024  # units of a model given by size; more would not change the result
@@ -154,7 +154,7 @@ def states_of(optimizer: str | float | Optimizer) -> tuple[float, bool]:
     counts = states_by_group(optimizer)
     sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
     mean = sum(count * size for count, size in zip(counts, sizes, strict=True)) / max(1, sum(sizes))
-    return mean if any(sizes) else max(counts, default=0), FusedAdam.fits(optimizer)
+    return mean if any(sizes) else max(counts, default=0), FusedStep.fits(optimizer)
 
 
 def _class_named(name: str) -> type[Optimizer]:

@@ -258,7 +258,7 @@ def reduce(rows: Sequence[Row], config: ZeroConfig, setup: Setup) -> list[Part]:
 
 
 def stepping(trained: Sequence[Row], config: ZeroConfig, setup: Setup) -> list[Part]:
-    """Buckets in memory for a step: read from files, or fp32 copies (per_bucket.py, Note [Staged buckets])."""
+    """Buckets in memory for a step: read from files, or fp32 copies (stepper.py, Note [Staged buckets])."""
     optim = config.zero_optimization.offload_optimizer
     groups = [_group(row, setup.states) for row in trained if row.states == NVME]
     leaving = max(0, min(1, optim.buffer_count - 2)) if optim.pipeline_write else 0

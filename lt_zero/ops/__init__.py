@@ -4,8 +4,7 @@ They are ``torch.library`` operators (``torch.ops.lt_zero``), so they work under
 first use; where that is impossible, the references run (see ``lt-zero ops report``).
 """
 
-from lt_zero.ops.adagrad import adagrad_step, adagrad_step_reference
-from lt_zero.ops.adam import adam_step, adam_step_reference
+from lt_zero.ops.dispatch import DTYPES, available, fits
 from lt_zero.ops.flat import (
     accumulate,
     accumulate_reference,
@@ -14,10 +13,20 @@ from lt_zero.ops.flat import (
     norm_squared,
     norm_squared_reference,
 )
-from lt_zero.ops.lamb import lamb_apply, lamb_apply_reference, lamb_update, lamb_update_reference
-from lt_zero.ops.lion import lion_step, lion_step_reference
-from lt_zero.ops.lists import DTYPES, available, fits
-from lt_zero.ops.sgd import sgd_step, sgd_step_reference
+from lt_zero.ops.steps import (
+    adagrad_step,
+    adagrad_step_reference,
+    adam_step,
+    adam_step_reference,
+    lamb_apply,
+    lamb_apply_reference,
+    lamb_update,
+    lamb_update_reference,
+    lion_step,
+    lion_step_reference,
+    sgd_step,
+    sgd_step_reference,
+)
 
 __all__ = [
     "DTYPES",

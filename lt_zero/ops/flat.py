@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.ops import library
-from lt_zero.ops.lists import (
+from lt_zero.ops.dispatch import (
     DTYPES,
     address,
     call,
@@ -17,15 +17,15 @@ from lt_zero.ops.lists import (
     check_scalar,
     chunks,
     native,
+    operator,
     pointer,
     pointers,
     scratch,
     sizes,
 )
-from lt_zero.ops.step import nothing, register
 
 
-def norm_squared(tensors: Sequence[Tensor]) -> Tensor:
+def norm_squared_reference(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of the squares of all elements (0D, fp64), accumulated in fp64.
 
     It is finite exactly if every element is, as squares of fp32 numbers do not overflow fp64. It does not depend on
@@ -37,21 +37,13 @@ def norm_squared(tensors: Sequence[Tensor]) -> Tensor:
     Raises:
         ValueError: a tensor is not contiguous, has another dtype, or another device than the first.
     """
-    if len(tensors) == 0:
-        return torch.zeros((), dtype=torch.float64)
-    total: Tensor = torch.ops.lt_zero.norm_squared(list(tensors))
-    return total
-
-
-def norm_squared_reference(tensors: Sequence[Tensor]) -> Tensor:
-    """``norm_squared`` in torch operations, with another order of summation."""
     total = torch.zeros((), dtype=torch.float64, device=tensors[0].device if len(tensors) > 0 else None)
     for (chunk,) in chunks(tensors):
         total += chunk.double().square_().sum()
     return total
 
 
-def accumulate(
+def accumulate_reference(
     accumulators: Sequence[Tensor], values: Sequence[Tensor], *, factor: float = 1.0, scale: Tensor | None = None
 ) -> None:
     """Add ``values * factor * scale`` to the accumulators.
@@ -65,19 +57,11 @@ def accumulate(
     Raises:
         ValueError: a list does not match ``accumulators`` in length, size, device or dtype.
     """
-    if len(accumulators) > 0:
-        torch.ops.lt_zero.accumulate(list(accumulators), list(values), factor, scale)
-
-
-def accumulate_reference(
-    accumulators: Sequence[Tensor], values: Sequence[Tensor], *, factor: float = 1.0, scale: Tensor | None = None
-) -> None:
-    """``accumulate`` in torch operations."""
     for accumulator, value in chunks(accumulators, values):
         accumulator.add_(_scaled(value, factor, scale))
 
 
-def cast_scale(
+def cast_scale_reference(
     outs: Sequence[Tensor], values: Sequence[Tensor], *, factor: float = 1.0, scale: Tensor | None = None
 ) -> None:
     """Store ``values * factor * scale``, computed in fp32 and rounded once.
@@ -91,14 +75,6 @@ def cast_scale(
     Raises:
         ValueError: a list does not match ``outs`` in length, size, device or dtype.
     """
-    if len(outs) > 0:
-        torch.ops.lt_zero.cast_scale(list(outs), list(values), factor, scale)
-
-
-def cast_scale_reference(
-    outs: Sequence[Tensor], values: Sequence[Tensor], *, factor: float = 1.0, scale: Tensor | None = None
-) -> None:
-    """``cast_scale`` in torch operations."""
     for out, value in chunks(outs, values):
         out.copy_(_scaled(value, factor, scale))
 
@@ -169,16 +145,12 @@ def _fake_norm(tensors: list[Tensor]) -> Tensor:
     return tensors[0].new_empty((), dtype=torch.float64)
 
 
-register("norm_squared", "(Tensor[] tensors) -> Tensor", _run_norm, _fake_norm)
-register(
-    "accumulate",
-    "(Tensor(a!)[] accumulators, Tensor[] values, float factor=1.0, Tensor? scale=None) -> ()",
-    _run_accumulate,
-    nothing,
+norm_squared = operator(
+    norm_squared_reference,
+    _run_norm,
+    written=(),
+    fake=_fake_norm,
+    empty=lambda: torch.zeros((), dtype=torch.float64),
 )
-register(
-    "cast_scale",
-    "(Tensor(a!)[] outs, Tensor[] values, float factor=1.0, Tensor? scale=None) -> ()",
-    _run_cast,
-    nothing,
-)
+accumulate = operator(accumulate_reference, _run_accumulate, written=("accumulators",))
+cast_scale = operator(cast_scale_reference, _run_cast, written=("outs",))

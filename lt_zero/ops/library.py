@@ -77,7 +77,7 @@ class Sgd(ctypes.Structure):
 class Lamb(ctypes.Structure):
     """``lt_lamb``."""
 
-    _fields_ = [*_doubles("beta1", "beta2", "eps", "weight_decay", "step"), ("bias_correction", c_int32)]
+    _fields_ = _doubles("beta1", "beta2", "eps", "weight_decay")
 
 
 class Mixed(ctypes.Structure):
@@ -107,8 +107,8 @@ OPERATIONS: dict[str, list[Any]] = {
     "lion_step": [POINTER(Tensors), POINTER(Lion)],
     "adagrad_step": [POINTER(Tensors), POINTER(Adagrad)],
     "sgd_step": [POINTER(Tensors), POINTER(Sgd)],
-    "lamb_update": [POINTER(Tensors), POINTER(Lamb), _POINTERS, c_void_p],
-    "lamb_apply": [POINTER(Tensors), c_void_p, c_double],
+    "lamb_update": [POINTER(Tensors), POINTER(Lamb), c_void_p],
+    "lamb_apply": [POINTER(Tensors), POINTER(Lamb), c_void_p],
     "norm_squared": [POINTER(Mixed), c_void_p],
     "accumulate": [POINTER(Pairs)],
     "cast_scale": [POINTER(Pairs)],

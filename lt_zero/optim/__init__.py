@@ -4,8 +4,7 @@ from lt_zero.optim.from_config import build_grouped, build_optimizer, build_sche
 from lt_zero.optim.grouping import param_groups
 from lt_zero.optim.lamb import Lamb
 from lt_zero.optim.lion import Lion
-from lt_zero.optim.muon import Muon
-from lt_zero.optim.muon_parameters import muon_groups
+from lt_zero.optim.muon import Muon, muon_groups
 from lt_zero.optim.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = [

@@ -11,15 +11,13 @@ Note [DeepSpeed's LAMB]
     The arithmetic is that of DeepSpeed 0.19.8 (csrc/lamb/fused_lamb_cuda_kernel.cu), which differs from algorithm 2 of
     the paper: the trust ratio is that of the uncorrected moments, and the bias correction multiplies the learning
     rate, so it also scales the weight decay. The ratio is clamped, and 1 where a norm is 0. Only rounding differs from
-    DeepSpeed's: norms are summed in fp64, and 1 - beta is not computed from fp32 betas. ``lt_zero.ops.lamb_update``
-    corrects the bias inside the update, as the paper does; without its correction, and with the learning rate that is
-    corrected here, it is equal (with ``eps_inside_sqrt=False``).
+    DeepSpeed's: norms are summed in fp64, and 1 - beta is not computed from fp32 betas.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -109,7 +107,9 @@ class Lamb(Optimizer):
         squares = torch.stack([row.to(device) for row in rows]) if rows else torch.zeros(0, 2, dtype=torch.float64)
         if self.full_norms is not None:
             squares = self.full_norms([p for p, _ in stepped], squares)
-        step_sizes = self._step_sizes(squares.sqrt(), stepped)
+        rates = [corrected_rate(group, float(self.state[p]["step"])) for p, group in stepped]
+        bounds = [(group["min_coeff"], group["max_coeff"]) for _, group in stepped]
+        step_sizes = trust_rates(squares, rates, bounds)
         for (p, group), step_size in zip(stepped, step_sizes, strict=True):
             update, wide = self._update(p, group), _wide(p)
             wide.addcmul_(update, step_size.to(p.device, update.dtype), value=-1)
@@ -143,21 +143,26 @@ class Lamb(Optimizer):
         update = torch.div(first, root, out=root)
         return update.add_(_wide(parameter), alpha=group["weight_decay"]) if group["weight_decay"] else update
 
-    def _step_sizes(self, norms: Tensor, stepped: list[tuple[Tensor, dict[str, Any]]]) -> Tensor:
-        """The factor of each update (fp64): the learning rate times the trust ratio."""
-        rules = [(self._rate(p, group), group["max_coeff"], group["min_coeff"]) for p, group in stepped]
-        rates, upper, lower = torch.tensor(rules, dtype=torch.float64).view(-1, 3).to(norms.device).unbind(1)
-        weight, update = norms.unbind(1)
-        clamped = torch.maximum(torch.minimum(weight / update, upper), lower)
-        return rates * torch.where((weight != 0) & (update != 0), clamped, 1.0)
 
-    def _rate(self, parameter: Tensor, group: dict[str, Any]) -> float:
-        """The learning rate of this step, with the bias correction of both moments."""
-        rate, (beta1, beta2) = float(group["lr"]), group["betas"]
-        if not group["bias_correction"]:
-            return rate
-        step = float(self.state[parameter]["step"])
-        return float(rate * math.sqrt(1 - beta2**step) / (1 - beta1**step))
+def corrected_rate(group: dict[str, Any], step: float) -> float:
+    """The learning rate of a group at step number ``step``, with the bias correction of both moments."""
+    rate, (beta1, beta2) = float(group["lr"]), group["betas"]
+    return float(rate * math.sqrt(1 - beta2**step) / (1 - beta1**step)) if group["bias_correction"] else rate
+
+
+def trust_rates(squares: Tensor, rates: Sequence[float], bounds: Sequence[tuple[float, float]]) -> Tensor:
+    """The factor of each update ([parameters], fp64): the learning rate times the trust ratio.
+
+    Args:
+        squares: [parameters, 2] fp64: squared norms of full weights and updates.
+        rates: learning rates.
+        bounds: of the trust ratio, from below and above.
+    """
+    rules = torch.tensor([(rate, *pair) for rate, pair in zip(rates, bounds, strict=True)], dtype=torch.float64)
+    rate, lower, upper = rules.view(-1, 3).to(squares.device).unbind(1)
+    weight, update = squares.sqrt().unbind(1)
+    clamped = torch.maximum(torch.minimum(weight / update, upper), lower)
+    return rate * torch.where((weight != 0) & (update != 0), clamped, 1.0)
 
 
 def _wide(tensor: Tensor) -> Tensor:

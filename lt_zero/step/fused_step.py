@@ -1,7 +1,7 @@
-"""The user's Adam or AdamW through one kernel: unscale, clip, update and low-precision copy in one pass over memory.
+"""The user's optimizer through one kernel: unscale, clip, update and low-precision copy in one pass over memory.
 
-The optimizer stays the user's: its groups are read at every step, its state has torch's keys and shapes. The kernel
-agrees with torch's arithmetic to the last bits (``lt_zero.ops``).
+The optimizer stays the user's: its groups are read at every step, its state has its own keys and shapes. The kernels
+agree with the optimizers' arithmetic to the last bits (``lt_zero.ops``).
 
 Note [Deferred factor]
     Unscaling and clipping multiply all gradients by one number. Where the kernel takes all gradients of a bucket,
@@ -11,8 +11,9 @@ Note [Deferred factor]
 
 from __future__ import annotations
 
+import bisect
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -20,28 +21,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from lt_zero import ops
 from lt_zero.common.compat import step_hooks
 from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.layout import ALIGN, Piece
+from lt_zero.engine.layout import ALIGN
+from lt_zero.step.fragments import Member
+from lt_zero.step.kernels import KERNELS, Kernel, Options, Rows, is_plain
+from lt_zero.step.lamb import FullNorms, launch_lamb
 
 log = logging.getLogger("lt_zero")
 
-_SPECIAL = ("amsgrad", "capturable", "differentiable")
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True)
-class Member:
-    """A fragment in the current step."""
-
-    parameter: Parameter
-    fragment: Parameter
-    piece: Piece
-    used: bool  # whether any rank has a gradient for its parameter
+# ---- rows of elements ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -51,45 +43,55 @@ class Part:
     run: Run
     lo: int  # first element, in the run
     hi: int
-    number: int  # of the parameter group
-    numbers: dict[str, Any]  # lr, beta1, ... when the step was planned, and the step number of these elements
+    index: int  # of the first parameter, in its bucket
+    options: Options  # of the operation, when the step was planned
 
 
 class Run:
-    """Neighbouring fragments of one parameter group: for the kernel one row of master weights, gradients and moments.
+    """Neighbouring fragments of one parameter group: for the kernel one row of master weights, gradients and states.
 
-    Alignment gaps between the fragments hold zeros, which Adam leaves at zero. Parameters that were never used have no
-    state and are in no run. The state of a fragment is a view of the run's; other state (from a checkpoint, or user
-    code) is copied into it by ``adopt``.
+    Alignment gaps between the fragments hold zeros, which every kernel leaves at zero. Parameters that were never used
+    have no state and are in no run. The state of a fragment is a view of the run's; other state (from a checkpoint, or
+    user code) is copied into it by ``adopt``.
+
+    Args:
+        bucket: that the fragments are of.
+        members: the fragments.
+        keys: of the element-wise states.
+        kernel: of the optimizer.
+        initial: what states begin with.
     """
 
-    def __init__(self, bucket: Bucket, members: list[Member]) -> None:
-        self.bucket = bucket
+    def __init__(self, bucket: Bucket, members: list[Member], keys: tuple[str, ...], kernel: Kernel, initial: float):
+        self.bucket, self._keys, self._counting, self._initial = bucket, keys, kernel.counts, initial
+        self._apart = kernel.collective  # fragments are stepped one by one
         self.lo = members[0].piece.offset
         self.hi = members[-1].piece.offset + members[-1].piece.numel
         device = members[0].fragment.device
         fp32, cpu = torch.float32, torch.device("cpu")
-        self._stored = [bucket.state_store(key, fp32) for key in _MOMENTS]
+        self._stored = [bucket.state_store(key, fp32) for key in keys]
         self._own = [torch.zeros(self.hi - self.lo, dtype=fp32, device=device) for s in self._stored if s is None]  # 1D
         self.steps = torch.zeros(len(members), dtype=fp32, device=cpu)  # 1D; on the CPU as torch's counters
         self._counted = torch.zeros_like(self.steps)  # increments of the last step
+        self._new = [False] * len(members)  # without state before the last step
         self._views = [self._view(number, member) for number, member in enumerate(members)]
 
     @property
-    def moments(self) -> list[Tensor]:
-        """exp_avg and exp_avg_sq (1D); stored tensors have to be in memory."""
+    def states(self) -> list[Tensor]:
+        """The element-wise states (1D); stored tensors have to be in memory."""
         return self._own or [stored.tensor[self.lo : self.hi] for stored in self._stored if stored is not None]
 
     def _view(self, number: int, member: Member) -> dict[str, Tensor]:
         piece, shape = member.piece, member.fragment.shape
         lo = piece.offset - self.lo
         rows = [
-            moment[lo : lo + piece.numel].view(shape) if stored is None else stored.lend(piece.offset, shape)
-            for moment, stored in zip(self.moments, self._stored, strict=True)
+            state[lo : lo + piece.numel].view(shape) if stored is None else stored.lend(piece.offset, shape)
+            for state, stored in zip(self.states, self._stored, strict=True)
         ]
-        return {"step": self.steps[number], **dict(zip(_MOMENTS, rows, strict=True))}
+        count = {"step": self.steps[number]} if self._counting else {}
+        return {**count, **dict(zip(self._keys, rows, strict=True))}
 
-    def holds(self, states: list[dict[str, Any]]) -> bool:
+    def holds(self, states: list[Options]) -> bool:
         """Whether ``states`` are this run's views, not replaced by others."""
         return all(
             all(found.get(key) is view for key, view in views.items())
@@ -98,14 +100,19 @@ class Run:
 
     def adopt(self, members: list[Member], state: dict[Any, Any]) -> None:
         """Make the optimizer's state of each fragment a view of this run's, keeping its values."""
-        for member, views in zip(members, self._views, strict=True):
+        for number, (member, views) in enumerate(zip(members, self._views, strict=True)):
+            if not views:
+                continue
             found = state.setdefault(member.fragment, {})
+            self._new[number] = all(found.get(key) is None for key in views)
+            if not self._counting and any(found.get(key) is not view for key, view in views.items()):
+                self.steps[number] = 0.0 if self._new[number] else 1.0  # only the first step differs from the others
             for key, view in views.items():
                 given = found.get(key)
                 if given is view:
                     continue
                 if given is None:
-                    view.zero_()
+                    view.fill_(0.0 if key == "step" else self._initial)
                 elif not isinstance(given, Tensor):
                     view.fill_(given)
                 elif given.numel() == view.numel():
@@ -118,46 +125,59 @@ class Run:
                     )
                 found[key] = view
 
-    def segments(self, members: list[Member]) -> Iterator[tuple[float, int, int]]:
-        """(step number, first element, end) of the ranges of the run that have a gradient; counts the step."""
+    def parts(self, members: list[Member], at: Callable[[float], Options]) -> Iterator[Part]:
+        """The ranges of the run that have a gradient, with the options ``at`` their step number; counts the step."""
         used = torch.tensor([float(member.used) for member in members], dtype=torch.float32, device=self.steps.device)
         self.steps += used
         self._counted = used
         counts = self.steps.tolist()
-        numbered = [(counts[i] if members[i].used else 0.0, members[i].piece) for i in range(len(members))]
-        for count, part in groupby(numbered, key=lambda item: item[0]):
-            pieces = [piece for _, piece in part]
-            if count:
-                yield count, pieces[0].offset - self.lo, pieces[-1].offset + pieces[-1].numel - self.lo
+        options = {count: at(count) for count in {counts[i] for i, member in enumerate(members) if member.used}}
+        numbered = [(options[counts[i]] if member.used else None, member.piece) for i, member in enumerate(members)]
+        for found, row in groupby(numbered, key=lambda item: item[0]):
+            pieces = [piece for _, piece in row]
+            if found is not None:
+                for some in [[piece] for piece in pieces] if self._apart else [pieces]:
+                    lo, hi = some[0].offset - self.lo, some[-1].offset + some[-1].numel - self.lo
+                    yield Part(self, lo, hi, some[0].index, found)
 
-    def uncount(self) -> None:
-        """Undo the counting of the last step."""
+    def uncount(self, members: list[Member], state: dict[Any, Any]) -> None:
+        """Undo the counting of the last step; what had no state before it has none."""
         self.steps -= self._counted
         self._counted = torch.zeros_like(self._counted)
+        for member, views, new in zip(members, self._views, self._new, strict=True):
+            if new and (found := state.get(member.parameter)) is not None:
+                for key in views:
+                    found.pop(key, None)
+                if not found:
+                    del state[member.parameter]
 
 
-class FusedAdam:
-    """The kernel's steps of one Adam or AdamW.
+# ---- the step --------------------------------------------------------------------------------------------------------
+
+
+class FusedStep:
+    """The kernel's steps of one optimizer.
 
     Args:
-        optimizer: of exactly these classes; a subclass may compute something else.
+        optimizer: that ``fits``.
+        norms: of full parameters, for a kernel that needs them.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._runs: dict[Bucket, tuple[list[tuple[int, int]], list[Run]]] = {}
-        self._last: list[Run] = []  # runs of the last step
-        self._groups: tuple[dict[int, int], list[dict[str, Any]]] | None = None  # of the running step
+    def __init__(self, optimizer: Optimizer, norms: FullNorms | None = None) -> None:
+        self._optimizer, self._kernel, self._norms = optimizer, KERNELS[type(optimizer)], norms
+        self._runs: dict[Bucket, tuple[list[tuple[int, int, bool]], list[Run]]] = {}
+        self._last: list[tuple[Run, list[Member]]] = []  # of the last step
+        self._groups: tuple[dict[int, int], list[Options]] | None = None  # of the running step
         self._told = False
 
     @staticmethod
     def fits(optimizer: Optimizer) -> bool:
-        """Whether the kernel computes this optimizer's update."""
-        return type(optimizer) in (Adam, AdamW)
+        """Whether a kernel computes the updates of optimizers of this class."""
+        return type(optimizer) in KERNELS
 
     def takes(self, buckets: Iterable[Bucket]) -> set[Bucket]:
         """The ``buckets`` that the kernel steps."""
-        if self._is_watched() or not all(map(_is_plain, self._optimizer.param_groups)):
+        if self.refusal(""):
             return set()
         return {
             bucket
@@ -165,6 +185,18 @@ class FusedAdam:
             if bucket.step_dtype == bucket.weights.master_dtype == torch.float32
             and ops.available(torch.device("cpu") if bucket.offloaded else bucket.flat.device)
         }
+
+    def steps_alone(self, bucket: Bucket) -> bool:
+        """Whether this rank steps a bucket without collectives; the same on all ranks."""
+        return not self._kernel.collective or bucket.shard_range == (0, bucket.layout.numel)
+
+    def refusal(self, otherwise: str = "master weights that are not fp32, or kernels that are not available") -> str:
+        """Why the optimizer's own step runs; ``otherwise`` if that is because of buckets or the machine."""
+        if self._is_watched():
+            return "hooks or a GradScaler around it"
+        if not all(is_plain(self._kernel, group) for group in self._optimizer.param_groups):
+            return "options of its groups that the kernel has not, or a learning rate on a GPU"
+        return otherwise
 
     def _is_watched(self) -> bool:
         """Whether torch's step has to run: for hooks around it, or a ``GradScaler`` that passes it a scale.
@@ -179,66 +211,87 @@ class FusedAdam:
 
     @torch.no_grad()
     def step(self, bucket_members: dict[Bucket, list[Member]], found_inf: Tensor | None = None) -> None:
-        """Step the fragments, which ``param_groups`` and ``state`` hold during a step (sharded_optimizer.py).
+        """Step the fragments, which ``param_groups`` and ``state`` hold during a step (fragments.py).
 
-        If ``found_inf`` (0D fp32) is not zero, nothing is written; see ``uncount``.
+        If ``found_inf`` (0D fp32) is not zero, nothing is written; see ``uncount``. Collective if one of the buckets
+        does not ``steps_alone``.
         """
-        number_of, rules = self._groups = self._groups or (self._numbers(), self.rules())
+        if self._norms is not None:
+            self._norms.expect(bucket_members)
+        number_of, options = self._groups = self._groups or (self._numbers(), self.options())
         parts: list[Part] = []
         for bucket, everyone in bucket_members.items():
-            members = [m for m in everyone if m.used or m.fragment in self._optimizer.state]
+            members = [m for m in everyone if m.used or self._has_state(m.fragment)]
             numbers = [number_of[id(member.fragment)] for member in members]
             for number, run, some in self._runs_of(bucket, members, numbers):
                 run.adopt(some, self._optimizer.state)
-                parts += self._parts(run, some, number, rules[number])
-        self.launch(list(bucket_members), parts, found_inf)
+                parts += self._parts(run, some, options[number])
+        self.launch(list(bucket_members), parts, found_inf, norms=self._norms)
 
     def _numbers(self) -> dict[int, int]:
         groups = self._optimizer.param_groups
         return {id(p): number for number, group in enumerate(groups) for p in group["params"]}
 
-    def _parts(self, run: Run, members: list[Member], number: int, rule: dict[str, Any]) -> Iterator[Part]:
-        self._last.append(run)
-        for count, lo, hi in run.segments(members):
-            yield Part(run, lo, hi, number, {**rule, "step": count})
+    def _has_state(self, parameter: Tensor) -> bool:
+        return any(value is not None for value in self._optimizer.state.get(parameter, {}).values())
+
+    def _parts(self, run: Run, members: list[Member], options: Options) -> Iterator[Part]:
+        self._last.append((run, members))
+        return run.parts(members, partial(self._kernel.at, options))
 
     def plan(
-        self, bucket: Bucket, everyone: list[Member], number_of: dict[int, int], rules: list[dict[str, Any]]
+        self, bucket: Bucket, everyone: list[Member], number_of: dict[int, int], options: list[Options]
     ) -> list[Part] | None:
         """A step of one bucket, to be launched later; None if states have to be moved first.
 
         Called outside of ``step``: states are keyed by parameter, and ``number_of`` maps their ids to groups.
         """
         state = self._optimizer.state
-        members = [m for m in everyone if m.used or m.parameter in state]
+        members = [m for m in everyone if m.used or self._has_state(m.parameter)]
         numbers = [number_of[id(m.parameter)] for m in members]
         known, runs = self._runs.get(bucket, ([], []))
-        parts = _neighbours(members, numbers)
-        if known != _signature(members, numbers) or not all(
-            run.holds([state.get(m.parameter, {}) for m in some]) for run, (_, some) in zip(runs, parts, strict=True)
+        neighbours = _neighbours(members, numbers)
+        if known != self._signature(members, numbers) or not all(
+            run.holds([state.get(m.parameter, {}) for m in some])
+            for run, (_, some) in zip(runs, neighbours, strict=True)
         ):
             return None
-        found = zip(runs, parts, strict=True)
-        return [part for run, (number, some) in found for part in self._parts(run, some, number, rules[number])]
+        found = zip(runs, neighbours, strict=True)
+        return [part for run, (number, some) in found for part in self._parts(run, some, options[number])]
 
     @torch.no_grad()
     def launch(
-        self, buckets: list[Bucket], parts: list[Part], found_inf: Tensor | None = None, write: bool = True
+        self,
+        buckets: list[Bucket],
+        parts: list[Part],
+        found_inf: Tensor | None = None,
+        write: bool = True,
+        norms: FullNorms | None = None,
     ) -> None:
-        """Run the planned parts of these buckets, whose states are in memory; ``write`` the compute copy, too."""
+        """Run the planned parts of these buckets, whose states are in memory; ``write`` the compute copy, too.
+
+        Without ``norms`` not collective: all buckets have to be such that ``steps_alone``.
+        """
         targets = {b: b.weights.kernel_target(partial(_covers, b, parts)) if write else None for b in buckets}
-        calls: dict[tuple[Any, ...], _Call] = {}
+        calls: dict[tuple[Any, ...], Rows] = {}
         for part in parts:
             bucket = part.run.bucket
-            factor = bucket.grads.factor
-            out = targets[bucket]
-            key = (part.number, part.numbers["step"], bucket.grads.read().dtype, out is None or out.dtype, id(factor))
-            calls.setdefault(key, _Call(factor, part.numbers)).add(part.run, part.lo, part.hi, out)
+            factor, out = bucket.grads.factor, targets[bucket]
+            options = tuple(part.options.values())
+            key = (*options, bucket.grads.read().dtype, out is None or out.dtype, id(factor))
+            if key not in calls:
+                calls[key] = Rows(self._kernel, factor, part.options)
+            first, last = part.run.lo + part.lo, part.run.lo + part.hi
+            states = [state[part.lo : part.hi] for state in part.run.states]
+            calls[key].add(bucket, part.index, (first, last), states, out)
         for bucket, target in targets.items():
             bucket.weights.written = target is not None
         try:
-            for call in calls.values():
-                call.launch(found_inf)
+            if self._kernel.collective:
+                launch_lamb(list(calls.values()), norms, found_inf)
+            else:
+                for rows in calls.values():
+                    rows.launch(found_inf)
         except BaseException:
             for bucket in buckets:
                 bucket.weights.cancel_kernel()
@@ -247,81 +300,51 @@ class FusedAdam:
             self._told = True
             log.info("%s is stepped by lt_zero's kernel; fused_step=false turns it off", type(self._optimizer).__name__)
 
-    def rules(self) -> list[dict[str, Any]]:
-        """The current hyper-parameters of each parameter group, for the kernel."""
-        adamw = isinstance(self._optimizer, AdamW)
-        return [
-            {
-                "lr": float(group["lr"]),
-                "beta1": float(group["betas"][0]),
-                "beta2": float(group["betas"][1]),
-                "eps": group["eps"],
-                "weight_decay": group["weight_decay"],
-                "decoupled": group.get("decoupled_weight_decay", adamw),
-                "maximize": group["maximize"],
-            }
-            for group in self._optimizer.param_groups
-        ]
+    def options(self) -> list[Options]:
+        """The current options of each parameter group, for the kernel."""
+        return [self._kernel.options(group) for group in self._optimizer.param_groups]
 
     def begin(self) -> None:
         """Begin an optimizer step, which may take several calls of ``step``."""
         self._last, self._groups = [], None
 
     def uncount(self) -> None:
-        """Restore the step counters after the last step was skipped on the device."""
-        for run in self._last:
-            run.uncount()
+        """Restore step counters and states after the last step was skipped on the device."""
+        for run, members in self._last:
+            run.uncount(members, self._optimizer.state)
         self._last = []
 
     def _runs_of(
         self, bucket: Bucket, members: list[Member], numbers: list[int]
     ) -> Iterator[tuple[int, Run, list[Member]]]:
         """(group's number, run, its members), in order; runs are rebuilt if groups or parameters changed."""
-        signature, parts = _signature(members, numbers), _neighbours(members, numbers)
+        signature, neighbours = self._signature(members, numbers), _neighbours(members, numbers)
         known, runs = self._runs.get(bucket, ([], []))
         if known != signature:
-            runs = [Run(bucket, part) for _, part in parts]
+            initial = self._kernel.initial(self._optimizer)
+            keys = [self._kernel.keys if has else () for has in self._has_states()]
+            runs = [Run(bucket, some, keys[number], self._kernel, initial) for number, some in neighbours]
             self._runs[bucket] = (signature, runs)
-        for run, (number, part) in zip(runs, parts, strict=True):
-            yield number, run, part
+        for run, (number, some) in zip(runs, neighbours, strict=True):
+            yield number, run, some
 
+    def _signature(self, members: list[Member], numbers: list[int]) -> list[tuple[int, int, bool]]:
+        """(parameter, group, whether it has states) of each member: runs are valid as long as this is the same."""
+        has = self._has_states()
+        return [(member.piece.index, number, has[number]) for member, number in zip(members, numbers, strict=True)]
 
-class _Call:
-    """The rows of one kernel call."""
-
-    def __init__(self, factor: Tensor | None, numbers: dict[str, Any]) -> None:
-        self.factor, self.numbers = factor, numbers
-        self.params: list[Tensor] = []
-        self.grads: list[Tensor] = []
-        self.moments: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self.outs: list[Tensor] = []
-
-    def add(self, run: Run, lo: int, hi: int, out: Tensor | None) -> None:
-        """Add elements [lo, hi) of ``run``; ``out`` (1D, as the shard) takes their compute copy."""
-        weights, first, last = run.bucket.weights, run.lo + lo, run.lo + hi
-        grad = run.bucket.grads.read()
-        self.params.append(weights.master_rows[first:last])
-        self.grads.append(grad[first:last])
-        for rows, moment in zip(self.moments, run.moments, strict=True):
-            rows.append(moment[lo:hi])
-        if out is not None:
-            self.outs.append(out[first:last])
-
-    def launch(self, found_inf: Tensor | None) -> None:
-        factor = self.factor.to(self.params[0].device) if self.factor is not None else None
-        rows = (self.params, self.grads, *self.moments, self.outs)
-        ops.adam_step(*rows, **self.numbers, scale=factor, found_inf=found_inf)
+    def _has_states(self) -> list[bool]:
+        return [self._kernel.has_states(group) for group in self._optimizer.param_groups]
 
 
 def _covers(bucket: Bucket, parts: list[Part]) -> bool:
     """Whether ``parts`` step all of this rank's pieces of a bucket."""
-    mine = [(part.run.lo + part.lo, part.run.lo + part.hi) for part in parts if part.run.bucket is bucket]
-    return all(any(lo <= p.offset and p.offset + p.numel <= hi for lo, hi in mine) for p in bucket.pieces())
-
-
-def _signature(members: list[Member], numbers: list[int]) -> list[tuple[int, int]]:
-    """(parameter, group) of each member: runs are valid as long as this is the same."""
-    return [(member.piece.index, number) for member, number in zip(members, numbers, strict=True)]
+    mine = sorted((part.run.lo + part.lo, part.run.lo + part.hi) for part in parts if part.run.bucket is bucket)
+    for piece in bucket.pieces():
+        before = bisect.bisect_right(mine, piece.offset, key=lambda row: row[0]) - 1
+        if before < 0 or mine[before][1] < piece.offset + piece.numel:
+            return False
+    return True
 
 
 def _neighbours(members: list[Member], numbers: list[int]) -> list[tuple[int, list[Member]]]:
@@ -334,11 +357,3 @@ def _neighbours(members: list[Member], numbers: list[int]) -> list[tuple[int, li
         parts[-1][1].append(member)
         end = member.piece.offset + member.piece.numel
     return parts
-
-
-def _is_plain(group: dict[str, Any]) -> bool:
-    """Whether the kernel supports the group's options, and its numbers are on the host."""
-    numbers = [group["lr"], *group["betas"]]
-    on_host = all(not isinstance(n, Tensor) or (n.device.type == "cpu" and n.numel() == 1) for n in numbers)
-    # Without eps the zeros in alignment gaps would become NaN.
-    return on_host and group["eps"] > 0 and not any(group.get(key) for key in _SPECIAL)

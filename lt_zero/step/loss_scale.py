@@ -1,15 +1,58 @@
-"""The loss scale as a state machine: no tensors, no process group. Meaning of the keys as in DeepSpeed 0.19.8.
+"""Whether a step is taken: the loss scale, overflow agreed on by all ranks before any update, skipped steps.
+
+The global norm is the overflow test: it is finite exactly if all gradients of all ranks are. The same norm clips, and
+unscaling is multiplied into the clipping factor, so a step reads the gradients once.
 
 Mixed precision training, arXiv:1710.03740, section 3.2: the loss is multiplied by a scale before backward, so that
 small gradients do not vanish in fp16, and the gradients are divided by it before the step. A step whose gradients
-overflowed is skipped, and the scale goes down; after a while without overflow it goes up again.
+overflowed is skipped, and the scale goes down; after a while without overflow it goes up again. The configuration's
+keys mean what they mean in DeepSpeed 0.19.8.
+
+Note [The scale that gradients carry]
+    Backward multiplies by the current loss scale, which may change while gradients of another optimizer wait for their
+    step. So ``ReducedGrads.loss_scale`` is the scale of its accumulators: before a backward adds to them they are
+    rescaled to the current one, after unscaling it is 1. Rescaling by a power of two is exact.
+
+Note [Device skip flag]
+    On a GPU the host need not wait for the norm: the kernel gets the skip flag as a tensor and writes nothing if it is
+    set. The host goes on as if the step had been taken, and reads the flag (``read_skip_flag``) before the next
+    backward, whose loss is scaled, and before anything is saved. By then the next forward is queued. If the step was
+    skipped, step counters and schedules are restored. This needs all of a step to go through the kernel, and is off
+    while an overflow would have to be explained, which needs the gradients at once.
+
+Note [Unchecked steps]
+    In fp32 steps are not checked unless ``on_nonfinite`` asks for it, and NaN would be trained silently. So the loss is
+    checked, on a GPU only every ``_EVERY`` steps: once a weight is NaN, all losses are. The ranks exchange the result
+    with the flags of used parameters (used_parameters.py), and warn once, naming the gradients. A norm that is computed
+    for clipping is checked, too.
 """
 
 from __future__ import annotations
 
+import logging
+import warnings
 from typing import Any
 
-from lt_zero.config.precision import ScalerRules
+import torch
+from torch import Tensor
+
+from lt_zero.config.precision import DtypePolicy, ScalerRules
+from lt_zero.engine.engine import Engine
+from lt_zero.step.overflow import FiniteWatch, nonfinite_parameters, nonfinite_warning, overflow_report
+from lt_zero.step.sharded_optimizer import ShardedOptimizer
+from lt_zero.step.skipped_steps import SkipCounter
+
+log = logging.getLogger("lt_zero")
+
+_EVERY = 50  # on a GPU one loss of so many is checked
+
+
+class LossScaleError(RuntimeError):
+    """Gradients overflow although the loss scale is at its minimum."""
+
+
+class NonFiniteError(RuntimeError):
+    """Gradients are not finite, and ``on_nonfinite`` is ``raise``."""
 
 
 class LossScaler:
@@ -84,3 +127,278 @@ class LossScaler:
         self.scale = float(state["scale"])
         self._steps, self._last_overflow = int(state["steps"]), int(state["last_overflow"])
         self._patience = min(int(state["patience"]), max(1, self.rules.hysteresis))
+
+
+class _SkipFlag:
+    """The device's skip flag of one step. See Note [Device skip flag].
+
+    Args:
+        found_inf: 0D fp32, not zero if the step was skipped; its asynchronous copy to the host starts here.
+        sharded: the optimizer that stepped.
+        counter: the counter that assumes success.
+    """
+
+    def __init__(self, found_inf: Tensor, sharded: ShardedOptimizer, counter: SkipCounter) -> None:
+        self.sharded, self.counter = sharded, counter
+        self._value, self._copied = found_inf, None
+        if found_inf.is_cuda:
+            self._value = torch.empty((), dtype=torch.float32, pin_memory=True).copy_(found_inf, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def take(self) -> bool:
+        """Wait for the flag and correct the counters; returns whether the step was skipped."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        skipped = bool(self._value)
+        if skipped:
+            self.sharded.uncount_step()
+        self.counter.decide(skipped)
+        return skipped
+
+
+class LossScaleController:
+    """Loss scaling and overflow checks of one run.
+
+    Args:
+        policy: whether steps are checked, and how the loss is scaled.
+        on_min_scale: on an overflow at the minimum scale: ``raise``, ``warn``, or ``hold`` (skip silently).
+    """
+
+    def __init__(self, policy: DtypePolicy, on_min_scale: str = "raise") -> None:
+        self.scaler = LossScaler(policy.scaling) if policy.scaling is not None else None
+        self.checks = policy.check_overflow
+        self.skip = False  # the current step is skipped
+        self.norm: Tensor | None = None  # 0D, of the unscaled gradients of the current step; None: not computed
+        self._on_min_scale, self._raises = on_min_scale, policy.raise_nonfinite
+        self._plain = policy.compute is None  # fp32: no loss scale
+        self._losses, self._told = 0, self.checks  # see Note [Unchecked steps]
+        self._counters: list[SkipCounter] = []
+        self._watch: FiniteWatch | None = None
+        self._examined: ShardedOptimizer | None = None  # the optimizer that ``skip`` and ``norm`` are of
+        self._some = False  # whether it had gradients
+        self.on_device: bool | None = None  # see Note [Device skip flag]; None: on a GPU
+        self._open: _SkipFlag | None = None  # flag of the last step, not read yet
+        self._watching_late = False  # the watch was opened after the running step's first forward
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the loss scale, but not the state of the current step."""
+        return {**vars(self), "_counters": [], "_watch": None, "_examined": None, "_open": None}
+
+    @property
+    def scale(self) -> float:
+        """The current loss scale."""
+        return self.scaler.scale if self.scaler is not None else 1.0
+
+    @property
+    def skipped(self) -> int:
+        """Number of skipped steps of all optimizers. Waits for the GPU."""
+        self.read_skip_flag()
+        return sum(counter.skipped for counter in self._counters)
+
+    def counter(self, number: int) -> SkipCounter:
+        """The skipped steps of optimizer ``number``."""
+        self._counters += [SkipCounter() for _ in range(number + 1 - len(self._counters))]
+        return self._counters[number]
+
+    # ---- backward ----------------------------------------------------------------------------------------------
+
+    def see_loss(self, engine: Engine, loss: Tensor) -> None:
+        """Check that the loss is finite if its gradients are not checked. See Note [Unchecked steps]."""
+        self._losses += 1
+        if not self._told and (not loss.is_cuda or self._losses % _EVERY == 1):
+            engine.used_parameters.nonfinite |= not bool(torch.isfinite(loss.detach()).all())
+
+    def before_backward(self, optimizers: list[ShardedOptimizer]) -> None:
+        """Rescale accumulated gradients to the current loss scale. See Note [The scale that gradients carry]."""
+        self.read_skip_flag()
+        self._forget()
+        for sharded in optimizers:
+            if sharded.grads.loss_scale != self.scale:
+                sharded.grads.rescale(self.scale / sharded.grads.loss_scale)
+                sharded.grads.loss_scale = self.scale
+
+    # ---- step --------------------------------------------------------------------------------------------------
+
+    def examine(self, sharded: ShardedOptimizer) -> None:
+        """Decide whether this optimizer's step is taken, if steps are checked. Collective.
+
+        The decision holds until the step or the next backward: clipping by value would make overflow look finite.
+        Waits for the GPU, except with a device skip flag, see Note [Device skip flag].
+        """
+        if self._examined is sharded:
+            return
+        self.read_skip_flag()
+        self._forget()
+        self._examined = sharded
+        if not self._told:
+            sharded.engine.finish_reductions()
+            self._notice(sharded.engine, sharded.engine.used_parameters.nonfinite)
+        if self.checks:
+            self._some = sharded.grads.exist()
+            self.norm = sharded.grads.norm() / sharded.grads.loss_scale
+            if self._some and self._leaves_it_to_the_device(sharded):
+                sharded.found_inf = torch.isfinite(self.norm).logical_not().float()
+            else:
+                self.skip = not bool(torch.isfinite(self.norm))
+
+    def _notice(self, engine: Engine, bad: bool) -> None:
+        """Warn once that gradients are not finite. Collective if ``bad``, which is the same on all ranks."""
+        if self._told or not bad:
+            return
+        self._told = True
+        parameters = nonfinite_parameters(engine)
+        if engine.comm.rank == 0:
+            warnings.warn(nonfinite_warning(engine, parameters), stacklevel=2)
+
+    def _forget(self) -> None:
+        if self._examined is not None:
+            self._examined.found_inf = None
+        self.norm, self.skip, self._examined, self._some = None, False, None, False
+
+    def _leaves_it_to_the_device(self, sharded: ShardedOptimizer) -> bool:
+        wanted = self.on_device if self.on_device is not None else sharded.engine.comm.device.type == "cuda"
+        if not wanted or self._watch is not None or not sharded.skips_on_device():
+            return False
+        if self.scaler is not None and self.scaler.rules.dynamic:
+            return self.scaler.scale * self.scaler.rules.backoff > self.scaler.rules.minimum
+        return all(counter.consecutive == 0 for counter in self._counters)
+
+    def proceeds(self, sharded: ShardedOptimizer) -> bool:
+        """Whether ``step`` is called; checks again, as user code may have run since ``examine``."""
+        if sharded.found_inf is not None and not sharded.skips_on_device():
+            self.skip, sharded.found_inf = bool(sharded.found_inf), None
+        return not self.skip
+
+    def unscale(self, sharded: ShardedOptimizer) -> None:
+        """Divide the gradients by the scale that they carry. Collective."""
+        self.examine(sharded)
+        if not self.skip:
+            sharded.grads.unscale()
+
+    def clip_norm(self, sharded: ShardedOptimizer, limit: float) -> Tensor | None:
+        """Unscale and clip in one pass; returns the norm before clipping, None if the step is skipped. Collective."""
+        self.examine(sharded)
+        if self.skip:
+            return None
+        if not self._told:
+            self.norm = sharded.grads.norm() / sharded.grads.loss_scale if self.norm is None else self.norm
+            self._notice(sharded.engine, not self.norm.is_cuda and not bool(torch.isfinite(self.norm)))
+        norm, self.norm = sharded.grads.clip_norm(limit, self.norm), None
+        return norm
+
+    def clip_value(self, sharded: ShardedOptimizer, limit: float) -> None:
+        """Clamp the unscaled gradients. Collective."""
+        self.examine(sharded)
+        if not self.skip:
+            sharded.grads.unscale()
+            sharded.grads.clip_value(limit)
+
+    def conclude(self, sharded: ShardedOptimizer, number: int) -> None:
+        """Count the step of optimizer ``number`` as taken or skipped. Collective if it was skipped.
+
+        With a device skip flag it counts as taken until ``read_skip_flag``.
+
+        Raises:
+            LossScaleError: overflow at the minimum scale, and ``on_min_scale`` is ``raise``.
+            NonFiniteError: the step was skipped, and ``on_nonfinite`` is ``raise``.
+        """
+        skip, some, found_inf = self.skip, self._some, sharded.found_inf
+        self._forget()
+        if not self.checks or not some:
+            return
+        counter = self.counter(number)
+        if found_inf is not None:
+            counter.assume_success(self.read_skip_flag)
+            self._open = _SkipFlag(found_inf, sharded, counter)
+            sharded.before_state_dict = self.read_skip_flag
+            return
+        counter.skip() if skip else counter.succeed()
+        self._account(sharded.engine, counter, skip)
+        self._watching_late = False
+
+    def read_skip_flag(self) -> bool:
+        """Read the device skip flag of the last step, if it has one; returns whether it was skipped. Waits for the GPU.
+
+        See Note [Device skip flag].
+        """
+        flag, self._open = self._open, None
+        if flag is None:
+            return False
+        skip = flag.take()
+        watched = self._watch is not None
+        self._account(flag.sharded.engine, flag.counter, skip)
+        self._watching_late = not watched
+        return skip
+
+    def _account(self, engine: Engine, counter: SkipCounter, skip: bool) -> None:
+        before = self.scale
+        possible = self.scaler.update(skip) if self.scaler is not None else True
+        if skip:
+            self._tell(engine, counter, before, possible)
+        self._keep_watch(engine, counter)
+
+    def _tell(self, engine: Engine, counter: SkipCounter, before: float, possible: bool) -> None:
+        log.info("Gradients overflowed: step skipped, loss scale %g -> %g", before, self.scale)
+        fatal = self._raises or (not possible and self._on_min_scale == "raise")
+        # Where no lower scale helps, warn at the 2nd, 4th, 8th, ... skip in a row. In fp32 the first is unusual.
+        stuck = self.scaler is None or not self.scaler.rules.dynamic or not possible
+        again = stuck and counter.consecutive > 1 and counter.consecutive & (counter.consecutive - 1) == 0
+        again |= self._plain and self.skipped == 1
+        if not fatal and (not again or self._on_min_scale == "hold"):
+            return
+        watch = self._watch if not self._watching_late else None
+        culprits = engine.comm.host_gather(watch.first(), "overflow") if watch is not None else []
+        scale = None if self._plain else before
+        report = overflow_report(nonfinite_parameters(engine), culprits, self.skipped, scale)
+        if self._raises:
+            raise NonFiniteError(f"{report} on_nonfinite=skip goes on without this step.")
+        if fatal:
+            raise LossScaleError(f"{report} The scale is at its minimum; on_min_scale=hold or warn goes on.")
+        if engine.comm.rank == 0:
+            warnings.warn(report, stacklevel=2)
+
+    def _keep_watch(self, engine: Engine, counter: SkipCounter) -> None:
+        """Watch module outputs while the next overflow would have to be explained; it costs a pass over them."""
+        stuck = self.scaler is None or not self.scaler.rules.dynamic
+        wanted = (
+            self._raises or counter.consecutive > 0 if stuck else self.scaler is not None and self.scaler.at_minimum
+        )
+        if wanted:
+            self._watch = self._watch or FiniteWatch(engine.root, training_only=True)
+            self._watch.open()
+            self._watch.reset()
+        elif self._watch is not None:
+            self.stop_watching()
+
+    def stop_watching(self) -> None:
+        """Remove the hooks that watch module outputs."""
+        self.read_skip_flag()
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def start_watching(self, engine: Engine) -> None:
+        """Watch from the start if the first overflow has to be explained: the scale is at its minimum, or it raises."""
+        self.stop_watching()
+        if self._raises or (self.scaler is not None and self.scaler.at_minimum):
+            self._watch = FiniteWatch(engine.root, training_only=True)
+            self._watch.open()
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Loss scale and skip counters, numbers only; {} if steps are not checked."""
+        self.read_skip_flag()
+        if not self.checks:
+            return {}
+        scaler = self.scaler.state_dict() if self.scaler is not None else None
+        return {"scaler": scaler, "skips": [counter.state_dict() for counter in self._counters]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore ``state_dict``; a loss scale is ignored if the running precision has none."""
+        self.read_skip_flag()
+        if self.scaler is not None and state.get("scaler") is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        for number, counter in enumerate(state.get("skips", [])):
+            self.counter(number).load_state_dict(counter)

@@ -19,31 +19,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
 
 from lt_zero.engine.bucket import Bucket
 from lt_zero.offload.background import Job
-from lt_zero.step.fused_step import Member, Part
-
-if TYPE_CHECKING:
-    from lt_zero.step.sharded_optimizer import ShardedOptimizer
+from lt_zero.step.fragments import Fragments, Member
+from lt_zero.step.fused_step import FusedStep, Part
+from lt_zero.step.kernels import Options
+from lt_zero.step.reduced_grads import ReducedGrads
 
 _WAITING = 1  # if gradients are in files: most buckets that are queued with their gradients in memory
 
 
 class Overlap:
-    """The background steps of one optimizer."""
+    """The background steps of one optimizer.
 
-    def __init__(self, sharded: ShardedOptimizer) -> None:
-        self._sharded, self._engine = sharded, sharded.engine
-        self._offload_manager = sharded.engine.offload_manager
+    Args:
+        fragments: of the optimizer.
+        fused: its kernel; without one nothing is stepped in the background.
+        grads: its reduced gradients.
+    """
+
+    def __init__(self, fragments: Fragments, fused: FusedStep | None, grads: ReducedGrads) -> None:
+        self._fragments, self._fused, self._grads = fragments, fused, grads
+        self._engine, self._offload_manager = fragments.engine, fragments.engine.offload_manager
         self._early: dict[Bucket, int] = {}  # stepped beside the last backward -> ``Accumulator.changes`` then
         self._backwards = 0  # ``Engine.backwards`` after that backward
         self._late: set[Bucket] = set()  # handed over by the running step
         self._members: dict[Bucket, list[Member]] = {}
         self._indices: dict[Bucket, set[int]] = {}  # this optimizer's parameters in a bucket
         self._number_of: dict[int, int] = {}  # group of a parameter, by id
-        self._rules: list[dict[str, Any]] = []  # hyper-parameters of the groups when the step was planned
+        self._options: list[Options] = []  # of the groups when the step was planned
         self._steady: dict[Bucket, list[int]] = {}  # used parameters of a bucket in the last step
 
     # ---- beside backward ---------------------------------------------------------------------------------------
@@ -72,35 +77,33 @@ class Overlap:
                 bucket.stepped_early = False  # later forwards may gather it
 
     def _can_begin(self) -> bool:
-        sharded = self._sharded
         self._end_early()  # if no step followed the last backward, the engine stays partially stepped
         if self._offload_manager.partially_stepped:
             return False
-        if self._offload_manager.background is None or sharded.fused is None or sharded.loss_scale != 1.0:
+        if self._offload_manager.background is None or self._fused is None or self._grads.loss_scale != 1.0:
             return False
         if not self._engine.reducer.sync:
             return False
         # Frozen parameters have no gradient; ``_landed`` checks that the others have one.
-        members = sharded.members(lambda bucket, index: bucket.params[index].requires_grad)
-        self._indices = sharded.indices()
-        taken = sharded.fused.takes(bucket for bucket in members if bucket.can_step_early)
+        members = self._fragments.members(lambda bucket, index: bucket.params[index].requires_grad)
+        self._indices = self._fragments.indices()
+        taken = self._fused.takes(b for b in members if b.can_step_early and self._fused.steps_alone(b))
         self._members = {bucket: found for bucket, found in members.items() if bucket in taken}
         if self._members:
             self._read_groups()
-            sharded.fused.begin()
+            self._fused.begin()
         return bool(self._members)
 
     def _read_groups(self) -> None:
-        groups = self._sharded.wide_groups()
-        self._rules = self._rules_now()
-        self._number_of = {id(p): number for number, params in enumerate(groups) for p in params}
+        self._options = self._options_now()
+        self._number_of = {id(p): number for number, params in enumerate(self._fragments.groups()) for p in params}
 
-    def _rules_now(self) -> list[dict[str, Any]]:
-        return self._sharded.fused.rules() if self._sharded.fused is not None else []
+    def _options_now(self) -> list[Options]:
+        return self._fused.options() if self._fused is not None else []
 
     def _landed(self, bucket: Bucket) -> bool:
         """Called when the gradients of ``bucket`` are reduced; returns whether it is stepped now."""
-        members, fused = self._members.get(bucket, []), self._sharded.fused
+        members, fused = self._members.get(bucket, []), self._fused
         if not members or bucket in self._early or self._engine.gatherer.is_pinned(bucket) or bucket.has_grads():
             return False  # ``take_early`` notices a second gradient of a stepped bucket
         if bucket.grads.used != bucket.grads.valid or not bucket.grads.valid <= self._indices[bucket]:
@@ -108,7 +111,7 @@ class Overlap:
         if not bucket.sharding.params and bucket.edits.seen():
             return False
         assert fused is not None
-        parts = fused.plan(bucket, members, self._number_of, self._rules)  # counts the step
+        parts = fused.plan(bucket, members, self._number_of, self._options)  # counts the step
         if parts is None:
             return False
         self._early[bucket] = bucket.grads.changes
@@ -123,27 +126,25 @@ class Overlap:
         return True
 
     def _step_early(self, bucket: Bucket, parts: list[Part]) -> None:
-        assert self._sharded.fused is not None
+        assert self._fused is not None
         # Backward may still read unsharded parameters; sharded ones are not gathered again.
-        self._sharded.fused.launch([bucket], parts, write=bucket.sharding.params)
+        self._fused.launch([bucket], parts, write=bucket.sharding.params)
         if bucket.sharding.params:
             bucket.weights.refresh()
         if bucket.streamed:
             bucket.grads.discard()  # saves a write and a read; ``forget_early`` clears it
 
-    def take_early(self, members: dict[Bucket, list[Member]], used: dict[Bucket, list[int]]) -> set[Bucket]:
-        """Remove buckets that were stepped beside backward from ``members``; returns them. Collective.
+    def take_early(self, used: dict[Bucket, list[int]]) -> set[Bucket]:
+        """The buckets that were stepped beside backward; forgets them. Collective.
 
         Raises:
             SwapError: on all ranks, if gradients or hyper-parameters have changed since on one.
         """
         same = all(bucket in used and bucket.grads.changes == then for bucket, then in self._early.items())
         early = self._end_early()
-        if early and same and self._backwards == self._engine.backwards and self._rules == self._rules_now():
+        if early and same and self._backwards == self._engine.backwards and self._options == self._options_now():
             self._offload_manager.partially_stepped = ""
         self._offload_manager.refuse_partially_stepped(self._engine.comm)
-        for bucket in early:
-            members.pop(bucket, None)
         return early
 
     def _end_early(self) -> set[Bucket]:
@@ -174,9 +175,9 @@ class Overlap:
         None instead of a plan: the thread only publishes, because the bucket is in ``early``, or because this rank has
         to move states first. Planned buckets are removed from ``members``.
         """
-        if not self._publishes_late or self._sharded.fused is None:
+        if not self._publishes_late or self._fused is None:
             return {}
-        taken = self._sharded.fused.takes(b for b in used if b.offloaded)
+        taken = self._fused.takes(b for b in used if b.offloaded and self._fused.steps_alone(b))
         if taken:
             self._read_groups()
         plans: dict[Bucket, list[Part] | None] = {}
@@ -186,7 +187,7 @@ class Overlap:
                 continue
             plans[bucket] = None
             if bucket not in early:
-                plans[bucket] = self._sharded.fused.plan(bucket, members.get(bucket, []), self._number_of, self._rules)
+                plans[bucket] = self._fused.plan(bucket, members.get(bucket, []), self._number_of, self._options)
             if plans[bucket] is not None:
                 members.pop(bucket, None)
         return plans
@@ -200,8 +201,8 @@ class Overlap:
 
     def _step_late(self, bucket: Bucket, parts: list[Part] | None) -> None:
         if parts is not None:
-            assert self._sharded.fused is not None
-            self._sharded.fused.launch([bucket], parts)
+            assert self._fused is not None
+            self._fused.launch([bucket], parts)
             if bucket.streamed:
                 bucket.weights.refresh()
         bucket.refresh_after_step()

@@ -1,4 +1,4 @@
-"""The reduced gradients of one optimizer between backward and step, read and scaled in the accumulators.
+"""The reduced gradients of one optimizer between backward and step: their norm, clipping and unscaling.
 
 Note [Unused parameters]
     A zero gradient is not "no gradient": AdamW would decay and move a parameter that no rank used. The ranks agree
@@ -8,24 +8,31 @@ Note [Unused parameters]
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from lt_zero import ops
+from lt_zero.common.timing import phased
 from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.engine import Engine
 from lt_zero.engine.layout import ALIGN
 from lt_zero.engine.visible_grads import is_view
-
-if TYPE_CHECKING:
-    from lt_zero.step.sharded_optimizer import ShardedOptimizer
+from lt_zero.step.fragments import Fragments
+from lt_zero.step.fused_step import FusedStep
 
 
 class ReducedGrads:
-    """The accumulated gradients of one optimizer's parameters, including parameters in no bucket."""
+    """The accumulated gradients of one optimizer's parameters, including parameters in no bucket.
 
-    def __init__(self, sharded: ShardedOptimizer) -> None:
-        self._sharded, self._engine = sharded, sharded.engine
+    Args:
+        fragments: of the optimizer.
+        fused: its kernel, which can multiply the gradients by a number; None if it has none.
+    """
+
+    def __init__(self, fragments: Fragments, fused: FusedStep | None) -> None:
+        self._fragments, self._fused, self._engine = fragments, fused, fragments.engine
+        self.loss_scale = 1.0  # that the gradients carry; see loss_scale.py
 
     # ---- which there are ---------------------------------------------------------------------------------------
 
@@ -33,7 +40,7 @@ class ReducedGrads:
         """The parameters that have a gradient on any rank, in order. Collective."""
         used = self._engine.finish_reductions()
         found: dict[Bucket, list[int]] = {}
-        for bucket, index, _ in self._sharded.places():
+        for bucket, index, _ in self._fragments.places():
             if used(bucket, index):
                 found.setdefault(bucket, []).append(index)
         return {bucket: sorted(indices) for bucket, indices in found.items()}
@@ -41,11 +48,11 @@ class ReducedGrads:
     def exist(self) -> bool:
         """Whether any rank has a gradient for this optimizer; the same answer on all ranks. Collective."""
         used = self._engine.finish_reductions()
-        return bool(self._foreign()) or any(used(b, i) for b, i, _ in self._sharded.places())
+        return bool(self._foreign()) or any(used(b, i) for b, i, _ in self._fragments.places())
 
     def _foreign(self) -> list[Tensor]:
         """The gradients of parameters that the engine does not own."""
-        return [p.grad for p in self._sharded.parameters() if id(p) not in self._engine.owner and p.grad is not None]
+        return [p.grad for p in self._fragments.parameters() if id(p) not in self._engine.owner and p.grad is not None]
 
     # ---- their values ------------------------------------------------------------------------------------------
 
@@ -63,7 +70,7 @@ class ReducedGrads:
     @torch.no_grad()
     def multiply(self, factor: Tensor) -> None:
         """Multiply the reduced gradients by ``factor`` (0D fp32), now or later in the kernel. Collective."""
-        used, places = self.used(), self._sharded.places()
+        used, places = self.used(), self._fragments.places()
         self._engine.used_parameters.scaled(places, factor)
         deferring = self._deferring(used)
         for bucket, indices in used.items():
@@ -79,13 +86,13 @@ class ReducedGrads:
 
     def _deferring(self, used: Iterable[Bucket]) -> set[Bucket]:
         """The buckets that defer (fused_step.py, Note [Deferred factor]): not those with views in ``p.grad``."""
-        mine = self._sharded.indices()
-        return {b for b in self._sharded.taken(used) if b.grads.valid <= mine[b] and not is_view(b)}
+        mine, taken = self._fragments.indices(), self._fused.takes(used) if self._fused is not None else ()
+        return {b for b in taken if b.grads.valid <= mine[b] and not is_view(b)}
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
         """Multiply all accumulated gradients, reduced or not. Not collective."""
-        places = self._sharded.places()
+        places = self._fragments.places()
         self._engine.used_parameters.scaled(places, factor)
         for bucket, index, _ in places:
             span, grads = bucket.layout.spans[index], bucket.grads
@@ -94,6 +101,54 @@ class ReducedGrads:
             for piece in bucket.pieces_of(index) if index in grads.valid else ():
                 grads.of(piece).mul_(factor)
             grads.put_away()
+
+    # ---- norm, clipping, unscaling -----------------------------------------------------------------------------
+
+    @phased("clip")
+    @torch.no_grad()
+    def norm(self, norm_type: float = 2.0) -> Tensor:
+        """The global norm (0D, fp32; fp64 if all accumulators are) of the accumulated gradients. Collective.
+
+        It is finite unless a gradient of some rank is not, or is too large to be squared.
+        """
+        return _total_norm(self._engine, self.by_bucket(), norm_type)
+
+    @phased("clip")
+    @torch.no_grad()
+    def clip_norm(self, max_norm: float, norm: Tensor | None = None) -> Tensor:
+        """Unscale the gradients and scale them down to a global 2-norm of ``max_norm``, in one pass.
+
+        The same formula as ``torch.nn.utils.clip_grad_norm_``. Collective.
+
+        Args:
+            max_norm: the limit.
+            norm: the norm of the unscaled gradients; None: it is computed.
+
+        Returns:
+            The norm (0D) of the unscaled gradients before clipping.
+        """
+        norm = self.norm() / self.loss_scale if norm is None else norm
+        self.multiply(torch.clamp(max_norm / (norm + 1e-6), max=1.0) / self.loss_scale)
+        self.loss_scale = 1.0
+        return norm
+
+    @phased("clip")
+    @torch.no_grad()
+    def clip_value(self, limit: float) -> None:
+        """Clamp each element of the averaged gradients to [-limit, limit]. Collective."""
+        for rows in self.by_bucket(write=True):
+            for grad in rows:
+                grad.clamp_(-limit, limit)
+        self._engine.used_parameters.changed()
+
+    @phased("clip")
+    @torch.no_grad()
+    def unscale(self) -> None:
+        """Divide the accumulated gradients by the loss scale that they carry. Collective."""
+        if self.loss_scale != 1.0:
+            device = self._engine.comm.device
+            self.multiply(torch.full((), 1.0 / self.loss_scale, dtype=torch.float32, device=device))
+            self.loss_scale = 1.0
 
 
 def _rows(bucket: Bucket, indices: list[int], write: bool = True) -> list[Tensor]:
@@ -115,3 +170,44 @@ def _rows(bucket: Bucket, indices: list[int], write: bool = True) -> list[Tensor
         return []
     grad = bucket.grads.write() if write else bucket.grads.read()
     return [grad[lo:hi] for lo, hi in edges]
+
+
+def _total_norm(engine: Engine, grads: Iterable[list[Tensor]], norm_type: float) -> Tensor:
+    """The norm (0D) over all ranks' pieces, each element counted once; ``grads`` yields them in groups."""
+    comm = engine.comm
+    # The kernels take fp32 factors, and step no fp64 bucket.
+    accumulators = {b.grads.dtype for b in engine.buckets if b.wants_grad}
+    dtype = torch.float64 if accumulators == {torch.float64} else torch.float32
+    if norm_type == 2.0:
+        total = torch.zeros((), dtype=torch.float64, device=comm.device)
+        for rows in grads:
+            total = total + _squares(rows, comm.device)
+        if engine.sharded_optim:
+            total = comm.sum_scalar(total, "gradient norm")
+        return total.sqrt().to(dtype)
+    parts = [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) for rows in grads for grad in rows]
+    none = torch.zeros((), dtype=dtype, device=comm.device)
+    local = torch.linalg.vector_norm(torch.stack(parts), norm_type) if parts else none
+    if not engine.sharded_optim:
+        return local
+    if norm_type == float("inf"):
+        return comm.max_scalar(local, "gradient norm")
+    total = comm.sum_scalar(local.to(torch.float64) ** norm_type, "gradient norm")
+    return (total ** (1.0 / norm_type)).to(local.dtype)
+
+
+def _squares(grads: list[Tensor], device: torch.device) -> Tensor:
+    """The sum of squares (0D fp64)."""
+    simple: dict[torch.device, list[Tensor]] = {}
+    others: list[Tensor] = []
+    for grad in grads:
+        fits = grad.dtype in ops.DTYPES and grad.is_contiguous()
+        (simple.setdefault(grad.device, []) if fits else others).append(grad)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for rows in simple.values():
+        total = total + ops.norm_squared(rows).to(device)
+    for grad in others:  # of parameters that the engine does not own
+        dense = grad.to_dense() if grad.layout is not torch.strided else grad
+        dense = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+        total = total + dense.double().square().sum().to(device)
+    return total

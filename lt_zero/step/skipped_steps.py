@@ -3,7 +3,7 @@
 A schedule counts optimizer steps. Stepped after a skipped one it would run ahead of training, and torch would warn that
 ``lr_scheduler.step()`` came before ``optimizer.step()``.
 
-With a device skip flag (loss_scale_controller.py, Note [Device skip flag]) the counter first assumes that the step was
+With a device skip flag (loss_scale.py, Note [Device skip flag]) the counter first assumes that the step was
 taken, and schedules move. Each keeps a snapshot, which is restored if the step turns out to be skipped.
 """
 

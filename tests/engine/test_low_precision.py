@@ -19,8 +19,7 @@ from lt_zero.comm.communicator import Comm
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.lightning.model_report import dtype_table, memory_report
 from lt_zero.lightning.precision import sharded_of
-from lt_zero.step.clip import grad_norm
-from lt_zero.step.loss_scale_controller import LossScaleController
+from lt_zero.step.loss_scale import LossScaleController
 from tests.support.constant_module import Constant
 from tests.support.lightning_tools import GPT, sharded_trainer, weights
 from tests.support.matrix import cover, only
@@ -371,7 +370,7 @@ def _by_hand() -> None:
             net.optimizer = optimizer
             trainer.fit(net)
             found.append(weights(trainer))
-            norm = grad_norm(sharded_of(trainer.optimizers[0]), 1.0)
+            norm = sharded_of(trainer.optimizers[0]).grads.norm(1.0)
             assert norm.dtype == torch.float32
         for name, value in found[0].items():
             assert (found[1][name] == value).all(), (stage, name)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero.config.precision import dtype_policy
-from lt_zero.step.clip import clip_grad_norm
 from tests.support.parity import config_of, full_values
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -48,7 +47,7 @@ def train(
             with beside, torch.autocast("cuda", torch.bfloat16, enabled=mode != "32-true", cache_enabled=False):
                 model(x).float().square().mean().backward()
         if clip is not None:
-            clip_grad_norm(sharded, clip)
+            sharded.grads.clip_norm(clip)
         optimizer.step()
     return full_values(engine), engine
 

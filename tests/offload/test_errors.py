@@ -20,7 +20,6 @@ import lt_zero
 from lt_zero.config import ZeroConfig
 from lt_zero.io import block_transfer as io
 from lt_zero.io.thread_pool import SwapError
-from lt_zero.step.clip import clip_grad_norm
 from lt_zero.step.supported_optimizers import states_per_element
 from tests.support.models import Net, next_token_loss
 from tests.support.offload_runs import blocks, train
@@ -151,7 +150,7 @@ def _fails(path: str, what: str, number: int, world: int) -> str:
             for step in range(3):
                 sharded.optimizer.zero_grad()
                 next_token_loss(model, step, 0, dist.get_rank()).backward()
-                clip_grad_norm(sharded, 0.5)
+                sharded.grads.clip_norm(0.5)
                 sharded.optimizer.step()
         except SwapError as error:
             message = str(error)
@@ -255,7 +254,7 @@ def _rounds(path: str, steps: int, rounds: int) -> tuple[list[int], list[int], i
         for _ in range(steps):
             sharded.optimizer.zero_grad()
             model(torch.ones(4, 256)).square().mean().backward()
-            clip_grad_norm(sharded, 1.0)
+            sharded.grads.clip_norm(1.0)
             sharded.optimizer.step()
             memory.append(me.memory_info().rss)
         del model, engine, sharded

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero.checkpoint.native.full_states import full_optimizer_state, load_full_optimizer_state
 from lt_zero.engine.full_params import full_state_dict, restore_whole
-from lt_zero.step.clip import clip_grad_norm
 from tests.support.lightning_tools import GPT, weights
 from tests.support.matrix import cover, only
 from tests.support.models import Net, next_token_loss
@@ -29,7 +28,7 @@ def _go_on(engine: Any, sharded: Any, first: int, steps: int = 2) -> dict[str, T
         sharded.optimizer.zero_grad()
         for micro in range(2):
             next_token_loss(engine.root, step, micro, dist.get_rank()).float().backward()
-        clip_grad_norm(sharded, 0.5)
+        sharded.grads.clip_norm(0.5)
         sharded.optimizer.step()
     return full_values(engine)
 

@@ -29,7 +29,7 @@ from tests.support.matrix import cover, only
 from tests.support.models import Net, next_token_loss
 from tests.support.offload_runs import same
 from tests.support.offload_tools import fail_with
-from tests.support.overlap_runs import Fails, offload, slowed, train
+from tests.support.overlap_runs import OPTIMIZERS, Fails, offload, slowed, train
 from tests.support.parity import config_of, full_values
 from tests.support.pool import Pool
 
@@ -89,6 +89,32 @@ def test_beside_the_next_forward(pool: Pool, tmp_path: Path, stage: tuple[int, b
 def test_beside_the_next_forward_in_bf16(pool: Pool, tmp_path: Path, stage: tuple[int, bool], where: str) -> None:
     files, apart = WHERE[where]
     pool.run(2, _beside_forward, str(tmp_path) if files else None, apart, *stage, torch.bfloat16)
+
+
+def _other_kernel(kind: str, stage: int, path: str, beside: bool) -> None:
+    """Beside backward in host memory, or beside forward in files."""
+    want, _, _ = train(stage, {}, kind=kind, steps=3)
+    where, overlap = (None, "auto") if beside else (path, True)
+    with slowed(apart=beside) as watch:
+        got, engine, _ = train(stage, offload(where, overlap, stage == 3), beside, steps=3, kind=kind)
+        same(got, want, (kind, where))
+        # LAMB needs norms over the ranks, so only a rank that has all of each parameter steps it in the background.
+        alone = kind != "Lamb" or stage == 0 or dist.get_world_size() == 1
+        assert (watch.beside >= len(engine.buckets) - 1) == alone, watch.beside
+        engine.offload_manager.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "beside"),
+    [*cover([kind for kind in OPTIMIZERS if kind not in ("AdamW", "Lamb")], [3], [True, False]), ("Lamb", 0, False)],
+)
+def test_every_kernel_steps_in_the_background(pool: Pool, tmp_path: Path, kind: str, stage: int, beside: bool) -> None:
+    pool.run(2, _other_kernel, kind, stage, str(tmp_path), beside)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_lamb_waits_for_the_norms_of_the_ranks(pool: Pool, tmp_path: Path, world: int) -> None:
+    pool.run(world, _other_kernel, "Lamb", 3, str(tmp_path), True)
 
 
 # ---- what must not be stepped early ----------------------------------------------------------------------------------
@@ -164,7 +190,7 @@ def _other_optimizers() -> None:
             torch.manual_seed(0)
             model = Net()
             engine = lt_zero.shard(model, config_of(3, zero=offload(None, overlap, True)))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            optimizer = torch.optim.NAdam(model.parameters(), lr=0.01)
             sharded = lt_zero.ShardedOptimizer(engine, optimizer)
             for step in range(3):
                 optimizer.zero_grad()
@@ -172,7 +198,7 @@ def _other_optimizers() -> None:
                     next_token_loss(model, step, 0, dist.get_rank()).backward()
                 optimizer.step()
             runs.append(full_values(engine))
-        same(runs[1], runs[0], "SGD")
+        same(runs[1], runs[0], "NAdam")
         assert watch.beside == 0
 
 

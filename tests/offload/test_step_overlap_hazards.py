@@ -24,8 +24,7 @@ from lt_zero.engine.full_params import full_state_dict
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload import copy_streams
 from lt_zero.offload.background import Background, Job
-from lt_zero.step.clip import clip_grad_norm
-from lt_zero.step.fused_step import FusedAdam
+from lt_zero.step.fused_step import FusedStep
 from tests.support.matrix import cover
 from tests.support.models import Net, next_token_loss
 from tests.support.offload_runs import same
@@ -156,7 +155,7 @@ def _between(kind: str, stage: int) -> None:
         elif kind == "zero_grad":
             run.optimizer.zero_grad()
         elif kind == "clip":
-            clip_grad_norm(run.sharded, 0.1)
+            run.sharded.grads.clip_norm(0.1)
         elif kind == "lr":
             run.optimizer.param_groups[0]["lr"] = 0.5
         elif kind == "no step":
@@ -287,7 +286,7 @@ class Sometimes(Net):
 @contextmanager
 def slow_copies() -> Iterator[None]:
     """A gradient that is waited for in backward's thread arrives when the background has nothing more to do."""
-    jobs, wait, hand_over, launch = list[Job](), copy_streams._Late.wait, Background.hand_over, FusedAdam.launch
+    jobs, wait, hand_over, launch = list[Job](), copy_streams._Late.wait, Background.hand_over, FusedStep.launch
 
     def hand_over_noted(self: Background, job: Job, limit: int | None = None) -> None:
         hand_over(self, job, limit)
@@ -300,7 +299,7 @@ def slow_copies() -> Iterator[None]:
                 job.wait()
         wait(self)
 
-    def launch_late(self: FusedAdam, buckets: list[Any], *args: Any, **kwargs: Any) -> None:
+    def launch_late(self: FusedStep, buckets: list[Any], *args: Any, **kwargs: Any) -> None:
         if threading.current_thread().name == "lt_zero-step" and buckets[0].name == "blocks.5":
             time.sleep(0.1)
         launch(self, buckets, *args, **kwargs)
@@ -309,7 +308,7 @@ def slow_copies() -> Iterator[None]:
     patch.setattr(Background, "hand_over", hand_over_noted)
     patch.setattr(copy_streams._Late, "wait", wait_long)
     patch.setattr(copy_streams._Late, "synchronize", wait_long)
-    patch.setattr(FusedAdam, "launch", launch_late)
+    patch.setattr(FusedStep, "launch", launch_late)
     patch.setattr(
         copy_streams.CopyStream, "copy", lambda lane, to, source, after=None: lane._begin(to, source, after)
     )  # no limit

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lt_zero import ops
 from lt_zero.ops import compiler, library
-from tests.support.kernel_inputs import LOW, STEPS, options_of, rows
+from tests.support.kernel_inputs import LOW, STATES, STEPS, options_of, rows
 
 SIZES = [0, 1, 7, 33, 4097, 70_001, 1_000_003]
 
@@ -54,8 +54,8 @@ def test_steps_equal_the_cpu(name: str, seed: int) -> None:
     torch.manual_seed(seed)
     state = rng.choice([torch.float32, torch.bfloat16])
     lists = [rows(SIZES, torch.float32, offset), rows(SIZES, rng.choice(LOW), offset)]
-    lists += [rows(SIZES, state, offset, torch.rand) for _ in range({"adam_step": 2, "lamb_update": 2}.get(name, 1))]
-    lists += [rows(SIZES, torch.float32 if name == "lamb_update" else rng.choice(LOW), offset)]
+    lists += [rows(SIZES, state, offset, torch.rand) for _ in range(STATES.get(name, 1))]
+    lists += [rows(SIZES, rng.choice(LOW), offset)] if name != "lamb_update" else []
     options: dict[str, Any] = options_of(name, rng) | {"maximize": seed % 2 == 1}
     scale = torch.tensor(0.37) if seed % 3 else None
     ours, theirs = on("cuda", lists), on("cpu", lists)
@@ -90,8 +90,8 @@ def test_other_passes_equal_the_cpu(offset: int) -> None:
         bad[position] = float("nan")
         assert not ops.norm_squared([bad]).isfinite()
         bad[position] = 1.0
-    params, updates = rows(SIZES, torch.float32, offset), rows(SIZES, torch.float32, offset)
-    ours, theirs, trust = on("cuda", [params, updates]), on("cpu", [params, updates]), torch.rand(len(SIZES))
-    ops.lamb_apply(*ours, trust.cuda(), lr=0.1)
-    ops.lamb_apply(*theirs, trust, lr=0.1)
+    lists = [rows(SIZES, torch.float32, offset, torch.rand) for _ in range(3)]
+    ours, theirs, rates = on("cuda", lists), on("cpu", lists), torch.rand(len(SIZES))
+    ops.lamb_apply(*ours, rates.cuda(), eps=1e-6, weight_decay=0.1)
+    ops.lamb_apply(*theirs, rates, eps=1e-6, weight_decay=0.1)
     assert_equal(ours, theirs)

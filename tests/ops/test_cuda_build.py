@@ -321,17 +321,16 @@ def test_sgd_without_momentum_has_no_state(device: torch.device) -> None:
     ids=["fp32", "bf16", "skipped", "many"],
 )
 def test_lamb(device: torch.device, sizes: list[int], grad: torch.dtype, state: torch.dtype, found_inf: float) -> None:
-    options = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.01, "step": 2.0}
-    skip = torch.tensor(found_inf)
-    param, update, out = Arena(sizes, FP32, 0), Arena(sizes, FP32, 4), Arena(sizes, BF16, 1)
+    rule, betas, skip = {"eps": 1e-6, "weight_decay": 0.01}, {"beta1": 0.9, "beta2": 0.99}, torch.tensor(found_inf)
+    param, out = Arena(sizes, FP32, 0), Arena(sizes, BF16, 1)
     moments = [Arena(sizes, state, 2), Arena(sizes, state, 3, "squares")]
-    arenas = [param, Arena(sizes, grad, 1), *moments, update]
-    norms, expected = compare("lamb_update", device, arenas, **options, scale=torch.tensor(0.3), found_inf=skip)
+    arenas, scale = [param, Arena(sizes, grad, 1), *moments], torch.tensor(0.3)
+    norms, expected = compare("lamb_update", device, arenas, **rule, **betas, scale=scale, found_inf=skip)
     torch.testing.assert_close(norms.cpu(), expected, rtol=1e-14, atol=0.0)
 
-    trust = torch.rand(len(sizes), generator=torch.Generator().manual_seed(6)) + 0.5
-    trust_ratios = SimpleNamespace(flat=trust, views=lambda flat: flat)
-    compare("lamb_apply", device, [param, update, trust_ratios, out], lr=1e-3, found_inf=skip)
+    flat = torch.rand(len(sizes), generator=torch.Generator().manual_seed(6)) + 0.5
+    rates = SimpleNamespace(flat=flat, views=lambda flat: flat)
+    compare("lamb_apply", device, [param, *moments, rates, out], **rule, found_inf=skip)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
@@ -411,19 +410,18 @@ def refuses_bad_arguments(lib: ctypes.CDLL) -> None:
     bad = [{"count": -1}, {"numel": negative}, {"numel": None}, {"grad_dtype": 3}, {"grad_dtype": -1}]
     bad += [{"state_dtype": 2}, {"out_dtype": 7}, {"param": None}, {"grad": null}]
     adam, lion, adagrad = library.Adam(step=1.0), library.Lion(), library.Adagrad()
-    sgd, lamb, by = library.Sgd(momentum=0.9), library.Lamb(step=1.0), ctypes.byref
+    sgd, lamb, by = library.Sgd(momentum=0.9), library.Lamb(), ctypes.byref
     here = x.data_ptr()
 
     def codes(t: library.Tensors, states: int) -> list[int]:
         steps = [
             lib.lt_cuda_adam_step(by(t), by(adam), None),
-            lib.lt_cuda_lamb_update(by(t), by(lamb), one, here, here, None),
+            lib.lt_cuda_lamb_update(by(t), by(lamb), here, here, None),
+            lib.lt_cuda_lamb_apply(by(t), by(lamb), here, None),
         ]
         if states < 2:
             steps += [lib.lt_cuda_lion_step(by(t), by(lion), None), lib.lt_cuda_sgd_step(by(t), by(sgd), None)]
             steps += [lib.lt_cuda_adagrad_step(by(t), by(adagrad), None)]
-        if states < 1:
-            steps += [lib.lt_cuda_lamb_apply(by(t), here, 0.1, None)]
         return steps
 
     for change in bad:
@@ -433,11 +431,10 @@ def refuses_bad_arguments(lib: ctypes.CDLL) -> None:
     tensors = library.Tensors(**good)
     assert lib.lt_cuda_adam_step(None, by(adam), None) == BAD_ARGUMENT
     assert lib.lt_cuda_adam_step(by(tensors), None, None) == BAD_ARGUMENT
-    for update, norms, scratch in ((None, here, here), (null, here, here), (one, None, here), (one, here, None)):
-        assert lib.lt_cuda_lamb_update(by(tensors), by(lamb), update, norms, scratch, None) == BAD_ARGUMENT
-    assert lib.lt_cuda_lamb_apply(by(tensors), None, 0.1, None) == BAD_ARGUMENT
-    half = library.Tensors(**(good | {"grad_dtype": 2}))
-    assert lib.lt_cuda_lamb_apply(by(half), here, 0.1, None) == BAD_ARGUMENT
+    for norms, scratch in ((None, here), (here, None)):
+        assert lib.lt_cuda_lamb_update(by(tensors), by(lamb), norms, scratch, None) == BAD_ARGUMENT
+    assert lib.lt_cuda_lamb_apply(by(tensors), by(lamb), None, None) == BAD_ARGUMENT
+    assert lib.lt_cuda_lamb_apply(by(tensors), None, here, None) == BAD_ARGUMENT
 
     for change in (
         {"count": -1},

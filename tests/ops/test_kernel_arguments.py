@@ -16,7 +16,6 @@ import lt_zero
 from lt_zero import ops
 from lt_zero.ops import compiler as build
 from lt_zero.ops import library
-from lt_zero.step.clip import clip_grad_norm, clip_grad_value, grad_norm
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import STAGES, config_of, full_values
 from tests.support.pool import Pool
@@ -206,16 +205,16 @@ def _looked_at(stage: int, how: str) -> None:
     (next_token_loss(model, 0, 0, dist.get_rank()) * 1000.0).backward()
     with engine.used_parameters.looked_at():
         before = {n: p.grad.norm() for n, p in model.named_parameters() if p.grad is not None}
-        clip_grad_norm(sharded, 0.01) if how == "norm" else clip_grad_value(sharded, 0.01)
+        sharded.grads.clip_norm(0.01) if how == "norm" else sharded.grads.clip_value(0.01)
         if dist.get_rank() == 1:  # one rank alone may ask
             after = {n: p.grad.norm() for n, p in model.named_parameters() if p.grad is not None}
             total = torch.stack(list(after.values())).norm()
             assert all(after[n] < before[n] for n in after)
     if dist.get_rank() == 1:
-        expected = grad_norm(sharded)
+        expected = sharded.grads.norm()
         torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-6)
     else:
-        grad_norm(sharded)
+        sharded.grads.norm()
 
 
 @pytest.mark.parametrize("how", ["norm", "value"])
@@ -239,7 +238,7 @@ def _complex(stage: int) -> None:
     _, _, sharded = _sharded(stage, model, torch.optim.SGD(model.parameters(), lr=0.1))
     model().backward()
     want = torch.cat([torch.ones(4), torch.ones(2), torch.full((3,), 5.0)]).norm()
-    torch.testing.assert_close(grad_norm(sharded), want)
+    torch.testing.assert_close(sharded.grads.norm(), want)
 
 
 def test_norms_of_complex_gradients(pool: Pool) -> None:
@@ -291,7 +290,7 @@ def test_tensors_on_several_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="one device is needed"):
         ops.norm_squared([here, nowhere])
     with pytest.raises(ValueError, match="one device is needed"):
-        ops.lamb_apply([here], [torch.ones(3)], torch.ones(1, device="meta"), lr=0.1)
+        ops.lamb_apply([here], [here], [here], torch.ones(1, device="meta"), eps=0.1, weight_decay=0.0)
     with pytest.raises(ValueError, match="step is 0"):
         ops.adam_step([here], [here.clone()], [torch.zeros(3)], [torch.zeros(3)], step=0, **NUMBERS)
 
@@ -312,9 +311,9 @@ def test_writing_is_noticed_by_autograd() -> None:
 
 
 def test_the_reference_takes_what_the_kernel_takes() -> None:
-    for apply in (ops.lamb.lamb_apply, ops.lamb.lamb_apply_reference):
+    for apply in (ops.lamb_apply, ops.lamb_apply_reference):
         weight = torch.ones(2, 3)
-        apply([weight], [torch.ones(6)], torch.ones(1), lr=0.5)
+        apply([weight], [torch.ones(6)], [torch.ones(6)], torch.full((1,), 0.5), eps=0.0, weight_decay=0.0)
         assert torch.equal(weight, torch.full((2, 3), 0.5))
 
 

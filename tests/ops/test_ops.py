@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lt_zero import ops
 from lt_zero.ops import library
-from tests.support.kernel_inputs import LOW, STEPS, options_of, rows
+from tests.support.kernel_inputs import LOW, STATES, STEPS, options_of, rows
 
 ISAS = ["avx512", "avx2", "neon", "portable"]
 
@@ -44,8 +44,8 @@ def test_the_environment_chooses_the_instruction_set(monkeypatch: pytest.MonkeyP
         assert library.Loader().get("cpu") is None
 
 
-def copies(lists: list[list[Tensor]]) -> list[list[Tensor]]:
-    return [[tensor.clone() for tensor in tensors] for tensors in lists]
+def copies(lists: list[Any]) -> list[Any]:
+    return [t.clone() if isinstance(t, Tensor) else [tensor.clone() for tensor in t] for t in lists]
 
 
 def torch_fuses() -> bool:
@@ -72,9 +72,8 @@ def test_steps_equal_their_references_to_the_last_bit(isa: str, name: str) -> No
         sizes = [rng.choice([0, 1, 2, 7, 15, 16, 17, 33, 1000, 32769]) for _ in range(rng.randint(1, 4))]
         offset, state = rng.randint(0, 3), rng.choice([torch.float32, torch.bfloat16])
         lists = [rows(sizes, torch.float32, offset), rows(sizes, rng.choice(LOW), offset)]
-        states = {"adam_step": 2, "lamb_update": 2}.get(name, 1)
-        lists += [rows(sizes, state, offset, torch.rand) for _ in range(states)]
-        lists += [rows(sizes, torch.float32 if name == "lamb_update" else rng.choice(LOW), offset)]
+        lists += [rows(sizes, state, offset, torch.rand) for _ in range(STATES.get(name, 1))]
+        lists += [rows(sizes, rng.choice(LOW), offset)] if name != "lamb_update" else []
         options = options_of(name, rng) | {"maximize": rng.random() < 0.3}
         options |= {"scale": rng.choice([None, torch.tensor(0.37)]), "clip": rng.choice([None, torch.tensor([0.9])])}
         ours, theirs = copies(lists), copies(lists)
@@ -90,15 +89,18 @@ def test_other_passes_equal_their_references_to_the_last_bit(isa: str, name: str
     rng = random.Random(f"{isa} {name}")
     for _ in range(12):
         sizes, offset = [rng.choice([0, 1, 5, 16, 31, 4097, 40000]) for _ in range(3)], rng.randint(0, 3)
-        low = name != "lamb_apply"
-        target = rng.choice(LOW) if name == "cast_scale" else torch.float32
-        lists = [rows(sizes, target, offset), rows(sizes, rng.choice(LOW) if low else torch.float32, offset)]
         options: dict[str, Any] = {"factor": rng.choice([1.0, 0.3]), "scale": rng.choice([None, torch.tensor(0.7)])}
-        arguments: list[Any] = [] if low else [torch.rand(3)]
-        options = options if low else {"lr": 0.1}
+        if name == "lamb_apply":
+            state = rng.choice([torch.float32, torch.bfloat16])
+            lists = [rows(sizes, torch.float32, offset), *(rows(sizes, state, offset, torch.rand) for _ in range(2))]
+            lists += [torch.rand(3), rows(sizes, rng.choice(LOW), offset)]  # type: ignore[list-item]
+            options = {"eps": 1e-6, "weight_decay": rng.choice([0.0, 0.1])}
+        else:
+            target = rng.choice(LOW) if name == "cast_scale" else torch.float32
+            lists = [rows(sizes, target, offset), rows(sizes, rng.choice(LOW), offset)]
         ours, theirs = copies(lists), copies(lists)
-        getattr(ops, name)(*ours, *arguments, **options)
-        getattr(ops, f"{name}_reference")(*theirs, *arguments, **options)
+        getattr(ops, name)(*ours, **options)
+        getattr(ops, f"{name}_reference")(*theirs, **options)
         assert_same(ours, theirs)
 
 
@@ -147,16 +149,16 @@ def test_lion_follows_the_paper(isa: str) -> None:
 
 def test_lamb_over_fragments_is_lamb_over_the_whole(isa: str) -> None:
     torch.manual_seed(3)
-    whole = [torch.randn(1001) for _ in range(2)] + [torch.zeros(1001) for _ in range(3)]
+    whole = [torch.randn(1001) for _ in range(2)] + [torch.zeros(1001) for _ in range(2)]
     cuts = [[t[:400].clone(), t[400:].clone()] for t in whole]
-    numbers = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.01, "step": 1}
-    norms = ops.lamb_update(*[[t] for t in whole], **numbers)
-    parts = ops.lamb_update(*cuts, **numbers).sum(0, keepdim=True)
+    numbers = {"eps": 1e-6, "weight_decay": 0.01}
+    norms = ops.lamb_update(*[[t] for t in whole], beta1=0.9, beta2=0.999, **numbers)
+    parts = ops.lamb_update(*cuts, beta1=0.9, beta2=0.999, **numbers).sum(0, keepdim=True)
     torch.testing.assert_close(norms, parts, rtol=1e-14, atol=0)
     assert norms[0, 0] == pytest.approx(whole[0].double().square().sum().item())
-    trust = (norms[:, 0] / norms[:, 1]).sqrt().float()
-    ops.lamb_apply([whole[0]], [whole[4]], trust, lr=0.1)
-    ops.lamb_apply(cuts[0], cuts[4], trust.expand(2).contiguous(), lr=0.1)
+    rates = 0.1 * (norms[:, 0] / norms[:, 1]).sqrt().float()
+    ops.lamb_apply([whole[0]], [whole[2]], [whole[3]], rates, **numbers)
+    ops.lamb_apply(cuts[0], cuts[2], cuts[3], rates.expand(2).contiguous(), **numbers)
     assert torch.equal(whole[0], torch.cat(cuts[0]))
 
 
@@ -216,7 +218,7 @@ def test_no_result_depends_on_the_number_of_threads() -> None:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_found_inf_writes_nothing(isa: str, name: str) -> None:
-    lists = [rows([33], torch.float32, 0) for _ in range({"adam_step": 5, "lamb_update": 5}.get(name, 4))]
+    lists = [rows([33], torch.float32, 0, torch.rand) for _ in range(lists_of(name))]
     mine = copies(lists)
     getattr(ops, name)(*mine, **options_of(name, random.Random(0)), found_inf=torch.tensor(1.0))
     assert_same(mine, lists)
@@ -224,15 +226,20 @@ def test_found_inf_writes_nothing(isa: str, name: str) -> None:
     assert not torch.equal(mine[2][0], lists[2][0])
 
 
+def lists_of(name: str) -> int:
+    """Weights, gradients, states and copies; LAMB's first pass writes no copies."""
+    return 2 + STATES.get(name, 1) + (name != "lamb_update")
+
+
 def arguments_of(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     one = lambda: [torch.rand(5), torch.rand(3)]  # noqa: E731
     if name == "norm_squared":
         return (one(),), {}
     if name in ("accumulate", "cast_scale"):
-        return (one(), one(), 0.5, torch.tensor(2.0)), {}
+        return (one(), one()), {"factor": 0.5, "scale": torch.tensor(2.0)}
     if name == "lamb_apply":
-        return (one(), one(), torch.rand(2), one()), {"lr": 0.1}
-    lists = [one() for _ in range({"adam_step": 5, "lamb_update": 5}.get(name, 4))]
+        return (one(), one(), one(), torch.rand(2), one()), {"eps": 1e-6, "weight_decay": 0.1}
+    lists = [one() for _ in range(lists_of(name))]
     return tuple(lists), options_of(name, random.Random(0))
 
 

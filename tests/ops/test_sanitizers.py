@@ -54,18 +54,19 @@ def main():
             sizes = [rng.choice([0, 1, 3, 8, 15, 16, 17, 31, 33, 40000]) for _ in range(3)]
             numel = (c_int64 * 3)(*sizes)
             g, s, o = rng.randrange(3), rng.randrange(2), rng.randrange(3)
-            lists = [buffers(sizes, d) for d in (0, g, s, s, o, 0)]
-            p, grad, m, v, out, update = [ctypes.cast(l, c_void_p) for l in lists]
+            lists = [buffers(sizes, d) for d in (0, g, s, s, o)]
+            p, grad, m, v, out = [ctypes.cast(l, c_void_p) for l in lists]
             t = Tensors(3, ctypes.cast(numel, c_void_p), p, grad, m, v, out, g, s, o, 0, None, None, None)
             norms = (c_double * 6)()
             for threads in (1, 3):
                 adam, sgd = Options(1e-3, 0.9, 0.999, 1e-8, 0.1, 3.0, 1), Options(0.1, 0.9, 0.0, 0.1)
-                r = ctypes.byref
+                r, lamb, rates = ctypes.byref, Options(0.9, 0.99, 1e-6, 0.1), (ctypes.c_float * 3)(0.1, 0.2, 0.3)
                 assert lib.lt_cpu_adam_step(r(t), r(adam), threads) == 0
                 assert lib.lt_cpu_lion_step(r(t), r(Options(1e-3, 0.9, 0.99, 0.1)), threads) == 0
                 assert lib.lt_cpu_adagrad_step(r(t), r(Options(1e-3, 1e-8, 0.1)), threads) == 0
                 assert lib.lt_cpu_sgd_step(r(t), r(sgd), threads) == 0
-                assert lib.lt_cpu_lamb_update(r(t), r(Options(0.9, 0.99, 1e-6, 0.1, 2.0)), update, norms, threads) == 0
+                assert lib.lt_cpu_lamb_update(r(t), r(lamb), norms, threads) == 0
+                assert lib.lt_cpu_lamb_apply(r(t), r(lamb), rates, threads) == 0
                 mixed = Mixed(3, ctypes.cast(numel, c_void_p), grad, ctypes.cast((c_int32 * 3)(g, g, g), c_void_p))
                 assert lib.lt_cpu_norm_squared(r(mixed), r(c_double()), threads) == 0
                 pairs = Pairs(3, ctypes.cast(numel, c_void_p), p, grad, 0, g, 0.5, None)

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lt_zero
 from lt_zero import ops
 from lt_zero.config.precision import DtypePolicy
-from lt_zero.step.loss_scale_controller import LossScaleController
+from lt_zero.optim import Lamb, Lion
+from lt_zero.step.loss_scale import LossScaleController
 from tests.support.matrix import cover
 from tests.support.models import Net, next_token_loss
 from tests.support.overflowing import Overflowing, make_trainer, plugin_of
@@ -154,6 +155,49 @@ def test_the_host_waits_for_nothing_in_a_step(pool: Pool) -> None:
         assert now == 4
         assert late == 1, "only the step after a skipped one, as its overflow would have to be explained"
         assert _same(got, want)
+
+
+SKIPPING: dict[str, Any] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.2),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, lr_decay=0.5),
+    "Lion": lambda params: Lion(params, lr=1e-2),
+    "Lamb": lambda params: Lamb(params, lr=1e-2),
+}
+
+
+def _first_skipped(kind: str, on_device: bool) -> tuple[dict[str, Tensor], list[int], dict[str, Tensor]]:
+    """The first step and the third are skipped: what depends on the number of steps must not have counted them."""
+    torch.manual_seed(0)
+    model = Net()
+    engine = lt_zero.shard(model, config_of(2))
+    optimizer = SKIPPING[kind](model.parameters())
+    sharded = lt_zero.ShardedOptimizer(engine, optimizer)
+    control = LossScaleController(DtypePolicy(compute=torch.bfloat16, check_overflow=True))
+    control.on_device, keys = on_device, []
+    for step in range(4):
+        control.before_backward([sharded])
+        optimizer.zero_grad()
+        loss = next_token_loss(model, step, 0, dist.get_rank())
+        (loss * float("nan") if step in (0, 2) else loss).backward()
+        control.examine(sharded)
+        assert (sharded.found_inf is not None) == (on_device and step in (0, 2))
+        if control.proceeds(sharded):
+            optimizer.step()
+        control.conclude(sharded, 0)
+        assert control.skipped == (1 if step < 2 else 2)
+        keys.append(sum(len(state) for state in optimizer.state.values()))
+    numbered = enumerate(optimizer.param_groups[0]["params"])
+    states = {f"{n} {key}": value for n, p in numbered for key, value in optimizer.state.get(p, {}).items()}
+    return full_values(engine), keys, states
+
+
+@pytest.mark.parametrize("kind", SKIPPING)
+def test_every_kernel_skips_on_the_device(pool: Pool, kind: str) -> None:
+    late, now = (pool.run(2, _first_skipped, kind, on_device) for on_device in (True, False))
+    for got, want in zip(late, now, strict=True):
+        assert _same(want[0], got[0])
+        assert got[1] == want[1], "a parameter without a step has no state"
+        assert _same(want[2], got[2])
 
 
 def _changed() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import ops
-from lt_zero.step.clip import clip_grad_norm, grad_norm
+from lt_zero.optim import Lamb, Lion
 from tests.support.matrix import cover, only
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import STAGES, config_of, full_values
@@ -38,7 +38,7 @@ def train(
     for step in range(steps):
         opt.zero_grad()
         next_token_loss(model, step, 0, dist.get_rank()).backward()
-        clip_grad_norm(sharded, clip)
+        sharded.grads.clip_norm(clip)
         for group in opt.param_groups:
             group["lr"] = 1e-2 / (1 + step)
         opt.step()
@@ -65,6 +65,58 @@ def test_maximize(pool: Pool, stage: int) -> None:
     pool.run(3, _compare, stage, "AdamW", {"maximize": True})
 
 
+OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "maximize": True}),
+    "nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.1}),
+    "lion": (Lion, {"lr": 1e-2, "betas": (0.8, 0.9), "maximize": True}),
+    "lamb": (Lamb, {"lr": 1e-2, "betas": (0.8, 0.9), "max_coeff": 3.0}),
+}
+
+
+def _other_run(make: Any, keywords: dict[str, Any], stage: int, dtype: Any, fused: bool) -> tuple[Any, Any]:
+    """Three steps with groups, clipping, and a reload; a parameter is used for the first time by the second step."""
+    torch.manual_seed(0)
+    model = Net()
+    model.extra = nn.Parameter(torch.ones(23))  # type: ignore[assignment]
+    engine = lt_zero.shard(model, config_of(stage, dtype=dtype, fused_step=fused))
+    groups = [{"params": [p], "weight_decay": 0.1 * (p.dim() > 1)} for p in model.parameters()]
+    opt = make(groups, **keywords)
+    sharded = lt_zero.ShardedOptimizer(engine, opt)
+    assert (sharded.fused is not None) == fused
+    for step in range(3):
+        opt.zero_grad()
+        loss = next_token_loss(model, step, 0, dist.get_rank())
+        (loss + (model.extra.float() ** 2).sum() if step > 0 else loss).backward()
+        sharded.grads.clip_norm(0.5)
+        opt.step()
+        if step == 1 and dtype is None:  # torch casts states to the dtype of the parameters
+            opt.load_state_dict(opt.state_dict())  # other tensors, same values
+    states = {n: opt.state.get(p, {}) for n, p in model.named_parameters()}
+    return full_values(engine), {n: {k: v.clone() for k, v in s.items()} for n, s in states.items()}
+
+
+def _other(kind: str) -> None:
+    for stage, dtype in ((0, None), (2, torch.bfloat16), (3, torch.float16)):
+        (ours, mine), (torchs, wanted) = (_other_run(*OTHERS[kind], stage, dtype, fused) for fused in (True, False))
+        for name, value in ours.items():
+            if kind not in ("adagrad", "lamb"):
+                assert torch.equal(value, torchs[name]), (stage, name)
+            torch.testing.assert_close(value, torchs[name], rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+        # The state is torch's; a parameter without elements on this rank has none.
+        for name, state in wanted.items():
+            assert set(mine[name]) == set(state), (stage, name)
+            for key, value in state.items():
+                torch.testing.assert_close(mine[name][key], value, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_optimizers_take_torchs_steps(pool: Pool, kind: str) -> None:
+    """To the last bit, but for Adagrad and LAMB, as torch's square root is not correctly rounded."""
+    pool.run(2, _other, kind)
+
+
 def _calls(stage: int, dtype: Any) -> None:
     """One kernel call for all parameters, and the accumulators wait for it unscaled."""
     torch.manual_seed(0)
@@ -73,8 +125,8 @@ def _calls(stage: int, dtype: Any) -> None:
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
     sharded = lt_zero.ShardedOptimizer(engine, opt)
     next_token_loss(model, 0, 0, dist.get_rank()).backward()
-    raw = grad_norm(sharded)
-    clip_grad_norm(sharded, 0.1)
+    raw = sharded.grads.norm()
+    sharded.grads.clip_norm(0.1)
     assert any(bucket.grads.factor is not None for bucket in engine.buckets)
     calls, original = [], ops.adam_step
 
@@ -92,7 +144,7 @@ def _calls(stage: int, dtype: Any) -> None:
     assert sum(calls) >= sum(piece.numel for bucket in engine.buckets for piece in bucket.pieces())
     # Somebody who reads the gradients afterwards finds them clipped.
     assert raw > 0.2
-    torch.testing.assert_close(grad_norm(sharded), torch.tensor(0.1), rtol=1e-3, atol=0)
+    torch.testing.assert_close(sharded.grads.norm(), torch.tensor(0.1), rtol=1e-3, atol=0)
     assert all(bucket.grads.factor is None for bucket in engine.buckets)
 
 
@@ -108,7 +160,7 @@ def _read_before_step() -> None:
     engine = lt_zero.shard(model, config_of(2))
     sharded = lt_zero.ShardedOptimizer(engine, torch.optim.Adam(model.parameters()))
     next_token_loss(model, 0, 0, dist.get_rank()).backward()
-    clip_grad_norm(sharded, 0.1)
+    sharded.grads.clip_norm(0.1)
     squares = [p.grad.norm() ** 2 for p in model.parameters() if p.grad is not None]
     torch.testing.assert_close(torch.stack(squares).sum().sqrt(), torch.tensor(0.1), rtol=1e-3, atol=0)
 
@@ -133,7 +185,7 @@ def _persistent(dtype: torch.dtype) -> None:
             for step in range(3):
                 opt.zero_grad()
                 next_token_loss(model, step, 0, dist.get_rank()).backward()
-                clip_grad_norm(sharded, clip)
+                sharded.grads.clip_norm(clip)
                 opt.step()
             results.append(full_values(engine))
         for name, value in results[0].items():
@@ -203,11 +255,15 @@ class Mine(torch.optim.AdamW):
         (lambda params: torch.optim.AdamW(params, fused=True), True),
         (lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.1)), True),
         (lambda params: torch.optim.AdamW(params, amsgrad=True), False),
+        (lambda params: torch.optim.Adagrad(params, eps=0), False),
+        (lambda params: torch.optim.SGD(params, lr=torch.tensor(0.1), momentum=0.9), True),
+        (lambda params: Lamb(params), True),
+        (lambda params: Lamb(params, eps_inside_sqrt=True), False),
         (lambda params: torch.optim.NAdam(params), False),
         (lambda params: Mine(params), False),
     ],
 )
-def test_only_plain_adam_is_replaced(make: Any, fused: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_what_a_kernel_computes_is_replaced(make: Any, fused: bool, caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(3, 3)
     engine = lt_zero.shard(model, config_of(0))
     opt = make(model.parameters())
@@ -217,6 +273,7 @@ def test_only_plain_adam_is_replaced(make: Any, fused: bool, caplog: pytest.LogC
         model(torch.ones(3)).sum().backward()
         opt.step()
     assert ("fused_step=false" in caplog.text) == fused
+    assert ("is stepped by its own step" in caplog.text) != fused
     assert not torch.equal(before, model.weight)
 
 

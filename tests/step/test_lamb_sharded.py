@@ -18,7 +18,6 @@ from lt_zero.checkpoint.native.full_states import full_optimizer_state, load_ful
 from lt_zero.comm.communicator import Comm
 from lt_zero.offload import host_store
 from lt_zero.optim import Lamb
-from lt_zero.step.clip import clip_grad_norm
 from tests.support.checkpoint_tools import everything, resume, same
 from tests.support.lamb_tools import RULE, Odd, Transcript, groups_of, lamb, loss
 from tests.support.lightning_tools import GPT
@@ -93,7 +92,7 @@ def train(
         sharded.optimizer.zero_grad()
         loss(model, step, 0, dist.get_rank()).backward()
         if clip is not None:
-            clip_grad_norm(sharded, clip)
+            sharded.grads.clip_norm(clip)
         sharded.optimizer.step()
     return full_values(engine), engine, sharded
 

@@ -17,7 +17,7 @@ from lt_zero.build import shard
 from lt_zero.checkpoint.native.full_states import full_optimizer_state, load_full_optimizer_state
 from lt_zero.config.precision import dtype_policy
 from lt_zero.engine.full_params import restore_whole
-from lt_zero.step.loss_scale_controller import LossScaleController
+from lt_zero.step.loss_scale import LossScaleController
 from tests.support.constant_module import Constant
 from tests.support.lightning_tools import GPT
 from tests.support.models import Net, next_token_loss, tokens

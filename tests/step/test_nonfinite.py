@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.step.loss_scale_controller import NonFiniteError
+from lt_zero.step.loss_scale import NonFiniteError
 from tests.support.lightning_tools import GPT, assert_same, sharded_trainer, single_trainer, weights
 from tests.support.pool import Pool
 

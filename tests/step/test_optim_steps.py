@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from lt_zero.optim import Lion, build_optimizer
 from lt_zero.optim.adam import UncorrectedAdam
-from lt_zero.step.fused_step import FusedAdam
+from lt_zero.step.fused_step import FusedStep
 from lt_zero.step.supported_optimizers import check_supported, states_per_element
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import Case, check
@@ -60,7 +60,7 @@ def test_adam_without_bias_correction(decoupled: bool) -> None:
         state = [corrected_not(*s, g, decoupled) for s, g in zip(state, grads, strict=True)]
         assert parameter.tolist() == pytest.approx([w for w, _, _ in state], abs=1e-12)
     assert set(optimizer.state[parameter]) == {"step", "exp_avg", "exp_avg_sq"}, "what torch's Adam has"
-    assert not FusedAdam.fits(optimizer), "the kernel corrects"
+    assert not FusedStep.fits(optimizer), "the kernel corrects"
 
 
 @pytest.mark.parametrize("maximize", [False, True])

@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 
 import lt_zero
 from lt_zero.optim import OneCycle, build_optimizer
-from lt_zero.step.clip import clip_grad_norm
 from tests.support.parity import STAGES, config_of, full_values
 from tests.support.pool import Pool
 
@@ -211,7 +210,7 @@ def _cycled(fused: bool) -> tuple[list[float], Weights]:
     for step in range(30):
         optimizer.zero_grad()
         loss_of(model, step, [dist.get_rank()]).backward()
-        clip_grad_norm(sharded, 0.5)
+        sharded.grads.clip_norm(0.5)
         betas.append(optimizer.param_groups[0]["betas"][0])
         optimizer.step()
         schedule.step()

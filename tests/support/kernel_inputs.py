@@ -12,6 +12,7 @@ LOW = [torch.float32, torch.bfloat16, torch.float16]
 
 
 STEPS = ["adam_step", "lion_step", "adagrad_step", "sgd_step", "lamb_update"]
+STATES = {"adam_step": 2, "lamb_update": 2, "lamb_apply": 2}  # of the others: 1
 
 
 def rows(sizes: list[int], dtype: torch.dtype, offset: int, make: Any = torch.randn) -> list[Tensor]:
@@ -31,5 +32,4 @@ def options_of(name: str, rng: random.Random) -> dict[str, Any]:
     if name == "sgd_step":
         flags = {"nesterov": rng.random() < 0.5, "first": rng.random() < 0.3}
         return {"lr": 0.1, "momentum": rng.choice([0.0, 0.9]), "dampening": 0.1, "weight_decay": decay, **flags}
-    correct = {"bias_correction": rng.random() < 0.5, "step": rng.choice([1, 10])}
-    return {"beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": decay, **correct}
+    return {"beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": decay}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,11 +17,20 @@ from torch import Tensor
 import lt_zero
 import lt_zero.offload.host_store as store
 from lt_zero import ops
-from lt_zero.step.clip import clip_grad_norm
+from lt_zero.optim import Lamb, Lion
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of, full_values
 
 LAZY = 0.002  # seconds that each kernel call in the background takes longer
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1),
+    "plain SGD": partial(torch.optim.SGD, lr=0.1, weight_decay=0.1),
+    "Adagrad": partial(torch.optim.Adagrad, lr=1e-2, lr_decay=0.1, initial_accumulator_value=0.1),
+    "Lion": partial(Lion, lr=1e-3, weight_decay=0.1),
+    "Lamb": partial(Lamb, lr=1e-2, weight_decay=0.1),
+}
+_KERNELS = ("adam_step", "sgd_step", "adagrad_step", "lion_step", "lamb_apply")
 
 
 class Watch:
@@ -34,18 +44,21 @@ class Watch:
 @contextmanager
 def slowed(apart: bool) -> Iterator[Watch]:
     """The kernel is slow in the background; with ``apart`` host memory counts as apart from the device's."""
-    watch, kernel = Watch(), ops.adam_step
+    watch, patch = Watch(), pytest.MonkeyPatch()
 
-    def adam_step(*args: Any, **kwargs: Any) -> None:
-        if threading.current_thread().name == "lt_zero-step":
-            watch.beside += 1
-            time.sleep(LAZY)
-        else:
-            watch.here += 1
-        kernel(*args, **kwargs)
+    def slow(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread().name == "lt_zero-step":
+                watch.beside += 1
+                time.sleep(LAZY)
+            else:
+                watch.here += 1
+            return kernel(*args, **kwargs)
 
-    patch = pytest.MonkeyPatch()
-    patch.setattr(ops, "adam_step", adam_step)
+        return step
+
+    for name in _KERNELS:
+        patch.setattr(ops, name, slow(getattr(ops, name)))
     patch.setattr(store, "_apart", apart)
     try:
         yield watch
@@ -69,11 +82,12 @@ def train(
     steps: int = 3,
     dtype: torch.dtype | None = None,
     model: type[Net] = Net,
+    kind: str = "AdamW",
 ) -> tuple[dict[str, Tensor], Any, Any]:
     torch.manual_seed(0)
     net = model()
     engine = lt_zero.shard(net, config_of(stage, zero=zero, dtype=dtype))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1)
+    optimizer = OPTIMIZERS[kind](net.parameters())
     sharded = lt_zero.ShardedOptimizer(engine, optimizer)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
     for step in range(steps):
@@ -82,7 +96,7 @@ def train(
         with sharded.overlap.beside_backward() if beside else nullcontext():
             next_token_loss(net, step, 1, dist.get_rank()).float().backward()
         if clip is not None:
-            clip_grad_norm(sharded, clip)
+            sharded.grads.clip_norm(clip)
         optimizer.step()
         schedule.step()
     return full_values(engine), engine, sharded

@@ -25,8 +25,8 @@ from lt_zero.checkpoint.open import open_source
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import ConfigError
 from lt_zero.lightning import checkpoint_service
-from lt_zero.step.fused_step import FusedAdam
-from lt_zero.step.loss_scale_controller import LossScaleError, NonFiniteError
+from lt_zero.step.fused_step import FusedStep
+from lt_zero.step.loss_scale import LossScaleError, NonFiniteError
 from tests.support.lightning_tools import QUIET, torchrun_env
 from tests.support.reach_engine import Config, Lab, nested, short
 
@@ -155,13 +155,13 @@ def rates(lab: Lab, config: Config) -> Any:
 def threads(lab: Lab, config: Config) -> Any:
     """In which threads the kernel steps, in a plain run."""
     seen: set[str] = set()
-    launch = FusedAdam.launch
+    launch = FusedStep.launch
 
-    def look(fused: FusedAdam, *args: Any, **kwargs: Any) -> Any:
+    def look(fused: FusedStep, *args: Any, **kwargs: Any) -> Any:
         seen.add("background" if threading.current_thread().name == "lt_zero-step" else "main")
         return launch(fused, *args, **kwargs)
 
-    with mock.patch.object(FusedAdam, "launch", look):
+    with mock.patch.object(FusedStep, "launch", look):
         fit(lab, config)
     return seen
 

@@ -210,9 +210,8 @@ LT_API int lt_cpu_sgd_step(const lt_tensors *t, const lt_sgd *o, int threads) {
     return step(t, o, o && o->momentum != 0.0 ? 1 : 0, threads, kernels().sgd);
 }
 
-LT_API int lt_cpu_lamb_update(const lt_tensors *t, const lt_lamb *o, float *const *update, double *norms,
-                              int threads) {
-    if (!o || !tensors_ok(t, 2) || (t->count > 0 && (!update || !norms))) return LT_BAD_ARGUMENT;
+LT_API int lt_cpu_lamb_update(const lt_tensors *t, const lt_lamb *o, double *norms, int threads) {
+    if (!o || !tensors_ok(t, 2) || (t->count > 0 && !norms)) return LT_BAD_ARGUMENT;
     return guarded([&] {
         for (int64_t i = 0; i < 2 * t->count; i++) norms[i] = 0.0;
         if (t->found_inf && *t->found_inf != 0.0f) return;
@@ -220,17 +219,17 @@ LT_API int lt_cpu_lamb_update(const lt_tensors *t, const lt_lamb *o, float *cons
         const std::vector<Block> blocks = blocks_of(t->count, t->numel, &total);
         std::vector<double> parts(2 * blocks.size());
         for_each_block(blocks, total, threads, [&](size_t i, const Block &b) {
-            kernels().lamb_update(*t, *o, update[b.tensor], b.tensor, b.lo, b.hi, &parts[2 * i]);
+            kernels().lamb_update(*t, *o, b.tensor, b.lo, b.hi, &parts[2 * i]);
         });
         for (size_t i = 0; i < parts.size(); i++) norms[2 * blocks[i / 2].tensor + (int64_t)(i % 2)] += parts[i];
     });
 }
 
-LT_API int lt_cpu_lamb_apply(const lt_tensors *t, const float *trust, double lr, int threads) {
-    if (!tensors_ok(t, 0) || t->grad_dtype != LT_FP32 || (t->count > 0 && !trust)) return LT_BAD_ARGUMENT;
+LT_API int lt_cpu_lamb_apply(const lt_tensors *t, const lt_lamb *o, const float *rate, int threads) {
+    if (!o || !tensors_ok(t, 2) || (t->count > 0 && !rate)) return LT_BAD_ARGUMENT;
     if (t->found_inf && *t->found_inf != 0.0f) return LT_OK;
     return sweep(*t, threads, [&](const Block &b) {
-        kernels().lamb_apply(*t, (float)-lr * trust[b.tensor], b.tensor, b.lo, b.hi);
+        kernels().lamb_apply(*t, *o, -rate[b.tensor], b.tensor, b.lo, b.hi);
     });
 }
 

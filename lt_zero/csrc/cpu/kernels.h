@@ -110,7 +110,7 @@ static void sgd(const lt_tensors &t, const lt_sgd &options, int64_t k, int64_t l
     });
 }
 
-static void lamb_update(const lt_tensors &t, const lt_lamb &options, float *out, int64_t k, int64_t lo, int64_t hi,
+static void lamb_update(const lt_tensors &t, const lt_lamb &options, int64_t k, int64_t lo, int64_t hi,
                         double *norms) {
     const Row row(t, k);
     const LambRule rule = make_rule(options);
@@ -119,23 +119,28 @@ static void lamb_update(const lt_tensors &t, const lt_lamb &options, float *out,
         row.prefetch(i);
         Vec p = at.load(row.param, LT_FP32, i), g = row.gradient(at, i);
         Vec m = at.load(row.state1, row.state_dtype, i), v = at.load(row.state2, row.state_dtype, i);
-        Vec u = update(rule, p, g, m, v);
+        update(rule, g, m, v);
         at.store(row.state1, row.state_dtype, i, m);
         at.store(row.state2, row.state_dtype, i, v);
-        at.store(out, LT_FP32, i, u);
+        if (row.state_dtype != LT_FP32) {  // the second pass reads them rounded
+            m = at.load(row.state1, row.state_dtype, i);
+            v = at.load(row.state2, row.state_dtype, i);
+        }
         params.add(p);
-        updates.add(at.load(out, LT_FP32, i));  // again: lanes beyond the end hold 0 / 0 if eps is 0
+        updates.add(at.only(direction(rule, p, m, v)));
     });
     norms[0] = params.total();
     norms[1] = updates.total();
 }
 
-static void lamb_apply(const lt_tensors &t, float step, int64_t k, int64_t lo, int64_t hi) {
+static void lamb_apply(const lt_tensors &t, const lt_lamb &options, float step, int64_t k, int64_t lo, int64_t hi) {
     const Row row(t, k);
+    const LambRule rule = make_rule(options);
     for_each_vector(lo, hi, [&](auto at, int64_t i) {
         row.prefetch(i);
         Vec p = at.load(row.param, LT_FP32, i);
-        row.finish(at, i, fma(Vec(step), at.load(row.grad, LT_FP32, i), p));
+        Vec m = at.load(row.state1, row.state_dtype, i), v = at.load(row.state2, row.state_dtype, i);
+        row.finish(at, i, fma(Vec(step), direction(rule, p, m, v), p));
     });
 }
 

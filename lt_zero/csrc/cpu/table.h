@@ -9,9 +9,8 @@ struct Kernels {
     void (*lion)(const lt_tensors &, const lt_lion &, int64_t tensor, int64_t lo, int64_t hi);
     void (*adagrad)(const lt_tensors &, const lt_adagrad &, int64_t tensor, int64_t lo, int64_t hi);
     void (*sgd)(const lt_tensors &, const lt_sgd &, int64_t tensor, int64_t lo, int64_t hi);
-    void (*lamb_update)(const lt_tensors &, const lt_lamb &, float *update, int64_t tensor, int64_t lo, int64_t hi,
-                        double *norms);
-    void (*lamb_apply)(const lt_tensors &, float step, int64_t tensor, int64_t lo, int64_t hi);
+    void (*lamb_update)(const lt_tensors &, const lt_lamb &, int64_t tensor, int64_t lo, int64_t hi, double *norms);
+    void (*lamb_apply)(const lt_tensors &, const lt_lamb &, float step, int64_t tensor, int64_t lo, int64_t hi);
     double (*norm_squared)(const void *data, int dtype, int64_t lo, int64_t hi);
     void (*accumulate)(const lt_pairs &, int64_t tensor, int64_t lo, int64_t hi);
     void (*cast_scale)(const lt_pairs &, int64_t tensor, int64_t lo, int64_t hi);

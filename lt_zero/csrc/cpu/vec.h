@@ -196,6 +196,7 @@ __attribute__((always_inline)) static inline void prefetch(const void *base, int
 struct Whole {
     Vec load(const void *base, int dtype, int64_t i) const { return LT_NAMESPACE::load(base, dtype, i); }
     void store(void *base, int dtype, int64_t i, Vec a) const { LT_NAMESPACE::store(base, dtype, i, a); }
+    Vec only(Vec a) const { return a; }
 };
 
 struct First {
@@ -211,6 +212,13 @@ struct First {
         char buffer[sizeof(Lanes)];
         LT_NAMESPACE::store(buffer, dtype, 0, a);
         memcpy((char *)base + i * width(dtype), buffer, (size_t)(n * width(dtype)));
+    }
+
+    // 0 in the lanes beyond the end, which may hold 0 / 0.
+    Vec only(Vec a) const {
+        char buffer[sizeof(Lanes)];
+        store(buffer, LT_FP32, 0, a);
+        return load(buffer, LT_FP32, 0);
     }
 };
 

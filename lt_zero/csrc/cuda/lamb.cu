@@ -6,9 +6,7 @@
 
 namespace lt_cuda {
 
-enum { UPDATE = OUT };  // the first pass has no low-precision copy to write
-
-// Moments, updates and, per chunk, the sums of squares of weights and updates.
+// Moments and, per chunk, the sums of squares of weights and updates.
 template <class Grad, class State>
 __global__ void __launch_bounds__(kThreads)
     lamb_update_kernel(const __grid_constant__ Step<LambRule> step, double *partial) {
@@ -16,25 +14,29 @@ __global__ void __launch_bounds__(kThreads)
     if (step.gate.closed()) return;
     const Float factor = step.gate.factor();
     for_each_chunk(step.batch, [&](const Chunk &chunk) {
-        View<float> param(step.batch, PARAM, chunk), result(step.batch, UPDATE, chunk);
+        View<float> param(step.batch, PARAM, chunk);
         View<Grad> grad(step.batch, GRAD, chunk);
         View<State> state1(step.batch, STATE1, chunk), state2(step.batch, STATE2, chunk);
-        bool aligned = param.aligned<kWidth>() && result.aligned<kWidth>() && grad.template aligned<kWidth>() &&
+        bool aligned = param.aligned<kWidth>() && grad.template aligned<kWidth>() &&
                        state1.template aligned<kWidth>() && state2.template aligned<kWidth>();
         double param_squares = 0.0, update_squares = 0.0;
         for_each_element<kWidth>(chunk, aligned, [&](auto width, int64_t i) {
             constexpr int W = decltype(width)::value;
-            Lanes<W> p = param.load<W>(i), g = grad.template load<W>(i), u;
+            Lanes<W> p = param.load<W>(i), g = grad.template load<W>(i);
             Lanes<W> m = state1.template load<W>(i), v = state2.template load<W>(i);
 #pragma unroll
-            for (int k = 0; k < W; ++k) {
-                u[k] = update(step.rule, p[k], g[k] * factor, m[k], v[k]);
-                param_squares = add_square(param_squares, p[k]);
-                update_squares = add_square(update_squares, u[k]);
-            }
+            for (int k = 0; k < W; ++k) update(step.rule, g[k] * factor, m[k], v[k]);
             state1.template store<W>(i, m);
             state2.template store<W>(i, v);
-            result.store<W>(i, u);
+            if constexpr (!std::is_same_v<State, float>) {  // the second pass reads them rounded
+                m = state1.template load<W>(i);
+                v = state2.template load<W>(i);
+            }
+#pragma unroll
+            for (int k = 0; k < W; ++k) {
+                param_squares = add_square(param_squares, p[k]);
+                update_squares = add_square(update_squares, direction(step.rule, p[k], m[k], v[k]));
+            }
         });
         param_squares = block_sum<kThreads>(param_squares);
         update_squares = block_sum<kThreads>(update_squares);
@@ -72,60 +74,58 @@ int sum_norms(const Batch<LISTS> &batch, const double *partial, double *norms, c
 
 // ---- Second pass --------------------------------------------------------------------------------------------------
 
-struct LambApply {
-    float lr;
-    int out_dtype;
-    const float *trust, *found_inf;
-    Batch<3> batch;  // param, update, out
-};
-
-__global__ void __launch_bounds__(kThreads) lamb_apply_kernel(const __grid_constant__ LambApply apply) {
+template <class State>
+__global__ void __launch_bounds__(kThreads)
+    lamb_apply_kernel(const __grid_constant__ Step<LambRule> step, const float *rates) {
     constexpr int kWidth = kAccess<float>;
-    if (apply.found_inf && *apply.found_inf != 0.0f) return;
-    for_each_chunk(apply.batch, [&](const Chunk &chunk) {
-        View<float> param(apply.batch, 0, chunk), update(apply.batch, 1, chunk);
-        OutView out(apply.batch, 2, chunk, apply.out_dtype);
-        bool aligned = param.aligned<kWidth>() && update.aligned<kWidth>() && out.aligned<kWidth>();
-        Float rate = Float(-apply.lr) * Float(apply.trust[apply.batch.first + chunk.tensor]);
+    if (step.gate.closed()) return;
+    for_each_chunk(step.batch, [&](const Chunk &chunk) {
+        View<float> param(step.batch, PARAM, chunk);
+        View<State> state1(step.batch, STATE1, chunk), state2(step.batch, STATE2, chunk);
+        OutView out(step.batch, OUT, chunk, step.out_dtype);
+        bool aligned = param.aligned<kWidth>() && state1.template aligned<kWidth>() &&
+                       state2.template aligned<kWidth>() && out.aligned<kWidth>();
+        Float rate = Float(-rates[step.batch.first + chunk.tensor]);
         for_each_element<kWidth>(chunk, aligned, [&](auto width, int64_t i) {
             constexpr int W = decltype(width)::value;
-            Lanes<W> p = param.load<W>(i), u = update.load<W>(i);
+            Lanes<W> p = param.load<W>(i), m = state1.template load<W>(i), v = state2.template load<W>(i);
 #pragma unroll
-            for (int k = 0; k < W; ++k) p[k] = fma(rate, u[k], p[k]);
+            for (int k = 0; k < W; ++k) p[k] = fma(rate, direction(step.rule, p[k], m[k], v[k]), p[k]);
             param.store<W>(i, p);
             out.store<W>(i, p);
         });
     });
 }
 
+const List kNone((void *const *)nullptr);
+
 }  // namespace lt_cuda
 
 using namespace lt_cuda;
 
-LT_EXPORT int lt_cuda_lamb_update(const lt_tensors *tensors, const lt_lamb *options, float *const *update,
-                                  double *norms, void *scratch, void *stream) {
+LT_EXPORT int lt_cuda_lamb_update(const lt_tensors *tensors, const lt_lamb *options, double *norms, void *scratch,
+                                  void *stream) {
     if (!options || !tensors_valid(tensors, 2)) return LT_BAD_ARGUMENT;
     const lt_tensors &t = *tensors;
-    if (!lists_valid(t.count, t.numel, {update}) || (t.count > 0 && !norms) ||
-        (!scratch && lt_cuda_scratch(t.count, t.numel) > 0))
-        return LT_BAD_ARGUMENT;
+    if ((t.count > 0 && !norms) || (!scratch && lt_cuda_scratch(t.count, t.numel) > 0)) return LT_BAD_ARGUMENT;
 
     LambKernel kernel = pick_lamb(t.grad_dtype, t.state_dtype);
     double *partial = (double *)scratch;
     Step<LambRule> step = {make_rule(*options), Gate(t), kAbsent, {}};
-    return for_each_batch(step.batch, t.count, t.numel, {t.param, t.grad, t.state1, t.state2, update}, [&] {
+    return for_each_batch(step.batch, t.count, t.numel, {t.param, t.grad, t.state1, t.state2, kNone}, [&] {
         int code = launch_chunks(kernel, step.batch.chunks(), stream, step, partial);
         return code ? code : sum_norms(step.batch, partial, norms, t.found_inf, stream);
     });
 }
 
-// The updates are those of scaled gradients already: scale, clip and maximize have no part here.
-LT_EXPORT int lt_cuda_lamb_apply(const lt_tensors *tensors, const float *trust, double lr, void *stream) {
-    if (!tensors_valid(tensors, 0)) return LT_BAD_ARGUMENT;
+// scale, clip and maximize are in the moments already.
+LT_EXPORT int lt_cuda_lamb_apply(const lt_tensors *tensors, const lt_lamb *options, const float *rate, void *stream) {
+    if (!options || !tensors_valid(tensors, 2)) return LT_BAD_ARGUMENT;
     const lt_tensors &t = *tensors;
-    if (t.grad_dtype != LT_FP32 || (t.count > 0 && !trust)) return LT_BAD_ARGUMENT;
+    if (t.count > 0 && !rate) return LT_BAD_ARGUMENT;
 
-    LambApply apply = {(float)lr, t.out ? t.out_dtype : kAbsent, trust, t.found_inf, {}};
-    return for_each_batch(apply.batch, t.count, t.numel, {t.param, t.grad, t.out},
-                          [&] { return launch_chunks(lamb_apply_kernel, apply.batch.chunks(), stream, apply); });
+    auto kernel = t.state_dtype == LT_BF16 ? lamb_apply_kernel<bf16> : lamb_apply_kernel<float>;
+    Step<LambRule> step = {make_rule(*options), Gate(t), t.out ? t.out_dtype : kAbsent, {}};
+    return for_each_batch(step.batch, t.count, t.numel, {t.param, kNone, t.state1, t.state2, t.out},
+                          [&] { return launch_chunks(kernel, step.batch.chunks(), stream, step, rate); });
 }

@@ -1,0 +1,375 @@
+"""Optimizer steps in one pass over memory, as torch.optim and ``lt_zero.optim`` compute them.
+
+Each reference defines its operation: the same numbers to the last bit where torch fuses multiply and add.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lt_zero.ops import library
+from lt_zero.ops.dispatch import (
+    address,
+    call,
+    check_list,
+    chunks,
+    exact_sqrt,
+    factor_of,
+    gradient,
+    native,
+    operator,
+    pointer,
+    scratch,
+    skipped,
+    step_operator,
+    step_tensors,
+    store,
+)
+
+
+def adam_step_reference(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    outs: Sequence[Tensor] | None = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: float,
+    decoupled: bool = True,
+    maximize: bool = False,
+    scale: Tensor | None = None,
+    clip: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Unscale, clip, update moments and weights, and write the low-precision copy: one pass over memory.
+
+    Args:
+        params: fp32 master weights, contiguous, any shape; updated.
+        grads: of the same sizes, in fp32, bf16 or fp16.
+        exp_avgs, exp_avg_sqs: first and second moments in fp32 or bf16; updated.
+        outs: receive the updated weights, rounded to their dtype (fp32, bf16 or fp16).
+        lr, beta1, beta2, eps, weight_decay: as in ``torch.optim.AdamW``.
+        step: the number of this step, from 1.
+        decoupled: AdamW's weight decay; False adds it to the gradient.
+        maximize: negates the gradient.
+        scale, clip: one fp32 number each on the parameters' device; gradients are multiplied by their product.
+        found_inf: one fp32 number; if it is not zero nothing is written, without synchronizing with the host.
+
+    Raises:
+        ValueError: a list does not match ``params`` in length, size, device or dtype.
+    """
+    if skipped(found_inf):
+        return
+    factor = factor_of(scale, clip)
+    step_size, correction2 = lr / (1.0 - beta1**step), (1.0 - beta2**step) ** 0.5
+    for p, grad, exp_avg, exp_avg_sq, out in chunks(params, grads, exp_avgs, exp_avg_sqs, outs):
+        g, m, v = gradient(grad, factor, maximize), exp_avg.float(), exp_avg_sq.float()
+        if weight_decay != 0.0 and decoupled:
+            p.mul_(1.0 - lr * weight_decay)
+        elif weight_decay != 0.0:
+            g = g.add(p, alpha=weight_decay)
+        m.lerp_(g, 1.0 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
+        p.addcdiv_(m, exact_sqrt(v).div_(correction2).add_(eps), value=-step_size)
+        store(exp_avg, m)
+        store(exp_avg_sq, v)
+        store(out, p)
+
+
+adam_step = step_operator(adam_step_reference, library.Adam)
+
+
+def lion_step_reference(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    outs: Sequence[Tensor] | None = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    maximize: bool = False,
+    scale: Tensor | None = None,
+    clip: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """One step of Lion in one pass over memory, with decoupled weight decay.
+
+    Args:
+        params: fp32 master weights, contiguous, any shape; updated.
+        grads: of the same sizes, in fp32, bf16 or fp16.
+        exp_avgs: momentum in fp32 or bf16; updated.
+        outs: receive the updated weights, rounded to their dtype.
+        lr, beta1, beta2, weight_decay: as in the paper.
+        maximize, scale, clip, found_inf: as in ``adam_step``.
+
+    Raises:
+        ValueError: a list does not match ``params`` in length, size, device or dtype.
+    """
+    if skipped(found_inf):
+        return
+    factor = factor_of(scale, clip)
+    for p, grad, exp_avg, out in chunks(params, grads, exp_avgs, outs):
+        g, m = gradient(grad, factor, maximize), exp_avg.float()
+        if weight_decay != 0.0:
+            p.mul_(1.0 - lr * weight_decay)
+        p.sub_(m.lerp(g, 1.0 - beta1).sign_(), alpha=lr)
+        m.lerp_(g, 1.0 - beta2)
+        store(exp_avg, m)
+        store(out, p)
+
+
+lion_step = step_operator(lion_step_reference, library.Lion)
+
+
+def adagrad_step_reference(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    state_sums: Sequence[Tensor],
+    outs: Sequence[Tensor] | None = None,
+    *,
+    lr: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool = False,
+    scale: Tensor | None = None,
+    clip: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """One step of Adagrad in one pass over memory.
+
+    Args:
+        params: fp32 master weights, contiguous, any shape; updated.
+        grads: of the same sizes, in fp32, bf16 or fp16.
+        state_sums: sums of squared gradients in fp32 or bf16; updated.
+        outs: receive the updated weights, rounded to their dtype.
+        lr: the decayed rate: ``lr / (1 + (step - 1) * lr_decay)`` of ``torch.optim.Adagrad``.
+        eps, weight_decay: as in ``torch.optim.Adagrad``.
+        maximize, scale, clip, found_inf: as in ``adam_step``.
+
+    Raises:
+        ValueError: a list does not match ``params`` in length, size, device or dtype.
+    """
+    if skipped(found_inf):
+        return
+    factor = factor_of(scale, clip)
+    for p, grad, state_sum, out in chunks(params, grads, state_sums, outs):
+        g, total = gradient(grad, factor, maximize), state_sum.float()
+        if weight_decay != 0.0:
+            g = g.add(p, alpha=weight_decay)
+        total.addcmul_(g, g)
+        p.addcdiv_(g, exact_sqrt(total).add_(eps), value=-lr)
+        store(state_sum, total)
+        store(out, p)
+
+
+adagrad_step = step_operator(adagrad_step_reference, library.Adagrad)
+
+
+def sgd_step_reference(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    outs: Sequence[Tensor] | None = None,
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    first: bool,
+    maximize: bool = False,
+    scale: Tensor | None = None,
+    clip: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """One step of SGD in one pass over memory.
+
+    Args:
+        params: fp32 master weights, contiguous, any shape; updated.
+        grads: of the same sizes, in fp32, bf16 or fp16.
+        momentum_buffers: in fp32 or bf16; updated. Empty if ``momentum`` is 0.
+        outs: receive the updated weights, rounded to their dtype.
+        lr, momentum, dampening, weight_decay, nesterov: as in ``torch.optim.SGD``.
+        first: whether the momentum buffers are uninitialized; they are written, not read.
+        maximize, scale, clip, found_inf: as in ``adam_step``.
+
+    Raises:
+        ValueError: a list does not match ``params`` in length, size, device or dtype.
+    """
+    if skipped(found_inf):
+        return
+    factor = factor_of(scale, clip)
+    for p, grad, momentum_buffer, out in chunks(params, grads, momentum_buffers, outs):
+        g = gradient(grad, factor, maximize)
+        if weight_decay != 0.0:
+            g = g.add(p, alpha=weight_decay)
+        if momentum != 0.0:
+            buffer = momentum_buffer.float()
+            buffer.copy_(g) if first else buffer.mul_(momentum).add_(g, alpha=1.0 - dampening)
+            store(momentum_buffer, buffer)
+            g = g.add(buffer, alpha=momentum) if nesterov else buffer
+        p.add_(g, alpha=-lr)
+        store(out, p)
+
+
+sgd_step = step_operator(sgd_step_reference, library.Sgd)
+
+
+# ---- LAMB: two passes, as its trust ratios need the norms of full parameters -----------------------------------------
+
+
+def lamb_update_reference(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool = False,
+    scale: Tensor | None = None,
+    clip: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> Tensor:
+    """The first pass of LAMB: the moments, and the norms. A rank may hold fragments only: add the norms over the ranks.
+
+    The update is ``exp_avg / (sqrt(exp_avg_sq) + eps) + weight_decay * param``, as ``lt_zero.optim.Lamb`` computes it.
+    It is not stored: the second pass computes it again.
+
+    Args:
+        params: fp32 master weights, contiguous, any shape; only read.
+        grads: of the same sizes, in fp32, bf16 or fp16.
+        exp_avgs, exp_avg_sqs: first and second moments in fp32 or bf16; updated.
+        beta1, beta2, eps, weight_decay: as in ``lt_zero.optim.Lamb``.
+        maximize, scale, clip, found_inf: as in ``adam_step``.
+
+    Returns:
+        [len(params), 2] fp64: the squared norms of the weights and of the updates; zeros if ``found_inf`` is set.
+
+    Raises:
+        ValueError: a list does not match ``params`` in length, size, device or dtype.
+    """
+    norms = torch.zeros(len(params), 2, dtype=torch.float64, device=params[0].device)
+    if skipped(found_inf):
+        return norms
+    factor = factor_of(scale, clip)
+    for row, *tensors in zip(norms, params, grads, exp_avgs, exp_avg_sqs, strict=True):
+        for p, grad, exp_avg, exp_avg_sq in chunks(*([tensor] for tensor in tensors)):
+            g, m, v = gradient(grad, factor, maximize), exp_avg.float(), exp_avg_sq.float()
+            m.lerp_(g, 1.0 - beta1)
+            v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
+            store(exp_avg, m)
+            store(exp_avg_sq, v)
+            update = _lamb_direction(p, exp_avg, exp_avg_sq, eps, weight_decay)
+            row += torch.stack([p.double().square().sum(), update.double().square().sum()])
+    return norms
+
+
+def lamb_apply_reference(
+    params: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    rates: Tensor,
+    outs: Sequence[Tensor] | None = None,
+    *,
+    eps: float,
+    weight_decay: float,
+    found_inf: Tensor | None = None,
+) -> None:
+    """The second pass of LAMB: subtract ``rate * update`` from the weights.
+
+    Args:
+        params: fp32 master weights, contiguous, any shape; updated.
+        exp_avgs, exp_avg_sqs: as ``lamb_update`` left them.
+        rates: [len(params)] fp32, on the parameters' device: learning rate times trust ratio.
+        outs: receive the updated weights, rounded to their dtype.
+        eps, weight_decay: as in ``lamb_update``.
+        found_inf: as in ``adam_step``.
+
+    Raises:
+        ValueError: a list does not match ``params`` in length, size, device or dtype.
+    """
+    if skipped(found_inf):
+        return
+    for number, param in enumerate(params):
+        out = [outs[number]] if outs else None
+        for p, m, v, o in chunks([param], [exp_avgs[number]], [exp_avg_sqs[number]], out):
+            p.addcmul_(_lamb_direction(p, m, v, eps, weight_decay), rates[number], value=-1.0)
+            store(o, p)
+
+
+def _lamb_direction(p: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, eps: float, weight_decay: float) -> Tensor:
+    update = exp_avg.float().div(exact_sqrt(exp_avg_sq.float()).add_(eps))
+    return update.add_(p, alpha=weight_decay) if weight_decay != 0.0 else update
+
+
+def _run_lamb_update(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    **options: Any,
+) -> Tensor:
+    lib, device = native(params[0].device), params[0].device
+    tensors = step_tensors(params, grads, (exp_avgs, exp_avg_sqs), [], **options)
+    numbers: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    if lib is None:
+        return lamb_update_reference(params, grads, exp_avgs, exp_avg_sqs, **numbers, **options)
+    norms, room = torch.empty(len(params), 2, dtype=torch.float64, device=device), scratch(lib, params, device)
+    lamb = library.Lamb(**numbers)
+    call(lib, "lamb_update", device, ctypes.byref(tensors), ctypes.byref(lamb), address(norms), *pointer(room))
+    return norms
+
+
+def _run_lamb_apply(
+    params: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    rates: Tensor,
+    outs: list[Tensor],
+    eps: float,
+    weight_decay: float,
+    found_inf: Tensor | None = None,
+) -> None:
+    lib, device = native(params[0].device), params[0].device
+    # Every list of tensors has gradients; this pass does not read them.
+    tensors = step_tensors(params, params, (exp_avgs, exp_avg_sqs), outs, found_inf=found_inf)
+    check_list("rates", [rates], [params[0].new_empty(len(params))], [torch.float32])
+    if lib is None:
+        options = {"eps": eps, "weight_decay": weight_decay}
+        lamb_apply_reference(params, exp_avgs, exp_avg_sqs, rates, outs, found_inf=found_inf, **options)
+        return
+    lamb = library.Lamb(eps=eps, weight_decay=weight_decay)
+    call(lib, "lamb_apply", device, ctypes.byref(tensors), ctypes.byref(lamb), address(rates))
+
+
+def _fake_lamb_update(params: list[Tensor], *args: Any, **options: Any) -> Tensor:
+    return params[0].new_empty((len(params), 2), dtype=torch.float64)
+
+
+lamb_update = operator(
+    lamb_update_reference,
+    _run_lamb_update,
+    written=("exp_avgs", "exp_avg_sqs"),
+    fake=_fake_lamb_update,
+    empty=lambda: torch.zeros(0, 2, dtype=torch.float64),
+)
+lamb_apply = operator(lamb_apply_reference, _run_lamb_apply, written=("params", "outs"))
