@@ -31,9 +31,9 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.common.tensor_tree import rows_of
 from lt_zero.config.blocks import Comet, CsvMonitor, TensorBoard, Wandb
 from lt_zero.config.fields import Block
-from lt_zero.lightning.monitor.console import StepPrinter, config_lines, dump_state, gc_disabled, logger_level
 from lt_zero.lightning.monitor.loggers import attach_loggers
-from lt_zero.lightning.precision import sharded_of
+from lt_zero.lightning.monitor.run_monitor import config_lines, dump_state, gc_disabled, logger_level
+from lt_zero.lightning.monitor.step_metrics import StepPrinter
 from tests.support.console_tools import _observe, monitored, parsed
 from tests.support.lightning_tools import GPT, sharded_trainer
 from tests.support.pool import Pool
@@ -335,9 +335,8 @@ def _dump() -> str:
     trainer.fit(GPT(dist.get_world_size()))
     strategy = trainer.strategy
     assert isinstance(strategy, ZeroStrategy)
-    optimizers = [sharded_of(optimizer) for optimizer in strategy.optimizers]
     with redirect_stdout(io.StringIO()) as stdout:
-        dump_state(strategy.config, strategy.engine, [sharded for sharded in optimizers if sharded is not None])
+        dump_state(strategy.run)
     report = strategy.memory_report()
     text = stdout.getvalue()
     return text if not text or all(f"{here:,}" in text for here, _ in report.values()) else "wrong bytes"

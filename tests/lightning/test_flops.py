@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lt_zero import ZeroStrategy
-from lt_zero.lightning.monitor import flops_formulas
+from lt_zero.lightning.monitor import flops
 from lt_zero.lightning.monitor.flops import Counted, FlopCount, Flops
 from tests.support.lightning_tools import GPT, QUIET, sharded_trainer
 from tests.support.pool import Pool
@@ -126,11 +126,11 @@ def test_each_module_has_what_it_did() -> None:
     assert found.own["left"] == found.own["right"] == Flops(product, product)
     assert found.own["attention.qkv"] == Flops(3 * product, 6 * product)
     assert found.own[""] == Flops(2 * product, 4 * product)
-    apart = [Flops(f.forward, f.backward) for f in (found.of("again"), found.of("attention"))]
+    apart = [Flops(f.forward, f.backward) for f in (found.by_module()["again"], found.by_module()["attention"])]
     assert apart[0] == apart[1]
     # checkpoint stops when it has the last input that backward needs: before the last product
-    assert found.of("again").recomputed == found.of("again").forward - product
-    assert found.of("attention").recomputed == 0
+    assert found.by_module()["again"].recomputed == found.by_module()["again"].forward - product
+    assert found.by_module()["attention"].recomputed == 0
     plain = counted(model, x, recompute=False).total
     assert plain == Flops(found.total.forward, found.total.backward)
     assert not found.unseen
@@ -165,7 +165,7 @@ def test_the_first_micro_batch_is_not_counted_and_the_rest_costs_nothing() -> No
             loss.backward()
     assert entered == [False, True, False, False]
     assert found.flops_per_micro_batch == 2 * 2 * B * 16
-    assert found.flops_per_sample == 2 * 2 * 16
+    assert found.flops_of(1) == 2 * 2 * 16
     assert found.flops_of(2 * B) == 2 * found.flops_per_micro_batch
 
 
@@ -193,7 +193,7 @@ def test_a_formula_that_fails_does_not_end_the_training(monkeypatch: pytest.Monk
     def broken(*args: Any, **kwargs: Any) -> int:
         raise AssertionError("a shape that the formula does not know")
 
-    monkeypatch.setitem(flops_formulas.FORMULAS, torch.ops.aten.addmm, broken)
+    monkeypatch.setitem(flops.FORMULAS, torch.ops.aten.addmm, broken)
     found = count(model := nn.Linear(4, 4), lambda: model(torch.randn(B, 4)).sum())
     assert found.flops_per_micro_batch is None
     assert found.problem is not None
@@ -294,7 +294,7 @@ def test_stage_3_on_two_ranks_is_unchanged_and_counts_what_one_process_does(pool
     for name, module in model.named_modules():
         if name:
             assert table[name][2:4] == [type(module).__name__, f"{sum(p.numel() for p in module.parameters()):,}"]
-    (block,) = [single.of("net.blocks.1")]
+    (block,) = [single.by_module()["net.blocks.1"]]
     assert table["net.blocks.1"][4:6] == [f"{block.forward / 1e3:.4g} k", f"{block.backward / 1e3:.4g} k"]
     assert table["net.blocks.1"][6] == f"{block.model / total.model:.1%}"
 

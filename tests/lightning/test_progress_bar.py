@@ -24,7 +24,7 @@ from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.common import progress_bar as room
 from lt_zero.common.progress_bar import ProgressBar, duration, follow_lines, progress_bar
 from lt_zero.config import ZeroConfig
-from lt_zero.lightning.monitor.console import logger_level
+from lt_zero.lightning.monitor.run_monitor import logger_level
 from tests.support.lightning_tools import GPT, sharded_trainer
 from tests.support.pool import Pool
 

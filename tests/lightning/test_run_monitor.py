@@ -89,7 +89,7 @@ def test_operations_are_those_of_the_model_that_is_fitted() -> None:
         trainer.fit_loop.max_epochs = epochs
         with redirect_stdout(io.StringIO()):
             trainer.fit(Model(width))
-        counted.append(strategy.monitor.flops.flops_per_sample)
+        counted.append(strategy.monitor.flops.flops_of(1))
     assert counted == [5 * 2 * 4 * 4, 5 * 2 * 8 * 8], "the first layer has no gradient of its input"
 
 

@@ -18,8 +18,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lt_zero import ZeroPrecision
 from lt_zero.config.blocks import CsvMonitor
-from lt_zero.lightning.monitor.console import StepPrinter
-from lt_zero.lightning.monitor.step_metrics import StepMetrics, memory_gb
+from lt_zero.lightning.monitor.step_metrics import StepMetrics, StepPrinter, memory_gb
 from tests.support.console_tools import Clock, Observed, _observe, monitored, parsed
 from tests.support.lightning_tools import GPT, single_trainer
 from tests.support.pool import Pool
@@ -147,10 +146,10 @@ def set_flops(trainer: pl.Trainer, per_row: float | None) -> None:
 
 def _exact(folder: str, known: bool) -> None:
     """A micro-batch takes 1 s of a clock that stands still otherwise, validation 100 s."""
-    from lt_zero.lightning.monitor import console
+    from lt_zero.lightning.monitor import step_metrics
 
     clock = Clock()
-    real, console.time = console.time, clock  # type: ignore[attr-defined,assignment]
+    real, step_metrics.time = step_metrics.time, clock  # type: ignore[attr-defined,assignment]
     try:
         options = {"accumulate_grad_batches": 2, "val_check_interval": 4, "max_epochs": 1}
         trainer = monitored(
@@ -160,7 +159,7 @@ def _exact(folder: str, known: bool) -> None:
         set_flops(trainer, (2e12, 6e12)[rank] / (2 + rank) if known or rank == 0 else None)
         trainer.fit(Observed(clock))
     finally:
-        console.time = real  # type: ignore[attr-defined]
+        step_metrics.time = real  # type: ignore[attr-defined]
 
 
 def test_operations_are_counted_per_device_without_validation(pool: Pool, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lt_zero import ZeroPrecision, ZeroStrategy
 from lt_zero.config.blocks import Comet, CsvMonitor, TensorBoard, Wandb
-from lt_zero.lightning.monitor import console
+from lt_zero.lightning.monitor import step_metrics
 from tests.support.lightning_tools import QUIET, torchrun_env
 
 
@@ -121,7 +121,7 @@ class Observed(pl.LightningModule):
 
 def _observe(every: int, options: dict[str, Any], bar: bool = False, module: dict[str, Any] | None = None) -> Any:
     clock, shown = Clock(), Bar()
-    real, console.time = console.time, clock  # type: ignore[attr-defined,assignment]
+    real, step_metrics.time = step_metrics.time, clock  # type: ignore[attr-defined,assignment]
     if bar:
         options = {**options, "callbacks": [shown], "enable_progress_bar": True}
     options = {**options, "plugins": [ZeroPrecision(mode) for mode in options.get("plugins", ())]}
@@ -131,7 +131,7 @@ def _observe(every: int, options: dict[str, Any], bar: bool = False, module: dic
             model = Observed(clock, **(module or {}))
             trainer.fit(model)
     finally:
-        console.time = real  # type: ignore[attr-defined]
+        step_metrics.time = real  # type: ignore[attr-defined]
     lines = shown.printed if bar else [line for line in stdout.getvalue().splitlines() if line.startswith("step ")]
     return lines, model.losses, model.norms, trainer.strategy.reductions  # type: ignore[attr-defined]
 

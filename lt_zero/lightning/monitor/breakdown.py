@@ -1,6 +1,6 @@
 """``wall_clock_breakdown`` and ``memory_breakdown``: print the time and memory of the phases of a step.
 
-The observers are not Callbacks, see console.py, Note [Printing without a Callback].
+The observers are not Callbacks, see step_metrics.py, Note [Printing without a Callback].
 """
 
 from __future__ import annotations

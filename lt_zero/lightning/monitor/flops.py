@@ -21,11 +21,12 @@ Note [The first micro-batch]
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -39,13 +40,23 @@ from lt_zero.common.compat import (
     current_node,
     has_compiled_nodes,
     is_compiled,
+    is_higher_order,
 )
 from lt_zero.common.module_hooks import Hook
 from lt_zero.common.tensor_tree import iter_tensors
-from lt_zero.lightning.monitor.flops_formulas import FORMULAS, is_unseen
 
 ROOT = ""  # name of the trained module, as in ``named_modules``
 _OWNER = "lt_zero.module"
+_OWN_NAMESPACES = {"aten", "prim", "prims", "c10d", "_c10d_functional", "lt_zero", "profiler"}
+# Prefixes of torch's operators that multiply matrices and have no formula.
+# fmt: off
+_HEAVY = (
+    "_scaled_dot_product", "_fused_sdp", "_native_multi_head", "_transformer_encoder", "_triton_", "_flash",
+    "_efficient", "_trilinear", "mkldnn_", "_mkldnn_", "_cudnn_rnn", "miopen_", "_thnn_differentiable", "_sparse_",
+    "_cdist", "_fft_", "linalg_", "_linalg_", "_int_mm", "_weight_int", "_scaled_grouped_mm", "_grouped_mm",
+    "_scaled_mm_v2", "_addmm_activation", "linear_backward", "_nested_",
+)
+# fmt: on
 
 
 @dataclass
@@ -81,15 +92,16 @@ class Counted:
 
     @property
     def total(self) -> Flops:
-        return self.of(ROOT)
+        return self.by_module()[ROOT]
 
-    def of(self, name: str) -> Flops:
-        """The operations of a module and its submodules."""
-        total = Flops()
-        for other, flops in self.own.items():
-            if name in (ROOT, other) or other.startswith(f"{name}."):
-                total.add(flops)
-        return total
+    def by_module(self) -> defaultdict[str, Flops]:
+        """The operations of each module and its submodules."""
+        found: defaultdict[str, Flops] = defaultdict(Flops)
+        for name, flops in self.own.items():
+            parts = name.split(".") if name else []
+            for end in range(len(parts) + 1):
+                found[".".join(parts[:end])].add(flops)
+        return found
 
 
 class FlopCount:
@@ -112,8 +124,9 @@ class FlopCount:
         self.flops_per_micro_batch: float | None = None
         self.counted: Counted | None = None
         self.problem: str | None = None
+        self.requested = False
         self.rows: int | None = None  # of the counted micro-batch
-        self._requested = self._past_first = self._observes = False
+        self._past_first = self._observes = False
         self._compiles = False  # whether something was compiled before or in the first micro-batch
         self._running: Counted | None = None
         self._counter: _Counter | None = None
@@ -126,11 +139,7 @@ class FlopCount:
 
     def request(self) -> None:
         """Count the next micro-batch."""
-        self._requested = True
-
-    @property
-    def requested(self) -> bool:
-        return self._requested
+        self.requested = True
 
     def flops_of(self, rows: int) -> float | None:
         """The operations of a micro-batch of ``rows`` rows, in proportion; None if unknown."""
@@ -138,11 +147,8 @@ class FlopCount:
             return None
         return self.flops_per_micro_batch * rows / self.rows
 
-    @property
-    def flops_per_sample(self) -> float | None:
-        return self.flops_of(1)
-
-    def forward(self, root: nn.Module, rows: int | None = None, manual: bool = False) -> AbstractContextManager[object]:
+    @contextmanager
+    def forward(self, root: nn.Module, rows: int | None = None, manual: bool = False) -> Iterator[None]:
         """Context of a training step.
 
         Args:
@@ -151,48 +157,37 @@ class FlopCount:
             manual: backward runs inside (manual optimization).
         """
         self._running = None
-        if not self._past_first:
-            self._past_first, self._observes, self._compiles = True, True, False
-            return self._observing()
-        self._observes = False
-        if not self._requested:
-            return nullcontext()
-        self.problem = self._problem(root)
-        if self.problem is not None:
-            self._requested = False
-            return nullcontext()
-        return self._forward(root, rows, manual)
+        self._observes, self._past_first = not self._past_first, True
+        if self.requested and not self._observes:
+            self.problem = self._problem(root)
+            self.requested = self.problem is None
+        if self._observes:
+            with self._observing():
+                yield
+        elif not self.requested:
+            yield
+        else:
+            self._names = {module: name for name, module in root.named_modules()}
+            counted = Counted()
+            with self._counting(counted):
+                yield
+            self._running, self.rows = counted, rows
+            if manual:
+                self._finish(counted)
 
     @contextmanager
-    def _forward(self, root: nn.Module, rows: int | None, manual: bool) -> Iterator[None]:
-        self._names = {module: name for name, module in root.named_modules()}
-        counted = Counted()
-        with self._counting(counted):
-            yield
-        self._running, self.rows = counted, rows
-        if manual:
-            self._finish()
-
-    def backward(self, loss: Tensor) -> AbstractContextManager[object]:
+    def backward(self, loss: Tensor) -> Iterator[None]:
         """Context of a backward from ``loss``; a backward inside ``forward`` is counted there."""
         if self._running is not None and self._counter is None:
-            return self._backward(self._running)
-        if not self._observes:
-            return nullcontext()
-        self._compiles = self._compiles or has_compiled_nodes(loss)
-        return self._observing()
-
-    @contextmanager
-    def _observing(self) -> Iterator[None]:
-        before = compiled_frames()
-        yield
-        self._compiles = self._compiles or compiled_frames() > before
-
-    @contextmanager
-    def _backward(self, counted: Counted) -> Iterator[None]:
-        with self._counting(counted):
+            with self._counting(self._running):
+                yield
+            self._finish(self._running)
+        elif self._observes:
+            self._compiles = self._compiles or has_compiled_nodes(loss)
+            with self._observing():
+                yield
+        else:
             yield
-        self._finish()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -207,6 +202,12 @@ class FlopCount:
                 counter.counting = True
 
     @contextmanager
+    def _observing(self) -> Iterator[None]:
+        before = compiled_frames()
+        yield
+        self._compiles = self._compiles or compiled_frames() > before
+
+    @contextmanager
     def _counting(self, counted: Counted) -> Iterator[None]:
         with _Counter(counted, self._names) as self._counter:
             try:
@@ -214,22 +215,19 @@ class FlopCount:
             finally:
                 self._counter = None
 
-    def _finish(self) -> None:
-        assert self._running is not None
-        self.counted, self._running, self._requested, self._names = self._running, None, False, {}
-        flops, unseen = self.counted.total.model, self.counted.unseen
+    def _finish(self, counted: Counted) -> None:
+        self.counted, self._running, self.requested, self._names = counted, None, False, {}
+        flops, unseen = counted.total.model, counted.unseen
         if unseen:
             self.problem = f"{', '.join(sorted(unseen))}: no formula for floating-point operations"
         self.flops_per_micro_batch = float(flops) if flops and not unseen else None
 
     def _problem(self, root: nn.Module) -> str | None:
         names = [name or type(root).__name__ for name, module in root.named_modules() if is_compiled(module)]
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            return f"{', '.join(names[:3])}{more}: compiled by torch.compile, whose graphs cannot be counted"
-        if self._compiles:
-            return "the model calls functions compiled by torch.compile, whose graphs cannot be counted"
-        return None
+        what = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}: compiled"
+        if not names and self._compiles:
+            what = "the model calls functions compiled"
+        return f"{what} by torch.compile, whose graphs cannot be counted" if names or self._compiles else None
 
 
 class _Counter(DispatchMode):
@@ -275,7 +273,7 @@ class _Counter(DispatchMode):
             if flops:
                 found = self._counted.own.setdefault(owner, Flops())
                 setattr(found, kind, getattr(found, kind) + flops)
-            elif is_unseen(op):
+            elif _is_unseen(op):
                 self._counted.unseen[str(op).removesuffix(".default")] += 1
         return out
 
@@ -329,3 +327,36 @@ class _NoModules:
     def __enter__(self) -> None: ...
 
     def __exit__(self, *error: Any) -> None: ...
+
+
+def _is_unseen(op: Any) -> bool:
+    """Whether an operator without a count may have multiplied matrices."""
+    namespace, _, name = str(op).partition(".")
+    return is_higher_order(op) or namespace not in _OWN_NAMESPACES or name.startswith(_HEAVY)
+
+
+def _matrix_vector(matrix: Any, vector: Any, *_: Any, **__: Any) -> int:
+    return int(2 * prod(matrix))
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Two matrix products per head; a causal mask saves nothing, as in torch's own formula."""
+    *batch, rows, width = query
+    return int(2 * prod(batch) * rows * key[-2] * (width + value[-1]))
+
+
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Five matrix products per head: scores again, and gradients of scores, values, queries and keys."""
+    *batch, rows, width = query
+    return int(2 * prod(batch) * rows * key[-2] * (3 * width + 2 * value[-1]))
+
+
+# Formulas that torch lacks; their arguments are the shapes of tensors.
+FORMULAS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten.mv: _matrix_vector,
+    torch.ops.aten.addmv: lambda bias, matrix, vector, *_, **__: 2 * prod(matrix),
+    torch.ops.aten.dot: lambda a, b, *_, **__: 2 * prod(a),
+    torch.ops.aten.vdot: lambda a, b, *_, **__: 2 * prod(a),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}

@@ -1,22 +1,27 @@
 """Monitoring of a run: starts the monitors that the configuration enables.
 
-steps_per_print, csv_monitor, ...       a line and metrics every N steps    console.py, step_metrics.py, loggers.py
+steps_per_print, csv_monitor, ...       a line and metrics every N steps    step_metrics.py, loggers.py
 wall_clock_breakdown, memory_breakdown  time and memory of a step           breakdown.py, timing.py
 flops_profiler                          operations per module               flops_profiler.py, flops.py
 comms_logger                            a table of collectives              comm/comm_log.py
-dump_state, log_level, disable_python_gc                                    console.py
+dump_state, log_level, disable_python_gc                                    here
 """
 
 from __future__ import annotations
 
+import gc
+import json
+import logging
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+from pydantic import BaseModel
 from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -28,11 +33,11 @@ from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.lightning.model_report import memory_report
 from lt_zero.lightning.monitor.breakdown import EVERY, MemoryPhases, StepClock
-from lt_zero.lightning.monitor.console import StepPrinter, dump_state, gc_disabled, logger_level
 from lt_zero.lightning.monitor.flops import FlopCount
 from lt_zero.lightning.monitor.flops_profiler import Profiler
 from lt_zero.lightning.monitor.loggers import attach_loggers
 from lt_zero.lightning.monitor.run_observer import RunInfo, RunObserver
+from lt_zero.lightning.monitor.step_metrics import StepPrinter
 from lt_zero.lightning.setup import Run
 
 T = TypeVar("T")
@@ -111,7 +116,7 @@ class RunMonitor:
             self._for_this_run.callback(observer.stop)
         self._for_this_run.enter_context(gc_disabled(config.disable_python_gc))
         if config.dump_state and new:
-            dump_state(config, engine, run.sharded)
+            dump_state(run)
 
     def stop(self, clean: bool) -> None:
         """Stop the monitors of a run; ``clean``: it ended without an error."""
@@ -188,3 +193,81 @@ def comm_log(comm: Comm | None) -> CommLog:
             "predict has begun. Enable it and start a run first."
         )
     return comm.log
+
+
+# ---- dump_state, log_level, disable_python_gc ----------------------------------------------------------------------
+
+
+def dump_state(run: Run) -> None:
+    """``dump_state``: rank 0 prints the resolved configuration with masked secrets, and the bytes of model states.
+
+    Units and dtypes are left out, as their tables are printed whenever an engine is built.
+    """
+    if run.rank != 0:
+        return
+    table = Table(title="Model states, bytes")
+    for column in ("kind", "this rank", "replicated"):
+        table.add_column(column, justify="left" if column == "kind" else "right")
+    for kind, (here, replicated) in memory_report(run.engine, run.sharded).items():
+        table.add_row(kind, f"{here:,}", f"{replicated:,}")
+    console = Console()
+    text = "\n".join(["Configuration of ZeroStrategy, defaults included:", *config_lines(run.config, "  ")])
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(table)
+
+
+def config_lines(block: BaseModel, indent: str = "") -> list[str]:
+    """All keys of a configuration with their values as lines of YAML, secrets masked."""
+    lines = []
+    for name in type(block).model_fields:
+        value = getattr(block, name)
+        if isinstance(value, BaseModel):
+            lines += [f"{indent}{name}:", *config_lines(value, indent + "  ")]
+        else:
+            lines.append(f"{indent}{name}: {_shown(value)}")
+    return lines
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return json.dumps(value, default=str)
+
+
+@contextmanager
+def logger_level(level: str | None, rank: int = 0) -> Iterator[None]:
+    """``log_level``: context that sets the level of the logger "lt_zero"; None changes nothing.
+
+    Without a handler, Python shows warnings only, so a handler to stderr is added if there is none; on ranks other than
+    0 it shows warnings only. Handlers of the user get all messages on all ranks.
+    """
+    if level is None:
+        yield
+        return
+    logger = logging.getLogger("lt_zero")
+    before, handler = logger.level, None
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
+        handler.setLevel(logging.NOTSET if rank == 0 else logging.WARNING)
+        logger.addHandler(handler)
+    logger.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        if handler is not None:
+            logger.removeHandler(handler)
+
+
+@contextmanager
+def gc_disabled(disable: bool) -> Iterator[None]:
+    """``disable_python_gc``: context without automatic collection of reference cycles."""
+    was_enabled = gc.isenabled()
+    if disable:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if disable and was_enabled:
+            gc.enable()

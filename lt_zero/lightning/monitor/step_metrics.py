@@ -1,14 +1,30 @@
-"""Metrics of one optimizer step, as a printed line and for loggers."""
+"""``steps_per_print``: metrics of optimizer steps, as a printed line and for loggers.
+
+Note [Printing without a Callback]
+    The printer is not a Callback: it would appear in ``trainer.callbacks``, and its hooks around backward would look
+    like user code that reads gradients. Metrics stay on the device until a line is due; then all ranks read them in
+    the same step, since means over ranks and the skip flag are collective.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
+import lightning.pytorch as pl
 import psutil
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
-PREFIX = "zero/"
+from lt_zero.common.compat import logged_step
+from lt_zero.common.tensor_tree import rows_of
+from lt_zero.lightning.monitor.flops import FlopCount
+from lt_zero.lightning.monitor.run_observer import RunInfo, RunObserver
+from lt_zero.lightning.precision import ZeroPrecision
 
 
 @dataclass(frozen=True)
@@ -58,28 +74,177 @@ class StepMetrics:
         >>> StepMetrics(3, 1, (0.1, 0.2), loss=2.0).metrics()
         {'zero/loss': 2.0, 'zero/optimizer_1/lr_0': 0.1, 'zero/optimizer_1/lr_1': 0.2}
         """
-        own = PREFIX if self.optimizer is None else f"{PREFIX}optimizer_{self.optimizer}/"
-        found = {
-            f"{PREFIX}loss": self.loss,
-            **_named(f"{own}lr", self.rates, split_rates or len(set(self.rates)) > 1),
-            f"{own}grad_norm": self.grad_norm,
-            f"{PREFIX}loss_scale": self.loss_scale,
-            f"{PREFIX}skipped_steps": self.skipped_steps,
-            f"{PREFIX}samples_per_s": self.samples_per_s,
-            f"{PREFIX}tflops": self.tflops,
-            f"{PREFIX}memory_gb": self.memory_gb,
-        }
+        own = "zero/" if self.optimizer is None else f"zero/optimizer_{self.optimizer}/"
+        split = split_rates or len(set(self.rates)) > 1
+        rates = {f"{own}lr_{group}" if split else f"{own}lr": rate for group, rate in enumerate(self.rates)}
+        shared = ("loss_scale", "skipped_steps", "samples_per_s", "tflops", "memory_gb")
+        found = {"zero/loss": self.loss, **rates, f"{own}grad_norm": self.grad_norm}
+        found |= {f"zero/{name}": getattr(self, name) for name in shared}
         return {name: value for name, value in found.items() if value is not None}
+
+
+class StepPrinter(RunObserver):
+    """``steps_per_print``: rank 0 prints and logs metrics at every ``every``-th optimizer step.
+
+    * ``loss``: the result of ``training_step``, averaged over the micro-batches since the last step and over the ranks.
+    * ``lr``: the rate that the step used; a list if groups differ.
+    * ``grad_norm``: before clipping, if ``gradient_clip_val`` clips by norm or overflow is checked.
+    * ``loss_scale``: with fp16, after the step. ``skipped_steps``: so far, if overflow is checked.
+    * ``samples/s``: of all ranks since the last line, without validation; samples are the rows of the first tensor of a
+      batch.
+    * ``TFLOP/s``: of one device, averaged over the ranks, in the same time: 10^12 operations of forward and backward.
+    * ``memory_gb``: of rank 0, in 10^9 bytes. On a GPU the peak that torch had allocated since the start of the process
+      or the last reset; on the CPU the current resident memory.
+
+    Unknown metrics are left out. The Trainer's loggers get ``zero/loss``, ``zero/lr``, ... under
+    Lightning's own step, which counts batches that step, from 0.
+
+    See Note [Printing without a Callback].
+
+    Args:
+        every: optimizer steps, counted as ``trainer.global_step`` does: of all optimizers, including skipped ones.
+            None: no line is printed, and metrics are logged every ``trainer.log_every_n_steps``.
+        count: counts the operations of one micro-batch in each fit; other micro-batches count in proportion to their
+            rows.
+    """
+
+    def __init__(self, every: int | None, count: FlopCount | None = None) -> None:
+        if every is not None and every < 1:
+            raise ValueError(f"steps_per_print={every}: write a number of steps, or leave it out to print nothing.")
+        self.every, self.count = every, count
+        self._norm: Tensor | None = None  # the plugin's norm at the last step, to detect a new one
+        self._split_rates: set[int] = set()  # optimizers whose groups had different rates
+        self.start()
+
+    def start(self, info: RunInfo | None = None) -> None:
+        """A fit begins."""
+        self._due: list[tuple[StepMetrics, int, Tensor | None, int]] = []  # see ``after_step``
+        self._stepped = False
+        self._since: float | None = None  # seconds; start of the interval that samples/s covers
+        self._paused: float | None = None
+        self._samples: int | None = 0  # None: a batch had no tensor
+        self._batches = 0  # micro-batches
+        self._reset_losses()
+        if self.count is not None:
+            self.count.request()
+
+    def _reset_losses(self) -> None:
+        self._loss: Tensor | None = None  # 0D, sum over the window
+        self._losses = 0
+
+    def before_forward(self, module: pl.LightningModule) -> None:
+        """Start the interval of samples/s at the first forward."""
+        if self._since is None:
+            self._since = time.perf_counter()
+
+    def after_forward(self, module: pl.LightningModule, batch: Any, output: Any) -> None:
+        """Count the batch; with manual optimization, print the steps inside it. Collective if a line is due."""
+        rows = rows_of(batch)
+        self._samples = None if rows is None or self._samples is None else self._samples + rows
+        self._batches += 1
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            value = loss.detach().reshape(()).float()
+            self._loss = value if self._loss is None else self._loss + value
+            self._losses += 1
+        if not module.automatic_optimization:
+            self._end_step(module)
+
+    def after_step(self, module: pl.LightningModule, optimizer: Optimizer) -> None:
+        """Record the step (its metrics, optimizer, norm and Lightning's number of it) before schedulers step.
+
+        Collective if a line is due.
+        """
+        trainer, plugin = module.trainer, _plugin(module)
+        norm = plugin.grad_norm if plugin.grad_norm is not self._norm else None  # 0D, before clipping
+        self._norm, self._stepped = plugin.grad_norm, True
+        number = trainer.global_step + 1  # Lightning increments it later
+        if self._is_due(trainer, number):
+            optimizers = trainer.strategy.optimizers
+            index = next(i for i, known in enumerate(optimizers) if known is optimizer)
+            rates = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
+            metrics = StepMetrics(number, index if len(optimizers) > 1 else None, rates)
+            self._due.append((metrics, index, norm, logged_step(trainer)))
+        if module.automatic_optimization:
+            self._end_step(module)
+
+    def _is_due(self, trainer: pl.Trainer, number: int) -> bool:
+        if self.every is not None:
+            return number % self.every == 0
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return bool(trainer.loggers) and every > 0 and (logged_step(trainer) + 1) % every == 0
+
+    def pause(self) -> None:
+        """Validation begins; its time is not counted."""
+        self._paused = time.perf_counter()
+
+    def resume(self) -> None:
+        """Training continues."""
+        if self._paused is not None and self._since is not None:
+            self._since += time.perf_counter() - self._paused
+        self._paused = None
+
+    def _end_step(self, module: pl.LightningModule) -> None:
+        if self._due:
+            self._print_due(module)
+            self._due.clear()
+        if self._stepped:
+            self._stepped = False
+            self._reset_losses()
+
+    def _print_due(self, module: pl.LightningModule) -> None:
+        trainer, plugin = module.trainer, _plugin(module)
+        device, flops, samples = trainer.strategy.root_device, self._operations(), self._samples
+        # Each sum is followed by the number of ranks that know their part of it.
+        counts = [0.0, self._losses > 0, samples or 0, samples is not None, flops or 0.0, flops is not None]
+        sums = torch.tensor([float(count) for count in counts], dtype=torch.float64, device=device)  # 1D
+        if self._loss is not None:
+            sums[0] = self._loss / self._losses
+        sums = trainer.strategy.reduce(sums, reduce_op="sum")
+        skipped = plugin.skipped_steps  # collective if the device holds a skip flag
+        if trainer.is_global_zero:
+            loss, losses, total, counted, operations, known = sums.tolist()
+            world, seconds = trainer.world_size, None if self._since is None else time.perf_counter() - self._since
+            shared: dict[str, Any] = {
+                "loss": loss / losses if losses else None,
+                "loss_scale": plugin.loss_scale if plugin.scaler is not None else None,
+                "skipped_steps": skipped if plugin.loss_scale_controller.checks else None,
+                "samples_per_s": total / seconds if seconds and counted == world else None,
+                "tflops": operations / world / seconds / 1e12 if seconds and known == world else None,
+                "memory_gb": memory_gb(device),
+            }
+            for metrics, index, norm, step in self._due:
+                value = norm.item() if norm is not None else None
+                if value is not None and plugin.loss_scale_controller.checks and not math.isfinite(value):
+                    value = None  # the step was skipped
+                self._show(module, replace(metrics, grad_norm=value, **shared), index, step)
+        self._since, self._samples, self._batches = time.perf_counter(), 0, 0
+
+    def _operations(self) -> float | None:
+        """Floating-point operations since the last line."""
+        if self.count is None or self.count.flops_per_micro_batch is None:
+            return None
+        by_rows = self.count.flops_of(self._samples) if self._samples is not None else None
+        return self.count.flops_per_micro_batch * self._batches if by_rows is None else by_rows
+
+    def _show(self, module: pl.LightningModule, metrics: StepMetrics, optimizer: int, step: int) -> None:
+        if self.every is not None:
+            module.print(metrics.line())
+        if len(set(metrics.rates)) > 1:
+            self._split_rates.add(optimizer)  # for good, so that columns stay the same
+        for logger in module.trainer.loggers:
+            logger.log_metrics(metrics.metrics(optimizer in self._split_rates), step=step)
+            logger.save()  # as Lightning does after each row
+
+
+def _plugin(module: pl.LightningModule) -> ZeroPrecision:
+    plugin = module.trainer.precision_plugin
+    assert isinstance(plugin, ZeroPrecision)
+    return plugin
 
 
 def _digits(value: float | None, digits: int = 6) -> str | None:
     return None if value is None else f"{value:.{digits}g}"
-
-
-def _named(name: str, rates: Sequence[float], split: bool) -> dict[str, float]:
-    if not split:
-        return {name: rates[0]} if rates else {}
-    return {f"{name}_{number}": rate for number, rate in enumerate(rates)}
 
 
 def memory_gb(device: torch.device) -> float:
