@@ -9,9 +9,12 @@ Note [Precedence of values]
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import operator
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,18 +22,19 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from rich.console import Console
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_zero.comm.communicator import Comm
-from lt_zero.common.errors import ConfigError, Mark, Path, Problem, path_of
+from lt_zero.common.errors import ConfigError, Mark, Path, Problem, dotted, path_of
 from lt_zero.common.tensor_tree import sizes_of
 from lt_zero.config import ZeroConfig
 from lt_zero.config.auto import Facts, Resolution, resolve, resolve_batch
 from lt_zero.config.document import Document
 from lt_zero.config.load import ConfigWarning
+from lt_zero.config.document import leaves
+from lt_zero.config.show import resolved
 from lt_zero.engine.partition import hidden_size
-from lt_zero.lightning.hparams import find_value
-from lt_zero.lightning.same_config import check_same
 from lt_zero.optim import grouping
 from lt_zero.optim.from_config import build_grouped, build_optimizer, build_scheduler
 from lt_zero.optim.muon import muon_groups
@@ -38,6 +42,10 @@ from lt_zero.optim.registry import PLATEAU
 
 _HOOK = "configure_optimizers"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
+# Keys that may differ between nodes or ranks.
+_LOCAL = ("aio", "csv_monitor", "tensorboard", "wandb", "comet", "log_level", "disable_python_gc", "max_cpu_gb")
+_LOCAL_NAMES = ("nvme_path", "pin_memory")
+_SHOWN = 5  # maximum keys in an error
 
 
 class _ConfigureOptimizers:
@@ -123,14 +131,11 @@ class Reconciler:
         """
         self._seen, config = False, self._given
         with comm.agree("reading the configuration", ConfigError), self._marked():
-            problems: list[Problem] = []
             derived = _derived(config, comm.world)
-            applied = [
-                *_agree_on_accumulation(config, trainer, module, derived, problems),
-                *_agree_on_clipping(config, trainer, module, problems),
-            ]
-            if problems:
+            found = [_apply_accumulation(config, trainer, module, derived), _apply_clipping(config, trainer, module)]
+            if problems := [entry for entry in found if isinstance(entry, Problem)]:
                 raise ConfigError(problems)
+            rows = [entry for entry in found if isinstance(entry, Resolution)]
             steps, limit = trainer.accumulate_grad_batches, trainer.gradient_clip_val
             self._steps = steps
             if derived is not None:
@@ -142,16 +147,16 @@ class Reconciler:
                 named=lambda names: find_value(module, names),
                 steps=lambda: _steps(trainer),
             )
-            config, found = resolve(config, facts)
+            config, resolutions = resolve(config, facts)
             micro = config.train_micro_batch_size_per_gpu
             if micro is not None:
                 _check_batch(config, micro, steps, comm.world, "is configured")
             elif config.train_batch_size is not None:
-                applied += _micro_batch(config, steps, comm.world)
+                rows.append(_micro_batch(config, steps, comm.world))
         check_same(config, comm)
         self.config = config
         if show:
-            show_table([*applied, *found])
+            show_table([*rows, *resolutions])
             if config.scheduler is not None and not module.automatic_optimization:
                 text = f"scheduler.type={config.scheduler.type!r}: the module optimizes manually, so it must call "
                 call = "step(metric) after each epoch" if config.scheduler.type == PLATEAU else "step() after each step"
@@ -159,7 +164,7 @@ class Reconciler:
         return config
 
     @contextmanager
-    def _marked(self) -> Generator[None]:
+    def _marked(self) -> Iterator[None]:
         """Add the position of each key in its file to a ConfigError."""
         try:
             yield
@@ -273,78 +278,76 @@ def _derived(config: ZeroConfig, world: int) -> Resolution | None:
     if config.gradient_accumulation_steps is not None or total is None or micro is None:
         return None
     if total % (micro * world):
-        text = (
+        raise _error(
+            "train_batch_size",
             f"train_batch_size={total} is not a multiple of train_micro_batch_size_per_gpu * ranks = {micro} * {world} "
             f"= {micro * world}, so no number of micro-batches per step fits. Change one of them, or remove "
-            "train_batch_size."
+            "train_batch_size.",
         )
-        raise ConfigError([Problem("train_batch_size", text)])
     source = f"train_batch_size: {total} / ({micro} * {world} ranks)"
     return Resolution("Trainer.accumulate_grad_batches, was 1", total // (micro * world), source)
 
 
-def _micro_batch(config: ZeroConfig, steps: int, world: int) -> list[Resolution]:
+def _micro_batch(config: ZeroConfig, steps: int, world: int) -> Resolution:
     """The micro-batch implied by ``train_batch_size`` alone, to compare the first batch with."""
     total = config.train_batch_size
     assert total is not None
     if total % (steps * world):
-        text = (
+        raise _error(
+            "train_batch_size",
             f"train_batch_size={total} is not a multiple of accumulation * ranks = {steps} * {world} = {steps * world},"
-            " so no micro-batch fits. Change one of them, or remove the key."
+            " so no micro-batch fits. Change one of them, or remove the key.",
         )
-        raise ConfigError([Problem("train_batch_size", text)])
-    size = total // (steps * world)
-    return [Resolution("batch_size of the data loader", size, f"train_batch_size: {total} / ({steps} * {world} ranks)")]
+    source = f"train_batch_size: {total} / ({steps} * {world} ranks)"
+    return Resolution("batch_size of the data loader", total // (steps * world), source)
 
 
-def _agree_on_accumulation(
-    config: ZeroConfig,
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    derived: Resolution | None,
-    problems: list[Problem],
-) -> list[Resolution]:
+def _apply_accumulation(
+    config: ZeroConfig, trainer: pl.Trainer, module: pl.LightningModule, derived: Resolution | None
+) -> Resolution | Problem | None:
+    """Set the Trainer's accumulation to the configured or derived one, unless the Trainer or the module decides it."""
     key, wanted = "gradient_accumulation_steps", config.gradient_accumulation_steps
     current, setting = trainer.accumulate_grad_batches, f"{key}={wanted}"
     if derived is not None and current == 1:  # otherwise ``_check_batch`` compares the sizes with it
         key, wanted = "train_batch_size", derived.value
         setting = f"{derived.source} = {wanted} micro-batches per step"
     if wanted is None or wanted == current:
-        return []
-    reason = None
+        return None
     if current != 1:
         reason = f"Trainer(accumulate_grad_batches={current}) contradicts it. Remove one of them, or make them equal"
     elif not module.automatic_optimization:
         reason = "the module optimizes manually, so it decides when to step. Remove the key"
-    elif any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+    elif _accumulation_scheduler(trainer) is not None:
         reason = "the Trainer has a GradientAccumulationScheduler, which decides it. Remove the key"
-    if reason is not None:
-        problems.append(Problem(key, f"{setting}, but {reason}."))
-        return []
-    trainer.accumulate_grad_batches = wanted
-    return [derived or Resolution("Trainer.accumulate_grad_batches, was 1", wanted, key)]
+    else:
+        trainer.accumulate_grad_batches = wanted
+        return derived or Resolution("Trainer.accumulate_grad_batches, was 1", wanted, key)
+    return Problem(key, f"{setting}, but {reason}.")
 
 
-def _agree_on_clipping(
-    config: ZeroConfig, trainer: pl.Trainer, module: pl.LightningModule, problems: list[Problem]
-) -> list[Resolution]:
+def _apply_clipping(config: ZeroConfig, trainer: pl.Trainer, module: pl.LightningModule) -> Resolution | Problem | None:
+    """Set the Trainer's clipping to the configured one, unless the Trainer or the module decides it."""
     key, wanted, current = "gradient_clipping", config.gradient_clipping, trainer.gradient_clip_val
     by_value = trainer.gradient_clip_algorithm == "value"
     if wanted is None or (wanted == (current or 0.0) and not (by_value and wanted)):
-        return []
-    reason = None
+        return None
     if current or by_value:
-        algorithm = ", gradient_clip_algorithm='value'" if by_value else ""
-        reason = (
-            f"Trainer(gradient_clip_val={current}{algorithm}) contradicts it. Remove one of them, or make them equal"
-        )
+        options = f"gradient_clip_val={current}{', gradient_clip_algorithm=' + repr('value') if by_value else ''}"
+        reason = f"Trainer({options}) contradicts it. Remove one of them, or make them equal"
     elif not module.automatic_optimization:
         reason = "the module optimizes manually. Call self.clip_gradients there, and remove the key"
-    if reason is not None:
-        problems.append(Problem(key, f"{key}={wanted} is the maximum norm, but {reason}."))
-        return []
-    trainer.gradient_clip_val = wanted
-    return [Resolution(f"Trainer.gradient_clip_val, was {current}", wanted, key)]
+    else:
+        trainer.gradient_clip_val = wanted
+        return Resolution(f"Trainer.gradient_clip_val, was {current}", wanted, key)
+    return Problem(key, f"{key}={wanted} is the maximum norm, but {reason}.")
+
+
+def _accumulation_scheduler(trainer: pl.Trainer) -> GradientAccumulationScheduler | None:
+    return next((c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)), None)  # type: ignore[attr-defined]
+
+
+def _error(key: str, message: str) -> ConfigError:
+    return ConfigError([Problem(key, message)])
 
 
 def _check_batch(config: ZeroConfig, micro: int, steps: int, world: int, origin: str) -> None:
@@ -383,26 +386,117 @@ def _size(batch: Any) -> int | None:
 
 
 def _steps(trainer: pl.Trainer) -> int:
-    scheduler = next((c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)), None)  # type: ignore[attr-defined]
-    if scheduler is not None and trainer.max_epochs != -1:
-        raise ConfigError(
-            [
-                Problem(
-                    "scheduler.params.total_num_steps",
-                    'scheduler.params: "auto" needs the length of the run, which is unknown with a '
-                    "GradientAccumulationScheduler. Write a number, or set Trainer(max_epochs=-1, max_steps=...).",
-                )
-            ]
+    """The optimizer steps of the run.
+
+    Raises:
+        ConfigError: the Trainer cannot tell.
+    """
+    key, needs = "scheduler.params.total_num_steps", 'scheduler.params: "auto" needs the length of the run'
+    if _accumulation_scheduler(trainer) is not None and trainer.max_epochs != -1:
+        raise _error(
+            key,
+            f"{needs}, which is unknown with a GradientAccumulationScheduler. Write a number, or set "
+            "Trainer(max_epochs=-1, max_steps=...).",
         )
     steps = trainer.estimated_stepping_batches
     if steps == float("inf") or steps < 1:
-        raise ConfigError(
-            [
-                Problem(
-                    "scheduler.params.total_num_steps",
-                    f'scheduler.params: "auto" needs the length of the run, and the Trainer estimates {steps} steps. '
-                    "Set Trainer(max_steps=...), or write a number.",
-                )
-            ]
+        raise _error(
+            key, f"{needs}, and the Trainer estimates {steps} steps. Set Trainer(max_steps=...), or write a number."
         )
     return int(steps)
+
+
+# ---- values of the module ------------------------------------------------------------------------------------------
+
+
+def find_value(module: pl.LightningModule, names: Sequence[str]) -> tuple[Any, str] | None:
+    """The number or list of numbers under the first of ``names`` that exists, and its source; hparams first.
+
+    Accepts numbers written as text and 0D tensors. Skips methods, layers, parameters and booleans of these names.
+
+    Raises:
+        ConfigError: the value is of another type, or a property raised.
+    """
+    for place, value in _places(module, names):
+        if value is None or isinstance(value, (bool, nn.Module, nn.Parameter)) or callable(value):
+            continue
+        if (number := _plain(value)) is None:
+            raise ConfigError(
+                f'{place}={value!r:.80} would resolve "auto", but is not a number. Make it one, or write a value '
+                'instead of "auto".'
+            )
+        return number, place
+    return None
+
+
+def _places(module: pl.LightningModule, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    for name in names:
+        yield _read(f"{type(module).__name__}.hparams.{name}", module.hparams.get, name)
+    for name in names:
+        yield _read(f"{type(module).__name__}.{name}", lambda attribute: getattr(module, attribute, None), name)
+
+
+def _read(place: str, get: Any, name: str) -> tuple[str, Any]:
+    try:
+        return place, get(name)
+    except Exception as error:  # a user's property or an interpolation of OmegaConf
+        raise ConfigError(
+            f'{place} would resolve "auto", but reading it raised {type(error).__name__}: {error}. Correct it, or '
+            'write a value instead of "auto".'
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    """Convert to a Python number or list of numbers; None if it is neither."""
+    if isinstance(value, Tensor) and value.is_meta:
+        return None
+    if not isinstance(value, (int, float)) and hasattr(value, "tolist"):  # tensors and numpy scalars
+        value = value.tolist()
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return None
+        return int(value) if math.isfinite(value) and value.is_integer() else value
+    if isinstance(value, Sequence):
+        entries = [_plain(entry) for entry in value]
+        return entries if all(isinstance(entry, (int, float)) for entry in entries) else None
+    return value if isinstance(value, (int, float)) and not isinstance(value, (bool, Mapping)) else None
+
+
+# ---- all ranks -----------------------------------------------------------------------------------------------------
+
+
+def check_same(config: ZeroConfig, comm: Comm) -> None:
+    """Compare the configurations of all ranks. Collective.
+
+    Raises:
+        ConfigError: on all ranks, if they differ; shows the values of two of them.
+    """
+    if comm.world == 1:
+        return
+    values = {dotted(path): repr(value) for path, value in leaves(resolved(config))}
+    values = {
+        key: value
+        for key, value in values.items()
+        if key.partition(".")[0] not in _LOCAL and key.rpartition(".")[2] not in _LOCAL_NAMES
+    }
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    digests = comm.host_gather(digest, "configuration")
+    if len(set(digests)) == 1:
+        return
+    ranks = comm.host_gather(values, "configurations")
+    other = next(rank for rank, found in enumerate(digests) if found != digests[0])
+    raise ConfigError(
+        f"The ranks have different configurations: {_difference(ranks[0], ranks[other], other)}. Give all ranks the "
+        "same values: look for values that depend on the rank or the environment."
+    )
+
+
+def _difference(first: dict[str, str], second: dict[str, str], rank: int) -> str:
+    keys = [key for key in sorted(first | second) if first.get(key) != second.get(key)]
+    shown = [
+        f"{key} is {first.get(key, 'missing')} on rank 0, {second.get(key, 'missing')} on rank {rank}" for key in keys
+    ]
+    more = f", and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return "; ".join(shown[:_SHOWN]) + more

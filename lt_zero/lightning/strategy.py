@@ -41,8 +41,7 @@ from lt_zero.lightning.data_position.position import DataPosition
 from lt_zero.lightning.model_report import memory_report
 from lt_zero.lightning.monitor.run_monitor import RunMonitor, comm_log
 from lt_zero.lightning.precision import ZeroPrecision, sharded_of
-from lt_zero.lightning.reconcile import Reconciler
-from lt_zero.lightning.same_config import check_same
+from lt_zero.lightning.reconcile import Reconciler, check_same
 from lt_zero.lightning.setup import Run
 from lt_zero.lightning.signals import Signals
 from lt_zero.memory.check import check_optimizers
