@@ -6,7 +6,7 @@ import csv
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _NAME = "metrics.csv"
 _STEP = "step"
+Columns = dict[str, tuple[list[float], list[float]]]  # by name: the steps in which a value was logged, and the values
 
 
 class PlotError(ValueError):
@@ -32,7 +33,7 @@ class Run:
     name: str
     path: Path
     rows: int
-    columns: Mapping[str, tuple[list[float], list[float]]]
+    columns: Columns
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,7 @@ def _version(file: Path) -> tuple[int, float]:
 
 
 def read_run(run: str | os.PathLike[str]) -> Run:
-    """The metrics of a run. An incomplete last line (of a running training) is left out.
-
-    Args:
-        run: a folder or a file, see ``find_metrics``.
+    """The metrics of a run, a folder or a file. An incomplete last line (of a running training) is left out.
 
     Raises:
         PlotError: there is no such file, it is empty, or a line is malformed; names the line.
@@ -103,14 +101,13 @@ def read_run(run: str | os.PathLike[str]) -> Run:
     path = find_metrics(run)
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            text = file.read()
+            lines = file.read().splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
         raise PlotError(f"{path} cannot be read: {error}.") from error
-    lines = text.splitlines(keepends=True)
     if len(lines) > 1 and not lines[-1].endswith("\n"):
         del lines[-1]
     reader = csv.reader(lines, strict=True)
-    columns: dict[str, tuple[list[float], list[float]]] = {}
+    columns: Columns = {}
     try:
         header = next(reader, None)
         if not header:
@@ -118,45 +115,42 @@ def read_run(run: str | os.PathLike[str]) -> Run:
         if _STEP not in header:
             raise PlotError(f"{path}, line 1: there is no column {_STEP!r}. Name a file of Lightning's CSVLogger.")
         rows = 0
-        for rows, row in enumerate(reader, 1):  # noqa: B007
+        for row in reader:
             _add(columns, header, row, f"{path}, line {reader.line_num}")
+            rows += 1
     except csv.Error as error:
         raise PlotError(f"{path}, line {reader.line_num}: {error}.") from error
     return Run(str(run), path, rows, columns)
 
 
-def _add(columns: dict[str, tuple[list[float], list[float]]], header: list[str], row: list[str], where: str) -> None:
-    if not row:
-        return
-    if len(row) != len(header):
+def _add(columns: Columns, header: list[str], row: list[str], where: str) -> None:
+    if row and len(row) != len(header):
         raise PlotError(f"{where}: {len(row)} values for {len(header)} columns. Repair the line or remove it.")
-    cells = dict(zip(header, row, strict=True))
-    step = _number(cells.pop(_STEP), f"{where}, column {_STEP!r}")
+    cells = dict(zip(header, row, strict=False))
+    numbers = {}
     for name, cell in cells.items():
-        if cell and any(_kind(panel, name) for panel in _PANELS):
-            steps, values = columns.setdefault(name, ([], []))
-            steps.append(step)
-            values.append(_number(cell, f"{where}, column {name!r}"))
-
-
-def _number(cell: str, where: str) -> float:
-    try:
-        return float(cell)
-    except ValueError:
-        raise PlotError(f"{where}: {cell!r} is not a number. Repair the line or remove it.") from None
+        if name == _STEP or (cell and any(_kind(panel, name) for panel in _PANELS)):
+            try:
+                numbers[name] = float(cell)
+            except ValueError:
+                problem = f"{where}, column {name!r}: {cell!r} is not a number. Repair the line or remove it."
+                raise PlotError(problem) from None
+    for name in numbers.keys() - {_STEP}:
+        steps, values = columns.setdefault(name, ([], []))
+        steps.append(numbers[_STEP])
+        values.append(numbers[name])
 
 
 def _kind(panel: _Panel, name: str) -> str | None:
-    """The pattern of ``panel`` ("ours", "others", "points") that the column ``name`` matches, if any."""
-    kinds = ("ours", "others", "points")
-    return next((kind for kind in kinds if re.fullmatch(getattr(panel, kind), name)), None)
+    """The pattern of ``panel`` that the column matches, if any."""
+    return next((kind for kind in ("ours", "others", "points") if re.fullmatch(getattr(panel, kind), name)), None)
 
 
-def _drawn(run: Run, panel: _Panel) -> list[tuple[str, bool]]:
-    """The columns of a run that ``panel`` shows, each with whether it is drawn as points."""
+def _drawn(run: Run, panel: _Panel) -> dict[str, bool]:
+    """The columns of a run that ``panel`` shows, and whether as points."""
     kinds = {name: _kind(panel, name) for name in sorted(run.columns)}
     lines = "ours" if "ours" in kinds.values() else "others"
-    return [(name, kind == "points") for name, kind in kinds.items() if kind in (lines, "points")]
+    return {name: kind == "points" for name, kind in kinds.items() if kind in (lines, "points")}
 
 
 # ---- drawing -------------------------------------------------------------------------------------------------------
@@ -193,33 +187,28 @@ def draw(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-_STYLES = ("-", "--", ":", "-.")
-
-
 def _fill(axes: Any, panel: _Panel, runs: Sequence[Run]) -> None:
-    names = sorted({name for run in runs for name, _ in _drawn(run, panel)})
-    lines = sorted({name for run in runs for name, points in _drawn(run, panel) if not points})
-    run_names = _names(runs)
-    styles = {name: _STYLES[number % len(_STYLES)] for number, name in enumerate(lines)}
-    drawn: list[Any] = []
-    labels: list[str] = []
-    for number, run in enumerate(runs):
-        for order, (name, points) in enumerate(_drawn(run, panel)):
-            color = f"C{(number if len(runs) > 1 else order) % 10}"
-            label = " ".join([run_names[number]] * (len(runs) > 1) + [name] * (len(names) > 1 or len(runs) == 1))
-            style = {"linestyle": "", "marker": "o", "markersize": 4} if points else {"linestyle": styles[name]}
+    drawn = [_drawn(run, panel) for run in runs]
+    names = {name for columns in drawn for name in columns}
+    lines = sorted({name for columns in drawn for name, points in columns.items() if not points})
+    styles = {name: ("-", "--", ":", "-.")[number % 4] for number, name in enumerate(lines)}
+    several, handles = len(runs) > 1, list[Any]()
+    for number, (run, columns, run_name) in enumerate(zip(runs, drawn, _names(runs), strict=True)):
+        for order, (name, points) in enumerate(columns.items()):
             steps, values = run.columns[name]
+            label = " ".join([run_name] * several + [name] * (len(names) > 1 or not several))
+            style = {"linestyle": "", "marker": "o", "markersize": 4} if points else {"linestyle": styles[name]}
             # A single value makes no line, so it gets a marker. Values that are not finite leave a gap.
             marker = {"marker": "."} if not points and len(values) == 1 else {}
             finite = [value if math.isfinite(value) else math.nan for value in values]
-            drawn += axes.plot(steps, finite, color=color, label=label, linewidth=1.2, **style, **marker)
-            labels.append(label)
+            color = f"C{(number if several else order) % 10}"
+            handles += axes.plot(steps, finite, color=color, label=label, linewidth=1.2, **style, **marker)
     axes.set_ylabel(panel.label)
     axes.grid(True, alpha=0.3)
     if panel.log:
         axes.set_yscale("log", base=2)
-    legend = axes.legend(handles=drawn, labels=labels, fontsize="x-small", loc="best")
-    for text in legend.get_texts():
+    labels = [handle.get_label() for handle in handles]  # given, as matplotlib leaves out those that start with "_"
+    for text in axes.legend(handles=handles, labels=labels, fontsize="x-small", loc="best").get_texts():
         text.set_parse_math(False)  # names may contain dollar signs
 
 
