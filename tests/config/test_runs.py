@@ -100,7 +100,7 @@ def test_what_auto_becomes_is_checked() -> None:
 def test_the_length_of_a_run_that_accumulates_by_epoch() -> None:
     schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 2}}
     trainer = trainer_for({"optimizer": SGD, "scheduler": schedule}, callbacks=[GradientAccumulationScheduler({1: 2})])
-    with pytest.raises(ConfigError, match=r"total_num_steps|length of the run, which is not known"):
+    with pytest.raises(ConfigError, match=r"total_num_steps|length of the run, which is unknown"):
         trainer.fit(Plain())
 
 
