@@ -27,6 +27,7 @@ import operator
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -44,21 +45,34 @@ class LazyIterator(ProcessLocal):
 
     Args:
         make: creates the iterator.
-        before_batch: called before each item is read.
+        before, after: called before and after each item.
+        at_end: called at the end of the iterator.
     """
 
-    def __init__(self, make: Make, before_batch: Callable[[], object]) -> None:
-        self._make, self._before_batch = make, before_batch
+    def __init__(
+        self,
+        make: Make,
+        before: Callable[[], object],
+        after: Callable[[], object] = lambda: None,
+        at_end: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._make, self._before, self._after, self._at_end = make, before, after, at_end
         self._inner: Iterator[Any] | None = None
 
     def __iter__(self) -> LazyIterator:
         return self
 
     def __next__(self) -> Any:
-        self._before_batch()
+        self._before()
         if self._inner is None:
             self._inner = self._make()
-        return next(self._inner)
+        try:
+            batch = next(self._inner)
+        except StopIteration:
+            self._at_end()
+            raise
+        self._after()
+        return batch
 
 
 class _Tracked:
@@ -119,7 +133,10 @@ class LoaderPosition:
             return make()
         self.make = make
         self._feed.opening(self)
-        return _Pass(self)
+        feed = self._feed
+        return LazyIterator(
+            self.begin, partial(feed.fetching, self), partial(feed.fetched, self), partial(feed.ended, self)
+        )
 
     def begin(self) -> Iterator[Any]:
         """The iterator of a new pass, or of the restored one."""
@@ -141,17 +158,12 @@ class LoaderPosition:
     # ---- saving and restoring ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
+        counters = ("generators", "fetched", "served", "cycled", "exhausted", "openings", "unit")
         return {
+            **{name: getattr(self, name) for name in counters},
             "start": self.start.state_dict() if self.start is not None else None,
-            "generators": self.generators,
             "generators_now": [g.get_state() for g in self._own()],
             "epoch": getattr(getattr(self.loader, "sampler", None), "epoch", None),
-            "fetched": self.fetched,
-            "served": self.served,
-            "cycled": self.cycled,
-            "exhausted": self.exhausted,
-            "openings": self.openings,
-            "unit": self.unit,
         }
 
     def resume(self, state: dict[str, Any], back: int | None, target: RandomStates) -> None:
@@ -209,12 +221,12 @@ class LoaderPosition:
             loader = copy.copy(self.loader)
             name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
             indices = iter(getattr(loader, name))
-            vars(loader)[name] = _Remaining(indices)
+            vars(loader)[name] = indices  # the iterator of an iterator is itself: it goes on where it is
             batches: Iterator[Any] = iter(loader)
             self._drop(indices, count, target)
-            return batches
-        batches = self.make()
-        self._drop(batches, count, target)
+        else:
+            batches = self.make()
+            self._drop(batches, count, target)
         return batches
 
     def _drop(self, items: Iterator[Any], count: int, target: RandomStates) -> None:
@@ -297,40 +309,6 @@ class Feed:
     def ended(self, position: LoaderPosition) -> None:
         position.cycled = position.exhausted = True
         self._last = ("stop", id(position))
-
-
-class _Pass(ProcessLocal):
-    """An iterator over a tracked loader."""
-
-    def __init__(self, position: LoaderPosition) -> None:
-        self._position = position
-        self._inner: Iterator[Any] | None = None
-
-    def __iter__(self) -> _Pass:
-        return self
-
-    def __next__(self) -> Any:
-        position = self._position
-        position._feed.fetching(position)
-        if self._inner is None:
-            self._inner = position.begin()
-        try:
-            batch = next(self._inner)
-        except StopIteration:
-            position._feed.ended(position)
-            raise
-        position._feed.fetched(position)
-        return batch
-
-
-class _Remaining:
-    """The remaining indices of a sampler."""
-
-    def __init__(self, indices: Iterator[Any]) -> None:
-        self._indices = indices
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._indices
 
 
 def _skips_indices(loader: Any) -> bool:

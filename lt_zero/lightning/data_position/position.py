@@ -261,22 +261,15 @@ def _reads_itself(trainer: pl.Trainer) -> bool:
 
 def _check(state: Any, where: str) -> None:
     """Raises: CheckpointError."""
-    kinds = {
-        "states": list,
-        "loaders": list,
-        "back": int,
-        "consumed": int,
-        "ended": bool,
-        "counted": bool,
-        "full": bool,
-    }
+    kinds: dict[type[Any], tuple[str, ...]]
+    kinds = {list: ("states", "loaders"), int: ("back", "consumed"), bool: ("ended", "counted", "full")}
     if not isinstance(state, dict) or state.get("version") != _VERSION:
         found = state.get("version") if isinstance(state, dict) else type(state).__name__
         raise CheckpointError(
             f"{where}: version {_VERSION} of the position in the data was expected, not {found!r}. Remove the key "
             f"{KEY!r} from the checkpoint to resume without it."
         )
-    wrong = [name for name, kind in kinds.items() if not isinstance(state.get(name), kind)]
+    wrong = [name for kind, names in kinds.items() for name in names if not isinstance(state.get(name), kind)]
     lists = {"generators", "generators_now"}
     numbers = ("fetched", "served", "openings", "unit")
     for loader in state.get("loaders") or []:
