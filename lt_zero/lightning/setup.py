@@ -1,8 +1,9 @@
-"""Set-up of module, callbacks, optimizers and schedules for ``ZeroStrategy``."""
+"""What ``ZeroStrategy`` sets up for a run: module, callbacks, optimizers, schedules and signal handlers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from rich.console import Console
 from torch import nn
@@ -17,7 +20,9 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lt_zero.activation.install import installed
+from lt_zero.comm.agreement import Agreement
 from lt_zero.comm.communicator import Comm
+from lt_zero.common.compat import SignalOverride
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.engine import Engine
@@ -30,6 +35,8 @@ from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.step.skipped_steps import hold_schedule
 from lt_zero.step.supported_optimizers import states_per_element
 
+log = logging.getLogger("lt_zero")
+_STOP, _REQUEUE = "stop", "requeue"
 _NEEDS_WHOLE = {
     StochasticWeightAveraging: "keeps a full copy of the parameters",
     WeightAveraging: "keeps a full copy of the parameters",
@@ -172,3 +179,57 @@ def announce_offload(engine: Engine, optimizers: Iterable[Optimizer]) -> None:
     line = engine.offload_manager.announce(engine.buckets, states)
     if line and engine.comm.rank == 0:
         Console().print(line)
+
+
+# ---- signals -------------------------------------------------------------------------------------------------------
+
+
+class Signals:
+    """Defers SIGTERM and SLURM's requeue signal to the end of the same batch on all ranks.
+
+    Lightning's handlers broadcast, save and log when the signal arrives, possibly inside a collective. Here they only
+    record it. All ranks agree on a point (comm/agreement.py) and do there what Lightning does: stop after the batch
+    with SIGTERMException, on which callbacks may save, or save a checkpoint and requeue the job.
+
+    Args:
+        trainer: its handlers are replaced until ``give_back``.
+        agreement: agrees with all ranks on a batch.
+    """
+
+    def __init__(self, trainer: pl.Trainer, agreement: Agreement) -> None:
+        self._trainer, self._agreement = trainer, agreement
+        self._agreed: list[str] = []
+        self._override = SignalOverride(trainer, lambda: agreement.wish(_STOP), lambda: agreement.wish(_REQUEUE))
+
+    def give_back(self) -> None:
+        """Restore Lightning's handlers."""
+        self._override.give_back()
+
+    def pass_point(self, trains: bool) -> None:
+        """Called by all ranks during a batch; ``trains``: of training. Collective if there was a signal."""
+        agreed = self._agreement.passed(trains)
+        if not agreed:
+            return
+        self._agreed += agreed
+        if _STOP in agreed:
+            if self._trainer.is_global_zero:
+                log.warning("SIGTERM: all ranks stop after this batch.")
+            self._override.stop()  # Lightning checks this at the end of a batch
+
+    def begin_batch(self, trains: bool, saving: Callable[[], AbstractContextManager[object]]) -> None:
+        """Between batches: save and requeue if that was agreed on. Collective if there was a signal.
+
+        Args:
+            trains: whether the batch is one of training.
+            saving: a context in which saves are synchronous, as the job ends soon.
+
+        Raises:
+            SIGTERMException: where Lightning does not check whether to stop.
+        """
+        self.pass_point(trains)
+        if _REQUEUE in self._agreed:
+            with saving():
+                self._override.requeue()
+        self._agreed.clear()
+        if self._trainer.received_sigterm and self._trainer.state.fn == TrainerFn.PREDICTING:
+            raise SIGTERMException

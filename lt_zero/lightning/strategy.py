@@ -42,8 +42,7 @@ from lt_zero.lightning.model_report import memory_report
 from lt_zero.lightning.monitor.run_monitor import RunMonitor, comm_log
 from lt_zero.lightning.precision import ZeroPrecision, sharded_of
 from lt_zero.lightning.reconcile import Reconciler, check_same
-from lt_zero.lightning.setup import Run
-from lt_zero.lightning.signals import Signals
+from lt_zero.lightning.setup import Run, Signals
 from lt_zero.memory.check import check_optimizers
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -378,21 +377,22 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._begin_batch(False)
-        with self._scope():
+        with self._evaluating():
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._begin_batch(False)
-        with self._scope():
+        with self._evaluating():
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._begin_batch(False)
-        with self._scope():
+        with self._evaluating():
             return super().predict_step(*args, **kwargs)
+
+    def _evaluating(self) -> AbstractContextManager[None]:
+        self._begin_batch(False)
+        return self._scope()
 
     @contextmanager
     @override
