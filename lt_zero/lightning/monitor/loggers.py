@@ -9,10 +9,9 @@ Note [When loggers are attached]
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CometLogger, CSVLogger, Logger, TensorBoardLogger, WandbLogger
@@ -25,27 +24,32 @@ from lt_zero.config.blocks import Comet, CsvMonitor, TensorBoard, Wandb
 MonitorBlock = CsvMonitor | TensorBoard | Wandb | Comet
 
 
-@dataclass(frozen=True)
-class _Kind:
+class _Kind(NamedTuple):
     key: str  # of the block
     logger: type[Logger]
     package: str
-    make: Callable[[Any, str], Logger]  # (block, default_root_dir) -> logger
-    target: Callable[[Any, str], tuple[str | None, str | None]]  # -> expected (save_dir, name); None: any
 
 
-def _folder(block: CsvMonitor | TensorBoard, root: str) -> str:
-    return os.path.expanduser(block.output_path) or root
+# The first one decides where checkpoints and other files go (trainer.log_dir). Comet is last: its constructor opens an
+# experiment on a server, so nothing must fail after it.
+_KINDS: dict[type[MonitorBlock], _Kind] = {
+    TensorBoard: _Kind("tensorboard", TensorBoardLogger, "tensorboard"),
+    CsvMonitor: _Kind("csv_monitor", CSVLogger, "lightning"),
+    Wandb: _Kind("wandb", WandbLogger, "wandb"),
+    Comet: _Kind("comet", CometLogger, "comet_ml"),
+}
 
 
-def _wandb(block: Wandb, root: str) -> Logger:
-    optional = {"group": block.group, "entity": block.team}
-    options: dict[str, Any] = {name: value for name, value in optional.items() if value is not None}
-    return WandbLogger(project=block.project, save_dir=_local(root), **options)
-
-
-def _comet(block: Comet, root: str) -> Logger:
-    options = {"name": block.experiment_name} if block.experiment_name is not None else {}
+def _make(block: MonitorBlock, root: str) -> Logger:
+    """The logger of a block; ``root``: the Trainer's default_root_dir."""
+    if isinstance(block, TensorBoard | CsvMonitor):
+        logger = TensorBoardLogger if isinstance(block, TensorBoard) else CSVLogger
+        return logger(_folder(block, root), name=block.job_name)
+    local = "." if "://" in root else root
+    if isinstance(block, Wandb):
+        optional = {"group": block.group, "entity": block.team}
+        options: dict[str, Any] = {name: value for name, value in optional.items() if value is not None}
+        return WandbLogger(project=block.project, save_dir=local, **options)
     if block.samples_log_interval != type(block)().samples_log_interval:
         rank_zero_info(
             f"comet.samples_log_interval={block.samples_log_interval} is not used. Set Trainer(log_every_n_steps=...), "
@@ -58,35 +62,13 @@ def _comet(block: Comet, root: str) -> Logger:
         experiment_key=block.experiment_key,
         mode=block.mode,
         online=block.online,
-        offline_directory=_local(root),
-        **options,
+        offline_directory=local,
+        **({"name": block.experiment_name} if block.experiment_name is not None else {}),
     )
 
 
-def _local(root: str) -> str:
-    return "." if "://" in root else root
-
-
-# The first one decides where checkpoints and other files go (trainer.log_dir). Comet is last: its constructor opens an
-# experiment on a server, so nothing must fail after it.
-_KINDS: dict[type[Any], _Kind] = {
-    TensorBoard: _Kind(
-        "tensorboard",
-        TensorBoardLogger,
-        "tensorboard",
-        lambda block, root: TensorBoardLogger(_folder(block, root), name=block.job_name),
-        lambda block, root: (_folder(block, root), block.job_name),
-    ),
-    CsvMonitor: _Kind(
-        "csv_monitor",
-        CSVLogger,
-        "lightning",
-        lambda block, root: CSVLogger(_folder(block, root), name=block.job_name),
-        lambda block, root: (_folder(block, root), block.job_name),
-    ),
-    Wandb: _Kind("wandb", WandbLogger, "wandb", _wandb, lambda block, root: (None, block.project)),
-    Comet: _Kind("comet", CometLogger, "comet_ml", _comet, lambda block, root: (None, block.project)),
-}
+def _folder(block: CsvMonitor | TensorBoard, root: str) -> str:
+    return os.path.expanduser(block.output_path) or root
 
 
 def attach_loggers(trainer: pl.Trainer, config_blocks: Iterable[MonitorBlock]) -> list[Logger]:
@@ -115,7 +97,7 @@ def attach_loggers(trainer: pl.Trainer, config_blocks: Iterable[MonitorBlock]) -
         kind = _KINDS[type(block)]
         own = next((logger for logger in known if isinstance(logger, kind.logger)), None)
         if own is not None:
-            _report_unused(kind, kind.target(block, root), own)
+            _report_unused(kind, block, root, own)
         elif trainer.barebones:
             problems.append(
                 _problem(kind, "contradicts Trainer(barebones=True), which logs nothing. Remove one of them")
@@ -123,7 +105,7 @@ def attach_loggers(trainer: pl.Trainer, config_blocks: Iterable[MonitorBlock]) -
         elif not (problems and isinstance(block, Comet)):
             try:
                 with _rank_announced(trainer.global_rank):
-                    made.append(kind.make(block, root))
+                    made.append(_make(block, root))
             except ModuleNotFoundError:
                 need = f"needs the package {kind.package}, which is missing or too old"
                 problems.append(_problem(kind, f"{need}. Run `pip install -U {kind.package}`, or set it to false"))
@@ -137,9 +119,13 @@ def _problem(kind: _Kind, message: str) -> Problem:
     return Problem(f"{kind.key}.enabled", f"{kind.key}.enabled=true {message}.")
 
 
-def _report_unused(kind: _Kind, target: tuple[str | None, str | None], own: Logger) -> None:
+def _report_unused(kind: _Kind, block: MonitorBlock, root: str, own: Logger) -> None:
     """Log that the Trainer's own logger is used, if it writes elsewhere than the block says."""
-    if any(want is not None and want != got for want, got in zip(target, (own.save_dir, own.name), strict=True)):
+    if isinstance(block, TensorBoard | CsvMonitor):
+        used = (own.save_dir, own.name) == (_folder(block, root), block.job_name)
+    else:
+        used = own.name == block.project
+    if not used:
         rank_zero_info(
             f"{kind.key}: the Trainer has a {type(own).__name__} of its own, which is used instead. Remove it to use "
             "the block."
@@ -147,7 +133,7 @@ def _report_unused(kind: _Kind, target: tuple[str | None, str | None], own: Logg
 
 
 @contextmanager
-def _rank_announced(rank: int) -> Generator[None, None, None]:
+def _rank_announced(rank: int) -> Iterator[None]:
     """Set the rank in the environment: without it, as in spawned processes, CometLogger opens an experiment each."""
     known = any(name in os.environ for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"))
     if not known:
