@@ -30,9 +30,8 @@ from lt_zero.common.errors import ConfigError, Mark, Path, Problem, dotted, path
 from lt_zero.common.tensor_tree import sizes_of
 from lt_zero.config import ZeroConfig
 from lt_zero.config.auto import Facts, Resolution, resolve, resolve_batch
-from lt_zero.config.document import Document
+from lt_zero.config.document import Document, leaves
 from lt_zero.config.load import ConfigWarning
-from lt_zero.config.document import leaves
 from lt_zero.config.show import resolved
 from lt_zero.engine.partition import hidden_size
 from lt_zero.optim import grouping
