@@ -222,7 +222,7 @@ def _memory(path: Path) -> Iterator[Row]:
 
 
 def _disks(path: Path) -> Iterator[Row]:
-    from lt_zero.io.block_transfer import free_bytes
+    from lt_zero.io.direct_file import free_bytes
     from lt_zero.io.private_folder import filesystem_of
     from lt_zero.memory.limits import amount
 

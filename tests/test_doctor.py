@@ -303,13 +303,13 @@ def test_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("lt_zero.io.block_transfer.free_bytes", lambda path: 3 * 10**9)
+    monkeypatch.setattr("lt_zero.io.direct_file.free_bytes", lambda path: 3 * 10**9)
     monkeypatch.setattr(private_folder, "filesystem_of", lambda path: "tmpfs")
     found = rows(doctor._disks, tmp_path)
     assert found["disk"].found == f"3.00 GB free in {tmp_path} (tmpfs)"
     assert (found["disk"].verdict, found["tmp folder"].verdict) == ("limited", "ok")  # the latter may be memory
     assert "This is memory" in found["disk"].remedy
-    monkeypatch.setattr("lt_zero.io.block_transfer.free_bytes", lambda path: 10**9)
+    monkeypatch.setattr("lt_zero.io.direct_file.free_bytes", lambda path: 10**9)
     assert "Free space" in rows(doctor._disks, tmp_path)["tmp folder"].remedy
     row = rows(doctor._disks, tmp_path / "nowhere")["disk"]
     assert (row.verdict, row.found) == ("missing", f"{tmp_path}/nowhere is not a folder")

@@ -14,7 +14,7 @@ from lt_zero.checkpoint.export import Format, export
 from lt_zero.checkpoint.import_ import import_checkpoint
 from lt_zero.checkpoint.verify import verify
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io.block_transfer import in_words
+from lt_zero.io.direct_file import in_words
 
 Option = typer.Option
 

@@ -20,8 +20,8 @@ from lt_zero.checkpoint.native.directory import sync_folder
 from lt_zero.checkpoint.native.torchfile import Write
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
-from lt_zero.io.block_transfer import free_bytes, in_words
-from lt_zero.io.sequential_writer import Blocks, FileSink
+from lt_zero.io.checked_file import Blocks, FileSink
+from lt_zero.io.direct_file import free_bytes, in_words
 
 _THREADS = 3  # threads that write one file
 

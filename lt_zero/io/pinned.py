@@ -1,4 +1,4 @@
-"""Page-aligned and pinned host memory for direct I/O, and checksums of it.
+"""Page-aligned and pinned host memory for direct I/O, buffers of it for reuse, and checksums of it.
 
 Note [Buffers and fork]
     Direct I/O into private memory while the process forks can reach the wrong copy of a page (open(2)), and a
@@ -22,7 +22,10 @@ import ctypes
 import logging
 import mmap
 import os
+import threading
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -91,6 +94,54 @@ def _unregister(address: int, pid: int, pages: mmap.mmap) -> None:
     # ``pages`` keeps the memory mapped until here.
     if os.getpid() == pid:
         torch.cuda.cudart().cudaHostUnregister(address)
+
+
+class Buffers:
+    """Buffers of stored tensors; a freed buffer is reused without faulting in new pages. Thread-safe.
+
+    Args:
+        spare: number of free buffers that are kept.
+        make: allocates a 1D uint8 tensor of at least the given number of bytes.
+    """
+
+    def __init__(self, spare: int = 2, make: Callable[[int], Tensor] = aligned_buffer) -> None:
+        self._make = make
+        self._few, self._spare, self._free = spare, spare, list[Tensor]()
+        self._streams = 0  # contexts of ``many`` that are open
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> Tensor:
+        """An uninitialized buffer (1D uint8) of at least ``nbytes``."""
+        with self._lock:
+            fitting = [b for b in self._free if nbytes <= b.numel() <= nbytes + nbytes // 4]
+            if fitting:
+                best = min(fitting, key=lambda b: b.numel())
+                self._free = [b for b in self._free if b is not best]
+                return best
+        return self._make(nbytes)
+
+    def give(self, buffer: Tensor) -> None:
+        """Return a buffer, which the caller must not use again."""
+        with self._lock:
+            self._free = [*self._free, buffer][-self._spare :]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of free buffers."""
+        return sum(buffer.numel() for buffer in self._free)
+
+    @contextmanager
+    def many(self, count: int) -> Iterator[None]:
+        """Keep ``count`` free buffers while buckets are streamed through memory."""
+        with self._lock:
+            self._streams, self._spare = self._streams + 1, max(self._spare, count)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._streams -= 1
+                if not self._streams:
+                    self._spare, self._free = self._few, self._free[-self._few :]
 
 
 def view_of(tensor: Tensor) -> memoryview:

@@ -30,7 +30,7 @@ import time
 import weakref
 from pathlib import Path
 
-from lt_zero.io.block_transfer import free_bytes, in_words, trouble
+from lt_zero.io.direct_file import free_bytes, in_words, trouble
 from lt_zero.io.thread_pool import SwapError, log
 
 _LOCK = "lock"

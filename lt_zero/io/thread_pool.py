@@ -23,6 +23,7 @@ from collections.abc import Callable
 
 import torch
 
+from lt_zero.common.errors import CheckpointError
 from lt_zero.io.pinned import BLOCK
 
 log = logging.getLogger("lt_zero")
@@ -49,17 +50,17 @@ class Transfer:
     """A read or write of one record, made by ``IoPool.submit``."""
 
     def __init__(
-        self, pool: IoPool, count: int, move: Callable[[int], None], end: Callable[[SwapError | None], None]
+        self, pool: IoPool, count: int, move: Callable[[int], None], end: Callable[[RuntimeError | None], None]
     ) -> None:
         self._pool = pool
         self._move: Callable[[int], None] | None = move
-        self._end: Callable[[SwapError | None], None] | None = end
+        self._end: Callable[[RuntimeError | None], None] | None = end
         self._count = count
         self._handed_out = 0
         self._left = count
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._error: SwapError | None = None
+        self._error: RuntimeError | None = None
         self._follower: Transfer | None = None
 
     @property
@@ -71,14 +72,14 @@ class Transfer:
         """Wait until the transfer has ended. May be called again.
 
         Raises:
-            SwapError: a block could not be moved, or its checksum is wrong.
+            SwapError: a block could not be moved, or its checksum is wrong; or the ``CheckpointError`` of ``move``.
         """
         if not self.done:
             self._pool.check_process("wait for a transfer")
             while not self._ended.wait(LOOK):
                 self._pool.check_threads()
         if self._error is not None:
-            raise SwapError(str(self._error)) from self._error.__cause__
+            raise type(self._error)(str(self._error)) from self._error.__cause__
 
     def begin(self, after: Transfer | None) -> None:
         """Queue the first blocks, now or when ``after`` has ended."""
@@ -137,10 +138,10 @@ class Transfer:
         self._pool.ended()
 
 
-def _bare(problem: BaseException) -> SwapError:
+def _bare(problem: BaseException) -> RuntimeError:
     """The error without its traceback, whose frames keep views of tensors alive."""
-    if isinstance(problem, SwapError):
-        return SwapError(str(problem))
+    if isinstance(problem, (SwapError, CheckpointError)):
+        return type(problem)(str(problem))
     error = SwapError(f"A thread for disk I/O failed unexpectedly: {problem!r}. Please report this.")
     error.__cause__ = problem
     return error
@@ -206,7 +207,7 @@ class IoPool:
         self,
         count: int,
         move: Callable[[int], None],
-        end: Callable[[SwapError | None], None],
+        end: Callable[[RuntimeError | None], None],
         after: Transfer | None,
     ) -> Transfer:
         """Call ``move`` for each of ``count`` blocks in the threads, after ``after`` has ended, then ``end`` once.

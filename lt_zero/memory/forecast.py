@@ -131,7 +131,7 @@ BUILD, STEP, COPY, FILE = "build buffers", "step copies", "checkpoint copy", "ch
 KINDS = (WEIGHTS, MASTER, GRADS, LOCAL, FRESH, MOMENTS, GATHERED, REDUCE, OFFLOAD, BUILD, STEP, COPY, FILE)
 STATES = (WEIGHTS, MASTER, GRADS, LOCAL, MOMENTS)  # kept from step to step (LOCAL: within one step)
 
-SAVE_BUFFERS = 2 * 4 * (4 << 20)  # bytes: buffers of the threads and those being filled (io/sequential_writer.py)
+SAVE_BUFFERS = 2 * 4 * (4 << 20)  # bytes: buffers of the threads and those being filled (io/checked_file.py)
 
 Part = tuple[str, str, int]  # place, kind, bytes
 
@@ -192,7 +192,7 @@ def crossing(trained: Sequence[Row], setup: Setup) -> list[Part]:
 
 
 def spare(rows: Sequence[Row], setup: Setup) -> list[Part]:
-    """Free buffers that are kept for the next stored tensor (``io.buffer_pool.Buffers``)."""
+    """Free buffers that are kept for the next stored tensor (``io.pinned.Buffers``)."""
     sizes = [row.own * row.master.itemsize for row in rows if NVME in (row.states, row.weights)]
     pools = 1 if all(row.states == NVME for row in rows if row.weights == NVME) else 2
     return [(_memory(setup), OFFLOAD, 2 * pools * rounded(max(sizes, default=0)))]

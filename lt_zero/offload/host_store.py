@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.common.flat_storage import flat_empty
-from lt_zero.io.buffer_pool import Buffers
-from lt_zero.io.pinned import host_buffer
+from lt_zero.io.pinned import Buffers, host_buffer
 from lt_zero.offload.copy_streams import CopyEvent, CopyStream, StagingBuffer, StagingBuffers
 from lt_zero.offload.store import DeviceStore, Gap, Gather, Reduce, Store, Waits
 

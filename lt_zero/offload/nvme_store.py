@@ -34,10 +34,8 @@ from torch import Tensor
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.timing import phase
 from lt_zero.config.blocks import Aio
-from lt_zero.io.block_transfer import in_words
-from lt_zero.io.buffer_pool import Buffers
-from lt_zero.io.direct_file import Nowhere, SwapFile
-from lt_zero.io.pinned import aligned_buffer, rounded
+from lt_zero.io.direct_file import Nowhere, SwapFile, in_words
+from lt_zero.io.pinned import Buffers, aligned_buffer, rounded
 from lt_zero.io.private_folder import SwapFolder
 from lt_zero.io.thread_pool import IoPool, SwapError, Transfer
 from lt_zero.offload.host_store import HostLink, StreamedStore, fed

@@ -305,5 +305,5 @@ def _write(
     written.append(record.group.file.write(record.index, buffer))
 
 
-def _nothing(error: SwapError | None) -> None:
+def _nothing(error: RuntimeError | None) -> None:
     return None

@@ -92,7 +92,7 @@ def test_a_disk_that_is_full_or_fails_is_a_problem_and_no_loss(
     def broken(*args: object) -> None:
         raise OSError(5, "broken")
 
-    monkeypatch.setattr("lt_zero.io.block_transfer.write_some", broken)
+    monkeypatch.setattr("lt_zero.io.direct_file.write_some", broken)
     packed = _away(store)
     assert "Cannot write" in str(store.problem)
     for _ in range(2):

@@ -22,7 +22,7 @@ from lightning.pytorch.tuner import Tuner
 
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.collect import _pack, _unpack
-from lt_zero.io import sequential_writer
+from lt_zero.io import direct_file
 from lt_zero.lightning import checkpoint_service
 from tests.support.checkpoint_tools import copied, error_of, everything, resume, same, train
 from tests.support.lightning_tools import GPT, sharded_trainer, weights
@@ -38,7 +38,7 @@ class Gate:
     def __init__(self) -> None:
         self.open, self.writing, self.most = threading.Event(), 0, 0
         self.fail = 0
-        self._write = sequential_writer.write_some
+        self._write = direct_file.write_some
 
     def __call__(self, fd: int, view: memoryview, offset: int) -> int:
         assert self.open.wait(30)
@@ -81,7 +81,7 @@ def _module() -> GPT:
 def _moment(stage: int, folder: str, options: dict[str, Any]) -> None:
     patch = pytest.MonkeyPatch()
     gate = Gate()
-    patch.setattr(sequential_writer, "write_some", gate)
+    patch.setattr(direct_file, "write_some", gate)
     saves = SavesAt(f"{folder}/one", gate, 4)
     try:
         train(stage, _module(), config=ASYNC, callbacks=[saves], max_steps=5, max_epochs=9, **options)
@@ -115,7 +115,7 @@ def _fails(folder: str) -> list[Any]:
     patch = pytest.MonkeyPatch()
     gate = Gate()
     gate.open.set()
-    patch.setattr(sequential_writer, "write_some", gate)
+    patch.setattr(direct_file, "write_some", gate)
     rank = dist.get_rank()
 
     class Fails(pl.Callback):
@@ -203,7 +203,7 @@ def _one_at_a_time(folder: str) -> None:
     """The next save waits for the one that is under way, and takes its buffer."""
     gate = Gate()
     patch = pytest.MonkeyPatch()
-    patch.setattr(sequential_writer, "write_some", gate)
+    patch.setattr(direct_file, "write_some", gate)
 
     class Twice(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
@@ -242,7 +242,7 @@ def _fails_last(folder: str) -> str:
     gate = Gate()
     gate.open.set()
     patch = pytest.MonkeyPatch()
-    patch.setattr(sequential_writer, "write_some", gate)
+    patch.setattr(direct_file, "write_some", gate)
 
     class Last(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
@@ -276,7 +276,7 @@ class Stops(GPT):
 def _interrupted(folder: str) -> None:
     gate = Gate()
     patch = pytest.MonkeyPatch()
-    patch.setattr(sequential_writer, "write_some", gate)
+    patch.setattr(direct_file, "write_some", gate)
 
     class Saves(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.manifest import Manifest
 from lt_zero.common.errors import CheckpointError
+from lt_zero.io.checked_file import STEP, FileRecord
 from lt_zero.io.pinned import aligned_buffer, checksum, checksum_weights, rounded
-from lt_zero.io.sequential_writer import STEP, FileRecord
 from tests.support.checkpoint_tools import SHARDED, error_of, raised, resume, same, train
 from tests.support.lightning_tools import GPT, sharded_trainer
 from tests.support.matrix import only

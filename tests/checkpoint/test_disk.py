@@ -16,7 +16,7 @@ from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place
 from lt_zero.checkpoint.native.manifest import Manifest
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io import sequential_writer
+from lt_zero.io import direct_file
 from tests.support.checkpoint_tools import SHARDED, error_of, raised, train
 from tests.support.lightning_tools import FULL, GPT, sharded_trainer
 from tests.support.pool import Pool
@@ -58,7 +58,7 @@ def _failed_save(trainer: Any, folder: str, how: str) -> str:
     elif how == "other" and rank == 1:
         patch.setattr(directory.Path, "read_text", lambda *args, **kwargs: "another")
     elif how == "write" and rank == 1:
-        patch.setattr(sequential_writer, "write_some", _full)
+        patch.setattr(direct_file, "write_some", _full)
     elif how == "manifest" and rank == 0:
         patch.setattr(directory.Place, "seal", _full)
     elif how == "rename" and rank == 0:

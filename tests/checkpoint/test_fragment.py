@@ -26,7 +26,7 @@ from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place
 from lt_zero.checkpoint.native.fragment import Box, Fragment, boxes, flat_index
 from lt_zero.checkpoint.native.writer import DirectoryWriter, Extras
-from lt_zero.io import checked_reader, sequential_writer
+from lt_zero.io import checked_file
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -178,7 +178,7 @@ def test_torchs_own_writer_takes_fragments(tmp_path: Path) -> None:
 
 def test_files_longer_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checksums per block, blocks that tensors share, and reads that begin and end anywhere."""
-    for module in (sequential_writer, checked_reader, manifest):
+    for module in (checked_file, manifest):
         monkeypatch.setattr(module, "STEP", 16384)
     want = {f"model.{i}": torch.randn(n) for i, n in enumerate([5, 9000, 1, 4096, 30000, 0, 7])}
     states = [dict[str, Any](), dict[str, Any]()]

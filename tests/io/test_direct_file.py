@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lt_zero.io import block_transfer, direct_file
+from lt_zero.io import direct_file
 from lt_zero.io.direct_file import IoPool, SwapError, SwapFile
 from lt_zero.io.pinned import BLOCK, aligned_buffer, checksum, checksum_weights, rounded
 from lt_zero.io.private_folder import filesystem_of
@@ -180,13 +180,13 @@ def test_many_threads_may_ask(tmp_path: Path, pool: IoPool) -> None:
 def test_a_read_waits_for_its_write_and_not_for_another(file: SwapFile, monkeypatch: pytest.MonkeyPatch) -> None:
     write(file, 0, seed=1)
     other = write(file, 1, seed=2)
-    gate, real = threading.Event(), block_transfer.write_some
+    gate, real = threading.Event(), direct_file.write_some
 
     def slow(fd: int, view: memoryview, offset: int) -> int:
         gate.wait()
         return real(fd, view, offset)
 
-    monkeypatch.setattr(block_transfer, "write_some", slow)
+    monkeypatch.setattr(direct_file, "write_some", slow)
     monkeypatch.setattr(file._pool, "queue_depth", 2)  # leaves two of the four threads free
     source, target = noise(4 * STEP, 3), aligned_buffer(4 * STEP)
     writing, reading = file.write(0, source), file.read(0, target)
@@ -202,14 +202,14 @@ def test_a_read_waits_for_its_write_and_not_for_another(file: SwapFile, monkeypa
 def test_a_small_transfer_passes_a_large_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = IoPool(threads=1, block_size=4096, queue_depth=2)
     file = SwapFile(tmp_path / "records", [64 * 4096, 4096], pool)
-    gate, order, real = threading.Event(), list[int](), block_transfer.write_some
+    gate, order, real = threading.Event(), list[int](), direct_file.write_some
 
     def note(fd: int, view: memoryview, offset: int) -> int:
         gate.wait()
         order.append(offset)
         return real(fd, view, offset)
 
-    monkeypatch.setattr(block_transfer, "write_some", note)
+    monkeypatch.setattr(direct_file, "write_some", note)
     transfers = [file.write(0, noise(64 * 4096)), file.write(1, noise(4096))]
     gate.set()
     for transfer in transfers:
@@ -235,7 +235,7 @@ def test_threads_keep_no_tensors_and_leave_torch_its_threads(file: SwapFile, mon
     source = noise(4 * STEP)
     kept = [file.write(0, source)]
     kept[0].wait()
-    monkeypatch.setattr(block_transfer, "write_some", fail_with(errno.EIO))
+    monkeypatch.setattr(direct_file, "write_some", fail_with(errno.EIO))
     kept.append(file.write(1, source))
     with pytest.raises(SwapError):
         kept[1].wait()
@@ -304,8 +304,8 @@ def test_closed_files_and_pools_refuse(tmp_path: Path) -> None:
 
 
 def test_closing_waits_for_what_is_under_way(tmp_path: Path, pool: IoPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = block_transfer.write_some
-    monkeypatch.setattr(block_transfer, "write_some", lambda *args: (time.sleep(0.005), real(*args))[1])
+    real = direct_file.write_some
+    monkeypatch.setattr(direct_file, "write_some", lambda *args: (time.sleep(0.005), real(*args))[1])
     file = SwapFile(tmp_path / "records", [8 * STEP] * 4, pool)
     source = noise(8 * STEP)
     transfers = [file.write(i % 2, source) for i in range(8)]  # half of them wait for others
@@ -344,7 +344,7 @@ def test_a_file_cut_short_is_seen(file: SwapFile, size: int) -> None:
 def test_a_lost_write_is_seen_and_a_new_one_heals(file: SwapFile, monkeypatch: pytest.MonkeyPatch) -> None:
     write(file, 0, seed=1)
     with monkeypatch.context() as lies:
-        lies.setattr(block_transfer, "write_some", lambda fd, view, offset: len(view))
+        lies.setattr(direct_file, "write_some", lambda fd, view, offset: len(view))
         write(file, 0, seed=2)
     with pytest.raises(SwapError, match="lost a write"):
         read(file, 0)
@@ -370,8 +370,8 @@ def test_short_and_interrupted_requests_are_continued(
 ) -> None:
     if not direct:
         monkeypatch.setattr(direct_file, "go_direct", lambda *args: False)
-    monkeypatch.setattr(block_transfer, "_PAUSE", 0.0)
-    rng, reals, seen = random.Random(0), (block_transfer.write_some, block_transfer.read_some), set()
+    monkeypatch.setattr(direct_file, "_PAUSE", 0.0)
+    rng, reals, seen = random.Random(0), (direct_file.write_some, direct_file.read_some), set()
 
     def shorten(real: Callable[[int, memoryview, int], int]) -> Callable[[int, memoryview, int], int]:
         def call(fd: int, view: memoryview, offset: int) -> int:
@@ -389,8 +389,8 @@ def test_short_and_interrupted_requests_are_continued(
         return call
 
     file = SwapFile(tmp_path / "records", [4 * STEP] * 8, IoPool(2, STEP, retries=50))
-    monkeypatch.setattr(block_transfer, "write_some", shorten(reals[0]))
-    monkeypatch.setattr(block_transfer, "read_some", shorten(reals[1]))
+    monkeypatch.setattr(direct_file, "write_some", shorten(reals[0]))
+    monkeypatch.setattr(direct_file, "read_some", shorten(reals[1]))
     for i in range(8):
         assert torch.equal(write(file, i, i), read(file, i))
     assert len(seen) == 5
@@ -405,7 +405,7 @@ def test_failed_writes_tell_what_where_and_why(
 ) -> None:
     write(file, 1)
     with monkeypatch.context() as fails:
-        fails.setattr(block_transfer, "write_some", fail_with(code))
+        fails.setattr(direct_file, "write_some", fail_with(code))
         transfer = file.write(1, noise(4 * STEP))
         for _ in range(2):
             with pytest.raises(
@@ -425,14 +425,14 @@ def test_failed_writes_tell_what_where_and_why(
 def test_failed_reads_tell_and_can_be_repeated(file: SwapFile, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write(file, 0)
     with monkeypatch.context() as fails:
-        fails.setattr(block_transfer, "read_some", fail_with(errno.EIO))
+        fails.setattr(direct_file, "read_some", fail_with(errno.EIO))
         with pytest.raises(SwapError, match=rf"Cannot read {STEP} bytes at offset [0-9]+ .*EIO"):
             read(file, 0)
     assert torch.equal(read(file, 0), source)
 
 
 def test_retries_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_transfer, "_PAUSE", 0.0)
+    monkeypatch.setattr(direct_file, "_PAUSE", 0.0)
     pool, calls = IoPool(threads=1, retries=3), list[int]()
     file = SwapFile(tmp_path / "records", [1], pool)
     for result, words in [(0, "4 requests moved nothing"), (errno.EAGAIN, "EAGAIN")]:
@@ -441,7 +441,7 @@ def test_retries_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             calls.append(result)
             return 0 if result == 0 else fail_with(result)(fd, view, offset)
 
-        monkeypatch.setattr(block_transfer, "write_some", call)
+        monkeypatch.setattr(direct_file, "write_some", call)
         with pytest.raises(SwapError, match=words):
             write(file, 0)
         assert len(calls) == 4
@@ -568,7 +568,7 @@ def test_closing_at_exit_gives_up_what_waits(tmp_path: Path, monkeypatch: pytest
         gate.wait()
         return len(view)
 
-    monkeypatch.setattr(block_transfer, "write_some", slow)
+    monkeypatch.setattr(direct_file, "write_some", slow)
     transfers = [file.write(0, noise(4 * STEP)) for _ in range(2)]
     started.wait()
     handle = file._handle

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import lt_zero
-from lt_zero.io import block_transfer, private_folder
+from lt_zero.io import direct_file, private_folder
 from lt_zero.io.direct_file import IoPool, SwapError
 from lt_zero.io.private_folder import SwapFolder, filesystem_of
 from lt_zero.offload.nvme_store import probe
@@ -216,7 +216,7 @@ def test_the_probe_measures_and_cleans_up(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in made.path.iterdir()] == ["lock"]
     with pytest.raises(SwapError, match="too little space"):
         probe(made, pool, nbytes=1 << 60)
-    real = block_transfer.write_some
+    real = direct_file.write_some
     written: list[int] = []
 
     def slowly(*args: Any) -> int:
@@ -224,7 +224,7 @@ def test_the_probe_measures_and_cleans_up(tmp_path: Path, monkeypatch: pytest.Mo
         written.append(real(*args))
         return written[-1]
 
-    monkeypatch.setattr(block_transfer, "write_some", slowly)
+    monkeypatch.setattr(direct_file, "write_some", slowly)
     probe(made, pool)
     assert 0 < sum(written) < 128 << 20, "all of it would be 256 MiB, and take longer than a probe may"
     pool.close()

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from lt_zero import ZeroStrategy
 from lt_zero.common import timing as clocks
 from lt_zero.common.timing import PARTS, STAGES
-from lt_zero.io import block_transfer
+from lt_zero.io import direct_file
 from lt_zero.lightning.monitor import breakdown
 from lt_zero.lightning.monitor.breakdown import EVERY, memory_now, peak_rss
 from tests.support.fake_time import Time
@@ -267,14 +267,14 @@ def test_stages_add_up_to_the_wall(tmp_path: Path) -> None:
 
 
 def test_slow_files_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read_some, slept = block_transfer.read_some, []
+    read_some, slept = direct_file.read_some, []
 
     def slowly(*args: Any) -> int:
         slept.append(0.025)
         time.sleep(0.025)
         return read_some(*args)
 
-    monkeypatch.setattr(block_transfer, "read_some", slowly)
+    monkeypatch.setattr(direct_file, "read_some", slowly)
     optim = {"device": "nvme", "nvme_path": str(tmp_path), "overlap_step": False, "pipeline_read": False}
     model = Model(lambda seconds: None, 2)
     model.configure_optimizers = lambda: torch.optim.AdamW(model.parameters())  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ from torch import nn
 
 import lt_zero
 from lt_zero.config import ZeroConfig
-from lt_zero.io import block_transfer as io
+from lt_zero.io import direct_file as io
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.step.supported_optimizers import states_per_element
 from tests.support.models import Net, next_token_loss

@@ -27,8 +27,7 @@ from lt_zero.checkpoint.native.manifest import Chunk, Entry, Manifest
 from lt_zero.checkpoint.native.plain import put_back
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io.checked_reader import BlockReader
-from lt_zero.io.sequential_writer import FileRecord
+from lt_zero.io.checked_file import BlockReader, FileRecord
 
 
 class Archive:

@@ -33,8 +33,8 @@ import fsspec
 from lt_zero.checkpoint.native import manifest
 from lt_zero.checkpoint.native.manifest import Manifest
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io.block_transfer import free_bytes
-from lt_zero.io.sequential_writer import Blocks, FileSink, Sink, StreamSink, trouble
+from lt_zero.io.checked_file import Blocks, FileSink, Sink, StreamSink, trouble
+from lt_zero.io.direct_file import free_bytes
 
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?:tmp|old)-(?P<host>[^-]+(?:-[^-]+)*)-(?P<pid>\d+)-[0-9a-f]{8}")
 _OURS = re.compile(r"(weights|moments)-\d+\.pt|(meta|extras)\.pt|objects\.pkl|\.metadata|manifest\.json|probe")

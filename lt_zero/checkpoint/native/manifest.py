@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io.sequential_writer import STEP, FileRecord
+from lt_zero.io.checked_file import STEP, FileRecord
 
 NAME = "manifest.json"
 VERSION = 1

@@ -33,8 +33,8 @@ from lt_zero.checkpoint.native.manifest import Chunk, Entry, Manifest
 from lt_zero.checkpoint.native.torchfile import Stored, TorchFile
 from lt_zero.common.compat import storage_info
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io.block_transfer import in_words
-from lt_zero.io.sequential_writer import FileRecord, Sink
+from lt_zero.io.checked_file import FileRecord, Sink
+from lt_zero.io.direct_file import in_words
 
 _OVERHEAD = 4096  # maximum bytes per tensor beside its values: in its file, in ``.metadata`` and in the manifest
 
