@@ -293,6 +293,13 @@ def module_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | 
     return _load_state(cls, checkpoint, strict=strict, **kwargs)
 
 
+def yaml_loader(text: str) -> Any:
+    """PyYAML's loader as OmegaConf sets it up: 1e-5 is a number, a date is text. Checked on omegaconf 2.3."""
+    from omegaconf._utils import get_yaml_loader
+
+    return get_yaml_loader()(text)
+
+
 def is_part_of_config(config: Any) -> bool:
     """Whether an OmegaConf container has a parent, to which interpolations may refer. Checked on omegaconf 2.3."""
     return config._get_parent() is not None

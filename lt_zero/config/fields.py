@@ -99,6 +99,11 @@ ParamGroups = Annotated[tuple[Params, ...], WithJsonSchema({"type": "array", "it
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 
+def key(default: Any, description: str, **more: Any) -> Any:
+    """A key of a block; ``more`` as for ``Field``."""
+    return Field(default, description=description, **more)
+
+
 class Block(BaseModel):
     """A block of keys: immutable, and an unknown key is an error."""
 

@@ -184,16 +184,6 @@ def _placed(
 
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str")}
-# OmegaConf reads 1e-5 and 5e8 as numbers, which YAML 1.1 takes for text: it wants a point before and a sign after e.
-_FLOAT = re.compile(
-    r"""(?:[-+]?[0-9]+(?:_[0-9]+)*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
-      | [-+]?[0-9]+(?:_[0-9]+)*[eE][-+]?[0-9]+
-      | \.[0-9]+(?:_[0-9]+)*(?:[eE][-+][0-9]+)?
-      | [-+]?[0-9]+(?:_[0-9]+)*(?::[0-5]?[0-9])+\.[0-9_]*
-      | [-+]?\.(?:inf|Inf|INF)
-      | \.(?:nan|NaN|NAN))$""",
-    re.VERBOSE,
-)
 
 
 def parse_yaml(text: str, name: str) -> Document:
@@ -202,34 +192,20 @@ def parse_yaml(text: str, name: str) -> Document:
     Raises:
         ConfigError: it is not YAML, or YAML that a configuration has no use for; with file, line and column.
     """
-    import yaml  # takes 20 ms, and most files are JSON
+    import yaml  # takes time, and most files are JSON
+
+    from lt_zero.common.compat import yaml_loader
 
     where = Text(text, name)
     try:
-        loader = _loader_class()(text)
-        node = loader.get_single_node()
-        return _Walk(where, loader).document(node)
+        loader = yaml_loader(text)
+        return _Walk(where, loader).document(loader.get_single_node())
     except yaml.YAMLError as error:
         raise ConfigError([_explained(where, error)]) from None
     except RecursionError:
         raise too_deep(name) from None
     except UnicodeError as error:  # half a surrogate pair
         raise ConfigError(f"{name}: {error}") from None
-
-
-@functools.cache
-def _loader_class() -> Any:
-    import yaml
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # the one in C crashes on deep nesting
-        pass
-
-    Loader.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+0123456789."))
-    Loader.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != f"{_TAG}timestamp"]
-        for first, resolvers in Loader.yaml_implicit_resolvers.items()
-    }
-    return Loader
 
 
 _YAML_HINTS = {

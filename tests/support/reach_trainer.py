@@ -113,11 +113,22 @@ def fit(lab: Lab, config: Config, module: Module | None = None, resume: str | No
 
 
 Look = Callable[[Lab, Config], Any]
+_RUNS: dict[str, Run] = {}
+
+
+def fit_once(lab: Lab, config: Config, own: bool = True, broken: tuple[int, ...] = (), **options: Any) -> Run:
+    """``fit`` of equal configurations in one folder or another, once; for looks that change nothing in it."""
+    key = repr((sorted(config.items()), own, broken, sorted(options.items())))
+    if "{folder}" in key:
+        return fit(lab, config, Module(own, frozenset(broken)), **options)
+    if key not in _RUNS:
+        _RUNS[key] = fit(lab, config, Module(own, frozenset(broken)), **options)
+    return _RUNS[key]
 
 
 def run(find: Callable[[Run], Any], **options: Any) -> Look:
     """A look at a run."""
-    return lambda lab, config: find(fit(lab, config, **options))
+    return lambda lab, config: find(fit_once(lab, config, **options))
 
 
 def refused(found: Run) -> Any:
@@ -138,13 +149,13 @@ def clipped(lab: Lab, config: Config) -> Any:
 def overflowing(find: Callable[[Run], Any], *steps: int) -> Look:
     """A look at a run in which these of four steps overflow."""
     return lambda lab, config: find(
-        fit(lab, config, Module(broken=frozenset(steps)), max_epochs=1, max_steps=-1, limit_train_batches=4)
+        fit_once(lab, config, broken=steps, max_epochs=1, max_steps=-1, limit_train_batches=4)
     )
 
 
 def optimizer(find: Callable[[torch.optim.Optimizer], Any]) -> Look:
     """A look at the optimizer that steps a module which has none of its own."""
-    return lambda lab, config: find(fit(lab, config, Module(own=False)).trainer.optimizers[0])
+    return lambda lab, config: find(fit_once(lab, config, own=False).trainer.optimizers[0])
 
 
 def rates(lab: Lab, config: Config) -> Any:
