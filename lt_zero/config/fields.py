@@ -11,6 +11,8 @@ import torch
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic.fields import FieldInfo
 
+from lt_zero.common.numbers import to_number, to_whole_number
+
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _DTYPES: Mapping[str, torch.dtype] = {
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32", "torch.float"), torch.float32),
@@ -25,22 +27,6 @@ def _dtype(value: Any) -> Any:
     if isinstance(value, torch.dtype) and value in DTYPE_NAMES:
         return value
     raise ValueError("it is not one of fp32, fp16, bf16")
-
-
-def _number(value: Any) -> Any:
-    """Convert text that is a number, such as "2e8" or "500_000_000"."""
-    if isinstance(value, str):
-        try:
-            return float(value.replace("_", "")) if not value.strip().isdigit() else int(value)
-        except ValueError:
-            return value
-    return value
-
-
-def _whole_number(value: Any) -> Any:
-    """Convert 5e8, "2e8" or "500_000_000" to an integer; pydantic refuses fractions."""
-    value = _number(value)
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class _FrozenDict(dict[str, Any]):
@@ -81,10 +67,10 @@ def _names(value: Any) -> Any:
 Dtype = Annotated[
     torch.dtype, BeforeValidator(_dtype), WithJsonSchema({"type": "string", "enum": [*DTYPE_NAMES.values()]})
 ]
-Whole = Annotated[int, BeforeValidator(_whole_number), Field(strict=True)]
-Elements = Annotated[int, BeforeValidator(_whole_number), Field(ge=0, strict=True)]
-PositiveElements = Annotated[int, BeforeValidator(_whole_number), Field(gt=0, strict=True)]
-Real = Annotated[float, BeforeValidator(_number), Field(strict=True, allow_inf_nan=False)]
+Whole = Annotated[int, BeforeValidator(to_whole_number), Field(strict=True)]
+Elements = Annotated[int, BeforeValidator(to_whole_number), Field(ge=0, strict=True)]
+PositiveElements = Annotated[int, BeforeValidator(to_whole_number), Field(gt=0, strict=True)]
+Real = Annotated[float, BeforeValidator(to_number), Field(strict=True, allow_inf_nan=False)]
 Params = Annotated[dict[str, Any], AfterValidator(_FrozenDict)]
 _GROUP = {
     "type": "object",

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lt_zero.optim.muon import NS_METHODS, RATES, Muon
-from lt_zero.optim.param_types import Choice, Number, Only, Reader, Signature, flag
+from lt_zero.optim.param_types import Reader, Signature, choice, flag, number, only
 
-_RATE = Number(0, example="1e-3")
+_RATE = number(0, example="1e-3")
 _HEADS = "an attention projection is updated as one matrix; remove it. A matrix per head gets its own update"
 _SWITCHES: Mapping[str, Reader] = {
     "torch_adam": flag,  # selects an implementation, not an algorithm
-    "fp32_optimizer_states": Only(True, "write true; for moments in bf16 set bf16.bf16_optimizer_states=true"),
-    "per_head_muon": Only(False, _HEADS),
+    "fp32_optimizer_states": only(True, "write true; for moments in bf16 set bf16.bf16_optimizer_states=true"),
+    "per_head_muon": only(False, _HEADS),
 }
 
 
@@ -30,9 +30,9 @@ def muon_signature(rules: Mapping[str, Reader]) -> Signature:
         "lr": _RATE,
         "muon_lr": _RATE,
         "adam_lr": _RATE,
-        "ns_method": Choice(NS_METHODS),
-        "ns_steps": Number(1, 99, whole=True, example="5"),
-        "adjust_lr_fn": Choice(RATES),
+        "ns_method": choice(NS_METHODS),
+        "ns_steps": number(1, 99, whole=True, example="5"),
+        "adjust_lr_fn": choice(RATES),
     }
     return Signature.of(Muon, {**rules, **own}).plus({**_SWITCHES, "lr": _RATE})
 

@@ -1,157 +1,126 @@
-"""Types of values in ``params`` blocks: a reader checks and converts a value from JSON or YAML."""
+"""Types of values in ``params`` blocks. pydantic checks and converts a value; the message is what to write instead."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+
+from lt_zero.common.numbers import to_number, to_whole_number
 
 Reader = Callable[[Any], Any]  # raises ValueError, whose message is the remedy
 
 
 @dataclass(frozen=True)
-class Number:
+class Typed:
+    """A reader of values of one type.
+
+    Attributes:
+        type: annotation for pydantic.
+        remedy: the type in words, after "write".
+        is_list: whether the values are lists.
+    """
+
+    type: Any
+    remedy: str
+    is_list: bool = False
+
+    @functools.cached_property
+    def _adapter(self) -> TypeAdapter[Any]:
+        return TypeAdapter(self.type)
+
+    def __call__(self, value: Any) -> Any:
+        try:
+            return self._adapter.validate_python(value)
+        except (ValidationError, OverflowError):
+            raise ValueError(f"write {self.remedy}") from None
+
+
+def _annotated(*parts: Any) -> Any:
+    return Annotated[parts]
+
+
+def number(
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    whole: bool = False,
+    low_open: bool = False,
+    high_open: bool = False,
+    example: str = "",
+) -> Typed:
     """A finite number, or its text ("1e-5")."""
-
-    low: float = -math.inf
-    high: float = math.inf
-    whole: bool = False
-    low_open: bool = False
-    high_open: bool = False
-    example: str = ""
-
-    def __call__(self, value: Any) -> float | int:
-        try:
-            if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-                raise ValueError
-            number = float(value)
-            if isinstance(value, int) and self.whole:
-                number = value  # a float has 53 bits
-            below = number <= self.low if self.low_open else number < self.low
-            above = number >= self.high if self.high_open else number > self.high
-            if below or above or not math.isfinite(number) or (self.whole and number != int(number)):
-                raise ValueError
-        except (ValueError, OverflowError):
-            raise ValueError(f"write {self}") from None
-        return int(number) if self.whole else number
-
-    def __str__(self) -> str:
-        limits = []
-        if self.low > -math.inf:
-            limits.append(f"{'above' if self.low_open else 'of at least'} {self.low:g}")
-        if self.high < math.inf:
-            limits.append(f"{'below' if self.high_open else 'of at most'} {self.high:g}")
-        text = " ".join(["a whole number" if self.whole else "a number", " and ".join(limits)]).rstrip()
-        return f"{text}, such as {self.example}" if self.example else text
+    bounds: dict[str, Any] = {"strict": True} if whole else {"strict": True, "allow_inf_nan": False}
+    limits = []
+    if low > -math.inf:
+        bounds["gt" if low_open else "ge"] = low
+        limits.append(f"{'above' if low_open else 'of at least'} {low:g}")
+    if high < math.inf:
+        bounds["lt" if high_open else "le"] = high
+        limits.append(f"{'below' if high_open else 'of at most'} {high:g}")
+    text = " ".join(["a whole number" if whole else "a number", " and ".join(limits)]).rstrip()
+    kind = _annotated(int if whole else float, Field(**bounds))
+    convert = BeforeValidator(to_whole_number if whole else to_number)
+    return Typed(_annotated(kind, convert), f"{text}, such as {example}" if example else text)
 
 
-@dataclass(frozen=True)
-class Several:
+def several(count: int | None, each: Typed, example: str = "") -> Typed:
     """A list of ``count`` values (None: any number of them), which becomes a tuple."""
-
-    count: int | None
-    each: Number
-    example: str = ""
-
-    def __call__(self, value: Any) -> tuple[Any, ...]:
-        example = f", such as {self.example}" if self.example else ""
-        length = "" if self.count is None else f" of {self.count}"
-        wanted = f"write a list{length}, each {self.each}{example}"
-        if not isinstance(value, (list, tuple)) or self.count not in (None, len(value)):
-            raise ValueError(wanted)
-        try:
-            return tuple(self.each(item) for item in value)
-        except ValueError:
-            raise ValueError(wanted) from None
+    length, shown = "" if count is None else f" of {count}", f", such as {example}" if example else ""
+    items = tuple[each.type, ...]  # type: ignore[name-defined]
+    kind = _annotated(items, Field(min_length=count, max_length=count))
+    return Typed(kind, f"a list{length}, each {each.remedy}{shown}", is_list=True)
 
 
-@dataclass(frozen=True)
-class PerGroup:
+def per_group(each: Typed) -> Typed:
     """One value, or a list with one for each parameter group."""
-
-    each: Number
-
-    def __call__(self, value: Any) -> Any:
-        wanted = f"write {self.each}, or a list of such numbers, one for each parameter group"
-        if isinstance(value, (list, tuple)) and not value:
-            raise ValueError(wanted)
-        try:
-            return [self.each(item) for item in value] if isinstance(value, (list, tuple)) else self.each(value)
-        except ValueError:
-            raise ValueError(wanted) from None
+    items = list[each.type]  # type: ignore[name-defined]
+    kind = each.type | _annotated(items, Field(min_length=1))
+    return Typed(kind, f"{each.remedy}, or a list of such numbers, one for each parameter group")
 
 
-@dataclass(frozen=True)
-class Nullable:
+def nullable(inner: Typed) -> Typed:
     """A value that ``inner`` accepts, or null."""
-
-    inner: Reader
-
-    def __call__(self, value: Any) -> Any:
-        if value is None:
-            return None
-        try:
-            return self.inner(value)
-        except ValueError as error:
-            raise ValueError(f"{error}, or null") from None
+    return Typed(inner.type | None, f"{inner.remedy}, or null")
 
 
-@dataclass(frozen=True)
-class Choice:
+def choice(options: tuple[str, ...]) -> Typed:
     """One of several strings."""
-
-    options: tuple[str, ...]
-
-    def __call__(self, value: Any) -> str:
-        if not isinstance(value, str) or value not in self.options:
-            raise ValueError(f"write {' or '.join(self.options)}")
-        return value
+    return Typed(Literal[options], " or ".join(options))
 
 
-@dataclass(frozen=True)
-class Only:
+flag = Typed(_annotated(bool, Field(strict=True)), "true or false")
+
+
+def only(position: bool, remedy: str) -> Reader:
     """A switch of which only one position is supported."""
 
-    position: bool
-    remedy: str
+    def read(value: Any) -> Any:
+        if flag(value) is not position:
+            raise ValueError(remedy)
+        return position
 
-    def __call__(self, value: Any) -> bool:
-        if flag(value) is not self.position:
-            raise ValueError(self.remedy)
-        return self.position
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A key that belongs to another optimizer or block."""
-
-    remedy: str
-
-    def __call__(self, value: Any) -> Any:
-        raise ValueError(self.remedy)
+    return read
 
 
-def flag(value: Any) -> bool:
-    """A boolean; not text, not a number."""
-    if not isinstance(value, bool):
-        raise ValueError("write true or false")
-    return value
+def refused(remedy: str) -> Reader:
+    """The reader of a key that belongs to another optimizer or block."""
+
+    def read(value: Any) -> Any:
+        raise ValueError(remedy)
+
+    return read
 
 
 def anything(value: Any) -> Any:
     """Any value; text that is a number, also in lists, becomes a number."""
-    if isinstance(value, (list, tuple)):
-        return [anything(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    try:
-        number = float(value)
-    except ValueError:
-        return value
-    return int(value) if value.strip().lstrip("+-").isdecimal() else number
+    return [anything(item) for item in value] if isinstance(value, (list, tuple)) else to_number(value)
 
 
 def is_auto(value: Any) -> bool:
@@ -216,8 +185,8 @@ class Signature:
 def _rule(parameter: inspect.Parameter, rules: Mapping[str, Reader]) -> Reader | None:
     """The rule of this name, if it applies: Adafactor's eps, for example, is a pair."""
     rule, default = rules.get(parameter.name), parameter.default
-    applies = default is inspect.Parameter.empty or isinstance(default, tuple) == isinstance(rule, Several)
-    return rule if applies else None
+    is_list = isinstance(rule, Typed) and rule.is_list
+    return rule if default is inspect.Parameter.empty or isinstance(default, tuple) == is_list else None
 
 
 def _reader(parameter: inspect.Parameter) -> Reader:
@@ -226,12 +195,12 @@ def _reader(parameter: inspect.Parameter) -> Reader:
     if isinstance(default, bool):
         return flag
     if isinstance(default, tuple) and default and all(isinstance(item, (int, float)) for item in default):
-        return Several(len(default), Number())
+        return several(len(default), number())
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     if text == "int":
-        return Number(whole=True)
+        return number(whole=True)
     if "list" not in text and (isinstance(default, float) or "float" in text):
-        return Number() if isinstance(default, (int, float)) or text == "float" else anything
+        return number() if isinstance(default, (int, float)) or text == "float" else anything
     return anything
 
 

@@ -20,16 +20,16 @@ from lt_zero.optim.lion import Lion
 from lt_zero.optim.muon import Muon
 from lt_zero.optim.muon_config import make_muon, muon_signature
 from lt_zero.optim.param_types import (
-    Choice,
-    Nullable,
-    Number,
-    Only,
-    PerGroup,
     Reader,
-    Refused,
-    Several,
     Signature,
+    choice,
     flag,
+    nullable,
+    number,
+    only,
+    per_group,
+    refused,
+    several,
     shown,
 )
 from lt_zero.optim.schedules import SCHEDULES
@@ -54,45 +54,45 @@ class Kind:
     ungrouped: str = ""
 
 
-RATE = Number(0, example="1e-3")
-STEPS = Number(1, whole=True, example="1000")
-SIZE = Number(0, low_open=True, example="1000")
-SHARE = Number(0, example="0.1")
-STAIRS = Number(whole=True, example="0 (none)")
+RATE = number(0, example="1e-3")
+STEPS = number(1, whole=True, example="1000")
+SIZE = number(0, low_open=True, example="1000")
+SHARE = number(0, example="0.1")
+STAIRS = number(whole=True, example="0 (none)")
 
 OPTIMIZER_RULES: Mapping[str, Reader] = {
     "lr": RATE,
-    "betas": Several(2, Number(0, 1, high_open=True), "[0.9, 0.999]"),
-    "eps": Number(0, example="1e-8"),
-    "weight_decay": Number(0, example="0.01"),
-    "momentum": Number(0, example="0.9"),
-    "max_coeff": Number(0, example="10.0"),
-    "min_coeff": Number(0, example="0.01"),
-    "foreach": Nullable(flag),
-    "fused": Nullable(flag),
+    "betas": several(2, number(0, 1, high_open=True), "[0.9, 0.999]"),
+    "eps": number(0, example="1e-8"),
+    "weight_decay": number(0, example="0.01"),
+    "momentum": number(0, example="0.9"),
+    "max_coeff": number(0, example="10.0"),
+    "min_coeff": number(0, example="0.01"),
+    "foreach": nullable(flag),
+    "fused": nullable(flag),
 }
-_FP32 = Only(True, "write true; for moments in bf16 set bf16.bf16_optimizer_states=true instead")
+_FP32 = only(True, "write true; for moments in bf16 set bf16.bf16_optimizer_states=true instead")
 _ADAM: Mapping[str, Reader] = {
     "adam_w_mode": flag,
     "torch_adam": flag,
     "bias_correction": flag,
     "fp32_optimizer_states": _FP32,
     "set_grad_none": flag,
-    "eps_inside_sqrt": Only(False, "it belongs to Lamb; remove it"),  # configurations of 1-bit Adam have it, too
+    "eps_inside_sqrt": only(False, "it belongs to Lamb; remove it"),  # configurations of 1-bit Adam have it, too
 }
 _HALVES = (
     "Muon has two fixed groups, the matrices of hidden layers and all other parameters. Remove the key and set their "
     "rates by optimizer.params.muon_lr and adam_lr. For other groups return lt_zero.optim.Muon from "
     "configure_optimizers."
 )
-_NO_AMSGRAD = Only(False, "Lamb has no such variant; write false, or remove it")
+_NO_AMSGRAD = only(False, "Lamb has no such variant; write false, or remove it")
 _ONE_BIT = "freeze_step cuda_aware comm_backend_name var_freeze_step var_update_scaler local_step_scaler "
 _ONE_BIT += "local_step_clipper coeff_beta factor_max factor_min factor_threshold"
 REFUSED: Mapping[str, Reader] = {
-    "max_grad_norm": Refused("remove it, and set gradient_clipping, at the top of the configuration, to this norm"),
-    **dict.fromkeys(_ONE_BIT.split(), Refused("it belongs to the 1-bit optimizers; remove it")),
-    **dict.fromkeys(("max_coeff", "min_coeff", "eps_inside_sqrt"), Refused("it belongs to Lamb; remove it")),
-    **dict.fromkeys(("muon_lr", "adam_lr", "ns_method", "per_head_muon"), Refused("it belongs to Muon; remove it")),
+    "max_grad_norm": refused("remove it, and set gradient_clipping, at the top of the configuration, to this norm"),
+    **dict.fromkeys(_ONE_BIT.split(), refused("it belongs to the 1-bit optimizers; remove it")),
+    **dict.fromkeys(("max_coeff", "min_coeff", "eps_inside_sqrt"), refused("it belongs to Lamb; remove it")),
+    **dict.fromkeys(("muon_lr", "adam_lr", "ns_method", "per_head_muon"), refused("it belongs to Muon; remove it")),
 }
 _COMPRESSED = "Use Adam: the same update with uncompressed gradients."
 UNSUPPORTED: Mapping[str, str] = {  # by name in lower case
@@ -105,29 +105,29 @@ UNSUPPORTED: Mapping[str, str] = {  # by name in lower case
 }
 
 SCHEDULER_RULES: Mapping[str, Reader] = {
-    "warmup_min_lr": PerGroup(RATE),
-    "warmup_max_lr": Nullable(PerGroup(RATE)),
+    "warmup_min_lr": per_group(RATE),
+    "warmup_max_lr": nullable(per_group(RATE)),
     "warmup_num_steps": STEPS,
-    "warmup_type": Choice(("log", "linear")),
+    "warmup_type": choice(("log", "linear")),
     "total_num_steps": STEPS,
     "warmup_min_ratio": SHARE,
     "cos_min_ratio": SHARE,
-    "last_batch_iteration": Number(-1, whole=True, example="-1"),
-    "lr_range_test_min_lr": PerGroup(RATE),
+    "last_batch_iteration": number(-1, whole=True, example="-1"),
+    "lr_range_test_min_lr": per_group(RATE),
     "lr_range_test_step_size": STEPS,
-    "lr_range_test_step_rate": Number(0, example="1.0"),
-    "cycle_min_lr": PerGroup(RATE),
-    "cycle_max_lr": PerGroup(RATE),
+    "lr_range_test_step_rate": number(0, example="1.0"),
+    "cycle_min_lr": per_group(RATE),
+    "cycle_max_lr": per_group(RATE),
     "decay_lr_rate": SHARE,
     "cycle_first_step_size": SIZE,
-    "cycle_second_step_size": Nullable(Number(0, example="1000")),
+    "cycle_second_step_size": nullable(number(0, example="1000")),
     "cycle_first_stair_count": STAIRS,
-    "cycle_second_stair_count": Nullable(STAIRS),
-    "decay_step_size": Number(0, example="1000"),
-    "cycle_min_mom": PerGroup(Number(0, 1, high_open=True, example="0.8")),
-    "cycle_max_mom": PerGroup(Number(0, 1, high_open=True, example="0.9")),
-    "decay_mom_rate": Number(example="0.0"),
-    "milestones": Several(None, Number(0, whole=True), "[1000, 2000]"),
+    "cycle_second_stair_count": nullable(STAIRS),
+    "decay_step_size": number(0, example="1000"),
+    "cycle_min_mom": per_group(number(0, 1, high_open=True, example="0.8")),
+    "cycle_max_mom": per_group(number(0, 1, high_open=True, example="0.9")),
+    "decay_mom_rate": number(example="0.0"),
+    "milestones": several(None, number(0, whole=True), "[1000, 2000]"),
 }
 _OBJECTS = "It takes functions or other schedulers, which a configuration cannot hold"
 _IN_CODE = "Return it from configure_optimizers, or use WarmupDecayLR or WarmupCosineLR."
