@@ -12,7 +12,7 @@ from rich.console import Console
 
 from lt_zero.checkpoint.export import Format, export
 from lt_zero.checkpoint.import_ import import_checkpoint
-from lt_zero.checkpoint.verify import verify
+from lt_zero.checkpoint.open import verify
 from lt_zero.common.errors import CheckpointError
 from lt_zero.io.direct_file import in_words
 

@@ -17,8 +17,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.casting import Cast
 from lt_zero.checkpoint.export_formats import (
+    Cast,
     check_training_state,
     plan_shards,
     state_bytes,

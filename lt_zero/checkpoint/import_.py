@@ -21,9 +21,8 @@ from torch import Tensor
 from lt_zero.checkpoint.formats.reading import damage
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place, is_url
-from lt_zero.checkpoint.native.fragment import Fragment
-from lt_zero.checkpoint.native.load import as_lightning, number_states
-from lt_zero.checkpoint.native.resuming import beginning_of_epoch
+from lt_zero.checkpoint.native.load import as_lightning, beginning_of_epoch, number_states
+from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.checkpoint.native.save import KEY, bundle, write
 from lt_zero.checkpoint.open import found_at, open_source
 from lt_zero.checkpoint.output import bar, check_space

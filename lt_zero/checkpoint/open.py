@@ -1,4 +1,4 @@
-"""Opens a checkpoint of any supported format by its path."""
+"""Opens a checkpoint of any supported format by its path, and verifies one of ours."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lt_zero.checkpoint.formats.dcp import DcpSource
 from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
@@ -15,6 +16,7 @@ from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import find, is_url
 from lt_zero.checkpoint.source import Foreign, Source
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.progress_bar import progress_bar
 
 _KINDS = (DeepSpeedSource, DcpSource, ShardsSource, FileSource)
 _SHOWN = 10  # maximum warnings about a source
@@ -108,3 +110,43 @@ def _contents(target: Path) -> str:
         return "a file of an unknown kind"
     names = sorted(path.name for path in target.iterdir())
     return f"a directory with {', '.join(names[:5]) or 'nothing'}{', ...' if len(names) > 5 else ''}"
+
+
+_FACTS = ("stage", "ranks", "precision", "created", "imported_from", "torch")  # facts of the run
+
+
+def verify(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read every byte of a checkpoint directory and compare it with its checksums.
+
+    Args:
+        path: the directory, its URL, or a path inside it.
+
+    Returns:
+        A summary: facts of the run, ``step``, ``epoch``, ``weights``, the number of ``optimizers`` and ``files``,
+        ``bytes``.
+
+    Raises:
+        CheckpointError: there is none, or a file is missing or damaged; names it.
+    """
+    found = found_at(path)
+    if not Archive.is_at(found):
+        raise CheckpointError(
+            f"{found} is not a checkpoint directory of lt_zero, or not a complete one: it has no {manifest.NAME}, which"
+            " is written last. To check other formats, convert them with `lt-zero import`."
+        )
+    archive = Archive(found)
+    try:
+        total = sum(record.nbytes for record in archive.manifest.files.values())
+        with progress_bar(f"Reading all of {found}", total, rank=0, in_bytes=True) as work:
+            nbytes = archive.verify(work.advance)
+        run, meta = archive.manifest.run, archive.meta
+        facts: dict[str, Any] = {key: run[key] for key in _FACTS if key in run}
+        facts |= {name: meta[key] for name, key in (("step", "global_step"), ("epoch", "epoch")) if key in meta}
+        numel = sum(spec.numel for name, spec in archive.weights.items() if name not in archive.aliases)
+        facts["weights"] = f"{len(archive.weights)} tensors, {numel} elements"
+        facts["optimizers"] = len(archive.optimizers)
+        facts["files"] = len(archive.manifest.files) + 1
+        facts["bytes"] = nbytes
+        return facts
+    finally:
+        archive.close()

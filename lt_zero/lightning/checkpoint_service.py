@@ -41,13 +41,21 @@ from torch.optim import Optimizer
 from lt_zero.checkpoint.export import export
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.collect import optimizer_fragments, parameter_names, weight_fragments
 from lt_zero.checkpoint.native.directory import Place, is_url, remove
 from lt_zero.checkpoint.native.full_states import full_optimizer_state, load_full_optimizer_state
-from lt_zero.checkpoint.native.load import as_lightning, by_name, counted, fitting_state, load_module, rounded_weights
+from lt_zero.checkpoint.native.load import (
+    as_lightning,
+    by_name,
+    counted,
+    fitting_state,
+    load_module,
+    require_training_state,
+    rounded_weights,
+)
+from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names, weight_fragments
 from lt_zero.checkpoint.native.plain import plain, put_back
-from lt_zero.checkpoint.native.resuming import require_training_state
-from lt_zero.checkpoint.native.save import KEY, Bundle, bundle, stage, write
+from lt_zero.checkpoint.native.save import KEY, bundle, stage, write
+from lt_zero.checkpoint.native.writer import Bundle
 from lt_zero.checkpoint.open import is_directory, open_source
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import CheckpointError

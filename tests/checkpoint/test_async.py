@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.collect import _pack, _unpack
+from lt_zero.checkpoint.native.pieces import _pack, _unpack
 from lt_zero.io import direct_file
 from lt_zero.lightning import checkpoint_service
 from tests.support.checkpoint_tools import copied, error_of, everything, resume, same, train

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from lt_zero.checkpoint.native import fragment, manifest
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place
-from lt_zero.checkpoint.native.fragment import Box, Fragment, boxes, flat_index
-from lt_zero.checkpoint.native.writer import DirectoryWriter, Extras
+from lt_zero.checkpoint.native.pieces import Box, Fragment, boxes, flat_index
+from lt_zero.checkpoint.native.writer import Bundle, DirectoryWriter
 from lt_zero.io import checked_file
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -103,9 +103,7 @@ def save_as_ranks(folder: Path, states: list[dict[str, Any]], meta: dict[str, An
     """What torch's ``save`` does on each rank, one rank after the other."""
     place = Place.make(str(folder))
     planners = [DefaultSavePlanner(flatten_state_dict=False) for _ in states]
-    writers = [
-        DirectoryWriter(place, state, rank, lambda: Extras(meta, {"order": ()})) for rank, state in enumerate(states)
-    ]
+    writers = [DirectoryWriter(place, Bundle(state, meta, {"order": ()}), rank) for rank, state in enumerate(states)]
     plans = []
     for rank, (planner, state) in enumerate(zip(planners, states, strict=True)):
         planner.set_up_planner(state, is_coordinator=rank == 0)

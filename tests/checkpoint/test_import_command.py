@@ -21,7 +21,7 @@ from lt_zero.checkpoint import output
 from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
 from lt_zero.checkpoint.import_ import import_checkpoint
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.verify import verify
+from lt_zero.checkpoint.open import verify
 from lt_zero.cli import app
 from lt_zero.common.errors import CheckpointError
 from tests.support.import_tools import expected_of, imported, source_of

@@ -12,10 +12,8 @@ from torch import nn
 from lt_zero.checkpoint.export import export
 from lt_zero.checkpoint.import_ import import_checkpoint
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.load import as_lightning, number_states
-from lt_zero.checkpoint.native.resuming import require_training_state, settings_here
-from lt_zero.checkpoint.open import open_source
-from lt_zero.checkpoint.verify import verify
+from lt_zero.checkpoint.native.load import as_lightning, number_states, require_training_state, settings_here
+from lt_zero.checkpoint.open import open_source, verify
 from lt_zero.common.errors import CheckpointError
 from tests.support.import_tools import CASES, expected_of, imported, source_of
 from tests.support.paths import DATA

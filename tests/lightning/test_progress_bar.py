@@ -19,8 +19,9 @@ from rich.progress import Progress
 from torch import nn
 
 import lt_zero
-from lt_zero.checkpoint import output, verify
+from lt_zero.checkpoint import output
 from lt_zero.checkpoint.native.archive import Archive
+from lt_zero.checkpoint.open import verify
 from lt_zero.common import progress_bar as room
 from lt_zero.common.progress_bar import ProgressBar, duration, follow_lines, progress_bar
 from lt_zero.config import ZeroConfig
@@ -311,7 +312,7 @@ def test_saving_and_loading_count(pool: Pool, tmp_path: Path) -> None:
     lines = Seen()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(room, "_watch", lines.watch)
-        verify.verify(tmp_path / "x.ckpt")
+        verify(tmp_path / "x.ckpt")
     archive = Archive(str(tmp_path / "x.ckpt"))
     total = sum(record.nbytes for record in archive.manifest.files.values())
     archive.close()

@@ -75,7 +75,9 @@ class DcpSource:
         self._inert = inert
         self._states: list[dict[str, dict[str, _Entry]]] = []
         self._file = self.folder / ".metadata"
-        self._entries = self._read_metadata()
+        metadata = load_metadata(self._file)
+        with damage(self._file):
+            self._entries = self._understood(metadata)
         meta = self.folder / "meta.pt"
         plain = Plain(meta, self.notes)
         found = mapping(load(meta, inert=inert), "checkpoint", meta) if meta.is_file() else {}
@@ -134,11 +136,6 @@ class DcpSource:
 
     # ---- metadata ----------------------------------------------------------------------------------------------
 
-    def _read_metadata(self) -> dict[tuple[Any, ...], _Entry]:
-        metadata = load_metadata(self._file)
-        with damage(self._file):
-            return self._understood(metadata)
-
     def _understood(self, metadata: Any) -> dict[tuple[Any, ...], _Entry]:
         if not isinstance(metadata, Stub) or not metadata.kind.endswith(".Metadata"):
             raise ValueError("it does not hold the metadata of a checkpoint")
@@ -188,7 +185,8 @@ class DcpSource:
             elif len(keys) == 4 and keys[1] == "state":
                 name, key = str(keys[2]).removeprefix(self._prefix), str(keys[3])
                 spec = entry.spec
-                elementwise = spec is not None and spec.shape == self._shape(name) and key != "step"
+                weight = self.weights.get(name)
+                elementwise = spec is not None and weight is not None and spec.shape == weight.shape and key != "step"
                 entries.setdefault(name, {})[key] = entry
                 state.setdefault(name, {})[key] = spec if elementwise else plain.of(self._value(entry))
             else:
@@ -198,10 +196,6 @@ class DcpSource:
             row["params"] = [str(name).removeprefix(self._prefix) for name in row.get("params", ())]
         self._states.append(entries)
         return SavedOptimizer(rows, state)
-
-    def _shape(self, name: str) -> tuple[int, ...] | None:
-        spec = self.weights.get(name)
-        return spec.shape if spec is not None else None
 
     def _value(self, entry: _Entry) -> Any:
         """Of an entry that is small: a number, a list, or a tensor that is not element-wise."""

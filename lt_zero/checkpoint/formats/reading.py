@@ -79,14 +79,6 @@ def _path(*parts: Any) -> str:
     return str(PurePosixPath(*map(_text, parts)))
 
 
-def _no_bytes() -> bytes:
-    return b""
-
-
-def _frozen(values: Any = ()) -> frozenset[Any]:
-    return frozenset(values)
-
-
 def _number(kind: Any, data: Any) -> Any:
     """A scalar of numpy as a Python number."""
     if not isinstance(kind, Stub) or kind.kind != "numpy.dtype" or not isinstance(data, bytes):
@@ -105,8 +97,8 @@ _MADE: dict[str, Callable[..., Any]] = {
     "pathlib.PurePosixPath": _path,
     "pathlib._local.PosixPath": _path,
     "pathlib._local.PurePosixPath": _path,
-    "builtins.bytes": _no_bytes,
-    "builtins.frozenset": _frozen,
+    "builtins.bytes": lambda: b"",
+    "builtins.frozenset": frozenset,
     "numpy.core.multiarray.scalar": _number,
     "numpy._core.multiarray.scalar": _number,
 }

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from lt_zero.checkpoint.native import manifest
 from lt_zero.checkpoint.native.directory import is_url
-from lt_zero.checkpoint.native.fragment import boxes, flat_index
 from lt_zero.checkpoint.native.manifest import Chunk, Entry, Manifest
+from lt_zero.checkpoint.native.pieces import boxes, flat_index
 from lt_zero.checkpoint.native.plain import put_back
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError

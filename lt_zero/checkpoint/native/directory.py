@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import glob
 import os
 import re
 import secrets
@@ -205,15 +206,12 @@ def find(path: str | os.PathLike[str]) -> str:
             return str(folder)
     if not target.exists():
         # See Note [Publishing a directory]: the save was killed between two renames.
-        beside = target.parent.glob(f".{_escaped(target.name)}.tmp-*/{manifest.NAME}") if target.parent.is_dir() else ()
+        pattern = f".{glob.escape(target.name)}.tmp-*/{manifest.NAME}"
+        beside = target.parent.glob(pattern) if target.parent.is_dir() else ()
         newest = max(beside, key=lambda found: found.stat().st_mtime, default=None)
         if newest is not None:
             return str(newest.parent)
     return str(path)
-
-
-def _escaped(name: str) -> str:
-    return re.sub(r"([\[\]*?])", r"[\1]", name)
 
 
 def _temporary(path: Path, kind: str = "tmp") -> Path:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lt_zero.checkpoint.native.collect import is_elementwise, is_foreign, packed_states, parameter_numbers
+from lt_zero.checkpoint.native.pieces import is_elementwise, is_foreign, packed_states, parameter_numbers
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.full_params import gather_own

@@ -22,7 +22,7 @@ import torch
 from omegaconf import Container, OmegaConf
 from torch import Tensor
 
-from lt_zero.checkpoint.native.fragment import Fragment
+from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.engine.lazy_tensor import AbsentTensor, LazyTensor
 
 Path = tuple[Any, ...]  # keys from the outermost container to a value

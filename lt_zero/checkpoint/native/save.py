@@ -11,7 +11,6 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,40 +20,16 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from lt_zero.checkpoint.native.collect import parameter_numbers
 from lt_zero.checkpoint.native.directory import Place
-from lt_zero.checkpoint.native.fragment import Fragment
+from lt_zero.checkpoint.native.pieces import Fragment, parameter_numbers
 from lt_zero.checkpoint.native.plain import Path, plain, where
-from lt_zero.checkpoint.native.writer import DirectoryWriter, Extras
+from lt_zero.checkpoint.native.writer import Bundle, DirectoryWriter, local_bytes
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import CheckpointError
 from lt_zero.engine.lazy_tensor import LazyTensor
 
 KEY = "lt_zero"  # key of this package's entries in a Lightning checkpoint
 REFERENCE = "lt_zero.tensor"  # key of a reference to a sharded tensor
-
-
-@dataclass
-class Bundle:
-    """A checkpoint that is ready to be written.
-
-    ``tensors``: of this rank, by full name. The rest is on rank 0: ``meta`` in plain containers, ``objects`` without a
-    plain form, ``others`` for other readers, ``manifest`` for ours.
-    """
-
-    tensors: dict[str, Any]
-    meta: dict[str, Any] = field(default_factory=dict)
-    manifest: dict[str, Any] = field(default_factory=dict)
-    others: dict[tuple[str, ...], Any] = field(default_factory=dict)
-    objects: bytes | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of this rank's tensors."""
-        return sum(map(_local_bytes, self.tensors.values()))
-
-    def extras(self) -> Extras:
-        return Extras(self.meta, self.manifest, self.objects, self.others)
 
 
 def bundle(
@@ -138,7 +113,7 @@ def write(
     Raises:
         CheckpointError: on all ranks; names the failed ranks.
     """
-    writer = DirectoryWriter(place, made.tensors, comm.rank, made.extras, then, tick)
+    writer = DirectoryWriter(place, made, comm.rank, then, tick)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with warnings.catch_warnings():
@@ -276,7 +251,7 @@ def stage(made: Bundle, buffer: Tensor | None) -> Tensor:
     raw: dict[str, tuple[int, int]] = {}
     end = 0
     for name, value in made.tensors.items():
-        nbytes = _local_bytes(value)
+        nbytes = local_bytes(value)
         raw[name] = (end, nbytes)
         end += -(-nbytes // 64) * 64
     if buffer is None or buffer.numel() < end:
@@ -316,9 +291,3 @@ def _copied(value: Any) -> Any:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _local_bytes(value: Any) -> int:
-    if isinstance(value, Fragment):
-        return (value.hi - value.lo) * value.dtype.itemsize
-    return int(value.nbytes)

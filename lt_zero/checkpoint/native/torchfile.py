@@ -282,7 +282,15 @@ def _reduced(stored: Stored) -> tuple[Any, tuple[Any, ...]]:
     numel = stored.nbytes // (stored.dtype.itemsize if stored.dtype in _STORAGES else 1)
     storage = _Storage(kind, str(stored.key), numel)
     # The hooks are a dict of its own for each tensor: it becomes the tensor's.
-    return rebuild, (storage, 0, stored.shape, _strides(stored.shape), False, OrderedDict(), *rest)
+    return rebuild, (
+        storage,
+        0,
+        stored.shape,
+        torch.empty(stored.shape, device="meta").stride(),
+        False,
+        OrderedDict(),
+        *rest,
+    )
 
 
 @functools.cache
@@ -290,13 +298,6 @@ def _rebuild(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
     """The function that torch pickles tensors of ``dtype`` with, and its arguments after the hooks."""
     function, arguments = torch.empty(0, dtype=dtype, device="cpu").__reduce_ex__(2)
     return function, arguments[6:]
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
-    return tuple(strides)
 
 
 # ---- a file of one tensor ----------------------------------------------------------------------------------------

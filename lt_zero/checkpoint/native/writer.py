@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from lt_zero.checkpoint.native.directory import Place
-from lt_zero.checkpoint.native.fragment import Fragment
 from lt_zero.checkpoint.native.manifest import Chunk, Entry, Manifest
+from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.checkpoint.native.torchfile import Stored, TorchFile
 from lt_zero.common.compat import storage_info
 from lt_zero.common.errors import CheckpointError
@@ -39,19 +40,30 @@ from lt_zero.io.direct_file import in_words
 _OVERHEAD = 4096  # maximum bytes per tensor beside its values: in its file, in ``.metadata`` and in the manifest
 
 
-@dataclass(frozen=True)
-class Extras:
-    """The content that rank 0 adds to the tensors.
+@dataclass
+class Bundle:
+    """A checkpoint that is ready to be written.
 
-    ``meta``: plain containers, for ``meta.pt``. ``objects``: pickled values without a plain form, or None. ``others``:
-    by full path, values that only other readers of the directory use: scalar states and groups of optimizers.
-    ``manifest``: keyword arguments of the ``Manifest``.
+    ``tensors``: of this rank, by full name. The rest is on rank 0: ``meta`` in plain containers, ``objects`` without a
+    plain form, ``others`` for other readers, ``manifest`` for ours.
     """
 
-    meta: Mapping[str, Any]
-    manifest: Mapping[str, Any]
+    tensors: dict[str, Any]
+    meta: dict[str, Any] = field(default_factory=dict)
+    manifest: dict[str, Any] = field(default_factory=dict)
+    others: dict[tuple[str, ...], Any] = field(default_factory=dict)
     objects: bytes | None = None
-    others: Mapping[tuple[str, ...], Any] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's tensors."""
+        return sum(map(local_bytes, self.tensors.values()))
+
+
+def local_bytes(value: Any) -> int:
+    if isinstance(value, Fragment):
+        return (value.hi - value.lo) * value.dtype.itemsize
+    return int(value.nbytes)
 
 
 @dataclass(frozen=True)
@@ -64,19 +76,12 @@ class _Placed:
 
 
 class _Output:
-    """One file that is being written."""
+    """One file of tensors that is being written."""
 
-    def __init__(self, name: str, sink: Sink, blobs: bool = True) -> None:
+    def __init__(self, name: str, sink: Sink) -> None:
         self.name, self.sink = name, sink
-        self.file = TorchFile(sink.write, blobs=blobs)
+        self.file = TorchFile(sink.write, blobs=True)
         self.content: dict[str, Stored] = {}
-
-    def add(self, key: str, tensor: Tensor) -> Stored:
-        return self.file.add(tensor if tensor.is_contiguous() else tensor.contiguous())
-
-    def close(self, value: Any = None) -> FileRecord:
-        self.file.finish(self.content if value is None else value)
-        return self.sink.close()
 
 
 class DirectoryWriter(StorageWriter):
@@ -84,9 +89,8 @@ class DirectoryWriter(StorageWriter):
 
     Args:
         place: the (temporary) directory.
-        state: this rank's tensors, by full name.
+        made: the content. On rank 0, what is not tensors is read when all tensors are written.
         rank: of this process.
-        extras: called on rank 0 when all tensors are written.
         then: called on rank 0 when the checkpoint is complete.
         tick: called with the bytes of each written tensor.
 
@@ -97,14 +101,12 @@ class DirectoryWriter(StorageWriter):
     def __init__(
         self,
         place: Place,
-        state: Mapping[str, Any],
+        made: Bundle,
         rank: int,
-        extras: Callable[[], Extras],
         then: Callable[[], object] = lambda: None,
         tick: Callable[[int], object] = lambda _: None,
     ) -> None:
-        self._tick = tick
-        self._place, self._state, self._rank, self._extras, self._then = place, state, rank, extras, then
+        self._place, self._made, self._rank, self._then, self._tick = place, made, rank, then, tick
         self._outputs: dict[str, _Output] = {}
 
     # ---- planning ------------------------------------------------------------------------------------------------
@@ -146,7 +148,8 @@ class DirectoryWriter(StorageWriter):
                 self._outputs[kind] = _Output(name, self._place.sink(name, expected))
             self._write_items(plan, planner, results)
             for output in self._outputs.values():
-                record = output.close()
+                output.file.finish(output.content)
+                record = output.sink.close()
                 results.append(WriteResult(MetadataIndex(f"file:{output.name}"), record.nbytes, record))
         except BaseException:
             for output in self._outputs.values():
@@ -161,7 +164,7 @@ class DirectoryWriter(StorageWriter):
     def _write_items(self, plan: SavePlan, planner: SavePlanner, results: list[WriteResult]) -> None:
         holder: Callable[[], object] | None = None
         for item in plan.items:
-            value = self._state[item.index.fqn]
+            value = self._made.tensors[item.index.fqn]
             needs = value.done if isinstance(value, Fragment) else None
             if holder is not None and needs != holder:
                 self._leave(holder)
@@ -169,8 +172,7 @@ class DirectoryWriter(StorageWriter):
             tensor = planner.resolve_data(item)
             assert isinstance(tensor, Tensor)
             output = self._outputs[_kind(item.index.fqn)]
-            key = _key_of(item)
-            stored = output.content[key] = output.add(key, tensor.detach().cpu())
+            stored = output.content[_key_of(item)] = output.file.add(tensor.detach().cpu().contiguous())
             placed = _Placed(output.name, stored.start, stored.blob)
             results.append(WriteResult(item.index, tensor.nbytes, placed))
             self._tick(tensor.nbytes)
@@ -194,60 +196,54 @@ class DirectoryWriter(StorageWriter):
                 files[result.index.fqn.removeprefix("file:")] = result.storage_data
             else:
                 placed[result.index] = result.storage_data
-        extras = self._extras()
+        made = self._made
         try:
             tensors = _entries(metadata, placed)
-            describe(metadata, placed, extras.manifest.get("aliases", {}))
-            self._add_others(metadata, extras.others or {}, files)
-            files["meta.pt"] = self._add_meta(extras.meta)
-            if extras.objects is not None:
-                files["objects.pkl"] = self._add_bytes("objects.pkl", extras.objects)
-            files[".metadata"] = self._add_bytes(".metadata", pickle.dumps(metadata))
-            self._place.seal(Manifest(tensors, files, **extras.manifest))
+            describe(metadata, placed, made.manifest.get("aliases", {}))
+            if made.others:
+                with self._file("extras.pt", files) as sink:
+                    _add_others(sink, metadata, made.others)
+            with self._file("meta.pt", files) as sink:
+                TorchFile(sink.write).finish(made.meta)
+            if made.objects is not None:
+                with self._file("objects.pkl", files) as sink:
+                    sink.write(made.objects)
+            with self._file(".metadata", files) as sink:
+                sink.write(pickle.dumps(metadata))
+            self._place.seal(Manifest(tensors, files, **made.manifest))
             self._place.commit()
             self._then()
         finally:
             self._place.close()
 
-    def _add_meta(self, meta: Mapping[str, Any]) -> FileRecord:
-        output = _Output("meta.pt", self._place.sink("meta.pt"), blobs=False)
-        try:
-            return output.close(meta)
-        except BaseException:
-            output.sink.abandon()
-            raise
-
-    def _add_bytes(self, name: str, data: bytes) -> FileRecord:
+    @contextmanager
+    def _file(self, name: str, files: dict[str, FileRecord]) -> Iterator[Sink]:
+        """A file to write, which is in ``files`` when it is complete."""
         sink = self._place.sink(name)
         try:
-            sink.write(data)
-            return sink.close()
+            yield sink
+            files[name] = sink.close()
         except BaseException:
             sink.abandon()
             raise
 
-    def _add_others(self, metadata: Metadata, others: Mapping[tuple[str, ...], Any], files: dict[str, Any]) -> None:
-        """Add values for readers of ``.metadata``, each as a torch.save file within ``extras.pt``."""
-        if not others:
-            return
-        output = _Output("extras.pt", self._place.sink("extras.pt"))
-        known: dict[Any, tuple[Stored, int]] = {}  # equal values are stored once: thousands of equal step counters
-        try:
-            for path, value in others.items():
-                name, key = ".".join(path), _equal_by(value)
-                if key is None or key not in known:
-                    data = io.BytesIO()
-                    torch.save(value, data)
-                    blob = torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
-                    stored = output.content[name] = output.add(name, blob)
-                    known[key or name] = stored, blob.numel()
-                stored, size = known[key or name]
-                metadata.planner_data[name] = path
-                _describe_other(metadata, name, value, stored.start, size)
-            files["extras.pt"] = output.close()
-        except BaseException:
-            output.sink.abandon()
-            raise
+
+def _add_others(sink: Sink, metadata: Metadata, others: Mapping[tuple[str, ...], Any]) -> None:
+    """Write values for readers of ``.metadata``, each as a torch.save file within ``extras.pt``."""
+    file = TorchFile(sink.write)
+    content: dict[str, Stored] = {}
+    known: dict[Any, Stored] = {}  # equal values are stored once: thousands of equal step counters
+    for path, value in others.items():
+        name, key = ".".join(path), _equal_by(value)
+        stored = known.get(key) if key is not None else None
+        if stored is None:
+            data = io.BytesIO()
+            torch.save(value, data)
+            stored = content[name] = file.add(torch.frombuffer(data.getbuffer(), dtype=torch.uint8))
+            known[key or name] = stored
+        metadata.planner_data[name] = path
+        _describe_other(metadata, name, value, stored)
+    file.finish(content)
 
 
 def _equal_by(value: Any) -> Any:
@@ -305,7 +301,7 @@ def describe(metadata: Metadata, placed: Mapping[MetadataIndex, _Placed], aliase
             )
 
 
-def _describe_other(metadata: Metadata, name: str, value: Any, start: int, nbytes: int) -> None:
+def _describe_other(metadata: Metadata, name: str, value: Any, stored: Stored) -> None:
     if isinstance(value, Tensor):
         whole = ChunkStorageMetadata(torch.Size([0] * value.dim()), value.size())
         metadata.state_dict_metadata[name] = TensorStorageMetadata(
@@ -315,7 +311,7 @@ def _describe_other(metadata: Metadata, name: str, value: Any, start: int, nbyte
     else:
         metadata.state_dict_metadata[name] = BytesStorageMetadata()
         index = MetadataIndex(name)
-    metadata.storage_data[index] = storage_info("extras.pt", start, nbytes)
+    metadata.storage_data[index] = storage_info("extras.pt", stored.start, stored.nbytes)
 
 
 def path_of(name: str) -> tuple[str, ...]:
