@@ -28,6 +28,7 @@ from lt_zero.checkpoint.export_formats import (
     write_safetensors,
 )
 from lt_zero.checkpoint.native.directory import find, is_url
+from lt_zero.checkpoint.open import open_source
 from lt_zero.checkpoint.output import bar, check_space, whole_file, whole_folder
 from lt_zero.checkpoint.source import SavedOptimizer, Source, Spec
 from lt_zero.common.errors import CheckpointError
@@ -100,7 +101,7 @@ def export(
     if training_state and strip_prefix:
         raise ValueError("strip_prefix cannot be combined with training_state: runs resume under the saved names.")
     _check_target(checkpoint, target)
-    source = _open(checkpoint)
+    source = open_source(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint
     if strip_prefix:
         source, keep_fp32 = _Stripped(source, strip_prefix), [name.removeprefix(strip_prefix) for name in keep_fp32]
     elif strip_prefix is None and (target.format == "safetensors" or target.shard_size is not None):
@@ -238,14 +239,6 @@ def _check_target(checkpoint: Source | str | os.PathLike[str], target: _Target) 
         raise CheckpointError(f"{out} is a file, but an export with shard_size is a folder. Name a folder.")
     else:
         _earlier(target)
-
-
-def _open(checkpoint: Source | str | os.PathLike[str]) -> Source:
-    if isinstance(checkpoint, str | os.PathLike):
-        from lt_zero.checkpoint.open import open_source  # imports all formats
-
-        return open_source(checkpoint)
-    return checkpoint
 
 
 def _target(place: str | os.PathLike[str], format: str, shard_size: int | str | None) -> _Target:

@@ -13,12 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lt_zero.checkpoint.formats.torch_file import SAFETENSORS
 from lt_zero.checkpoint.native.torchfile import Stored, TorchFile, Write
 from lt_zero.checkpoint.source import SavedOptimizer, Source, Spec
 from lt_zero.common.errors import CheckpointError
 
 _CHUNK = 1 << 20  # elements that are cast at a time
 _SHOWN = 8  # names in a warning
+
+
+_SAFETENSORS = {dtype: name for name, dtype in SAFETENSORS.items()}
 
 
 class Cast:
@@ -154,26 +158,6 @@ def _checked(tensor: Tensor, saved: Spec, what: str) -> Tensor:
 # Keys that Lightning omits with `save_weights_only`.
 _TRAINING = ("optimizer_states", "lr_schedulers", "callbacks")
 _OWN = "lt_zero"  # the key that only this package reads
-_SAFETENSORS = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 def write_pt(write: Write, cast: Cast, names: Sequence[str]) -> None:

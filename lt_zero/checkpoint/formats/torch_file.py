@@ -23,23 +23,25 @@ from lt_zero.checkpoint.formats.reading import Plain, damage, has_checksums, loa
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
 
-_SAFETENSORS = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "C64": "complex64",
+SAFETENSORS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 
 
@@ -127,8 +129,7 @@ class FileSource:
                 told = (file.metadata() or {}).items()
                 self._ties = {tied: first for tied, first in told if first in slices and tied not in slices}
                 return {
-                    name: Spec(tuple(part.get_shape()), getattr(torch, _SAFETENSORS[part.get_dtype()]))
-                    for name, part in slices.items()
+                    name: Spec(tuple(part.get_shape()), SAFETENSORS[part.get_dtype()]) for name, part in slices.items()
                 }
         except KeyError as error:
             raise CheckpointError(f"{self.path} has tensors of the dtype {error}, which is not supported.") from error

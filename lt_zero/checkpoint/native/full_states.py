@@ -117,7 +117,9 @@ def load_full_optimizer_state(
         for piece in bucket.pieces_of(index):
             cut[number] = {}
             for key, value in state.items():
-                if not _spans(value, bucket.shapes[index]):
+                if not (
+                    isinstance(value, Tensor) and value.dim() and tuple(value.shape) == tuple(bucket.shapes[index])
+                ):
                     cut[number][key] = whole(value)
                 elif bucket.step_place.streamed:
                     resting.setdefault(bucket, []).append(_Resting(parameter, piece, key, value))
@@ -145,10 +147,6 @@ class _Resting(NamedTuple):
     piece: Piece
     key: str
     value: Tensor
-
-
-def _spans(value: Any, shape: tuple[int, ...]) -> bool:
-    return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape) and value.dim() > 0
 
 
 def _piece_of(bucket: Bucket, piece: Piece, value: Tensor) -> Tensor:

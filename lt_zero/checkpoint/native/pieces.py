@@ -283,14 +283,10 @@ def _states(bucket: Bucket, index: int, state: Mapping[str, Any]) -> dict[str, A
             made[key] = _state(bucket, index, piece, key, value)
         elif alone and isinstance(value, Tensor) and value.dim() > 0:
             row = value.detach().contiguous().view(-1)
-            made[key] = Fragment(partial(_itself, row), tuple(value.shape), 0, value.numel(), value.dtype)
+            made[key] = Fragment(partial(row.view, -1), tuple(value.shape), 0, value.numel(), value.dtype)
         else:
             made[key] = value
     return made
-
-
-def _itself(row: Tensor) -> Tensor:
-    return row
 
 
 def _is_whole(bucket: Bucket, piece: Piece) -> bool:
