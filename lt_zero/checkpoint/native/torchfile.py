@@ -321,7 +321,11 @@ class _Recorder:
 
 @functools.lru_cache(4096)
 def _frame(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes, int]:
-    """What torch.save writes before and behind the values of a tensor, and where the header before them begins."""
+    """What torch.save writes before and behind the values of a tensor, and where the header before them begins.
+
+    Without checksums, it does not depend on the values: the template is not even touched. The option is one for the
+    process, so a torch.save of another thread may miss its checksums in this moment.
+    """
     template = torch.empty(shape, dtype=dtype, device="cpu")
     recorder = _Recorder(template.data_ptr())
     checksums = torch.serialization.get_crc32_options()
