@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from lt_zero.checkpoint.native import fragment, manifest
+from lt_zero.checkpoint.native import manifest, pieces
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place
 from lt_zero.checkpoint.native.pieces import Box, Fragment, boxes, flat_index
@@ -134,7 +134,7 @@ def test_fragments_of_ranks_are_one_tensor(
     tmp_path: Path, ranks: int, step: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if step is not None:
-        monkeypatch.setattr(fragment, "LARGEST", step)  # bytes: large tensors are many rectangles
+        monkeypatch.setattr(pieces, "LARGEST", step)  # bytes: large tensors are many rectangles
     random.seed(ranks)
     states: list[dict[str, Any]] = [{} for _ in range(ranks)]
     for name, value in TENSORS.items():
