@@ -40,7 +40,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         source.tensors["layers.2.weight"][0, 0] = 1e6
         return source
 
-    monkeypatch.setattr("lt_zero.checkpoint.open.open_source", open_source)
+    monkeypatch.setattr("lt_zero.checkpoint.export.open_source", open_source)
     return paths
 
 
@@ -66,7 +66,7 @@ def test_a_prefix_is_stripped_or_told(tmp_path: Path, monkeypatch: pytest.Monkey
         {f"net.{tied}": f"net.{name}" for tied, name in bare.aliases.items()},
     )
     sources = [inside]
-    monkeypatch.setattr("lt_zero.checkpoint.open.open_source", lambda path: sources[0])
+    monkeypatch.setattr("lt_zero.checkpoint.export.open_source", lambda path: sources[0])
     (tmp_path / "last.ckpt").write_text("")
 
     def run(*options: str, out: str = "hf") -> Any:

@@ -301,7 +301,7 @@ def test_saving_and_loading_count(pool: Pool, tmp_path: Path) -> None:
         if name != "Loading weights":
             assert done == total
     size = sum(f.stat().st_size for f in (tmp_path / "x.ckpt").glob("*-00000.pt"))
-    assert 0.2 * size < seen["Saving"][0][1] < size, "bytes of values; small tensors have larger heads"
+    assert 0.1 * size < seen["Saving"][0][1] < size, "bytes of values; small tensors have larger heads"
     full, nothing = pool.run(2, _saved_and_loaded, str(tmp_path / "full"), "full")
     assert not any(nothing.values())
     for name in ("Gathering weights", "Gathering optimizer", "Loading optimizer"):

@@ -165,7 +165,8 @@ class Window(io.RawIOBase):
         return got
 
     def close(self) -> None:
-        self._file.close()
+        if hasattr(self, "_file"):  # the garbage collector closes what could not be opened
+            self._file.close()
         super().close()
 
 

@@ -185,7 +185,7 @@ class TorchFile:
         if self._finished:
             raise ValueError("The file is finished already.")
         buffer = io.BytesIO()
-        _Pickler(buffer, self._known, self.add).dump(value)
+        _Pickler(buffer, self).dump(value)
         self._finished = True
         end = _Behind(self.position)
         with zipfile.ZipFile(end, "w") as archive:  # type: ignore[call-overload]
@@ -194,10 +194,9 @@ class TorchFile:
                 archive.writestr(zipfile.ZipInfo(f"archive/{name}"), content)
         self._put(bytes(end.data))
 
-    def _known(self, stored: Stored) -> Stored:
+    def check_own(self, stored: Stored) -> None:
         if stored.key >= len(self._starts) or self._starts[stored.key] != stored.start:
             raise ValueError(f"{stored} is of another file: add the tensor to this one.")
-        return stored
 
     def _put(self, data: bytes | Tensor) -> None:
         if len(data):
@@ -253,21 +252,22 @@ class _Storage(NamedTuple):
 class _Pickler(pickle.Pickler):
     """Pickles each ``Stored`` as torch.save pickles the tensor that it stands for."""
 
-    def __init__(self, file: io.BytesIO, known: Callable[[Stored], Stored], add: Callable[[Tensor], Stored]) -> None:
-        super().__init__(file, protocol=2)
-        self._known, self._add = known, add
+    def __init__(self, buffer: io.BytesIO, file: TorchFile) -> None:
+        super().__init__(buffer, protocol=2)
+        self._file = file
 
     def persistent_id(self, obj: Any) -> Any:
         return ("storage", obj.kind, obj.key, "cpu", obj.numel) if type(obj) is _Storage else None
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Stored):
-            return _reduced(self._known(obj))
+            self._file.check_own(obj)
+            return _reduced(obj)
         if type(obj) in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
             dense = obj.detach()
             if dense.layout == torch.strided:  # or `add` names the trouble
                 dense = dense.resolve_conj().resolve_neg().cpu().contiguous()
-            return _reduced(self._add(dense))
+            return _reduced(self._file.add(dense))
         if isinstance(obj, Tensor):
             raise ValueError(
                 f"A {type(obj).__module__}.{type(obj).__qualname__} cannot be saved: make it a plain tensor."
