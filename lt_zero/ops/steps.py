@@ -107,15 +107,9 @@ def lion_step_reference(
     """One step of Lion in one pass over memory, with decoupled weight decay.
 
     Args:
-        params: fp32 master weights, contiguous, any shape; updated.
-        grads: of the same sizes, in fp32, bf16 or fp16.
         exp_avgs: momentum in fp32 or bf16; updated.
-        outs: receive the updated weights, rounded to their dtype.
         lr, beta1, beta2, weight_decay: as in the paper.
-        maximize, scale, clip, found_inf: as in ``adam_step``.
-
-    Raises:
-        ValueError: a list does not match ``params`` in length, size, device or dtype.
+        params, grads, outs, maximize, scale, clip, found_inf: as in ``adam_step``, as the errors.
     """
     if skipped(found_inf):
         return
@@ -150,16 +144,10 @@ def adagrad_step_reference(
     """One step of Adagrad in one pass over memory.
 
     Args:
-        params: fp32 master weights, contiguous, any shape; updated.
-        grads: of the same sizes, in fp32, bf16 or fp16.
         state_sums: sums of squared gradients in fp32 or bf16; updated.
-        outs: receive the updated weights, rounded to their dtype.
         lr: the decayed rate: ``lr / (1 + (step - 1) * lr_decay)`` of ``torch.optim.Adagrad``.
         eps, weight_decay: as in ``torch.optim.Adagrad``.
-        maximize, scale, clip, found_inf: as in ``adam_step``.
-
-    Raises:
-        ValueError: a list does not match ``params`` in length, size, device or dtype.
+        params, grads, outs, maximize, scale, clip, found_inf: as in ``adam_step``, as the errors.
     """
     if skipped(found_inf):
         return
@@ -197,16 +185,10 @@ def sgd_step_reference(
     """One step of SGD in one pass over memory.
 
     Args:
-        params: fp32 master weights, contiguous, any shape; updated.
-        grads: of the same sizes, in fp32, bf16 or fp16.
         momentum_buffers: in fp32 or bf16; updated. Empty if ``momentum`` is 0.
-        outs: receive the updated weights, rounded to their dtype.
         lr, momentum, dampening, weight_decay, nesterov: as in ``torch.optim.SGD``.
         first: whether the momentum buffers are uninitialized; they are written, not read.
-        maximize, scale, clip, found_inf: as in ``adam_step``.
-
-    Raises:
-        ValueError: a list does not match ``params`` in length, size, device or dtype.
+        params, grads, outs, maximize, scale, clip, found_inf: as in ``adam_step``, as the errors.
     """
     if skipped(found_inf):
         return

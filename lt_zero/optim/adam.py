@@ -1,4 +1,4 @@
-"""Adam without bias correction, for DeepSpeed's ``bias_correction: false``."""
+"""Adam for Muon's other half, and without bias correction for DeepSpeed's ``bias_correction: false``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import Adam
+from torch.optim import Adam, Optimizer
+from torch.optim.adam import adam
 
 
 class UncorrectedAdam(Adam):
@@ -58,26 +58,49 @@ class UncorrectedAdam(Adam):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if any(p.grad.is_sparse for p in parameters):
+                raise RuntimeError("Adam has no update for sparse gradients. Use sparse=False, or SparseAdam.")
+            if parameters:
+                step_adam(self, parameters, group, group["decoupled_weight_decay"], corrected=False)
         return loss
 
-    def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        if grad.is_sparse:
-            raise RuntimeError("Adam has no update for sparse gradients. Use sparse=False, or SparseAdam.")
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+
+def step_adam(
+    optimizer: Optimizer, parameters: list[Any], group: dict[str, Any], decoupled: bool, corrected: bool = True
+) -> None:
+    """One step of these parameters of a group, which have gradients, by torch's functional Adam.
+
+    Args:
+        optimizer: whose state is that of ``torch.optim.Adam``.
+        parameters, group: what to step, and the hyper-parameters.
+        decoupled: the weight decay of AdamW.
+        corrected: correct the bias of the moments.
+    """
+    for parameter in parameters:
+        if not (state := optimizer.state[parameter]):
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             for moment in ("exp_avg", "exp_avg_sq"):
                 state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        state["step"] += 1
-        lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
-        grad = -grad if group["maximize"] else grad
-        if decay and group["decoupled_weight_decay"]:
-            parameter.mul_(1 - lr * decay)
-        elif decay:
-            grad = grad.add(parameter, alpha=decay)
-        state["exp_avg"].lerp_(grad, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        parameter.sub_(state["exp_avg"] / (state["exp_avg_sq"].sqrt() + group["eps"]) * lr)
+    states = [optimizer.state[p] for p in parameters]
+    steps = [state["step"] for state in states]
+    if not corrected:  # at an infinite step number nothing is left to correct
+        for step in steps:
+            step += 1
+        steps = [torch.full_like(step, torch.inf) for step in steps]
+    adam(
+        parameters,
+        [p.grad for p in parameters],
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [],
+        steps,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group.get("maximize", False),
+        decoupled_weight_decay=decoupled,
+    )

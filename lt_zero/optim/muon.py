@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.adam import adam
+
+from lt_zero.optim.adam import step_adam
 
 NS_METHODS = ("gram", "standard")
 RATES = ("original", "match_rms_adamw")
@@ -130,7 +131,7 @@ class Muon(Optimizer):
                 for parameter in parameters:
                     self._step_matrix(parameter, group)
             elif parameters:
-                self._step_adam(parameters, group)
+                step_adam(self, parameters, group, group["adam_w_mode"])
         return loss
 
     def _step_matrix(self, parameter: Tensor, group: dict[str, Any]) -> None:
@@ -144,31 +145,6 @@ class Muon(Optimizer):
         update = orthogonalize(update, group["ns_method"], group["ns_steps"])
         parameter.mul_(1 - lr * group["weight_decay"])
         parameter.add_(update, alpha=-lr * _factor(parameter.shape, group["adjust_lr_fn"]))
-
-    def _step_adam(self, parameters: list[Any], group: dict[str, Any]) -> None:
-        for parameter in parameters:
-            state = self.state[parameter]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-                for moment in ("exp_avg", "exp_avg_sq"):
-                    state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        states = [self.state[p] for p in parameters]
-        adam(
-            parameters,
-            [p.grad for p in parameters],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            decoupled_weight_decay=group["adam_w_mode"],
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
 
 
 def _check(group: dict[str, Any]) -> None:
