@@ -7,7 +7,7 @@ import itertools
 import sys
 from typing import TYPE_CHECKING, Any
 
-from lt_zero.common.checks import BLOCK_CHECKS
+from lt_zero.common.errors import BLOCK_CHECKS
 
 if TYPE_CHECKING:
     from lt_zero.build import shard

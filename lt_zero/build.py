@@ -18,7 +18,6 @@ from torch import nn
 
 from lt_zero.activation.find import find_modules
 from lt_zero.activation.install import install
-from lt_zero.comm.collective_check import debug_enabled
 from lt_zero.comm.communicator import Comm, with_index
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.progress_bar import ProgressBar, progress_bar
@@ -67,7 +66,7 @@ def shard(
     """
     config = with_sizes(config if isinstance(config, ZeroConfig) else ZeroConfig.of(config), module)
     device = with_index(device or _device_of(module))
-    comm = comm or Comm.for_world(device, check=debug_enabled() or config.zero_optimization.enable_sanity_checks)
+    comm = comm or Comm.for_world(device, check=config.zero_optimization.enable_sanity_checks)
     policy = policy or dtype_policy(config, resolve_mode(config, "32-true", device.type))
     zero = config.zero_optimization
     _check_kernels(config, device, comm)

@@ -21,8 +21,7 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lt_zero.comm.communicator import Comm
-from lt_zero.comm.work import Done, Work
+from lt_zero.comm.work import All, Work
 from lt_zero.config.blocks import CommsLogger
 
 
@@ -217,20 +216,42 @@ def comm_table(records: Iterable[CommRecord], rank: int = 0) -> Table:
     return table
 
 
-class _Logged:
-    """A pending collective that is recorded when it was waited for."""
+class _Recorded:
+    """A launched collective that is recorded when it was waited for."""
 
-    def __init__(self, log: CommLog, opened: _Open, pending: Work) -> None:
-        self._log, self._opened, self._pending = log, opened, pending
+    def __init__(self, log: CommLog, opened: _Open, work: Work) -> None:
+        self._log, self._opened, self._work = log, opened, work
         self._over = False
 
     def wait(self) -> Any:
         waiting = self._log.now(self._opened)
-        result = self._pending.wait()
+        result = self._work.wait()
         if not self._over:
             self._over = True
             self._log.close(self._opened, waiting)
         return result
+
+
+def _recorded(method: str, describe: Callable[..., tuple[str, str, int] | None], host: bool = False) -> Any:
+    """``method`` of ``Comm``, recorded.
+
+    Args:
+        describe: called with the arguments; returns operation, name and bytes; None if this call is no collective.
+        host: the collective is on the host, not the device.
+    """
+
+    def call(self: LoggedComm, *args: Any, **kwargs: Any) -> Any:
+        found = describe(self, *args, **kwargs) if self.world > 1 else None
+        opened = self.log.open(*found, host) if found is not None else None
+        result = getattr(super(LoggedComm, self), method)(*args, **kwargs)
+        if opened is None:
+            return result
+        if isinstance(result, All):
+            return _Recorded(self.log, opened, result)
+        self.log.close(opened, opened.launched)
+        return result
+
+    return call
 
 
 class LoggedComm(Comm):
@@ -241,83 +262,39 @@ class LoggedComm(Comm):
         show = (lambda text: print(text, flush=True)) if self.rank == 0 else None
         self.log = CommLog(device, self.world, show)
 
-    def _later(self, operation: str, name: str, nbytes: int, launch: Callable[[], Work], host: bool = False) -> Any:
-        opened = self.log.open(operation, name, nbytes, host) if self.world > 1 else None
-        if opened is None:
-            return launch()
-        pending = launch()
-        if isinstance(pending, Done):  # all was done at once
-            self.log.close(opened, opened.launched)
-            return pending
-        return _Logged(self.log, opened, pending)
+    all_gather = _recorded("all_gather", lambda _, flat, name, own=None: ("all_gather", name, flat.nbytes))
+    reduce_scatter = _recorded(
+        "reduce_scatter", lambda _, out, flat, scratch, add, name: ("reduce_scatter", name, flat.nbytes)
+    )
+    all_reduce = _recorded("all_reduce", lambda _, out, flat, scratch, add, name: ("all_reduce", name, flat.nbytes))
+    broadcast = _recorded("broadcast", lambda _, tensor, name, src=0: ("broadcast", name, tensor.nbytes))
+    _reduce_small = _recorded("_reduce_small", lambda _, value, op, name: ("all_reduce", name, value.nbytes))
+    host_max = _recorded("host_max", lambda _, flags, name: ("all_reduce", name, flags.nbytes), host=True)
+    host_broadcast = _recorded(
+        "host_broadcast", lambda _, value, name: ("broadcast_object_list", name, _pickled_size(value)), host=True
+    )
+    host_gather = _recorded(
+        "host_gather", lambda _, value, name: ("all_gather_object", name, _pickled_size(value)), host=True
+    )
+    fence = _recorded("fence", lambda self: ("barrier", "shared memory", 0) if self.shares_memory else None, host=True)
+    allow_background = _recorded(
+        "allow_background", lambda self: ("barrier", "background", 0) if self._background is None else None
+    )
+    saving_group = _recorded(
+        "saving_group",
+        lambda self, background: ("barrier", "saving", 0) if background and self._saving is None else None,
+    )
 
-    @contextmanager
-    def _now(self, operation: str, name: str, nbytes: int, host: bool = False) -> Iterator[None]:
-        opened = self.log.open(operation, name, nbytes, host) if self.world > 1 else None
-        yield
-        if opened is not None:
-            self.log.close(opened, opened.launched)
+    def _describe_publish(self, flat: Tensor | None) -> tuple[str, str, int] | None:
+        if flat is not None:
+            return "all_gather", "background", flat.nbytes
+        return ("barrier", "background", 0) if self.shares_memory else None
 
-    def all_gather(self, flat: Tensor, name: str, own: Tensor | None = None) -> Work:
-        launch = super().all_gather
-        pending: Work = self._later("all_gather", name, flat.nbytes, lambda: launch(flat, name, own))
-        return pending
+    publish = _recorded("publish", _describe_publish)
 
-    def reduce_scatter(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Work:
-        launch = super().reduce_scatter
-        pending: Work = self._later("reduce_scatter", name, flat.nbytes, lambda: launch(out, flat, scratch, add, name))
-        return pending
 
-    def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Work:
-        launch = super().all_reduce
-        pending: Work = self._later("all_reduce", name, flat.nbytes, lambda: launch(out, flat, scratch, add, name))
-        return pending
-
-    def publish(self, flat: Tensor | None) -> Work:
-        launch = super().publish
-        if flat is None:
-            if not self.shares_memory:
-                return launch(flat)
-            pending: Work = self._later("barrier", "background", 0, lambda: launch(flat))
-        else:
-            pending = self._later("all_gather", "background", flat.nbytes, lambda: launch(flat))
-        return pending
-
-    def host_max(self, flags: Tensor, name: str) -> Work:
-        launch = super().host_max
-        pending: Work = self._later("all_reduce", name, flags.nbytes, lambda: launch(flags, name), host=True)
-        return pending
-
-    def broadcast(self, tensor: Tensor, name: str, src: int = 0) -> None:
-        with self._now("broadcast", name, tensor.nbytes):
-            super().broadcast(tensor, name, src)
-
-    def _reduce_small(self, value: Tensor, op: Any, name: str) -> Tensor:
-        with self._now("all_reduce", name, value.nbytes):
-            return super()._reduce_small(value, op, name)
-
-    def host_broadcast(self, value: Any, name: str) -> Any:
-        with self._now("broadcast_object_list", name, self._size(value), host=True):
-            return super().host_broadcast(value, name)
-
-    def host_gather(self, value: Any, name: str) -> list[Any]:
-        with self._now("all_gather_object", name, self._size(value), host=True):
-            return super().host_gather(value, name)
-
-    def fence(self) -> None:
-        with self._now("barrier", "shared memory", 0, host=True) if self.shares_memory else nullcontext():
-            super().fence()
-
-    def allow_background(self) -> None:
-        with self._now("barrier", "background", 0) if self._background is None else nullcontext():
-            super().allow_background()
-
-    def saving_group(self, background: bool) -> Any:
-        with self._now("barrier", "saving", 0) if background and self._saving is None else nullcontext():
-            return super().saving_group(background)
-
-    def _size(self, value: Any) -> int:
-        return len(pickle.dumps(value)) if self.world > 1 else 0
+def _pickled_size(value: Any) -> int:
+    return len(pickle.dumps(value))
 
 
 __all__ = ["CommLog", "CommRecord", "LoggedComm", "bus_factor", "comm_table"]

@@ -11,12 +11,13 @@ Note [Order of launches]
     order that depends only on the module and the recorded schedule, not on data (grad_bucket.py, gather.py).
     When a bucket's gradients are complete, relative to the gathers around it, does depend on data: a rank whose router
     skipped an expert reduces later. So reductions have their own process group and their own numbers. A user's module
-    may break the rule, so it is checked: collective_check.py, Note [Unforeseen collectives].
+    may break the rule, so it is checked: work.py, Note [Unforeseen collectives].
 """
 
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -29,11 +30,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_zero.comm.agreement import Agreement
-from lt_zero.comm.collective_check import Sequence
 from lt_zero.comm.ended_ranks import in_collective
 from lt_zero.comm.hang_detection import HangDetector, user_line
 from lt_zero.comm.shared_memory import SharedArena, supported, wide
-from lt_zero.comm.work import CALL, FENCE, All, Done, Launch, Watch, Work
+from lt_zero.comm.work import CALL, FENCE, All, CollectiveSequence, Done, Launch, Watch, Work
 from lt_zero.common.flat_storage import flat_empty
 from lt_zero.common.module_hooks import ProcessLocal
 
@@ -84,7 +84,7 @@ class Comm(ProcessLocal):
         if check and group is not None and self._host is not group:
             self._checked = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
         self._check = check
-        self._sequences = {"collective": Sequence(), "reduction": Sequence()}
+        self._sequences = {"collective": CollectiveSequence(), "reduction": CollectiveSequence()}
         self._agreements = 0
         self._watch = Watch()
         self._roll_call: HangDetector | None = None
@@ -100,11 +100,14 @@ class Comm(ProcessLocal):
     def for_world(cls, device: torch.device, check: bool = False) -> Comm:
         """A communicator over all ranks of the default process group, with a process group of its own.
 
+        ``check``: as for the class; ``LT_ZERO_DEBUG=1`` sets it, too.
+
         Lightning issues collectives on the default group between batches and swallows their errors; collectives of ours
         on the same group could then be matched with its.
         """
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(None, None, device)
+        check = check or os.environ.get("LT_ZERO_DEBUG", "0").lower() not in ("", "0", "false", "no", "off")
         groups = [dist.new_group(), dist.new_group()]
         comm = cls(groups[0], groups[1], device, check)
         assert comm._host is not None
@@ -276,17 +279,17 @@ class Comm(ProcessLocal):
         """Number the collective that is launched next, and compare it over the ranks if it was not predicted.
 
         Raises:
-            RuntimeError: ranks diverge, see collective_check.py.
+            RuntimeError: ranks diverge, see Note [Unforeseen collectives].
         """
         launch = self._watch.launch(channel, operation, name, numel)
-        foreseen = self._sequences[channel].add(operation, name, numel)
-        if self._check or agree or not (foreseen or channel == "reduction"):
+        predicted = self._sequences[channel].add(operation, name, numel)
+        if self._check or agree or not (predicted or channel == "reduction"):
             self._agree(launch)
         return launch
 
     def _agree(self, launch: Launch) -> None:
         """Compare the ranks' collectives up to ``launch``; a barrier."""
-        mine, group = self._sequences[launch.channel].sign, self._host
+        mine, group = self._sequences[launch.channel].checksum, self._host
         if self._roll_call is None or group is None:
             return
         if launch.channel == "reduction":
@@ -295,12 +298,12 @@ class Comm(ProcessLocal):
             self._agreements += 1
             self._arena.post(self._agreements % 2, mine)
             self._watch.wait(dist.barrier(group, async_op=True), launch)
-            signs = self._arena.posted(self._agreements % 2)
+            checksums = self._arena.posted(self._agreements % 2)
         else:
             row = torch.empty(self.world, dtype=torch.int64)
             self._watch.wait(self._all_gather(row, torch.tensor([mine]), group=group, async_op=True), launch)
-            signs = row.tolist()
-        if any(sign != mine for sign in signs):
+            checksums = row.tolist()
+        if any(checksum != mine for checksum in checksums):
             self._roll_call.compare(launch)
 
     def _require_device(self, tensor: Tensor, name: str) -> None:

@@ -4,11 +4,21 @@ A collective that a peer never enters would block in C++ until its timeout, and 
 ``abort`` does nothing. So on gloo, where waiting costs the host's time anyway, ``Watch.wait`` waits in slices, and in
 between hang detection finds out whether the collective can complete (hang_detection.py). The operation stays in gloo's
 thread until its sockets close, when a peer ends or closes its connections.
+
+Note [Unforeseen collectives]
+    Backends match collectives only by order. If one rank runs a module that another does not, two different gathers
+    meet: of equal size they swap data, of other sizes they abort a process; and with shared memory nothing meets.
+    Comparing each collective before its launch would cost a round trip. But training repeats itself: a rank predicts
+    the collective that followed the same two the last time. All ranks have the same history, so they predict the same,
+    and at the first difference at least one of them launches a collective that it did not predict. Such a collective is
+    compared before its launch (``Comm._agree``): the ranks exchange a checksum of their histories. They agree, or the
+    checksums differ, or a rank waits until hang detection ends that (hang_detection.py). A repeated step costs nothing.
 """
 
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -18,6 +28,10 @@ CALL = "roll call"  # the operation of a launch that is a call of the user
 FENCE = "fence"
 _SLICE = 0.5  # seconds
 _REMEMBERED = 4096  # launches that are kept per channel, for messages
+_FACTOR = 0x01000193  # of the checksum; odd, so that multiplication loses no bits
+
+
+Label = tuple[str, str, int]  # operation, name, elements
 
 
 class Work(Protocol):
@@ -41,6 +55,34 @@ class Launch(NamedTuple):
     def like(self, other: Launch | None) -> bool:
         """Whether both are the same operation of the same name and size."""
         return other is not None and self[2:] == other[2:]
+
+
+class CollectiveSequence:
+    """The collectives of one channel on this rank. See Note [Unforeseen collectives]."""
+
+    def __init__(self) -> None:
+        # The last two collectives -> the one that followed, and its checksum.
+        self._followed: dict[tuple[Label | None, Label | None], tuple[Label, int]] = {}
+        self._last: tuple[Label | None, Label | None] = (None, None)
+        self._count = self._hash = 0
+
+    def add(self, operation: str, name: str, numel: int) -> bool:
+        """Add the next collective; returns whether it was predicted."""
+        label = (operation, name, numel)
+        before, checksum = self._followed.get(self._last, (None, 0))
+        predicted = before == label
+        if not predicted:
+            checksum = zlib.crc32(f"{operation} {name} {numel}".encode())
+            self._followed[self._last] = label, checksum
+        self._last = (self._last[1], label)
+        self._count += 1
+        self._hash = (self._hash * _FACTOR + checksum) % 2**32
+        return predicted
+
+    @property
+    def checksum(self) -> int:
+        """63 bits, of the collectives and their number."""
+        return (self._count % 2**31) << 32 | self._hash
 
 
 class Examiner(Protocol):

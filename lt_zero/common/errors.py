@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,6 +41,12 @@ class Problem:
 
     def __str__(self) -> str:
         return self.message if self.mark is None else f"{self.mark}: {self.message}"
+
+
+# Checks of configuration blocks whose classes the configuration does not import, by the block's name. A check gets the
+# block's type and params, and for optimizers its param_groups. ``lt_zero/__init__`` provides them.
+Check = Callable[..., list[Problem]]
+BLOCK_CHECKS: dict[str, Check] = {}
 
 
 class ConfigError(ValueError):

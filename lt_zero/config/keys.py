@@ -18,9 +18,8 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from lt_zero.common.checks import Check
+from lt_zero.common.errors import Check, dotted
 from lt_zero.common.errors import Path as KeyPath
-from lt_zero.common.errors import dotted
 from lt_zero.config.document import MISSING, Document, Notice
 from lt_zero.config.fields import Block, block_of, dotted_keys, keys_of
 

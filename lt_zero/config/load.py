@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 from pydantic import PrivateAttr, ValidationError, model_validator
 
-from lt_zero.common.checks import BLOCK_CHECKS, Check
-from lt_zero.common.errors import ConfigError, Mark, Path, Problem, dotted, path_of
+from lt_zero.common.errors import BLOCK_CHECKS, Check, ConfigError, Mark, Path, Problem, dotted, path_of
 from lt_zero.config.blocks import ActivationCheckpointing
 from lt_zero.config.document import MISSING, Document, Mask, Notice
 from lt_zero.config.fields import Block, block_of, keys_of, thawed

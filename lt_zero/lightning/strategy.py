@@ -25,7 +25,6 @@ from lt_zero.activation.install import install, installed, uninstall
 from lt_zero.build import shard
 from lt_zero.checkpoint.export import Format
 from lt_zero.checkpoint.live_weights import export_engine
-from lt_zero.comm.collective_check import debug_enabled
 from lt_zero.comm.comm_log import CommRecord
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.timing import phase
@@ -234,7 +233,7 @@ class ZeroStrategy(DDPStrategy):
         self.monitor.attach(self._module.trainer, self.global_rank, self.local_rank)
         made = self._comm is None
         if self._comm is None:
-            check = debug_enabled() or self.config.zero_optimization.enable_sanity_checks
+            check = self.config.zero_optimization.enable_sanity_checks
             self._comm = self.monitor.comm_class.for_world(self.root_device, check=check)
         self.monitor.record(self._comm, made)
         if made:
