@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-_LONG = 5.0  # seconds of waiting for counts between checks for ended ranks
+_CHECK_INTERVAL = 5.0  # seconds of waiting for counts between checks for ended ranks
 
 
 class Agreement:
@@ -46,9 +46,9 @@ class Agreement:
         check: Callable[[list[int]], object] = lambda ranks: None,
     ) -> None:
         self._store, self._rank, self._world, self._check = store, rank, world, check
-        self._wishes: list[str] = []  # requests of this rank, not posted yet
-        self._at = (0.0, 0.0)  # training points that were passed, and other points since the last of them
-        self._told = False  # the count of this round was posted
+        self._requests: list[str] = []  # of this rank, not posted yet
+        self._count = (0.0, 0.0)  # training points that were passed, and other points since the last of them
+        self._posted = False  # whether the count of this round was posted
         self._posting = threading.Lock()
         self._run, self._round = -1, 0
         self._open = False
@@ -57,30 +57,30 @@ class Agreement:
         """Begin a run. On all ranks, with a collective between this and the first point."""
         self.end()
         self._run, self._round = self._run + 1, 0
-        self._at, self._told, self._open = (0.0, 0.0), False, True
+        self._count, self._posted, self._open = (0.0, 0.0), False, True
 
     def end(self) -> None:
         """End the run: this rank reaches no more points."""
         if not self._open:
             return
-        self._at = (math.inf, math.inf)
-        self._wishes.clear()
+        self._count = (math.inf, math.inf)
+        self._requests.clear()
         try:
             self._post()
         finally:
             self._open = False
 
-    def wish(self, what: str) -> None:
+    def request(self, what: str) -> None:
         """Request ``what`` of all ranks. May be called in signal handlers."""
-        if what not in self._wishes:
-            self._wishes.append(what)
+        if what not in self._requests:
+            self._requests.append(what)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Poll the store, and post if there is a request. Called periodically by another thread."""
-        if self._open and not self._told and (self._wishes or self._heard()):
+        if self._open and not self._posted and (self._requests or self._is_requested()):
             self._post()
 
-    def passed(self, trains: bool) -> list[str]:
+    def pass_point(self, trains: bool) -> list[str]:
         """Count a point of the main thread; returns the requests that all ranks serve here. In order on all ranks.
 
         Args:
@@ -89,52 +89,52 @@ class Agreement:
         Raises:
             RuntimeError: a rank has ended without posting its count.
         """
-        if self._wishes and self._open:
+        if self._requests and self._open:
             self._post()  # before counting, so that this point may be the one
-        points, others = self._at
-        self._at = (points + 1, 0.0) if trains else (points, others + 1)
-        if not self._told:
+        points, others = self._count
+        self._count = (points + 1, 0.0) if trains else (points, others + 1)
+        if not self._posted:
             return []
-        numbers = self._numbers()
-        if self._at <= max(tuple(at) for at, _ in numbers):
+        posts = self._wait_posts()
+        if self._count <= max(tuple(count) for count, _ in posts):
             return []
         self._round += 1
-        self._told = False
-        return sorted({wish for _, wishes in numbers for wish in wishes})
+        self._posted = False
+        return sorted({request for _, requests in posts for request in requests})
 
     # ---- the store -----------------------------------------------------------------------------------------------
 
     def _key(self, name: object) -> str:
         return f"{self._run}/{self._round}/{name}"
 
-    def _heard(self) -> bool:
-        return self._store is not None and bool(self._store.check([self._key("wished")]))
+    def _is_requested(self) -> bool:
+        return self._store is not None and bool(self._store.check([self._key("requested")]))
 
     def _post(self) -> None:
         """Post this rank's count and requests."""
         with self._posting:
-            if self._told:
+            if self._posted:
                 return
-            self._told = True  # before ``_at`` is read, see above
-            wishes = self._wishes[: len(self._wishes)]
-            self._mine = [self._at, wishes]
+            self._posted = True  # before ``_count`` is read, see above
+            requests = self._requests[: len(self._requests)]
+            self._own_post = [self._count, requests]
             if self._store is not None:
-                self._store.set(self._key(self._rank), json.dumps(self._mine))
-                if wishes:
-                    self._store.set(self._key("wished"), "")
-                self._store.add(self._key("told"), 1)
-            del self._wishes[: len(wishes)]
+                self._store.set(self._key(self._rank), json.dumps(self._own_post))
+                if requests:
+                    self._store.set(self._key("requested"), "")
+                self._store.add(self._key("posted"), 1)
+            del self._requests[: len(requests)]
 
-    def _numbers(self) -> list[Any]:
+    def _wait_posts(self) -> list[Any]:
         """Wait for the counts and requests of all ranks."""
         with self._posting:  # the other thread may be posting
             if self._store is None:
-                return [self._mine]
-        started = asked = time.monotonic()
-        while int(self._store.add(self._key("told"), 0)) < self._world:
+                return [self._own_post]
+        started = checked = time.monotonic()
+        while int(self._store.add(self._key("posted"), 0)) < self._world:
             now = time.monotonic()
-            if now - asked > _LONG:
-                asked = now
+            if now - checked > _CHECK_INTERVAL:
+                checked = now
                 self._check([rank for rank in range(self._world) if not self._store.check([self._key(rank)])])
             time.sleep(min(max((now - started) / 10, 1e-3), 0.1))
         return [json.loads(self._store.get(self._key(rank))) for rank in range(self._world)]

@@ -407,7 +407,7 @@ def _check_ended(watch: Watch, ended: Ended, ranks: list[int]) -> None:
 def _serve(reporter: _Reporter, agreement: Agreement, stop: threading.Event) -> None:
     try:
         while not stop.wait(reporter.poll):
-            agreement.look()
+            agreement.poll()
             if reporter.look():
                 return
     except RuntimeError as error:  # the process that serves the store has ended

@@ -199,7 +199,7 @@ class Signals:
     def __init__(self, trainer: pl.Trainer, agreement: Agreement) -> None:
         self._trainer, self._agreement = trainer, agreement
         self._agreed: list[str] = []
-        self._override = SignalOverride(trainer, lambda: agreement.wish(_STOP), lambda: agreement.wish(_REQUEUE))
+        self._override = SignalOverride(trainer, lambda: agreement.request(_STOP), lambda: agreement.request(_REQUEUE))
 
     def give_back(self) -> None:
         """Restore Lightning's handlers."""
@@ -207,7 +207,7 @@ class Signals:
 
     def pass_point(self, trains: bool) -> None:
         """Called by all ranks during a batch; ``trains``: of training. Collective if there was a signal."""
-        agreed = self._agreement.passed(trains)
+        agreed = self._agreement.pass_point(trains)
         if not agreed:
             return
         self._agreed += agreed

@@ -251,85 +251,85 @@ def _ranks(count: int = 2, **arguments: Any) -> list[Agreement]:
 
 def test_the_point_is_the_first_that_nobody_has_passed() -> None:
     first, second = _ranks()
-    assert first.passed(True) == second.passed(True) == second.passed(True) == []  # the second rank is ahead
-    first.wish("stop")
-    first.look()  # as the thread does
-    second.look()
-    assert first.passed(True) == [], "the other has passed this one"
-    assert first.passed(True) == second.passed(True) == ["stop"]
-    assert first.passed(True) == second.passed(True) == []
-    second.wish("stop")
-    second.wish("requeue")
-    second.look()
-    first.look()
-    assert second.passed(True) == first.passed(True) == ["requeue", "stop"]
+    assert first.pass_point(True) == second.pass_point(True) == second.pass_point(True) == []  # the second rank is ahead
+    first.request("stop")
+    first.poll()  # as the thread does
+    second.poll()
+    assert first.pass_point(True) == [], "the other has passed this one"
+    assert first.pass_point(True) == second.pass_point(True) == ["stop"]
+    assert first.pass_point(True) == second.pass_point(True) == []
+    second.request("stop")
+    second.request("requeue")
+    second.poll()
+    first.poll()
+    assert second.pass_point(True) == first.pass_point(True) == ["requeue", "stop"]
 
 
 def test_a_late_wish_is_for_the_next_time() -> None:
     first, second = _ranks()
-    first.wish("stop")
-    first.look()
-    second.look()
-    second.wish("requeue")
-    assert first.passed(True) == second.passed(True) == ["stop"]
-    second.look()
-    first.look()
-    assert first.passed(True) == second.passed(True) == ["requeue"]
+    first.request("stop")
+    first.poll()
+    second.poll()
+    second.request("requeue")
+    assert first.pass_point(True) == second.pass_point(True) == ["stop"]
+    second.poll()
+    first.poll()
+    assert first.pass_point(True) == second.pass_point(True) == ["requeue"]
 
 
 def test_a_later_round_waits_for_its_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(ranks: list[int]) -> None:
         raise RuntimeError(f"waits for {ranks}")
 
-    monkeypatch.setattr("lt_zero.comm.agreement._LONG", 0.02)
+    monkeypatch.setattr("lt_zero.comm.agreement._CHECK_INTERVAL", 0.02)
     first, second = _ranks(check=check)
-    first.wish("stop")
-    first.look()
-    second.look()
-    assert first.passed(True) == second.passed(True) == ["stop"]
-    first.wish("stop")
+    first.request("stop")
+    first.poll()
+    second.poll()
+    assert first.pass_point(True) == second.pass_point(True) == ["stop"]
+    first.request("stop")
     with pytest.raises(RuntimeError, match=r"waits for \[1\]"):
-        first.passed(True)
+        first.pass_point(True)
 
 
 def test_points_beside_training_may_differ_in_number() -> None:
     first, second = _ranks()
     for agreement, others in ((first, 3), (second, 1)):
-        agreement.passed(True)
+        agreement.pass_point(True)
         for _ in range(others):
-            agreement.passed(False)
-    second.wish("stop")
-    second.look()
-    first.look()
-    assert second.passed(True) == first.passed(True) == ["stop"]
+            agreement.pass_point(False)
+    second.request("stop")
+    second.poll()
+    first.poll()
+    assert second.pass_point(True) == first.pass_point(True) == ["stop"]
 
 
 def test_who_is_done_stops_nobody() -> None:
     first, second = _ranks()
     second.end()
     second.end()
-    first.wish("stop")
-    first.look()
-    assert first.passed(True) == first.passed(True) == []
+    first.request("stop")
+    first.poll()
+    assert first.pass_point(True) == first.pass_point(True) == []
     first.end()
     for agreement in (first, second):
         agreement.begin()
-    first.wish("stop")
-    first.look()
-    second.look()
-    assert first.passed(True) == second.passed(True) == ["stop"]
+    first.request("stop")
+    first.poll()
+    second.poll()
+    assert first.pass_point(True) == second.pass_point(True) == ["stop"]
 
 
 def test_a_late_wish_of_a_run_that_is_over_is_dropped() -> None:
     first, second = _ranks()
-    first.wish("stop")
-    first.look()
-    first.wish("requeue")
+    first.request("stop")
+    first.poll()
+    first.request("requeue")
     for agreement in (first, second):
         agreement.begin()
-    first.look()
-    second.look()
-    assert first.passed(True) == second.passed(True) == []
+    first.poll()
+    second.poll()
+    assert first.pass_point(True) == second.pass_point(True) == []
 
 
 def test_who_waits_for_a_rank_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,20 +337,20 @@ def test_who_waits_for_a_rank_that_is_gone_is_told(monkeypatch: pytest.MonkeyPat
         assert ranks == [1]
         raise RuntimeError("Rank 1 ended")
 
-    monkeypatch.setattr("lt_zero.comm.agreement._LONG", 0.02)
+    monkeypatch.setattr("lt_zero.comm.agreement._CHECK_INTERVAL", 0.02)
     agreement = Agreement(HashStore(), 0, 2, check)
     agreement.begin()
-    agreement.wish("stop")
+    agreement.request("stop")
     with pytest.raises(RuntimeError, match="Rank 1 ended"):
-        agreement.passed(True)
+        agreement.pass_point(True)
 
 
 def test_alone() -> None:
     agreement = Agreement()
     agreement.begin()
-    assert agreement.passed(True) == []
-    agreement.wish("stop")
-    agreement.wish("stop")
-    assert agreement.passed(False) == ["stop"]
-    assert agreement.passed(False) == []
+    assert agreement.pass_point(True) == []
+    agreement.request("stop")
+    agreement.request("stop")
+    assert agreement.pass_point(False) == ["stop"]
+    assert agreement.pass_point(False) == []
     agreement.end()
