@@ -87,7 +87,7 @@ class Comm(ProcessLocal):
         self._sequences = {"collective": CollectiveSequence(), "reduction": CollectiveSequence()}
         self._agreements = 0
         self._watch = Watch()
-        self._roll_call: HangDetector | None = None
+        self._hang_detector: HangDetector | None = None
         self.agreement = Agreement()  # of a single rank; ``for_world`` sets that of the group
         self._background: dist.ProcessGroup | None = None  # see ``allow_background``
         self._saving: dist.ProcessGroup | None = None  # see ``saving_group``
@@ -111,9 +111,9 @@ class Comm(ProcessLocal):
         groups = [dist.new_group(), dist.new_group()]
         comm = cls(groups[0], groups[1], device, check)
         assert comm._host is not None
-        comm._roll_call = calls = HangDetector.over(groups, comm._host, comm._watch)
-        if calls is not None:
-            comm.agreement, comm._watch.cause = calls.agreement, calls.ended.explain
+        comm._hang_detector = detector = HangDetector.over(groups, comm._host, comm._watch)
+        if detector is not None:
+            comm.agreement, comm._watch.cause = detector.agreement, detector.ended_ranks.explain
         if comm._gloo and device.type == "cpu":
             comm._share_memory()
         return comm
@@ -126,13 +126,13 @@ class Comm(ProcessLocal):
         Raises:
             RuntimeError: a rank never will, or called it for another operation. No collective works afterwards.
         """
-        if self._roll_call is None:
+        if self._hang_detector is None:
             return
-        self._roll_call.refuse_fork(what)
+        self._hang_detector.refuse_fork(what)
         try:
             self._announce(CALL, what, 0, agree=True)
         except RuntimeError as error:
-            if self._watch.verdict is not None or not (gone := self._roll_call.gone()):
+            if self._watch.verdict is not None or not (gone := self._hang_detector.ended()):
                 raise
             ended = ", ".join(f"rank {rank}" for rank in gone)
             raise RuntimeError(
@@ -142,36 +142,36 @@ class Comm(ProcessLocal):
 
     def begin_run(self) -> None:
         """Begin a run: answer other ranks' questions, and take part in ``agreement``. On all ranks."""
-        if self._roll_call is not None:
-            self._roll_call.listen()
-            self._roll_call.ended.forget()
+        if self._hang_detector is not None:
+            self._hang_detector.start()
+            self._hang_detector.ended_ranks.clear()
         self.agreement.begin()
 
-    def rest(self) -> None:
+    def end_run(self) -> None:
         """End the run on this rank, and its thread; the next operation of all ranks starts it again."""
         with suppress(RuntimeError):  # the process that serves the store has ended
             self.agreement.end()
-        if self._roll_call is not None:
-            self._roll_call.rest()
+        if self._hang_detector is not None:
+            self._hang_detector.stop()
 
     def explain(self, error: BaseException) -> bool:
         """Add the cause (a hang, or the end of another rank) to an error's text; returns whether it is known."""
-        if self._roll_call is None or not isinstance(error, RuntimeError):
+        if self._hang_detector is None or not isinstance(error, RuntimeError):
             return False
         verdict = self._watch.verdict
         if verdict is not None:
             if verdict not in str(error):
                 error.args = (f"{verdict} ({error})",)
             return True
-        cause = self._roll_call.ended.explain() if in_collective(error) else None
+        cause = self._hang_detector.ended_ranks.explain() if in_collective(error) else None
         if cause is not None and cause not in str(error):
             error.args = (f"{error}\n{cause}",)
         return cause is not None
 
-    def tell(self, error: BaseException) -> None:
+    def post_error(self, error: BaseException) -> None:
         """Before an error ends this rank: explain it, or post it for the ranks that fail because of it."""
-        if not self.explain(error) and self._roll_call is not None:
-            self._roll_call.tell(error)
+        if not self.explain(error) and self._hang_detector is not None:
+            self._hang_detector.post_error(error)
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
@@ -290,7 +290,7 @@ class Comm(ProcessLocal):
     def _agree(self, launch: Launch) -> None:
         """Compare the ranks' collectives up to ``launch``; a barrier."""
         mine, group = self._sequences[launch.channel].checksum, self._host
-        if self._roll_call is None or group is None:
+        if self._hang_detector is None or group is None:
             return
         if launch.channel == "reduction":
             group = self._checked
@@ -304,7 +304,7 @@ class Comm(ProcessLocal):
             self._watch.wait(self._all_gather(row, torch.tensor([mine]), group=group, async_op=True), launch)
             checksums = row.tolist()
         if any(checksum != mine for checksum in checksums):
-            self._roll_call.compare(launch)
+            self._hang_detector.raise_divergence(launch)
 
     def _require_device(self, tensor: Tensor, name: str) -> None:
         """Raise for a tensor on another device, as the backend of a GPU would; so tests on the CPU find it."""
@@ -425,7 +425,7 @@ class Comm(ProcessLocal):
             return Done()
         launch = self._announce("flags", name, flags.numel())
         work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._host, async_op=True)
-        return All([work], None, self._watch if self._roll_call is not None else None, launch)
+        return All([work], None, self._watch if self._hang_detector is not None else None, launch)
 
     def problems(self, problem: str | None, name: str) -> list[str]:
         """The problems of all ranks ("rank 1: ..."), on every rank; [] if there are none. Collective."""

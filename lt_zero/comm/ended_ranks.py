@@ -23,15 +23,14 @@ from lt_zero.comm import work
 _PROBE_TAG = 0x5AB0  # of a message that nobody receives
 _PATIENCE = 1.0  # seconds to wait for a closed connection
 _MANY = 64  # most ended ranks whose messages are read
-_OWN, _FOLLOWS = "own", "follows"
 
 
-class _Word(NamedTuple):
-    kind: str
+class _Message(NamedTuple):
+    own: bool  # the rank ended by itself; otherwise because of another
     text: str
 
 
-class Ended:
+class EndedRanks:
     """Finds ranks that have ended, and their errors.
 
     Args:
@@ -43,10 +42,10 @@ class Ended:
 
     def __init__(self, ranks: Sequence[int], rank: int, host: dist.ProcessGroup, store: Store) -> None:
         self._ranks, self._rank, self._host, self._store = ranks, rank, host, store
-        self._told = False
+        self._posted = False
         self._found: str | None = None
 
-    def gone(self, rank: int) -> bool:
+    def has_ended(self, rank: int) -> bool:
         """Whether the connection to a rank is closed."""
         try:
             dist.isend(torch.zeros(1), self._ranks[rank], self._host, tag=_PROBE_TAG)
@@ -54,57 +53,57 @@ class Ended:
             return True
         return False
 
-    def tell(self, error: BaseException, place: str) -> None:
+    def post_error(self, error: BaseException, place: str) -> None:
         """Post the error, raised at ``place``, with which this rank ends."""
         text = str(error).strip().split("\n", 1)[0][:300]
-        self._leave(_Word(_OWN, f"{type(error).__name__}{f': {text}' if text else ''} ({place})"))
+        self._post(_Message(True, f"{type(error).__name__}{f': {text}' if text else ''} ({place})"))
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Delete what this rank has posted: the error of the last run has not ended it."""
-        if self._told:
+        if self._posted:
             self._store.delete_key(str(self._rank))
-        self._told, self._found = False, None
+        self._posted, self._found = False, None
 
     def explain(self) -> str | None:
         """Which rank has ended, and where to look; None if none has."""
         if self._found is None:
             until = time.monotonic() + _PATIENCE
             others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
-            while not (gone := [rank for rank in others if self.gone(rank)]) and time.monotonic() < until:
+            while not (ended := [rank for rank in others if self.has_ended(rank)]) and time.monotonic() < until:
                 time.sleep(0.05)
-            if gone:
-                cause = self._cause(gone)
-                self._leave(_Word(_FOLLOWS, cause))
+            if ended:
+                cause = self._cause(ended)
+                self._post(_Message(False, cause))
                 self._found = f"{cause} The error of rank {self._rank}, above, follows from that."
         return self._found
 
-    def _cause(self, gone: list[int]) -> str:
-        words = {rank: self._word(rank) for rank in gone[:_MANY]}
-        for rank, word in words.items():
-            if word is not None and word.kind == _OWN:
-                return f"Rank {rank} ended with {word.text}: see what it printed{_WHERE}."
-        silent = [rank for rank, word in words.items() if word is None]
-        follows = next((word.text for word in words.values() if word is not None), "")
-        if follows:
-            return follows
+    def _cause(self, ended: list[int]) -> str:
+        messages = {rank: self._message(rank) for rank in ended[:_MANY]}
+        for rank, message in messages.items():
+            if message is not None and message.own:
+                return f"Rank {rank} ended with {message.text}: see what it printed{_WHERE}."
+        silent = [rank for rank, message in messages.items() if message is None]
+        cause = next((message.text for message in messages.values() if message is not None), "")
+        if cause:
+            return cause
         one = f"Rank {silent[0]}" if len(silent) == 1 else f"Ranks {', '.join(map(str, silent))}"
         return (
             f"{one} ended without a word: killed (for want of memory, by the scheduler), or by an error outside of the"
             f" Trainer. See the last that {'it' if len(silent) == 1 else 'they'} printed{_WHERE}, and dmesg."
         )
 
-    def _word(self, rank: int) -> _Word | None:
+    def _message(self, rank: int) -> _Message | None:
         try:
             if self._store.check([str(rank)]):
-                return _Word(*json.loads(self._store.get(str(rank))))
+                return _Message(*json.loads(self._store.get(str(rank))))
         except RuntimeError:  # it is served by a process that has ended
             pass
         return None
 
-    def _leave(self, word: _Word) -> None:
+    def _post(self, message: _Message) -> None:
         try:
-            self._store.set(str(self._rank), json.dumps(word))
-            self._told = True
+            self._store.set(str(self._rank), json.dumps(message))
+            self._posted = True
         except RuntimeError:  # nobody can read it
             pass
 

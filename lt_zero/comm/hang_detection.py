@@ -23,7 +23,7 @@ Note [Hanging up]
     backends have ``abort``.
 
 Note [Life of the thread]
-    It answers from ``listen`` to ``rest``; a long wait starts it again. The thread refers to the watch and to its own
+    It answers from ``start`` to ``stop``; a long wait starts it again. The thread refers to the watch and to its own
     store client, not to the ``HangDetector``: when that is collected, or at exit, the thread is ended and joined,
     because a daemon thread must not be in torch's C++ code when the interpreter ends. A forked child has no such
     thread, and must not use the store's connection.
@@ -51,7 +51,7 @@ from torch.distributed import PrefixStore, Store, distributed_c10d  # type: igno
 
 from lt_zero.comm import work as work_module
 from lt_zero.comm.agreement import Agreement
-from lt_zero.comm.ended_ranks import Ended, innermost
+from lt_zero.comm.ended_ranks import EndedRanks, innermost
 from lt_zero.comm.work import CALL, FENCE, Launch, Watch
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ _STORE_TIMEOUT = timedelta(seconds=20)
 
 @dataclass(frozen=True)
 class Patience:
-    """In seconds. ``poll``: between looks at the store. ``ask``: in a wait before asking for those who have not come.
+    """In seconds. ``poll``: between polls of the store. ``ask``: in a wait before asking for those who have not come.
     ``stuck``: in the same collective. ``limit``: for a rank that could still come to a call of the user.
     """
 
@@ -93,17 +93,20 @@ class HangDetector:
         self._ranks = dist.get_process_group_ranks(group)  # global ones
         self._host, self._watch, self._store = host, watch, store
         self._patience, self._pid = PATIENCE, os.getpid()
-        self._subject: Launch | None = None  # what is examined
-        self._first, self._asked = 0, 0.0  # number of the first question about it, and when the last one was asked
-        self._heard_of: dict[int, tuple[int, float]] = {}  # rank -> (question that it answered last, when)
-        self.ended = Ended(self._ranks, self._rank, host, PrefixStore("ended", store))
-        check = functools.partial(_check_ended, watch, self.ended)
+        self._examined: Launch | None = None
+        self._first_question, self._asked = (
+            0,
+            0.0,
+        )  # number of the first question about it, and when the last one was asked
+        self._last_answers: dict[int, tuple[int, float]] = {}  # rank -> (question that it answered last, when)
+        self.ended_ranks = EndedRanks(self._ranks, self._rank, host, PrefixStore("ended", store))
+        check = functools.partial(_check_ended, watch, self.ended_ranks)
         self.agreement = Agreement(PrefixStore("agreement", store), self._rank, self._world, check)
         watch.slice = min(watch.slice, timedelta(seconds=self._patience.poll))
         watch.examiner = weakref.ref(self)
         self._reporter = _Reporter(watch, store, groups, self._patience.poll)
         self._finalizer: weakref.finalize | None = None  # type: ignore[type-arg]
-        self.listen()
+        self.start()
 
     @classmethod
     def over(cls, groups: list[dist.ProcessGroup], host: dist.ProcessGroup, watch: Watch) -> HangDetector | None:
@@ -115,7 +118,7 @@ class HangDetector:
         store.set_timeout(_STORE_TIMEOUT)
         return cls(groups, host, watch, PrefixStore("roll_call", store))
 
-    def listen(self) -> None:
+    def start(self) -> None:
         """Answer other ranks from now on. No-op if it does, or after a verdict."""
         if self._watch.verdict is not None:
             return
@@ -126,7 +129,7 @@ class HangDetector:
             thread.start()
             self._finalizer = weakref.finalize(self, _end, stop, thread, self._pid)
 
-    def rest(self) -> None:
+    def stop(self) -> None:
         """End the thread. No-op if there is none."""
         if self._finalizer is not None:
             self._finalizer()
@@ -149,34 +152,34 @@ class HangDetector:
         now = time.monotonic()
         if waited < self._patience.ask or now - self._asked < self._patience.poll:
             return
-        self.listen()
+        self.start()
         with contextlib.suppress(dist.DistError):  # the process that serves the store has ended: gloo will notice
-            if self._subject != launch:
-                self._subject, self._first = launch, 0
-                self._heard_of.clear()
+            if self._examined != launch:
+                self._examined, self._first_question = launch, 0
+                self._last_answers.clear()
             else:
-                self._judge(launch, waited, now)
+                self._check_ranks(launch, waited, now)
             self._asked = now
             self._store.set(f"question/{self._rank}", json.dumps([launch.channel, launch.number]))
             asks = self._store.add("asks", 1)
-            self._first = self._first or asks
+            self._first_question = self._first_question or asks
 
-    def _judge(self, launch: Launch, waited: float, now: float) -> None:
-        parties = {rank: self._party(rank, launch, now) for rank in range(self._world) if rank != self._rank}
-        parties[self._rank] = _Party.waiting(launch, user_line(sys._getframe()))
-        lost = next((rank for rank, party in parties.items() if party.never), None)
+    def _check_ranks(self, launch: Launch, waited: float, now: float) -> None:
+        states = {rank: self._state_of(rank, launch, now) for rank in range(self._world) if rank != self._rank}
+        states[self._rank] = _RankState.waiting(launch, user_line(sys._getframe()))
+        lost = next((rank for rank, state in states.items() if state.never), None)
         if lost is None and launch.operation == CALL and waited > self._patience.limit:
-            lost = next((rank for rank, party in parties.items() if not party.came), None)
+            lost = next((rank for rank, state in states.items() if not state.came), None)
         if lost is not None:
-            hearing = sum(party.text != _GONE for party in parties.values())
-            self._fail(_sentence(parties, self._rank, lost), hearing)
+            readers = sum(state.text != _GONE for state in states.values())
+            self._fail(_sentence(states, self._rank, lost), readers)
 
-    def look(self) -> None:
+    def update_verdict(self) -> None:
         """Update the verdict."""
         with contextlib.suppress(dist.DistError):
-            self._reporter.hear()
+            self._reporter.read_verdict()
 
-    def compare(self, launch: Launch) -> None:
+    def raise_divergence(self, launch: Launch) -> None:
         """Raise the error of ranks that meet in different collectives. Collective.
 
         Raises:
@@ -185,56 +188,56 @@ class HangDetector:
         mine = self._watch.history(launch.channel), user_line(sys._getframe())
         with contextlib.suppress(dist.DistError):
             self._store.set(f"ran/{self._rank}", json.dumps(mine))
-            told = [json.loads(self._store.get(f"ran/{rank}")) for rank in range(self._world)]
-            self._fail(diverged([([Launch(*entry) for entry in ran], place) for ran, place in told]), self._world)
+            histories = [json.loads(self._store.get(f"ran/{rank}")) for rank in range(self._world)]
+            self._fail(diverged([([Launch(*entry) for entry in ran], place) for ran, place in histories]), self._world)
         raise RuntimeError(f"The ranks diverged at {launch}. {_RAN}")
 
-    def _party(self, rank: int, launch: Launch, now: float) -> _Party:
+    def _state_of(self, rank: int, launch: Launch, now: float) -> _RankState:
         """What another rank is doing, and whether it will never launch ``launch``."""
         key = f"doing/{rank}"
         answer: dict[str, Any] = json.loads(self._store.get(key)) if self._store.check([key]) else {"asks": 0}
-        last, since = self._heard_of.get(rank, (0, now))
+        last, since = self._last_answers.get(rank, (0, now))
         since = now if answer["asks"] != last else since
-        self._heard_of[rank] = answer["asks"], since
-        if now - since > 2.5 * self._patience.poll and self.ended.gone(rank):
-            return _Party(None, "", _GONE, never=True)
-        if answer["asks"] < self._first:
-            return _Party(None, "", "does not answer")
+        self._last_answers[rank] = answer["asks"], since
+        if now - since > 2.5 * self._patience.poll and self.ended_ranks.has_ended(rank):
+            return _RankState(None, "", _GONE, never=True)
+        if answer["asks"] < self._first_question:
+            return _RankState(None, "", "does not answer")
         theirs = Launch(*answer["launch"]) if answer["launch"] is not None else None
-        party = _Party(theirs, answer["place"], answer["text"])
+        state = _RankState(theirs, answer["place"], answer["text"])
         stuck = answer["seconds"] >= self._patience.stuck
         ran, watch = answer["ran"].get(str(self._rank)), self._watch
         if ran is not None:
-            party.came = launch.like(Launch(*ran))
-            party.never = not party.came
-            party.tell(Launch(*ran))
+            state.came = launch.like(Launch(*ran))
+            state.never = not state.came
+            state.add_ran(Launch(*ran))
         elif theirs is not None and watch.launched.get(theirs.channel, 0) >= theirs.number:
-            mine = watch.ran(theirs.channel, theirs.number)
-            party.never = mine is not None and not mine.like(theirs)  # otherwise it is on its way
+            mine = watch.find(theirs.channel, theirs.number)
+            state.never = mine is not None and not mine.like(theirs)  # otherwise it is on its way
         elif theirs is not None:
-            party.never = stuck
+            state.never = stuck
         else:
-            party.never = stuck and answer["ranks"] is not None and self._ranks[self._rank] in answer["ranks"]
-        return party
+            state.never = stuck and answer["ranks"] is not None and self._ranks[self._rank] in answer["ranks"]
+        return state
 
-    def tell(self, error: BaseException) -> None:
+    def post_error(self, error: BaseException) -> None:
         """Post the error that ends this rank for the other ranks."""
-        self.ended.tell(error, user_line(innermost(error.__traceback__)))
+        self.ended_ranks.post_error(error, user_line(innermost(error.__traceback__)))
 
-    def gone(self) -> list[int]:
+    def ended(self) -> list[int]:
         """The ranks whose connections are closed."""
-        return [rank for rank in range(self._world) if rank != self._rank and self.ended.gone(rank)]
+        return [rank for rank in range(self._world) if rank != self._rank and self.ended_ranks.has_ended(rank)]
 
     # ---- the verdict ---------------------------------------------------------------------------------------------
 
-    def _fail(self, verdict: str, hearing: int) -> None:
-        """Post the verdict, wait until ``hearing`` ranks have read it, and raise. See Note [Telling everybody]."""
+    def _fail(self, verdict: str, readers: int) -> None:
+        """Post the verdict, wait until ``readers`` ranks have read it, and raise. See Note [Telling everybody]."""
         if self._store.add("verdicts", 1) == 1:
             self._store.set("verdict", verdict)
             self._store.add("asks", 1)
         self._watch.verdict = self._store.get("verdict").decode()
-        self._reporter.leave(hearing)
-        self._watch.refuse()
+        self._reporter.close_connections(readers)
+        self._watch.raise_verdict()
 
 
 _GONE = "has ended or left the process group"
@@ -250,7 +253,7 @@ _RAN = (
 
 
 @dataclass
-class _Party:
+class _RankState:
     """A rank: the collective in which it waits, its line of the user's code, and both in words.
 
     ``came``: it is, or was, in the collective that is examined. ``never``: it never will be.
@@ -263,53 +266,53 @@ class _Party:
     never: bool = False
 
     @classmethod
-    def waiting(cls, launch: Launch, place: str) -> _Party:
+    def waiting(cls, launch: Launch, place: str) -> _RankState:
         return cls(launch, place, f"waits in {launch} ({place})", came=True)
 
-    def tell(self, ran: Launch) -> None:
+    def add_ran(self, ran: Launch) -> None:
         """Add ``ran``, which the rank launched under the same number, to the text."""
         if self.never and not ran.like(self.launch):
             self.text += f", and ran {ran} ({ran.numel:,} elements) in its place"
 
 
-def diverged(told: list[tuple[list[Launch], str]]) -> str:
+def diverged(histories: list[tuple[list[Launch], str]]) -> str:
     """The verdict on ranks that meet in different collectives, from the history and user line of each.
 
     The same text on every rank.
     """
-    least = min(ran[-1].number for ran, _ in told)
-    ran_at = [{launch.number: launch for launch in ran} for ran, _ in told]
+    least = min(ran[-1].number for ran, _ in histories)
+    ran_at = [{launch.number: launch for launch in ran} for ran, _ in histories]
     common = sorted(set.intersection(*(set(ran) for ran in ran_at)))
     number = next((n for n in common if not all(ran[n].like(ran_at[0][n]) for ran in ran_at)), least)
-    head = next(rank for rank, (ran, _) in enumerate(told) if ran[-1].number == least)
-    parties = {rank: _Party.waiting(ran[-1], place) for rank, (ran, place) in enumerate(told)}
-    for party, ran in zip(parties.values(), ran_at, strict=True):
-        party.came = number in ran and ran_at[head][number].like(ran[number])
-        party.never = not party.came
+    head = next(rank for rank, (ran, _) in enumerate(histories) if ran[-1].number == least)
+    states = {rank: _RankState.waiting(ran[-1], place) for rank, (ran, place) in enumerate(histories)}
+    for state, ran in zip(states.values(), ran_at, strict=True):
+        state.came = number in ran and ran_at[head][number].like(ran[number])
+        state.never = not state.came
         if number in ran:
-            party.tell(ran[number])
-    lost = next((rank for rank, party in parties.items() if party.never), int(head == 0))
-    return _sentence(parties, head, lost)
+            state.add_ran(ran[number])
+    lost = next((rank for rank, state in states.items() if state.never), int(head == 0))
+    return _sentence(states, head, lost)
 
 
-def _sentence(parties: dict[int, _Party], head: int, lost: int) -> str:
+def _sentence(states: dict[int, _RankState], head: int, lost: int) -> str:
     """The verdict: rank ``head`` waits for rank ``lost``, which will never arrive."""
-    first, other = parties[head], parties[lost]
+    first, other = states[head], states[lost]
     assert first.launch is not None
     called = first.launch.operation == CALL
     calls = other.launch is not None and other.launch.operation == CALL
     ours = first.launch.operation == FENCE and other.launch is not None and other.launch.operation != FENCE
     if other.launch is not None and other.launch[:2] <= first.launch[:2] and (ours or (calls and not called)):
         # Users know their calls better than modules, and modules better than our fences.
-        parties = {rank: replace(party, came=False) for rank, party in parties.items()}
-        return _sentence(parties, lost, head)
-    came = sorted(rank for rank, party in parties.items() if party.launch == first.launch)
+        states = {rank: replace(state, came=False) for rank, state in states.items()}
+        return _sentence(states, lost, head)
+    came = sorted(rank for rank, state in states.items() if state.launch == first.launch)
     if called and calls:
         return (
             f"{first.launch} was called on {_names(came)} ({first.place}) while {other.launch} was called on rank"
             f" {lost} ({other.place}). Both need all ranks: call the same operations in the same order on every rank."
         )
-    others = sorted(r for r, party in parties.items() if r not in (*came, lost) and not party.came)
+    others = sorted(r for r, state in states.items() if r not in (*came, lost) and not state.came)
     also = f" (nor on {_names(others)})" if others else ""
     begun = f"{first.launch} was called" if called else f"T{str(first.launch)[1:]} was begun"
     return (
@@ -331,44 +334,44 @@ def _names(ranks: list[int]) -> str:
 class _Reporter:
     """Polls the store, and reports what the thread that made it is doing."""
 
-    def __init__(self, watch: Watch, store: Store, groups: list[dist.ProcessGroup], poll: float) -> None:
-        self.poll = poll
+    def __init__(self, watch: Watch, store: Store, groups: list[dist.ProcessGroup], interval: float) -> None:
+        self.interval = interval
         self._watch, self._store, self._groups = watch, store, groups
         self._rank, self._world = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
         self._thread = threading.get_ident()
         self._in: Any = None  # a Launch, or the frame of a collective that is not ours
         self._since = 0.0
-        self._answered = self._quiet = 0  # questions so far; looks since the last one
+        self._last_question = self._idle_polls = 0  # number of the last question; polls since
 
-    def hear(self) -> bool:
+    def read_verdict(self) -> bool:
         """Update the verdict; returns whether there is one."""
         if self._watch.verdict is None and self._store.check(["verdict"]):
             self._watch.verdict = self._store.get("verdict").decode()
         return self._watch.verdict is not None
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Answer questions; returns whether there is a verdict, after which the thread ends."""
         asks = self._store.add("asks", 0)
-        self._quiet = 0 if asks != self._answered else self._quiet + 1
-        if self._quiet > 3:
+        self._idle_polls = 0 if asks != self._last_question else self._idle_polls + 1
+        if self._idle_polls > 3:
             self._in = None
-        if self._quiet:
+        if self._idle_polls:
             return self._watch.verdict is not None
-        self._answered, known = asks, self._watch.verdict is not None
-        if not self.hear():
+        self._last_question, known = asks, self._watch.verdict is not None
+        if not self.read_verdict():
             self._answer(asks)
             return False
         if not known and self._watch.waiting is None:  # the main thread may not find out by itself
             log.error("%s", self._watch.verdict)
         self._store.add("heard", 1)
-        self.leave(self._world)
+        self.close_connections(self._world)
         return True
 
-    def leave(self, hearing: int) -> None:
-        """Wait until ``hearing`` ranks know the verdict, with a timeout, and close connections: Note [Hanging up]."""
-        patience = time.monotonic() + 2.5 * self.poll
-        while time.monotonic() < patience and self._store.add("heard", 0) < hearing:
-            time.sleep(self.poll / 20)
+    def close_connections(self, readers: int) -> None:
+        """Wait until ``readers`` ranks know the verdict, with a timeout, and close connections: Note [Hanging up]."""
+        patience = time.monotonic() + 2.5 * self.interval
+        while time.monotonic() < patience and self._store.add("heard", 0) < readers:
+            time.sleep(self.interval / 20)
         frame = sys._current_frames().get(self._thread)
         elsewhere = self._watch.waiting is None and frame is not None and _collective_of(frame) is not None
         for group in [*self._groups, *([dist.group.WORLD] if elsewhere and dist.group.WORLD is not None else [])]:
@@ -380,7 +383,7 @@ class _Reporter:
         now: Any = launch
         text = f"is at {place}"
         if launch is not None:
-            text = _Party.waiting(launch, place).text
+            text = _RankState.waiting(launch, place).text
         elif frame is not None and (ranks := _collective_of(frame)) is not None:
             now, text = frame, f"waits in {frame.f_code.co_name} of torch.distributed ({place})"
         if now is None or now is not self._in:
@@ -393,22 +396,22 @@ class _Reporter:
         """This rank's launches with the numbers that other ranks have asked about."""
         asked = {rank: f"question/{rank}" for rank in range(self._world) if rank != self._rank}
         places = {rank: json.loads(self._store.get(key)) for rank, key in asked.items() if self._store.check([key])}
-        found = {rank: self._watch.ran(channel, number) for rank, (channel, number) in places.items()}
+        found = {rank: self._watch.find(channel, number) for rank, (channel, number) in places.items()}
         return {rank: launch for rank, launch in found.items() if launch is not None}
 
 
-def _check_ended(watch: Watch, ended: Ended, ranks: list[int]) -> None:
+def _check_ended(watch: Watch, ended: EndedRanks, ranks: list[int]) -> None:
     """Raise if one of these ranks has ended."""
-    watch.refuse()
-    if any(ended.gone(rank) for rank in ranks) and (text := ended.explain()) is not None:
+    watch.raise_verdict()
+    if any(ended.has_ended(rank) for rank in ranks) and (text := ended.explain()) is not None:
         raise RuntimeError(text)
 
 
 def _serve(reporter: _Reporter, agreement: Agreement, stop: threading.Event) -> None:
     try:
-        while not stop.wait(reporter.poll):
+        while not stop.wait(reporter.interval):
             agreement.poll()
-            if reporter.look():
+            if reporter.poll():
                 return
     except RuntimeError as error:  # the process that serves the store has ended
         log.debug("No more roll calls: %s", error)

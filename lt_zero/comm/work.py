@@ -91,7 +91,7 @@ class Examiner(Protocol):
     def examine(self, launch: Launch, waited: float) -> None:
         """Raise if ``launch``, which this rank has waited for ``waited`` seconds, can never complete."""
 
-    def look(self) -> None:
+    def update_verdict(self) -> None:
         """Update the verdict."""
 
 
@@ -118,13 +118,13 @@ class Watch:
         Raises:
             RuntimeError: with the verdict, if there is one.
         """
-        self.refuse()
+        self.raise_verdict()
         number = self.launched.get(channel, 0) + 1
         launch = self._recent[channel, number % _REMEMBERED] = Launch(channel, number, operation, name, numel)
         self.launched[channel] = number  # after ``_recent``, as other threads read both
         return launch
 
-    def ran(self, channel: str, number: int) -> Launch | None:
+    def find(self, channel: str, number: int) -> Launch | None:
         """The launch of that number; None if there was none, or it is forgotten."""
         found = self._recent.get((channel, number % _REMEMBERED))
         return found if found is not None and found.number == number else None
@@ -147,13 +147,13 @@ class Watch:
                 with suppress(RuntimeError):  # end of a slice, or the work has failed
                     work.wait(self.slice)
                 if not work.is_completed():
-                    self.refuse()
+                    self.raise_verdict()
                     if launch is not None and (examiner := self.examiner()) is not None:
                         examiner.examine(launch, time.monotonic() - started)
             work.wait()
         except RuntimeError as error:
             if (examiner := self.examiner()) is not None:
-                examiner.look()
+                examiner.update_verdict()
             if self.verdict is not None and self.verdict not in str(error):
                 raise RuntimeError(self.verdict) from error  # peers closed their connections because of it
             if self.verdict is None and (cause := self.cause()) is not None:
@@ -163,7 +163,7 @@ class Watch:
             if launch is not None:
                 self.waiting = None
 
-    def refuse(self) -> None:
+    def raise_verdict(self) -> None:
         """Raise the verdict, if there is one."""
         if self.verdict is not None:
             raise RuntimeError(self.verdict)

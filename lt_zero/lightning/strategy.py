@@ -508,10 +508,10 @@ class ZeroStrategy(DDPStrategy):
         if self._engine is not None:
             self._engine.offload_manager.rest()
         if self._comm is not None:
-            self._comm.rest()
+            self._comm.end_run()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Skip DDP's advice on unused parameters; explain errors caused by another rank."""
         if self._comm is not None:
-            self._comm.tell(exception)
+            self._comm.post_error(exception)

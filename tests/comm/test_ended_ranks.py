@@ -153,7 +153,7 @@ def _somebody_elses() -> list[str]:
         assert work is not None
         with pytest.raises(RuntimeError, match="Timed out") as wrong, comm.explaining():
             work.wait(timedelta(seconds=0.2))
-        comm.tell(wrong.value)
+        comm.post_error(wrong.value)
         found.append(str(wrong.value))
     dist.barrier()
     return found

@@ -270,9 +270,9 @@ def _life() -> None:
     comm = comm_here()
     other = Comm.for_world(torch.device("cpu"))
     assert count() == 2
-    assert other._roll_call is not None
-    other._roll_call.rest()
-    other._roll_call.rest()
+    assert other._hang_detector is not None
+    other._hang_detector.stop()
+    other._hang_detector.stop()
     assert count() == 1
     comm.roll_call("export")
     child = os.fork()

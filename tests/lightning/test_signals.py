@@ -251,7 +251,9 @@ def _ranks(count: int = 2, **arguments: Any) -> list[Agreement]:
 
 def test_the_point_is_the_first_that_nobody_has_passed() -> None:
     first, second = _ranks()
-    assert first.pass_point(True) == second.pass_point(True) == second.pass_point(True) == []  # the second rank is ahead
+    assert (
+        first.pass_point(True) == second.pass_point(True) == second.pass_point(True) == []
+    )  # the second rank is ahead
     first.request("stop")
     first.poll()  # as the thread does
     second.poll()
