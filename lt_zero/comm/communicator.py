@@ -32,7 +32,7 @@ from torch import Tensor
 from lt_zero.comm.agreement import Agreement
 from lt_zero.comm.ended_ranks import in_collective
 from lt_zero.comm.hang_detection import HangDetector, user_line
-from lt_zero.comm.shared_memory import SharedArena, supported, wide
+from lt_zero.comm.shared_memory import SharedArena, store, supported, wide
 from lt_zero.comm.work import CALL, FENCE, All, CollectiveSequence, Done, Launch, Watch, Work
 from lt_zero.common.flat_storage import flat_empty
 from lt_zero.common.module_hooks import ProcessLocal
@@ -79,10 +79,8 @@ class Comm(ProcessLocal):
         self._host = group
         # A simulated group (torch's "fake" backend) has no other processes; results are this process's values.
         if group is not None and dist.get_backend(group) not in ("gloo", "fake"):
-            self._host = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
-        self._checked = reductions
-        if check and group is not None and self._host is not group:
-            self._checked = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+            self._host = self._new_group("gloo")
+        self._checked = self._new_group("gloo") if check and self._host is not group else reductions
         self._check = check
         self._sequences = {"collective": CollectiveSequence(), "reduction": CollectiveSequence()}
         self._agreements = 0
@@ -117,6 +115,11 @@ class Comm(ProcessLocal):
         if comm._gloo and device.type == "cpu":
             comm._share_memory()
         return comm
+
+    def _new_group(self, backend: str) -> dist.ProcessGroup:
+        """Another process group over the same ranks. Collective."""
+        assert self._group is not None
+        return dist.new_group(dist.get_process_group_ranks(self._group), backend=backend)  # type: ignore[no-any-return]
 
     # ---- operations of all ranks -----------------------------------------------------------------------------------
 
@@ -187,8 +190,7 @@ class Comm(ProcessLocal):
     def allow_background(self) -> None:
         """Make a process group for the background thread (background.py). Collective."""
         if self.world > 1 and self._background is None:
-            ranks = dist.get_process_group_ranks(self._group)
-            self._background = dist.new_group(ranks, backend=dist.get_backend(self._group))
+            self._background = self._new_group(dist.get_backend(self._group))
             dist.barrier(self._background)  # connect now: connecting later could deadlock with other collectives
 
     def saving_group(self, background: bool) -> dist.ProcessGroup | None:
@@ -197,7 +199,7 @@ class Comm(ProcessLocal):
         ``background``: a group of its own, for a thread that saves during training.
         """
         if self.world > 1 and background and self._saving is None:
-            self._saving = dist.new_group(dist.get_process_group_ranks(self._group), backend="gloo")
+            self._saving = self._new_group("gloo")
             dist.barrier(self._saving)  # connect now
         return self._saving if background else self._host
 
@@ -337,7 +339,7 @@ class Comm(ProcessLocal):
             self.fence()
         launch = self._announce("all-gather", name, flat.numel())
         if self._arena is not None and own is not None and shared:
-            self._arena.gather(self.rank, own, flat)
+            self._arena.gather(own, flat)
             self._read = True
             return Done()
         return self._gather_shards(flat, self._group, launch)
@@ -359,41 +361,41 @@ class Comm(ProcessLocal):
         after = self.factors(flat.dtype)[1]
         self._require_device(flat, name)
         if self.world == 1:
-            return All([], lambda: _store(out, flat, add, after))
+            return All([], lambda: store(out, flat, add, after))
         launch = self._announce("reduce-scatter", name, flat.numel(), "reduction")
         arena = self._arena
         if arena is not None and arena.has(flat):
             entered = dist.barrier(self._reductions, async_op=True)
-            return self._all([entered], launch, lambda: arena.sum(self.rank, flat, flat.numel(), out, add, after))
+            return self._all([entered], launch, lambda: arena.sum(self.rank, flat, out, add, after))
         if not self.use_reduce_scatter:
             summed = flat.chunk(self.world)[self.rank]
             work = dist.all_reduce(flat, group=self._reductions, async_op=True)
-            return self._all([work], launch, lambda: _store(out, summed, add, after))
+            return self._all([work], launch, lambda: store(out, summed, add, after))
         if self._gloo:
             work = dist.all_to_all_single(scratch, flat, group=self._reductions, async_op=True)
             parts = scratch.chunk(self.world)
-            return self._all([work], launch, lambda: _store(out, _sum_in_rank_order(parts, out.dtype), add, after))
+            return self._all([work], launch, lambda: store(out, _sum_in_rank_order(parts, out.dtype), add, after))
         mine = scratch[: out.numel()]
         work = self._reduce_scatter(mine, flat, group=self._reductions, async_op=True)
-        return self._all([work], launch, lambda: _store(out, mine, add, after))
+        return self._all([work], launch, lambda: store(out, mine, add, after))
 
     def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Work:
         """Average ``flat`` (1D, world shards) over the ranks, and write all of it to ``out``, or add it."""
         after = self.factors(flat.dtype)[1]
         self._require_device(flat, name)
         if self.world == 1:
-            return All([], lambda: _store(out, flat, add, after))
+            return All([], lambda: store(out, flat, add, after))
         launch = self._announce("all-reduce", name, flat.numel(), "reduction")
         if not self._gloo:
             work = dist.all_reduce(flat, group=self._reductions, async_op=True)
-            return self._all([work], launch, lambda: _store(out, flat, add, after))
+            return self._all([work], launch, lambda: store(out, flat, add, after))
         work = dist.all_to_all_single(scratch, flat, group=self._reductions, async_op=True)
 
         def finish() -> None:
             mine = flat.chunk(self.world)[self.rank]
             mine.copy_(_sum_in_rank_order(scratch.chunk(self.world), out.dtype).mul_(after))
             self._gather_shards(flat, self._reductions, launch).wait()
-            _store(out, flat, add, 1.0)
+            store(out, flat, add, 1.0)
 
         return self._all([work], launch, finish)
 
@@ -517,12 +519,3 @@ def _sum_in_rank_order(shards: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor
     for shard in shards[1:]:
         total.add_(shard)
     return total
-
-
-def _store(out: Tensor, value: Tensor, add: bool, factor: float) -> None:
-    """``out = value * factor`` or ``out += value * factor``; ``value`` may be overwritten."""
-    value = value.mul_(factor) if value.dtype == wide(value.dtype) else value.to(wide(value.dtype)).mul_(factor)
-    if add:
-        out.add_(value)
-    else:
-        out.copy_(value)

@@ -25,13 +25,22 @@ from torch import Tensor
 
 _SEGMENT = 1 << 30  # bytes of address space per mapping; pages are allocated when they are written
 _PAGE = mmap.ALLOCATIONGRANULARITY
-CHUNK = 1 << 18  # elements that are summed at a time, to stay in the cache
+_CHUNK = 1 << 18  # elements that are summed at a time, to stay in the cache
 SEND_BUFFERS = 4
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which sums for a result in ``dtype`` are computed, to be rounded once."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def store(out: Tensor, value: Tensor, add: bool, factor: float) -> None:
+    """``out = value * factor`` or ``out += value * factor``; ``value`` may be overwritten."""
+    value = value.mul_(factor) if value.dtype == wide(value.dtype) else value.to(wide(value.dtype)).mul_(factor)
+    if add:
+        out.add_(value)
+    else:
+        out.copy_(value)
 
 
 def supported() -> bool:
@@ -124,50 +133,43 @@ class SharedArena:
                 raise RuntimeError(f"Rank {peer}'s shared memory ends early: ranks allocated different windows.")
             done += count
 
-    def gather(self, rank: int, own: Tensor, flat: Tensor) -> None:
+    def gather(self, own: Tensor, flat: Tensor) -> None:
         """Fill the peers' shards of ``flat`` (1D) from their counterparts of ``own``, casting if dtypes differ.
 
         ``own`` is a window as large as a shard, or as large as ``flat`` (then a peer's shard is read at its offset).
         """
         shards = flat.chunk(len(self._peers) + 1)
-        whole = own.numel() == flat.numel()
         for peer in self._peers:
-            shard, first = shards[peer], peer * shards[peer].numel() if whole else 0
+            shard = shards[peer]
+            first = peer * shard.numel() if own.numel() == flat.numel() else 0
             if own.dtype == flat.dtype:
                 self.read(peer, own, first, shard)
                 continue
-            piece = torch.empty(min(CHUNK, shard.numel()), dtype=own.dtype)
-            for lo in range(0, shard.numel(), CHUNK):
-                hi = min(lo + CHUNK, shard.numel())
-                self.read(peer, own, first + lo, piece[: hi - lo])
-                shard[lo:hi].copy_(piece[: hi - lo])
+            received = torch.empty(min(_CHUNK, shard.numel()), dtype=own.dtype)
+            for lo in range(0, shard.numel(), _CHUNK):
+                chunk = shard[lo : lo + _CHUNK]
+                self.read(peer, own, first + lo, received[: chunk.numel()])
+                chunk.copy_(received[: chunk.numel()])
 
-    def sum(self, rank: int, send: Tensor, numel: int, out: Tensor, add: bool, factor: float) -> None:
-        """Write the ranks' sum of shard ``rank`` of ``send[:numel]``, times ``factor``, to ``out``, or add it.
+    def sum(self, rank: int, send: Tensor, out: Tensor, add: bool, factor: float) -> None:
+        """Write the ranks' sum of shard ``rank`` of ``send``, times ``factor``, to ``out``, or add it.
 
         Added in rank order, in fp32 if ``out`` has 16 bits.
         """
         world = len(self._peers) + 1
-        base = rank * (numel // world)
-        total, piece = (torch.empty(min(CHUNK, out.numel()), dtype=d) for d in (wide(out.dtype), send.dtype))
-        for lo in range(0, out.numel(), CHUNK):
-            hi = min(lo + CHUNK, out.numel())
-            acc, part = total[: hi - lo], piece[: hi - lo]
+        base = rank * (send.numel() // world)
+        sums, received = (torch.empty(min(_CHUNK, out.numel()), dtype=d) for d in (wide(out.dtype), send.dtype))
+        for lo in range(0, out.numel(), _CHUNK):
+            hi = min(lo + _CHUNK, out.numel())
+            total, chunk = sums[: hi - lo], received[: hi - lo]
             for source in range(world):
                 if source == rank:
-                    mine = send[base + lo : base + hi]
-                elif source == 0 and acc.dtype == part.dtype:
-                    self.read(source, send, base + lo, acc)
-                    continue
+                    shard = send[base + lo : base + hi]
                 else:
-                    self.read(source, send, base + lo, part)
-                    mine = part
+                    shard = total if source == 0 and total.dtype == chunk.dtype else chunk
+                    self.read(source, send, base + lo, shard)
                 if source == 0:
-                    acc.copy_(mine)
+                    total.copy_(shard)  # does nothing if the sum was read in place
                 else:
-                    acc.add_(mine)
-            acc.mul_(factor)
-            if add:
-                out[lo:hi].add_(acc)
-            else:
-                out[lo:hi].copy_(acc)
+                    total.add_(shard)
+            store(out[lo:hi], total, add, factor)

@@ -148,7 +148,7 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Any:
 
 def in_running_backward() -> bool:
     """Whether the calling thread is executing a backward. Checked on torch 2.10 to 2.13."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return backward_id() != -1
 
 
 def current_node() -> Any:
