@@ -114,3 +114,5 @@ def _is_command() -> bool:
 
 if not _is_command():
     _register_strategies()
+    if "lightning.pytorch.cli" in sys.modules:  # finds "class_path: ZeroStrategy" among the classes that are loaded
+        importlib.import_module("lt_zero.lightning.strategy")

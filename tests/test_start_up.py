@@ -29,3 +29,15 @@ def test_help_of_the_command_imports_no_heavy_package() -> None:
     imported = {name.partition(".")[0] for name in re.findall(r"\|\s+([\w.]+)$", shown.stderr, re.M)}
     assert "typer" in imported
     assert not imported & HEAVY
+
+
+def test_lightning_cli_knows_the_strategy_by_its_short_name() -> None:
+    code = (
+        "from lightning.pytorch.cli import LightningCLI\n"
+        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
+        "import lt_zero\n"
+        "args = ['--trainer.strategy.class_path=ZeroStrategy', '--trainer.strategy.init_args.stage=2']\n"
+        "cli = LightningCLI(BoringModel, run=False, args=[*args, '--trainer.accelerator=cpu'])\n"
+        "print(type(cli.trainer.strategy) is lt_zero.ZeroStrategy, cli.trainer.strategy.stage)"
+    )
+    assert python("-c", code).stdout.splitlines()[-1] == "True 2"
