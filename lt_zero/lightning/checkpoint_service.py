@@ -70,10 +70,8 @@ from lt_zero.lightning.precision import sharded_of
 from lt_zero.lightning.setup import Run
 
 GRACE = 15.0  # seconds to wait for the pending save after an error; tests replace this
-_HPARAMS, _HPARAMS_TYPE = (
-    pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY,
-    pl.LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE,
-)
+_HPARAMS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
+_HPARAMS_TYPE = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE
 
 
 class CheckpointService:
@@ -133,7 +131,7 @@ class CheckpointService:
         made = self._describe(run, content)
         place = _make_place(run.engine.comm, path)
         background = self._stage(run, made)
-        self._write_and_publish(run, made, place, background)
+        self._write_and_publish(run, made, place, path, background)
 
     def _collect(self, run: Run, checkpoint: Mapping[str, Any], path: str) -> dict[str, Any]:
         """Add random states and data positions of all ranks. Collective.
@@ -173,12 +171,12 @@ class CheckpointService:
             self._buffer = stage(made, self._buffer)
         return True
 
-    def _write_and_publish(self, run: Run, made: Bundle, place: Place, background: bool) -> None:
+    def _write_and_publish(self, run: Run, made: Bundle, place: Place, path: str, background: bool) -> None:
         """Write all files, then give the directory its name; with ``background`` in a thread."""
         comm = run.engine.comm
         group = comm.saving_group(background)
         if not background:
-            with progress_bar(f"Saving {place.name}", made.nbytes, rank=comm.rank, in_bytes=True) as work:
+            with progress_bar(f"Saving {path}", made.nbytes, rank=comm.rank, in_bytes=True) as work:
                 _write(run, made, place, group, work.advance)
             return
         if self._thread is None:

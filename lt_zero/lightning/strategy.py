@@ -130,14 +130,14 @@ class ZeroStrategy(DDPStrategy):
     def run(self) -> Run:
         """A snapshot for the parts of the strategy, which do not see the strategy."""
         return Run(
-            self.config,
-            self.checkpoint_io,
-            self.precision_plugin.loss_scale_controller,
-            tuple(self.optimizers),
-            self._comm,
-            self._engine,
-            self.lightning_module,
-            self.global_rank,
+            config=self.config,
+            checkpoint_io=self.checkpoint_io,
+            loss_scale=self.precision_plugin.loss_scale_controller,
+            optimizers=tuple(self.optimizers),
+            comm=self._comm,
+            built=self._engine,
+            module=self.lightning_module,
+            rank=self.global_rank,
         )
 
     @property
