@@ -36,8 +36,7 @@ from lt_zero.io.pinned import host_buffer
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload.host_store import is_apart
 from lt_zero.offload.reuse import Arena, Memory, Stock
-from lt_zero.offload.saved_activations import InHost, OnDevice, Place, Rest, changed
-from lt_zero.offload.saved_activations_nvme import InFiles
+from lt_zero.offload.saved_activations import InFiles, InHost, OnDevice, Place, Rest, changed
 
 _LEAST = 4096  # bytes; storing a smaller tensor costs more than it saves
 _AHEAD = 2  # tensors to prefetch in backward

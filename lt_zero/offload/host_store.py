@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ class _Then:
         finish()
 
 
-class HostStore:
+class HostStore(DeviceStore):
     """Keeps a tensor in host memory.
 
     Args:
@@ -84,44 +84,20 @@ class HostStore:
         link: to the device; None: the device is the CPU.
     """
 
-    streamed = False
-
     def __init__(self, dtype: torch.dtype, make: Callable[[], Tensor], link: HostLink | None) -> None:
-        self.dtype, self._make, self._link = dtype, make, link
-        self._tensor: Tensor | None = None  # 1D
-        self._sent: CopyEvent | None = None  # the last copy to the device, which reads the tensor
-        # What is reduced on the device comes by a copy: its event, where it goes, and the buffer if it is to be added.
+        super().__init__(dtype, make)
+        self._link = link
+        # What is reduced on the device comes by a copy: its event, and the buffer if it is to be added.
         self._incoming: tuple[CopyEvent, Tensor | None] | None = None
         self._lock = threading.Lock()  # the background thread and the one that launches reductions take ``_incoming``
-
-    @property
-    def tensor(self) -> Tensor:
-        assert self._tensor is not None
-        return self._tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self._tensor.nbytes if self._tensor is not None else 0
 
     def read(self) -> Tensor:
         self.wait_arrived()
         return self.tensor
 
-    def write(self) -> Tensor:
-        return self.read()
-
     def overwrite(self) -> Tensor:
         self.wait_arrived()
-        if self._tensor is None:
-            self._tensor = self._make()
-        return self._tensor
-
-    def lend(self, offset: int, shape: torch.Size, kind: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        view = self.tensor[offset : offset + shape.numel()].view(shape)
-        return kind(view) if kind is not None else view
-
-    def owns(self, value: Tensor) -> bool:
-        return self._tensor is not None and value.data_ptr() == self._tensor.data_ptr()
+        return super().overwrite()
 
     def discard(self) -> None:
         self.wait_arrived()
@@ -134,16 +110,6 @@ class HostStore:
         store = HostStore(torch.float32, lambda: wide, self._link)
         store.overwrite()
         return store
-
-    def prefetch(self) -> None:
-        return None
-
-    begin_step = end_use = wait_written = cancel = note_readers = wait_copied = prefetch
-
-    def wait_sent(self) -> None:
-        if self._sent is not None:
-            self._sent.synchronize()
-            self._sent = None
 
     # ---- collectives -------------------------------------------------------------------------------------------
 
@@ -184,18 +150,6 @@ class HostStore:
                 self.tensor.add_(buffer[: self.tensor.nbytes].view(self.tensor.dtype))
                 self._link.landing.give(buffer)
             self._incoming = None
-
-    # ---- as a compute copy -------------------------------------------------------------------------------------
-
-    def kernel_target(self, master: torch.dtype, covers: Callable[[], bool]) -> Tensor | None:
-        return self.tensor
-
-    def refresh(self, master: Store, written: bool, gaps: Sequence[Gap]) -> None:
-        if not written:
-            self.tensor.copy_(master.tensor)
-
-    def publishing(self) -> AbstractContextManager[object]:
-        return nullcontext()
 
 
 class StreamedStore(HostStore):
@@ -275,17 +229,11 @@ class FedStore(DeviceStore):
         self._link = link
         self._staging: StagingBuffer | None = None  # where the kernel writes the copy
         self._coming: CopyEvent | None = None  # of the copy of updated weights
-        self._sent: CopyEvent | None = None  # of the last copy that reads the master weights themselves
         self._after: object = None  # event on the device, after which the copy may be written
 
     def launch_gather(self, shard: Tensor, gather: Gather) -> Waits:
         self.wait_copied()
         return super().launch_gather(shard, gather)
-
-    def wait_sent(self) -> None:
-        if self._sent is not None:
-            self._sent.synchronize()
-            self._sent = None
 
     def kernel_target(self, master: torch.dtype, covers: Callable[[], bool]) -> Tensor | None:
         # A staging buffer can be used only if the kernel writes all of it.
@@ -358,4 +306,4 @@ class HostPlace:
 
 def fed(copy: Store, link: HostLink) -> Store:
     """``copy`` as the compute copy of master weights in host memory."""
-    return FedStore(copy.tensor, link) if isinstance(copy, DeviceStore) else copy
+    return FedStore(copy.tensor, link) if type(copy) is DeviceStore else copy

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.io.thread_pool import SwapError
+from lt_zero.offload.copy_streams import CopyEvent
 
 Gap = tuple[int, int]  # elements [lo, hi) of a shard that belong to no parameter
 
@@ -161,6 +162,7 @@ class DeviceStore:
     def __init__(self, dtype: torch.dtype, make: Callable[[], Tensor]) -> None:
         self.dtype, self._make = dtype, make
         self._tensor: Tensor | None = None  # 1D
+        self._sent: CopyEvent | None = None  # of the last copy to the device that reads host memory
 
     @classmethod
     def of(cls, tensor: Tensor) -> DeviceStore:
@@ -181,7 +183,8 @@ class DeviceStore:
     def read(self) -> Tensor:
         return self.tensor
 
-    write = read
+    def write(self) -> Tensor:
+        return self.read()
 
     def overwrite(self) -> Tensor:
         if self._tensor is None:
@@ -206,7 +209,12 @@ class DeviceStore:
     def prefetch(self) -> None:
         return None
 
-    begin_step = end_use = wait_written = wait_sent = cancel = note_readers = wait_copied = prefetch
+    begin_step = end_use = wait_written = cancel = note_readers = wait_copied = prefetch
+
+    def wait_sent(self) -> None:
+        if self._sent is not None:
+            self._sent.synchronize()
+            self._sent = None
 
     def launch_gather(self, shard: Tensor, gather: Gather) -> Waits:
         shard.copy_(self.tensor)

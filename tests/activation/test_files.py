@@ -13,7 +13,7 @@ from lt_zero.activation.stores import Saved
 from lt_zero.io import direct_file
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload import host_store
-from lt_zero.offload.saved_activations_nvme import InFiles
+from lt_zero.offload.saved_activations import InFiles
 from tests.support.offload_tools import change
 from tests.support.store_tools import NBYTES, WIDTH, blocks, forward, gradients, opened, rows, same
 
