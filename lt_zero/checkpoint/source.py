@@ -70,7 +70,11 @@ class Source(Protocol):
 
 
 class Foreign(Source, Protocol):
-    """A checkpoint of another format. ``notes``: sentences about what cannot be converted."""
+    """A checkpoint of another format. ``notes``: sentences about what cannot be converted.
+
+    Constructors take a path, and with ``inert`` the names of further classes whose objects are left out instead of
+    refused. They raise a CheckpointError that names the file that is missing, damaged, or holds what is refused.
+    """
 
     notes: list[str]
 

@@ -56,18 +56,7 @@ class _Entry:
 
 
 class DcpSource:
-    """A sharded checkpoint of Lightning as a ``Source``.
-
-    Args:
-        path: the folder with ``.metadata``.
-        inert: names of classes whose objects in the checkpoint are skipped instead of refused.
-
-    Attributes:
-        notes: what could not be taken over, one sentence each.
-
-    Raises:
-        CheckpointError: files are missing or damaged, or hold what is not read; names them.
-    """
+    """A sharded checkpoint of Lightning, by the folder with ``.metadata``. A ``Foreign``."""
 
     def __init__(self, path: str | os.PathLike[str], inert: Collection[str] = ()) -> None:
         self.folder = Path(path)
@@ -109,14 +98,12 @@ class DcpSource:
         return Path(path, ".metadata").is_file()
 
     def read(self, name: str) -> Tensor:
-        """See ``Source``."""
         entry = self._weights.get(self._prefix + name)
         if entry is None or entry.spec is None:
             raise CheckpointError(f"{self.folder} has no parameter or buffer {name!r}.")
         return self._tensor(entry, entry.spec, name)
 
     def read_state(self, optimizer: int, name: str, key: str) -> Tensor:
-        """See ``Source``."""
         known = 0 <= optimizer < len(self._states)
         entry = self._states[optimizer].get(name, {}).get(key) if known else None
         if entry is None or entry.spec is None:
@@ -124,7 +111,6 @@ class DcpSource:
         return self._tensor(entry, entry.spec, f"{name}, {key}")
 
     def verify(self) -> list[str]:
-        """See ``Foreign``."""
         parts = {part for entry in self._entries.values() for *_, part in entry.boxes}
         meta = self.folder / "meta.pt"
         whole = {_Bytes(meta, 0, meta.stat().st_size)} if meta.is_file() else set()

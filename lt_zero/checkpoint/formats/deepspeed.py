@@ -179,7 +179,7 @@ def _cut_rows(
 
 
 class DeepSpeedSource:
-    """A checkpoint folder of DeepSpeed, or of Lightning's DeepSpeedStrategy, as a ``Source``.
+    """A checkpoint folder of DeepSpeed, or of Lightning's DeepSpeedStrategy. A ``Foreign``.
 
     Weights of trained parameters are the fp32 master weights. The loss scaler of an fp16 run is
     ``meta["ZeroPrecision"]``.
@@ -187,15 +187,11 @@ class DeepSpeedSource:
     Args:
         path: the folder with ``latest`` and a folder per tag, or one of the latter.
         tag: which one; default: what ``latest`` says.
-        inert: names of classes whose objects in the checkpoint are skipped instead of refused.
+        inert: see ``Foreign``.
 
     Attributes:
-        notes: what could not be taken over, one sentence each.
         left_out: names of frozen parameters that were not saved.
         steps: that DeepSpeed has counted, skipped ones included.
-
-    Raises:
-        CheckpointError: files are missing or damaged, or of a kind that cannot be read; names them.
     """
 
     def __init__(self, path: str | os.PathLike[str], tag: str | None = None, inert: Collection[str] = ()) -> None:
@@ -239,7 +235,6 @@ class DeepSpeedSource:
         return any(_MODEL.fullmatch(f.name) for d in inside if d.is_dir() for f in d.iterdir())
 
     def read(self, name: str) -> Tensor:
-        """See ``Source``."""
         raw = self._raw(name)
         place = self._places.get(raw)
         if place is not None:
@@ -251,14 +246,12 @@ class DeepSpeedSource:
         return tensor.detach().contiguous()
 
     def read_state(self, optimizer: int, name: str, key: str) -> Tensor:
-        """See ``Source``."""
         place = self._places.get(self._raw(name))
         if optimizer != 0 or place is None or key not in self._keys(place):
             raise CheckpointError(f"{self.folder} has no state {key!r} of {name!r} in optimizer {optimizer}.")
         return self._assembled(place, lambda rank: self._moment(rank, place.group, key))
 
     def verify(self) -> list[str]:
-        """See ``Foreign``."""
         files = [*self._files, *self._optimizer_files]
         return [str(file) for file in files if not has_checksums(file)]
 

@@ -46,18 +46,9 @@ SAFETENSORS = {
 
 
 class FileSource:
-    """A single file as a ``Source``.
+    """A ``.ckpt``, ``.pt``, ``.pth``, ``.bin`` or ``.safetensors`` file. A ``Foreign``.
 
-    Args:
-        path: a ``.ckpt``, ``.pt``, ``.pth``, ``.bin`` or ``.safetensors`` file.
-        inert: names of classes whose objects in the checkpoint are skipped instead of refused.
-        prefix: what wrappers put before all names; default: it is found out.
-
-    Attributes:
-        notes: what could not be taken over, one sentence each.
-
-    Raises:
-        CheckpointError: it is damaged, or holds what is not read; names it.
+    ``prefix``: what wrappers have put before all names; default: detected.
     """
 
     def __init__(self, path: str | os.PathLike[str], inert: Collection[str] = (), prefix: str | None = None) -> None:
@@ -92,7 +83,6 @@ class FileSource:
             return stream.read(4) in (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
 
     def read(self, name: str) -> Tensor:
-        """See ``Source``."""
         if name not in self.weights:
             raise CheckpointError(f"{self.path} has no parameter or buffer {name!r}.")
         raw = self._prefix + self.aliases.get(name, name)
@@ -106,7 +96,6 @@ class FileSource:
             raise CheckpointError(f"{self.path} is damaged at {name!r}: {error}. Take another checkpoint.") from error
 
     def read_state(self, optimizer: int, name: str, key: str) -> Tensor:
-        """See ``Source``."""
         known = 0 <= optimizer < len(self._states)
         value = self._states[optimizer].get(name, {}).get(key) if known else None
         if not isinstance(value, Tensor):
@@ -114,7 +103,6 @@ class FileSource:
         return value.detach().contiguous()
 
     def verify(self) -> list[str]:
-        """See ``Foreign``."""
         checked = not self._safe and has_checksums(self.path)
         return [] if checked else [str(self.path)]
 
@@ -203,18 +191,7 @@ _NAMES = [name for single in _SINGLE for name in (single, f"{single}.index.json"
 
 
 class ShardsSource:
-    """A folder of weights as a ``Source``.
-
-    Args:
-        path: the folder.
-        inert: names of classes whose objects in the files are skipped instead of refused.
-
-    Attributes:
-        notes: what could not be taken over, one sentence each.
-
-    Raises:
-        CheckpointError: the index or a file is missing or damaged; names it.
-    """
+    """A folder of weights in Hugging Face's layout: one file, or several and an index. A ``Foreign``."""
 
     def __init__(self, path: str | os.PathLike[str], inert: Collection[str] = ()) -> None:
         self.folder = Path(path)
@@ -248,18 +225,15 @@ class ShardsSource:
         return any(Path(path, name).is_file() for name in _NAMES)
 
     def read(self, name: str) -> Tensor:
-        """See ``Source``."""
         file = self._file_of.get(self._prefix + name)
         if file is None:
             raise CheckpointError(f"{self.folder} has no parameter or buffer {name!r}.")
         return self._files[file].read(self._prefix + name)
 
     def read_state(self, optimizer: int, name: str, key: str) -> Tensor:
-        """See ``Source``."""
         raise CheckpointError(f"{self.folder} has no optimizer states.")
 
     def verify(self) -> list[str]:
-        """See ``Foreign``."""
         return [unchecked for source in self._files.values() for unchecked in source.verify()]
 
     def _places(self) -> dict[str, list[str]]:

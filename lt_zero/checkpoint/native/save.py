@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ def bundle(
     comm: Comm,
     run: Mapping[str, Any],
     config: Mapping[str, Any],
-    left_out: Iterable[str] = (),
+    left_out: Collection[str] = (),
 ) -> Bundle:
     """Divide a checkpoint's content into the parts of a ``Bundle``. Collective.
 
@@ -56,46 +56,30 @@ def bundle(
     rest = dict(checkpoint)
     weights: dict[str, Any] = dict(rest.pop("state_dict", {}))
     optimizers: list[Any] = list(rest.pop("optimizer_states", []))
+    flat = [[name for group in groups for name in group] for groups in names]
     made = Bundle({})
     order, aliases = _agreed(weights, comm)
     with comm.agree("reading the checkpoint's content", CheckpointError):  # values of hooks may fail
-        _fill(made, rest, weights, optimizers, (order, aliases), names, comm.rank)
+        extra_state = _take_weights(made, weights, order, aliases, comm.rank)
+        packed = [_take_optimizer(made, i, state, flat[i], comm.rank) for i, state in enumerate(optimizers)]
+        made.meta, left = plain(rest, lambda path, value: _swap(made, path, value))
         if comm.rank == 0:
-            made.manifest |= {"left_out": tuple(left_out), "run": dict(run)}
-            made.meta[KEY] |= {"frozen_left_out": list(left_out), "config": plain(config)[0]}
+            others, left_state = plain(extra_state)
+            left |= {(KEY, "extra_state", *path): value for path, value in left_state.items()}
+            made.meta[KEY] = {
+                **made.meta.get(KEY, {}),
+                "optimizers": packed,
+                "extra_state": others,
+                "left_out": [list(path) for path in left],
+                "frozen_left_out": list(left_out),
+                "config": plain(config)[0],
+            }
             if "optimizer_states" in checkpoint:
                 made.meta[KEY]["has_optimizers"] = True
+            made.objects = _pickled(left) if left else None
+            made.others = {("model", name): value for name, value in others.items()} | _others(packed)
+            made.manifest = {"order": tuple(order), "aliases": aliases, "left_out": tuple(left_out), "run": dict(run)}
     return made
-
-
-def _fill(
-    made: Bundle,
-    rest: Mapping[str, Any],
-    weights: Mapping[str, Any],
-    optimizers: Sequence[Any],
-    agreed: tuple[dict[str, bool], dict[str, str]],
-    names: Sequence[Sequence[Sequence[str]]],
-    rank: int,
-) -> None:
-    """Divide the content into the parts of ``made``."""
-    flat = [[name for group in groups for name in group] for groups in names]
-    order, aliases = agreed
-    extra_state = _take_weights(made, weights, order, aliases, rank)
-    packed = [_take_optimizer(made, i, state, flat[i], rank) for i, state in enumerate(optimizers)]
-    made.meta, left = plain(rest, lambda path, value: _swap(made, path, value))
-    if rank:
-        return
-    others, left_state = plain(extra_state)
-    left |= {(KEY, "extra_state", *path): value for path, value in left_state.items()}
-    made.meta[KEY] = {
-        **made.meta.get(KEY, {}),
-        "optimizers": packed,
-        "extra_state": others,
-        "left_out": [list(path) for path in left],
-    }
-    made.objects = _pickled(left) if left else None
-    made.others = {("model", name): value for name, value in others.items()} | _others(packed)
-    made.manifest = {"order": tuple(order), "aliases": aliases}
 
 
 def write(
