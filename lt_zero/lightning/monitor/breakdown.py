@@ -5,6 +5,9 @@ The observers are not Callbacks, see step_metrics.py, Note [Printing without a C
 
 from __future__ import annotations
 
+import resource
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -181,24 +184,12 @@ def memory_now(device: torch.device) -> dict[str, int]:
 
 
 def peak_rss() -> int:
-    """The peak resident memory (bytes) of this process; 0 if the system does not report it."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-    except OSError:
-        return _peak_of_rusage()
-    peak = next((line for line in status.splitlines() if line.startswith("VmHWM:")), None)
-    return int(peak.split()[1]) * 1024 if peak is not None else _peak_of_rusage()
-
-
-def _peak_of_rusage() -> int:
-    """The peak as getrusage reports it, which may be that of the parent before a fork."""
-    try:
-        import resource
-        import sys
-    except ImportError:  # Windows
-        return 0
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    """The peak resident memory (bytes) of this process; without /proc it may be that of the parent before a fork."""
+    with suppress(OSError):
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        if (peak := next((line for line in lines if line.startswith("VmHWM:")), None)) is not None:
+            return int(peak.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def memory_table(number: int, rows: dict[str, dict[str, int]]) -> Table:
