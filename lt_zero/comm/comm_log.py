@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
-from torch import Tensor
 
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.work import All, Work
@@ -77,6 +76,12 @@ class _Sum:
     longest: float = 0.0
     waited: float = 0.0
 
+    def add(self, other: _Sum) -> None:
+        self.calls += other.calls
+        self.seconds += other.seconds
+        self.shortest, self.longest = min(self.shortest, other.shortest), max(self.longest, other.longest)
+        self.waited += other.waited
+
 
 class _Open(NamedTuple):
     """A collective that was launched. Times are seconds of a clock, or events of a GPU."""
@@ -106,11 +111,11 @@ class CommLog:
 
     def configure(self, block: CommsLogger) -> None:
         """Set what is recorded, and filter what was recorded before."""
-        before, self._block, self._sums = self.sums(), block, {}
+        self._read(wait=True)
+        before, self._block, self._sums = self._sums, block, {}
         for (operation, name, nbytes), found in before.items():
             if operation in block.operations:
-                total = self._sums.setdefault((operation, name if block.debug else "", nbytes), _Sum())
-                _merge(total, found)
+                self._sums.setdefault((operation, name if block.debug else "", nbytes), _Sum()).add(found)
 
     def clear(self) -> None:
         """Drop all records."""
@@ -154,38 +159,26 @@ class CommLog:
     def _add(self, opened: _Open, seconds: float, waited: float) -> None:
         key = opened.operation, opened.name if self._block.debug else "", opened.nbytes
         with self._adding:
-            _merge(self._sums.setdefault(key, _Sum()), _Sum(1, seconds, seconds, seconds, waited))
+            self._sums.setdefault(key, _Sum()).add(_Sum(1, seconds, seconds, seconds, waited))
         if self._block.verbose and self._show is not None:
             caller = f" ({opened.name})" if self._block.debug and opened.name else ""
             self._show(f"comm: {opened.operation}{caller}, {opened.nbytes} bytes, {seconds * 1e3:.4g} ms")
-
-    def sums(self, wait: bool = True) -> dict[tuple[str, str, int], _Sum]:
-        """By operation, name and bytes. Waits for the GPU, or has what it is done with."""
-        self._read(wait)
-        return dict(self._sums)
 
     def records(self, wait: bool = True) -> list[CommRecord]:
         """By operation, larger messages first.
 
         Args:
-            wait: for the GPU. After an error it may wait for another rank that is gone; then what it is done with has
-                to do.
+            wait: for the GPU. False after an error: the GPU may wait for a rank that has ended, so only collectives
+                that it has completed are included.
         """
+        self._read(wait)
         found = []
-        for (operation, name, nbytes), total in self.sums(wait).items():
+        for (operation, name, nbytes), total in self._sums.copy().items():
             algbw = nbytes * total.calls / total.seconds if total.seconds else 0.0
+            busbw = algbw * bus_factor(operation, self._world)
             values = total.calls, total.seconds, total.shortest, total.longest, total.waited
-            found.append(
-                CommRecord(operation, name, nbytes, *values, algbw, algbw * bus_factor(operation, self._world))
-            )
+            found.append(CommRecord(operation, name, nbytes, *values, algbw, busbw))
         return sorted(found, key=lambda record: (record.operation, -record.nbytes, record.name))
-
-
-def _merge(total: _Sum, other: _Sum) -> None:
-    total.calls += other.calls
-    total.seconds += other.seconds
-    total.shortest, total.longest = min(total.shortest, other.shortest), max(total.longest, other.longest)
-    total.waited += other.waited
 
 
 def comm_table(records: Iterable[CommRecord], rank: int = 0) -> Table:
@@ -196,22 +189,13 @@ def comm_table(records: Iterable[CommRecord], rank: int = 0) -> Table:
     table.add_column("operation", no_wrap=True)
     if named:
         table.add_column("for", overflow="fold")
-    for column in (
-        "bytes",
-        "calls",
-        "total ms",
-        "mean ms",
-        "min ms",
-        "max ms",
-        "waited ms",
-        "algbw GB/s",
-        "busbw GB/s",
-    ):
+    times = [f"{of} ms" for of in ("total", "mean", "min", "max", "waited")]
+    for column in ("bytes", "calls", *times, "algbw GB/s", "busbw GB/s"):
         table.add_column(column, justify="right")
     for r in records:
-        times = [r.seconds, r.seconds / r.calls, r.shortest, r.longest, r.waited]
+        seconds = [r.seconds, r.seconds / r.calls, r.shortest, r.longest, r.waited]
         rates = [f"{rate / 1e9:.3g}" if rate else "" for rate in (r.algbw, r.busbw)]
-        texts = [f"{r.nbytes:,}", str(r.calls), *(f"{seconds * 1e3:.4g}" for seconds in times), *rates]
+        texts = [f"{r.nbytes:,}", str(r.calls), *(f"{s * 1e3:.4g}" for s in seconds), *rates]
         table.add_row(r.operation, *([r.name] if named else []), *texts)
     return table
 
@@ -285,12 +269,10 @@ class LoggedComm(Comm):
         lambda self, background: ("barrier", "saving", 0) if background and self._saving is None else None,
     )
 
-    def _describe_publish(self, flat: Tensor | None) -> tuple[str, str, int] | None:
-        if flat is not None:
-            return "all_gather", "background", flat.nbytes
-        return ("barrier", "background", 0) if self.shares_memory else None
-
-    publish = _recorded("publish", _describe_publish)
+    background_gather = _recorded("background_gather", lambda _, flat: ("all_gather", "background", flat.nbytes))
+    background_fence = _recorded(
+        "background_fence", lambda self: ("barrier", "background", 0) if self.shares_memory else None
+    )
 
 
 def _pickled_size(value: Any) -> int:

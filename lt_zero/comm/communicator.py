@@ -207,18 +207,18 @@ class Comm(ProcessLocal):
         """Make a new group for the next background save."""
         self._saving = None
 
-    def publish(self, flat: Tensor | None) -> Work:
-        """In the background thread: fill ``flat`` as ``all_gather`` does; None: wait until all windows are written.
+    def background_gather(self, flat: Tensor) -> Work:
+        """In the background thread: fill ``flat`` as ``all_gather`` does.
 
         Not compared in debug mode, as the order does not depend on the model.
         """
-        if self.world == 1:
+        return self._gather_shards(flat, self._background, None) if self.world > 1 else Done()
+
+    def background_fence(self) -> Work:
+        """In the background thread: wait until all ranks have written their windows."""
+        if self._arena is None:
             return Done()
-        if flat is None:
-            if self._arena is not None:
-                return self._all([dist.barrier(self._background, async_op=True)], None)
-            return Done()
-        return self._gather_shards(flat, self._background, None)
+        return self._all([dist.barrier(self._background, async_op=True)], None)
 
     # ---- windows: see shared_memory.py, Note [Shared windows] -------------------------------------------------------
 

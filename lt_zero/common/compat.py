@@ -30,11 +30,13 @@ CHECKED: dict[str, tuple[str, str]] = {
 }
 
 
-# Functions that torch.compile calls on a parameter's gradient when it traces a module. Checked on torch 2.13.
+# ---- Checked on torch 2.10 to 2.13 -----------------------------------------------------------------------------------
+
+# Functions that torch.compile calls on a parameter's gradient when it traces a module. Checked on torch 2.13 only.
 TRACED = {torch.Tensor._is_view, torch.Tensor.is_conj, torch.Tensor.is_neg, torch.Tensor.untyped_storage}
 
 
-# ``__torch_function__`` of subclasses that define ``__torch_dispatch__`` only. Checked on torch 2.10 to 2.13.
+# ``__torch_function__`` of subclasses that define ``__torch_dispatch__`` only.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
@@ -42,7 +44,7 @@ class DispatchMode(TorchDispatchMode):
     """Intercepts every operation below autograd, on the thread that enters the mode and in backward.
 
     A subclass implements ``run(op, args, kwargs)``, which calls or replaces the operation. The mode that was entered
-    last runs first; inside ``run`` the modes that were entered before it are active. Checked on torch 2.10 to 2.13.
+    last runs first; inside ``run`` the modes that were entered before it are active.
     """
 
     supports_higher_order_operators = True
@@ -73,25 +75,25 @@ def clean_name(name: str) -> str:
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` at the end of the running backward.
 
-    Only valid inside a hook of a running backward. Checked on torch 2.10 to 2.13; DDP and FSDP2 rely on the same call.
+    Only valid inside a hook of a running backward. DDP and FSDP2 rely on the same call.
     """
     Variable._execution_engine.queue_callback(callback)
 
 
 def without_torch_function() -> Any:
-    """Context in which tensor subclasses behave like plain tensors. Checked on torch 2.10 to 2.13."""
+    """Context in which tensor subclasses behave like plain tensors."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that ``tensor`` is a differentiable view of, or None. Checked on torch 2.10 to 2.13."""
+    """The tensor that ``tensor`` is a differentiable view of, or None."""
     return tensor._base
 
 
 def wrapper_tensor(
     cls: type[Any], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
 ) -> Any:
-    """A tensor of a subclass with shape, dtype and device, but no memory. Checked on torch 2.10 to 2.13."""
+    """A tensor of a subclass with shape, dtype and device, but no memory."""
     with torch.inference_mode(False):
         return torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=device or torch.device("cpu")
@@ -99,40 +101,38 @@ def wrapper_tensor(
 
 
 def alias_with_version(tensor: torch.Tensor) -> torch.Tensor:
-    """A detached alias, made below autograd, that shares the version counter. Checked on torch 2.10 to 2.13."""
+    """A detached alias, made below autograd, that shares the version counter."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
 def compiled_module(module: torch.nn.Module) -> torch.nn.Module:
-    """The module that ``torch.compile(module)`` wraps, or the module itself. Checked on torch 2.10 to 2.13."""
+    """The module that ``torch.compile(module)`` wraps, or the module itself."""
     return module._modules.get("_orig_mod") or module if type(module).__name__ == "OptimizedModule" else module
 
 
 @functools.cache
 def aliased_arguments(func: Any) -> tuple[frozenset[int], frozenset[str]]:
-    """Arguments (positions, names) that an operator of torch writes to or returns views of. Checked on torch 2.10 to
-    2.13.
-    """
+    """Arguments (positions, names) that an operator of torch writes to or returns views of."""
     found = [(i, argument.name) for i, argument in enumerate(func._schema.arguments) if argument.alias_info is not None]
     return frozenset(i for i, _ in found), frozenset(name for _, name in found)
 
 
 def storage_info(file: str, offset: int, nbytes: int) -> Any:
-    """The location of a chunk of a sharded checkpoint for torch's FileSystemReader. Checked on torch 2.10 to 2.13."""
+    """The location of a chunk of a sharded checkpoint for torch's FileSystemReader."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, offset, nbytes)
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """The version counter of ``tensor``, which each in-place write increments. Checked on torch 2.10 to 2.13."""
+    """The version counter of ``tensor``, which each in-place write increments."""
     with without_torch_function():
         return int(tensor._version)
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """All hooks around ``optimizer.step``, global ones included. Checked on torch 2.10 to 2.13."""
+    """All hooks around ``optimizer.step``, global ones included."""
     from torch.optim import optimizer as module
 
     global_hooks = [getattr(module, f"_global_optimizer_{when}_hooks") for when in ("pre", "post")]
@@ -141,39 +141,39 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Any:
-    """``step`` of the optimizer's class without the hooks around it. Checked on torch 2.10 to 2.13."""
+    """``step`` of the optimizer's class without the hooks around it."""
     step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def in_running_backward() -> bool:
-    """Whether the calling thread is executing a backward. Checked on torch 2.10 to 2.13."""
+    """Whether the calling thread is executing a backward."""
     return backward_id() != -1
 
 
 def current_node() -> Any:
-    """The autograd node that the calling thread is executing; None outside of one. Checked on torch 2.10 to 2.13."""
+    """The autograd node that the calling thread is executing; None outside of one."""
     return torch._C._current_autograd_node()
 
 
 def is_higher_order(func: Any) -> bool:
-    """Whether an operator takes functions as arguments (flex_attention, cond). Checked on torch 2.10 to 2.13."""
+    """Whether an operator takes functions as arguments (flex_attention, cond)."""
     return isinstance(func, HigherOrderOperator)
 
 
 def backward_id() -> int:
-    """The ID of the backward that the calling thread executes, -1 outside of one. Checked on torch 2.10 to 2.13."""
+    """The ID of the backward that the calling thread executes, -1 outside of one."""
     return int(torch._C._current_graph_task_id())
 
 
 def compiled_frames() -> int:
-    """The number of frames that torch.compile has seen in this process. Checked on torch 2.10 to 2.13."""
+    """The number of frames that torch.compile has seen in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return sum(dynamo.counters["frames"].values()) if dynamo is not None else 0
 
 
 def has_compiled_nodes(loss: torch.Tensor) -> bool:
-    """Whether the autograd graph of ``loss`` contains compiled nodes. Checked on torch 2.10 to 2.13."""
+    """Whether the autograd graph of ``loss`` contains compiled nodes."""
     seen, stack = set[Any](), [loss.grad_fn]
     while stack:
         node = stack.pop()
@@ -187,23 +187,26 @@ def has_compiled_nodes(loss: torch.Tensor) -> bool:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether ``module`` is compiled, by ``torch.compile`` or ``compile()``. Checked on torch 2.10 to 2.13."""
+    """Whether ``module`` is compiled, by ``torch.compile`` or ``compile()``."""
     return type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl") is not None
 
 
 def profiling() -> bool:
-    """Whether a profiler of torch is recording in this process, ``emit_nvtx`` included. Checked on torch 2.10 to 2.13.
+    """Whether a profiler of torch is recording in this process, ``emit_nvtx`` included.
 
     ``record_function`` costs microseconds even without a profiler, so callers check first.
     """
     return torch_profiler._is_profiler_enabled
 
 
+# ---- Checked on lightning 2.5 to 2.6 ---------------------------------------------------------------------------------
+
+
 def announce_compute_dtype(plugin: HalfPrecision, dtype: torch.dtype) -> None:
     """Tell Lightning's ThroughputMonitor in which dtype ``plugin`` computes.
 
     The monitor knows Lightning's own plugins only and reads this attribute of HalfPrecision, which also casts inputs
-    to it. Checked on lightning 2.5 to 2.6.
+    to it.
     """
     plugin._desired_input_dtype = dtype
 
@@ -211,7 +214,7 @@ def announce_compute_dtype(plugin: HalfPrecision, dtype: torch.dtype) -> None:
 def override_dtype(module: torch.nn.Module, dtype: torch.dtype) -> list[tuple[torch.nn.Module, torch.dtype]]:
     """Set ``dtype`` of ``module`` and its submodules where they are LightningModules; returns the previous dtypes.
 
-    ``module.to(dtype)`` would cast sharded parameters. Checked on lightning 2.5 to 2.6.
+    ``module.to(dtype)`` would cast sharded parameters.
     """
     from lightning.pytorch import LightningModule
 
@@ -224,14 +227,14 @@ def override_dtype(module: torch.nn.Module, dtype: torch.dtype) -> list[tuple[to
 
 def is_plain_closure(closure: Any) -> bool:
     """Whether ``closure`` is that of Lightning's automatic optimization: one training step, one backward, nothing
-    after it. Checked on lightning 2.5 to 2.6.
+    after it.
     """
     cls = type(closure)
     return cls.__name__ == "Closure" and cls.__module__ == "lightning.pytorch.loops.optimization.automatic"
 
 
 class SignalOverride:
-    """Replaces Lightning's reactions to SIGTERM and SLURM's requeue signal. Checked on lightning 2.5 to 2.6.
+    """Replaces Lightning's reactions to SIGTERM and SLURM's requeue signal.
 
     Handlers of Lightning and of users stay registered; only Lightning's own reaction changes.
 
@@ -280,29 +283,51 @@ def _bare_object(cls: Any) -> Any:
 
 
 def logged_step(trainer: Any) -> int:
-    """The step under which Lightning logs: the number of batches that ended with an optimizer step. Checked on
-    lightning 2.5 to 2.6.
-    """
+    """The step under which Lightning logs: the number of batches that ended with an optimizer step."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def module_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | None, kwargs: dict[str, Any]) -> Any:
-    """``cls.load_from_checkpoint`` of a loaded checkpoint. Checked on lightning 2.5 to 2.6."""
+    """``cls.load_from_checkpoint`` of a loaded checkpoint."""
     from lightning.pytorch.core.saving import _load_state
 
     return _load_state(cls, checkpoint, strict=strict, **kwargs)
 
 
+def is_default_logger(logger: Any, root: str) -> bool:
+    """Whether ``Trainer(logger=None)`` or ``logger=True`` made this logger, or user code an equal one.
+
+    Trainer does not record it, but a default logger that was not used yet equals a new one in all attributes.
+
+    Args:
+        root: the Trainer's ``default_root_dir``.
+    """
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+    if type(logger) is CSVLogger:
+        return vars(logger) == vars(CSVLogger(save_dir=root))
+    if type(logger) is TensorBoardLogger:
+        return vars(logger) == vars(TensorBoardLogger(save_dir=root, version=SLURMEnvironment.job_id()))
+    return False
+
+
+# ---- Checked on omegaconf 2.3 ----------------------------------------------------------------------------------------
+
+
 def yaml_loader(text: str) -> Any:
-    """PyYAML's loader as OmegaConf sets it up: 1e-5 is a number, a date is text. Checked on omegaconf 2.3."""
+    """PyYAML's loader as OmegaConf sets it up: 1e-5 is a number, a date is text."""
     from omegaconf._utils import get_yaml_loader
 
     return get_yaml_loader()(text)
 
 
 def is_part_of_config(config: Any) -> bool:
-    """Whether an OmegaConf container has a parent, to which interpolations may refer. Checked on omegaconf 2.3."""
+    """Whether an OmegaConf container has a parent, to which interpolations may refer."""
     return config._get_parent() is not None
+
+
+# ---- Checked on hydra-core 1.3.2 to 1.3.8 ----------------------------------------------------------------------------
 
 
 class HydraOverride(NamedTuple):
@@ -338,7 +363,7 @@ class HydraSyntaxError(ValueError):
 
 
 def parse_override(text: str) -> HydraOverride:
-    """Parse an override in Hydra's grammar. Checked on hydra-core 1.3.2 to 1.3.8.
+    """Parse an override in Hydra's grammar.
 
     Raises:
         HydraSyntaxError: ``text`` is not an override.
@@ -374,22 +399,3 @@ def parse_override(text: str) -> HydraOverride:
         isinstance(found._value, QuotedString),
         is_sweep,
     )
-
-
-def is_default_logger(logger: Any, root: str) -> bool:
-    """Whether ``Trainer(logger=None)`` or ``logger=True`` made this logger, or user code an equal one.
-
-    Trainer does not record it, but a default logger that was not used yet equals a new one in all attributes. Checked
-    on lightning 2.5 to 2.6.
-
-    Args:
-        root: the Trainer's ``default_root_dir``.
-    """
-    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-
-    if type(logger) is CSVLogger:
-        return vars(logger) == vars(CSVLogger(save_dir=root))
-    if type(logger) is TensorBoardLogger:
-        return vars(logger) == vars(TensorBoardLogger(save_dir=root, version=SLURMEnvironment.job_id()))
-    return False

@@ -322,7 +322,8 @@ class Bucket:
 
     def _publish(self) -> None:
         with self.weights.publishing():
-            self.comm.publish(None if self.sharding.params else self.flat).wait()
+            sent = self.comm.background_fence() if self.sharding.params else self.comm.background_gather(self.flat)
+            sent.wait()
 
     def wait_background_step(self) -> bool:
         """Wait for this bucket's background step; returns whether one was running."""
