@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_zero.comm.agreement import Agreement
-from lt_zero.comm.ended_ranks import in_collective
-from lt_zero.comm.hang_detection import HangDetector, user_line
+from lt_zero.comm.ended_ranks import in_collective, user_line
+from lt_zero.comm.hang_detection import HangDetector
 from lt_zero.comm.shared_memory import SharedArena, store, supported, wide
 from lt_zero.comm.work import CALL, FENCE, All, CollectiveSequence, Done, Launch, Watch, Work
 from lt_zero.common.flat_storage import flat_empty
@@ -135,7 +135,7 @@ class Comm(ProcessLocal):
         try:
             self._announce(CALL, what, 0, agree=True)
         except RuntimeError as error:
-            if self._watch.verdict is not None or not (gone := self._hang_detector.ended()):
+            if self._watch.verdict is not None or not (gone := self._hang_detector.ended_ranks.find()):
                 raise
             ended = ", ".join(f"rank {rank}" for rank in gone)
             raise RuntimeError(
@@ -174,7 +174,7 @@ class Comm(ProcessLocal):
     def post_error(self, error: BaseException) -> None:
         """Before an error ends this rank: explain it, or post it for the ranks that fail because of it."""
         if not self.explain(error) and self._hang_detector is not None:
-            self._hang_detector.post_error(error)
+            self._hang_detector.ended_ranks.post_error(error)
 
     @contextmanager
     def explaining(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ store ends with the process that serves it; then only the closed connections are
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from types import FrameType, TracebackType
@@ -20,9 +21,11 @@ from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defin
 
 from lt_zero.comm import work
 
+_PACKAGES = {"lt_zero", "lightning", "pytorch_lightning", "lightning_fabric", "torch", "torchmetrics", "contextlib"}
 _PROBE_TAG = 0x5AB0  # of a message that nobody receives
 _PATIENCE = 1.0  # seconds to wait for a closed connection
 _MANY = 64  # most ended ranks whose messages are read
+_WHERE = ", here or in a log of its own (torchrun: --log-dir, SLURM: --output)"
 
 
 class _Message(NamedTuple):
@@ -53,8 +56,13 @@ class EndedRanks:
             return True
         return False
 
-    def post_error(self, error: BaseException, place: str) -> None:
-        """Post the error, raised at ``place``, with which this rank ends."""
+    def find(self) -> list[int]:
+        """The ranks that have ended."""
+        return [rank for rank in range(len(self._ranks)) if rank != self._rank and self.has_ended(rank)]
+
+    def post_error(self, error: BaseException) -> None:
+        """Post the error that ends this rank, for the ranks that fail because of it."""
+        place = user_line(innermost(error.__traceback__))
         text = str(error).strip().split("\n", 1)[0][:300]
         self._post(_Message(True, f"{type(error).__name__}{f': {text}' if text else ''} ({place})"))
 
@@ -68,8 +76,7 @@ class EndedRanks:
         """Which rank has ended, and where to look; None if none has."""
         if self._found is None:
             until = time.monotonic() + _PATIENCE
-            others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
-            while not (ended := [rank for rank in others if self.has_ended(rank)]) and time.monotonic() < until:
+            while not (ended := self.find()) and time.monotonic() < until:
                 time.sleep(0.05)
             if ended:
                 cause = self._cause(ended)
@@ -96,7 +103,7 @@ class EndedRanks:
         try:
             if self._store.check([str(rank)]):
                 return _Message(*json.loads(self._store.get(str(rank))))
-        except RuntimeError:  # it is served by a process that has ended
+        except RuntimeError:  # the process that serves the store has ended
             pass
         return None
 
@@ -106,9 +113,6 @@ class EndedRanks:
             self._posted = True
         except RuntimeError:  # nobody can read it
             pass
-
-
-_WHERE = ", here or in a log of its own (torchrun: --log-dir, SLURM: --output)"
 
 
 def in_collective(error: BaseException) -> bool:
@@ -122,3 +126,14 @@ def innermost(trace: TracebackType | None) -> FrameType | None:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace.tb_frame if trace is not None else None
+
+
+def user_line(frame: FrameType | None) -> str:
+    """``file:line`` of the innermost frame that is neither ours, nor Lightning's, nor torch's."""
+    first = frame
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _PACKAGES:
+        frame = frame.f_back
+    shown = frame or first
+    if shown is None:
+        return "an unknown place"
+    return f"{shown.f_code.co_filename.removeprefix(os.path.join(os.getcwd(), ''))}:{shown.f_lineno}"

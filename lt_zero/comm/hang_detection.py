@@ -51,12 +51,11 @@ from torch.distributed import PrefixStore, Store, distributed_c10d  # type: igno
 
 from lt_zero.comm import work as work_module
 from lt_zero.comm.agreement import Agreement
-from lt_zero.comm.ended_ranks import EndedRanks, innermost
+from lt_zero.comm.ended_ranks import EndedRanks, user_line
 from lt_zero.comm.work import CALL, FENCE, Launch, Watch
 
 log = logging.getLogger(__name__)
 
-_PACKAGES = {"lt_zero", "lightning", "pytorch_lightning", "lightning_fabric", "torch", "torchmetrics", "contextlib"}
 _POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}  # do not need this rank
 _SILENT_TAG = 0x5AB1  # of a message that nobody sends
 _STORE_TIMEOUT = timedelta(seconds=20)
@@ -94,10 +93,8 @@ class HangDetector:
         self._host, self._watch, self._store = host, watch, store
         self._patience, self._pid = PATIENCE, os.getpid()
         self._examined: Launch | None = None
-        self._first_question, self._asked = (
-            0,
-            0.0,
-        )  # number of the first question about it, and when the last one was asked
+        self._first_question = 0  # number of the first question about it
+        self._asked = 0.0  # when the last one was asked
         self._last_answers: dict[int, tuple[int, float]] = {}  # rank -> (question that it answered last, when)
         self.ended_ranks = EndedRanks(self._ranks, self._rank, host, PrefixStore("ended", store))
         check = functools.partial(_check_ended, watch, self.ended_ranks)
@@ -219,14 +216,6 @@ class HangDetector:
         else:
             state.never = stuck and answer["ranks"] is not None and self._ranks[self._rank] in answer["ranks"]
         return state
-
-    def post_error(self, error: BaseException) -> None:
-        """Post the error that ends this rank for the other ranks."""
-        self.ended_ranks.post_error(error, user_line(innermost(error.__traceback__)))
-
-    def ended(self) -> list[int]:
-        """The ranks whose connections are closed."""
-        return [rank for rank in range(self._world) if rank != self._rank and self.ended_ranks.has_ended(rank)]
 
     # ---- the verdict ---------------------------------------------------------------------------------------------
 
@@ -433,23 +422,6 @@ def _end(stop: threading.Event, thread: threading.Thread, pid: int) -> None:
     stop.set()
     if os.getpid() == pid and thread is not threading.current_thread():
         thread.join(_STORE_TIMEOUT.total_seconds())
-
-
-# ---- frames ------------------------------------------------------------------------------------------------------
-
-
-def user_line(frame: FrameType | None) -> str:
-    """``file:line`` of the innermost frame that is neither ours, nor Lightning's, nor torch's."""
-    innermost = frame
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _PACKAGES:
-        frame = frame.f_back
-    shown = frame or innermost
-    return f"{_short(shown.f_code.co_filename)}:{shown.f_lineno}" if shown is not None else "an unknown place"
-
-
-def _short(path: str) -> str:
-    folder = os.path.join(os.getcwd(), "")
-    return path.removeprefix(folder)
 
 
 def _collective_of(frame: FrameType) -> list[int] | None:
