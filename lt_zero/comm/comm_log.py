@@ -4,12 +4,12 @@ Note [What is measured]
     bytes   of the buffer: all shards together for all_gather and reduce_scatter, the tensor for all_reduce and
             broadcast, as the "size" of nccl-tests. For Python objects the pickled size on this rank, without a
             bandwidth; 0 for a barrier.
-    time    from the launch to the end of ``wait``, with what is done to the result (sums on gloo) and with the wait for
-            late ranks. Computation in between hides communication and is in it: the bandwidths are lower bounds.
-    waited  the part of it in which nothing else was done: in a call that waits by itself, all of it.
+    time    from the launch to the end of ``wait``, with local sums (gloo), the wait for late ranks, and computation
+            that hides the communication. The bandwidths are therefore lower bounds.
+    waited  the part of the time in which the caller did nothing else; all of it in a blocking call.
     algbw   bytes / time. busbw: algbw times a factor per operation, so that it can be compared with the links:
             https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
-    On a GPU both times are between events on the stream that launches, which are read later, when they are over.
+    On a GPU both times are between events on the launching stream, read once the device has passed them.
 
     A collective here may be several of torch.distributed's, or a copy through shared memory (communicator.py). Checks
     of the sequence, roll calls, and Lightning's collectives are not included.
@@ -38,11 +38,11 @@ class CommRecord(NamedTuple):
 
     Attributes:
         operation: its name in torch.distributed.
-        name: of the unit or bucket, or what it is for; "" without ``comms_logger.debug``.
+        name: of the unit or bucket, or its purpose; "" without ``comms_logger.debug``.
         nbytes: bytes of one message.
-        calls: how many.
-        seconds, shortest, longest: of all together, of one.
-        waited: seconds of all together in which the caller did nothing else.
+        calls: number of calls.
+        seconds, waited: of all calls together.
+        shortest, longest: seconds of one call.
         algbw, busbw: bytes per second.
     """
 
@@ -84,7 +84,7 @@ class _Sum:
 
 
 class _Open(NamedTuple):
-    """A collective that was launched. Times are seconds of a clock, or events of a GPU."""
+    """A launched collective; ``launched`` is a time in seconds, or an event of a GPU."""
 
     operation: str
     name: str
@@ -104,10 +104,10 @@ class CommLog:
     def __init__(self, device: torch.device, world: int, show: Callable[[str], None] | None = None) -> None:
         self._device, self._world = device, world
         self._show = show
-        self._block = CommsLogger(enabled=True, debug=True)  # until it is known, everything is kept
+        self._block = CommsLogger(enabled=True, debug=True)  # everything, until ``configure``
         self._sums: dict[tuple[str, str, int], _Sum] = {}
         self._adding = threading.Lock()
-        self._unread: deque[tuple[_Open, Any, Any]] = deque()  # with events of a GPU: waiting began, ended
+        self._unread: deque[tuple[_Open, Any, Any]] = deque()  # events: the wait began, ended
 
     def configure(self, block: CommsLogger) -> None:
         """Set what is recorded, and filter what was recorded before."""
@@ -129,7 +129,7 @@ class CommLog:
         return _Open(operation, name, nbytes, self._now(host))
 
     def now(self, opened: _Open) -> Any:
-        """The time, as it is taken for this collective."""
+        """The time by the clock of this collective."""
         return self._now(isinstance(opened.launched, float))
 
     def close(self, opened: _Open, waiting: Any) -> None:
@@ -201,7 +201,7 @@ def comm_table(records: Iterable[CommRecord], rank: int = 0) -> Table:
 
 
 class _Recorded:
-    """A launched collective that is recorded when it was waited for."""
+    """A launched collective that is recorded at its first wait."""
 
     def __init__(self, log: CommLog, opened: _Open, work: Work) -> None:
         self._log, self._opened, self._work = log, opened, work

@@ -83,7 +83,7 @@ class Comm(ProcessLocal):
         self._checked = self._new_group("gloo") if check and self._host is not group else reductions
         self._check = check
         self._sequences = {"collective": CollectiveSequence(), "reduction": CollectiveSequence()}
-        self._agreements = 0
+        self._comparisons = 0
         self._watch = Watch()
         self._hang_detector: HangDetector | None = None
         self.agreement = Agreement()  # of a single rank; ``for_world`` sets that of the group
@@ -133,7 +133,7 @@ class Comm(ProcessLocal):
             return
         self._hang_detector.refuse_fork(what)
         try:
-            self._announce(CALL, what, 0, agree=True)
+            self._announce(CALL, what, 0, compare=True)
         except RuntimeError as error:
             if self._watch.verdict is not None or not (gone := self._hang_detector.ended_ranks.find()):
                 raise
@@ -204,7 +204,7 @@ class Comm(ProcessLocal):
         return self._saving if background else self._host
 
     def leave_saving_group(self) -> None:
-        """Make a new group for the next background save."""
+        """Let the next background save make a new group."""
         self._saving = None
 
     def background_gather(self, flat: Tensor) -> Work:
@@ -248,11 +248,11 @@ class Comm(ProcessLocal):
 
         A sum in fp16 can exceed 65504 although the mean does not, so it is divided before; bf16 has fp32's range.
         """
-        whole = 1.0 if self.sum_gradients else float(self.world)
+        divisor = 1.0 if self.sum_gradients else float(self.world)
         before = self.predivide
         if before is None:
-            before = whole if wire == torch.float16 and not self.sums_wide else 1.0
-        return 1.0 / before, before / whole
+            before = divisor if wire == torch.float16 and not self.sums_wide else 1.0
+        return 1.0 / before, before / divisor
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1D tensor for the life of a run, in shared memory if possible; in the same order on all ranks."""
@@ -273,10 +273,10 @@ class Comm(ProcessLocal):
         """A barrier of the engine's group."""
         self._written = self._read = False
         if self._arena is not None:
-            self._announce(FENCE, "shared memory", 0, agree=True)
+            self._announce(FENCE, "shared memory", 0, compare=True)
 
     def _announce(
-        self, operation: str, name: str, numel: int, channel: str = "collective", agree: bool = False
+        self, operation: str, name: str, numel: int, channel: str = "collective", compare: bool = False
     ) -> Launch:
         """Number the collective that is launched next, and compare it over the ranks if it was not predicted.
 
@@ -285,11 +285,11 @@ class Comm(ProcessLocal):
         """
         launch = self._watch.launch(channel, operation, name, numel)
         predicted = self._sequences[channel].add(operation, name, numel)
-        if self._check or agree or not (predicted or channel == "reduction"):
-            self._agree(launch)
+        if self._check or compare or not (predicted or channel == "reduction"):
+            self._compare(launch)
         return launch
 
-    def _agree(self, launch: Launch) -> None:
+    def _compare(self, launch: Launch) -> None:
         """Compare the ranks' collectives up to ``launch``; a barrier."""
         mine, group = self._sequences[launch.channel].checksum, self._host
         if self._hang_detector is None or group is None:
@@ -297,10 +297,10 @@ class Comm(ProcessLocal):
         if launch.channel == "reduction":
             group = self._checked
         if self._arena is not None and launch.channel == "collective":
-            self._agreements += 1
-            self._arena.post(self._agreements % 2, mine)
+            self._comparisons += 1
+            self._arena.post(self._comparisons % 2, mine)
             self._watch.wait(dist.barrier(group, async_op=True), launch)
-            checksums = self._arena.posted(self._agreements % 2)
+            checksums = self._arena.posted(self._comparisons % 2)
         else:
             row = torch.empty(self.world, dtype=torch.int64)
             self._watch.wait(self._all_gather(row, torch.tensor([mine]), group=group, async_op=True), launch)
@@ -309,7 +309,7 @@ class Comm(ProcessLocal):
             self._hang_detector.raise_divergence(launch)
 
     def _require_device(self, tensor: Tensor, name: str) -> None:
-        """Raise for a tensor on another device, as the backend of a GPU would; so tests on the CPU find it."""
+        """Raise for a tensor on another device. A GPU's backend would raise, too, but tests on the CPU have none."""
         if tensor.device.type != self.device.type:
             raise RuntimeError(
                 f"A collective for {name!r} got a tensor on {tensor.device}, its group is of {self.device}."
@@ -318,8 +318,8 @@ class Comm(ProcessLocal):
     def _all(self, works: list[Any], launch: Launch | None, finish: Callable[[], object] | None = None) -> All:
         return All(works, finish, self._watch if self._gloo else None, launch)
 
-    def _finish(self, work: Any, launch: Launch) -> None:
-        if work is not None:  # or the backend has waited
+    def _wait(self, work: Any, launch: Launch) -> None:
+        if work is not None:  # None: the backend has waited
             self._watch.wait(work, launch)
 
     def _peer(self, rank: int) -> int:
@@ -404,7 +404,7 @@ class Comm(ProcessLocal):
         self._require_device(tensor, name)
         if self.world > 1:
             launch = self._announce("broadcast", name, tensor.numel())
-            self._finish(dist.broadcast(tensor, self._peer(src), group=self._group, async_op=self._gloo), launch)
+            self._wait(dist.broadcast(tensor, self._peer(src), group=self._group, async_op=self._gloo), launch)
 
     def sum_scalar(self, value: Tensor, name: str) -> Tensor:
         """The sum over all ranks of an fp64 tensor, which may be overwritten."""
@@ -418,7 +418,7 @@ class Comm(ProcessLocal):
         self._require_device(value, name)
         if self.world > 1:
             launch = self._announce("all-reduce", name, value.numel())
-            self._finish(dist.all_reduce(value, op=op, group=self._group, async_op=self._gloo), launch)
+            self._wait(dist.all_reduce(value, op=op, group=self._group, async_op=self._gloo), launch)
         return value
 
     def host_max(self, flags: Tensor, name: str) -> Work:
@@ -459,7 +459,7 @@ class Comm(ProcessLocal):
         """Rank 0's (small, picklable) Python value on every rank."""
         if self.world == 1:
             return value
-        self._announce("object", name, 0, agree=True)  # torch's collective blocks: make sure that all ranks enter it
+        self._announce("object", name, 0, compare=True)  # torch's collective blocks: make sure that all ranks enter it
         box = [_packed(value) if self.rank == 0 else None]
         dist.broadcast_object_list(box, src=self._peer(0), group=self._host)
         assert box[0] is not None
@@ -469,7 +469,7 @@ class Comm(ProcessLocal):
         """The (small, picklable) Python values of all ranks, on every rank."""
         if self.world == 1:
             return [value]
-        self._announce("objects", name, 0, agree=True)
+        self._announce("objects", name, 0, compare=True)
         box: list[Any] = [None] * self.world
         dist.all_gather_object(box, _packed(value), group=self._host)
         return [pickle.loads(packed) for packed in box]

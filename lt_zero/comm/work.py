@@ -11,7 +11,7 @@ Note [Unforeseen collectives]
     Comparing each collective before its launch would cost a round trip. But training repeats itself: a rank predicts
     the collective that followed the same two the last time. All ranks have the same history, so they predict the same,
     and at the first difference at least one of them launches a collective that it did not predict. Such a collective is
-    compared before its launch (``Comm._agree``): the ranks exchange a checksum of their histories. They agree, or the
+    compared before its launch (``Comm._compare``): the ranks exchange a checksum of their histories. They agree, or the
     checksums differ, or a rank waits until hang detection ends that (hang_detection.py). A repeated step costs nothing.
 """
 

@@ -32,8 +32,8 @@ def _reductions() -> list[str]:
         agreed.append(launch.channel)
         agree(comm, launch)
 
-    agree = Comm._agree
-    with mock.patch.object(Comm, "_agree", note):
+    agree = Comm._compare
+    with mock.patch.object(Comm, "_compare", note):
         for step in range(4):
             agreed.clear()
             next_token_loss(engine.root, step, 0, 0).backward()

@@ -268,17 +268,17 @@ def _steady() -> list[str]:
     _, step = trained(model)
     for number in range(3):
         step(number)
-    agreed, agree = [], Comm._agree
+    agreed, agree = [], Comm._compare
 
     def note(comm: Comm, launch: Any) -> None:
         agreed.append(launch.operation)
         agree(comm, launch)
 
-    Comm._agree = note  # type: ignore[method-assign]
+    Comm._compare = note  # type: ignore[method-assign]
     try:
         step(3)
     finally:
-        Comm._agree = agree  # type: ignore[method-assign]
+        Comm._compare = agree  # type: ignore[method-assign]
     return agreed
 
 

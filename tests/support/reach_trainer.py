@@ -294,14 +294,14 @@ def sent(*fields: str, grad: float = 1.0) -> Look:
 
 def _noting_reductions(agreed: list[bool]) -> Any:
     """Notes reductions that ranks agree upon before they launch them."""
-    agree = Comm._agree
+    agree = Comm._compare
 
     def look(self: Comm, launch: Any) -> None:
         if launch.channel == "reduction":
             agreed.append(True)
         agree(self, launch)
 
-    return mock.patch.object(Comm, "_agree", look)
+    return mock.patch.object(Comm, "_compare", look)
 
 
 def _compared(config: dict[str, Any]) -> int:
