@@ -5,7 +5,7 @@
 
 One process and one model; the cases take turns in blocks of a few steps, and ratios to "none" are taken within a round,
 so a machine that is slower for a minute is slower for all of them. Bytes are counted in steps of their own: on a CPU
-by lt_zero.activation.meter (what operators allocated and what is alive of it), on a GPU by torch's allocator. On a CPU
+by live_bytes.py (what operators allocated and what is alive of it), on a GPU by torch's allocator. On a CPU
 host memory counts as apart from the device's, so that "in host memory" copies as it would to a GPU and back.
 """
 
@@ -79,8 +79,7 @@ class Lab:
 
     def run(self, case: Case, work: Callable[[Any], None]) -> None:
         """Do something with the model while it is checkpointed as the case says."""
-        from lt_zero.activation.apply import apply
-        from lt_zero.activation.find import find_modules
+        from lt_zero.activation.checkpointing import Checkpointing, find_modules
         from lt_zero.activation.stores import open_store
         from lt_zero.config.blocks import ActivationCheckpointing
 
@@ -89,7 +88,7 @@ class Lab:
             work(None)
             return
         store = open_store(block, self.device, len(find_modules(self.model, block).modules))
-        handle = apply(self.model, block, store)
+        handle = Checkpointing(self.model, block, store)
         try:
             work(store)
         finally:
@@ -115,7 +114,7 @@ class Lab:
 
     def bytes(self, step: Callable[[Callable[[], None]], float]) -> tuple[int, int]:
         """Bytes that are alive after forward, and at most; without parameters, the batch and the block of memory."""
-        from lt_zero.activation.meter import live_bytes
+        from live_bytes import live_bytes
 
         seen: list[int] = []
         if self.device.type == "cuda":

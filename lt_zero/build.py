@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lt_zero.activation.find import find_modules
-from lt_zero.activation.install import install
+from lt_zero.activation.checkpointing import find_modules, install
 from lt_zero.comm.communicator import Comm, with_index
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.progress_bar import ProgressBar, progress_bar

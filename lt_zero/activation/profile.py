@@ -35,9 +35,14 @@ class Times:
     milliseconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
     calls: list[int] = field(default_factory=lambda: [0, 0])
 
-    def add(self, recompute: bool, milliseconds: float) -> None:
+    def add(self, recompute: bool, milliseconds: float, calls: int = 1) -> None:
         self.milliseconds[recompute] += milliseconds
-        self.calls[recompute] += 1
+        self.calls[recompute] += calls
+
+    def cells(self, steps: int) -> list[str]:
+        """Calls and milliseconds per step, of forward and of recomputation."""
+        pairs = zip(self.calls, self.milliseconds, strict=True)
+        return [cell for calls, spent in pairs for cell in (f"{calls / steps:g}", f"{spent / steps:.3f}")]
 
 
 class Boundary:
@@ -75,8 +80,10 @@ class Boundary:
             yield
         finally:
             self._wait()
-            if self._profile:
-                self._note(name, recompute, start, self._now())
+            if self._profile and self._gpu:
+                self._pending.append((name, recompute, start, self._now()))
+            elif self._profile:
+                self._add(name, recompute, 1000 * (self._now() - start))
 
     def end_step(self) -> None:
         """Called after an optimizer step; prints a table if one is due."""
@@ -94,13 +101,12 @@ class Boundary:
         table = Table(title=f"Checkpointed modules, ms per optimizer step, mean of {steps}")
         for column in ("module", "forwards", "ms", "recomputations", "ms"):
             table.add_column(column, justify="left" if column == "module" else "right", overflow="fold")
-        for name, found in self.times.items():
-            table.add_row(name, *_cells(found, steps))
         total = Times()
-        for found in self.times.values():
-            total.milliseconds = [a + b for a, b in zip(total.milliseconds, found.milliseconds, strict=True)]
-            total.calls = [a + b for a, b in zip(total.calls, found.calls, strict=True)]
-        table.add_row("all", *_cells(total, steps), style="bold")
+        for name, found in self.times.items():
+            table.add_row(name, *found.cells(steps))
+            for recompute in (False, True):
+                total.add(recompute, found.milliseconds[recompute], found.calls[recompute])
+        table.add_row("all", *total.cells(steps), style="bold")
         return table
 
     def _wait(self) -> None:
@@ -114,12 +120,6 @@ class Boundary:
         event.record()
         return event
 
-    def _note(self, name: str, recompute: bool, start: Any, end: Any) -> None:
-        if self._gpu:
-            self._pending.append((name, recompute, start, end))
-        else:
-            self._add(name, recompute, 1000 * (end - start))
-
     def _add(self, name: str, recompute: bool, milliseconds: float) -> None:
         self.times.setdefault(name, Times()).add(recompute, milliseconds)
 
@@ -131,24 +131,11 @@ class Boundary:
             self._spare += (start, end)
 
 
-def _cells(found: Times, steps: int) -> list[str]:
-    pairs = zip(found.calls, found.milliseconds, strict=True)
-    return [cell for calls, spent in pairs for cell in (f"{calls / steps:g}", f"{spent / steps:.3f}")]
-
-
 def open_boundary(
     block: ActivationCheckpointing, device: torch.device, rank: int = 0, steps_per_print: int | None = None
 ) -> Boundary | None:
-    """The ``Boundary`` that the configuration asks for, or None. Rank 0 prints.
-
-    Args:
-        block: the configuration.
-        device: of the model.
-        rank: of this process.
-        steps_per_print: optimizer steps between tables; None: 10.
-    """
+    """The ``Boundary`` that the configuration asks for, or None. Rank 0 prints, every 10 steps by default."""
     if not block.profile and not block.synchronize_checkpoint_boundary:
         return None
     console = Console() if rank == 0 else None
-    every = steps_per_print or _EVERY
-    return Boundary(device, block.profile, block.synchronize_checkpoint_boundary, every, console)
+    return Boundary(device, block.profile, block.synchronize_checkpoint_boundary, steps_per_print or _EVERY, console)

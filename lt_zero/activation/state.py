@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,63 +30,55 @@ class State:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = list(module.modules())
-        norms = [m for m in self._modules if isinstance(m, BATCH_NORMS)]  # always copied: frozen ones may be unfrozen
+        self.modules = list(module.modules())
+        norms = [m for m in self.modules if isinstance(m, BATCH_NORMS)]  # always copied: frozen ones may be unfrozen
         self.changing: set[_BufferName] = {(n, name) for n in norms for name, _ in n.named_buffers(recurse=False)}
-        self._seen = False  # a forward in training has ended
-
-    def before_forward(self) -> Saved:
-        """Copy what forward may change."""
-        return Saved(self, self.changing if self._seen else set(self.versions()))
-
-    def note(self, changed: set[_BufferName]) -> None:
-        """Record the buffers that a forward in training has changed."""
-        self.changing |= changed
-        self._seen = True
-
-    def generators(self) -> list[torch.Generator]:
-        return [value for m in self._modules for value in vars(m).values() if isinstance(value, torch.Generator)]
+        self.known = False  # a forward in training has ended
 
     def versions(self) -> dict[_BufferName, tuple[Tensor, int]]:
         """Buffers of all modules in training mode, with their versions."""
-        names = [(m, name) for m in self._modules if m.training for name in m._buffers]
+        names = [(m, name) for m in self.modules if m.training for name in m._buffers]
         return {name: (buffer, version_of(buffer)) for name in names if (buffer := _get(name)) is not None}
 
 
-class Saved:
-    """The state before one forward."""
+class SavedState:
+    """Copies of what one forward may change."""
 
-    def __init__(self, state: State, names: set[_BufferName]) -> None:
+    def __init__(self, state: State) -> None:
         self._state, self._versions = state, state.versions()
+        names = state.changing if state.known else set(self._versions)
         found = {name: _get(name) for name in names if name[0].training}
         self._buffers = {name: buffer.clone() for name, buffer in found.items() if buffer is not None}
-        self._generators = [(g, g.get_state()) for g in state.generators()]
+        values = [value for m in state.modules for value in vars(m).values()]
+        self._generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
 
     def after_forward(self) -> None:
         """Find the buffers that have changed, and drop the copies of the others."""
         changed = {p for p, (b, v) in self._versions.items() if _get(p) is not b or version_of(b) != v}
         self._versions = {}
         if self._buffers or changed:
-            self._state.note(changed)
-        kept = self._state.changing
-        self._buffers = {name: buffer for name, buffer in self._buffers.items() if name in kept}
+            self._state.changing |= changed
+            self._state.known = True
+        self._buffers = {name: buffer for name, buffer in self._buffers.items() if name in self._state.changing}
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """A context for a recomputation."""
         now = {name: _get(name) for name in self._buffers}
         drawn = [(generator, generator.get_state()) for generator, _ in self._generators]
-        for (module, name), buffer in self._buffers.items():
-            setattr(module, name, buffer.clone())  # a copy: with retain_graph there may be another recomputation
-        for generator, value in self._generators:
-            generator.set_state(value)
+        # Copies: with retain_graph there may be another recomputation.
+        self._put({name: buffer.clone() for name, buffer in self._buffers.items()}, self._generators)
         try:
             yield
         finally:
-            for (module, name), current in now.items():
-                setattr(module, name, current)
-            for generator, value in drawn:
-                generator.set_state(value)
+            self._put(now, drawn)
+
+    @staticmethod
+    def _put(buffers: Mapping[_BufferName, Tensor | None], generators: list[tuple[torch.Generator, Tensor]]) -> None:
+        for (module, name), buffer in buffers.items():
+            setattr(module, name, buffer)
+        for generator, value in generators:
+            generator.set_state(value)
 
 
 def _get(name: _BufferName) -> Tensor | None:
@@ -164,11 +156,11 @@ class Caches:
     classes of them and transformers are not imported here.
 
     Args:
-        tells: warn about the first removed cache.
+        warns: warn about the first removed cache.
     """
 
-    def __init__(self, tells: bool = True) -> None:
-        self._tells = tells
+    def __init__(self, warns: bool) -> None:
+        self._warns = warns
         self._taken = WeakIdKeyDictionary()  # caches that were empty; blocks without recomputation may fill them later
 
     def without(
@@ -190,8 +182,8 @@ class Caches:
             if any(tensor.numel() for tensor in iter_tensors(value)):
                 return value
             self._taken[value] = None
-        if self._tells:
-            self._tells = False
+        if self._warns:
+            self._warns = False
             warnings.warn(
                 f"Recomputed modules run without the {type(value).__name__} of `use_cache=True` in training: "
                 "`past_key_values` in the model's output stays empty. Set `model.config.use_cache = False` for "

@@ -11,7 +11,7 @@ Note [What is stored]
     as without a store. A tensor that several modules get (a mask, a rotary table) is stored once; it is identified by
     its storage, the elements it shows, and its version.
 
-Note [How long]
+Note [Lifetime]
     A packed tensor belongs to the graph: it can be unpacked as often as backward runs (retain_graph), and its memory is
     freed with the graph. A graph can be freed in the middle of any call, so its finalizer only queues the tensor, and
     the next call frees the memory. A graph that is kept alive keeps its stored tensors. ``clear`` frees them anyway.
@@ -24,72 +24,101 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lt_zero.activation.geometry import Geometry, geometry_of
 from lt_zero.common.compat import version_of, view_base
 from lt_zero.config.blocks import ActivationCheckpointing, Aio
 from lt_zero.io.pinned import host_buffer
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload.host_store import is_apart
-from lt_zero.offload.reuse import Arena, Memory, Stock
-from lt_zero.offload.saved_activations import InFiles, InHost, OnDevice, Place, Rest, changed
+from lt_zero.offload.reuse import Arena, BufferPool
+from lt_zero.offload.saved_activations import DeviceStorage, FileStorage, HostStorage, Storage, Stored, changed
 
-_LEAST = 4096  # bytes; storing a smaller tensor costs more than it saves
-_AHEAD = 2  # tensors to prefetch in backward
+_MIN_BYTES = 4096  # bytes; storing a smaller tensor costs more than it saves
+_PREFETCH = 2  # tensors to prefetch in backward
 _SPARE = 2  # slots for prefetched tensors, in addition to the stored ones
 
 
-class Store(Protocol):
-    """Stores the tensors that autograd saves. Thread-safe."""
+@dataclass(frozen=True)
+class Geometry:
+    """Shape and strides of a tensor, and the layout of its distinct elements.
+
+    Only the elements that a tensor shows are stored, not its whole storage: of an expanded tensor those before the
+    expand, of a slice the slice. A restored tensor has the same strides: kernels choose the order of summation by them.
+
+    Attributes:
+        shape: of the tensor.
+        strides: of the tensor, in elements.
+        sides: sizes of the dimensions with distinct elements, by decreasing stride.
+        steps: the strides of these dimensions.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    sides: tuple[int, ...]
+    steps: tuple[int, ...]
 
     @property
-    def problem(self) -> SwapError | None:
-        """The first I/O error. Tensors are NaN afterwards; the ranks agree on raising (offload/nvme_store.py)."""
+    def numel(self) -> int:
+        """Number of distinct elements."""
+        return torch.Size(self.sides).numel()
 
-    def pack(self, tensor: Tensor) -> object:
-        """Store a tensor that autograd saves."""
+    @property
+    def span(self) -> int:
+        """Elements of storage from the first to the last distinct element."""
+        return 1 + sum((side - 1) * step for side, step in zip(self.sides, self.steps, strict=True))
 
-    def unpack(self, packed: Any) -> Tensor:
-        """A tensor of the same values, dtype, shape, strides and device, detached.
+    @property
+    def dense(self) -> bool:
+        """Whether the elements are contiguous in storage, in any order."""
+        return self.span == self.numel
 
-        Raises:
-            RuntimeError: the tensor was changed in place, or freed by ``clear``.
-        """
+    def elements(self, tensor: Tensor) -> Tensor:
+        """The distinct elements (1D) of ``tensor``; a copy if they are not dense."""
+        if self.dense:
+            return tensor.as_strided((self.numel,), (1,), tensor.storage_offset())
+        return tensor.as_strided(self.sides, self.steps, tensor.storage_offset()).contiguous().view(-1)
 
-    def end_backward(self) -> None:
-        """Free what no graph holds, after a backward that has ended or failed. See Note [How long]."""
+    def restore(self, elements: Tensor) -> Tensor:
+        """The tensor with these elements (1D); a view of them if they are dense."""
+        if not self.dense:
+            spread = elements.new_empty(self.span)  # 1D
+            spread.as_strided(self.sides, self.steps).copy_(elements.view(self.sides))
+            elements = spread
+        return elements.as_strided(self.shape, self.strides)
 
-    def clear(self) -> None:
-        """Free everything, also what live graphs hold."""
 
-    def stats(self) -> dict[str, int]:
-        """Counts and bytes so far.
-
-        ``packed``, ``kept`` (not stored), ``shared`` (stored before), ``unpacked``: calls. ``stored``, ``bytes``:
-        tensors stored now; ``most``: peak of ``bytes``. ``made``: allocations; ``memory``, ``disk``: bytes allocated,
-        in use or not.
-        """
-
-    def close(self) -> None:
-        """Free everything and remove files. Idempotent."""
+def geometry_of(tensor: Tensor) -> Geometry | None:
+    """The layout of ``tensor``; None if it is empty, or if elements overlap in another way than by ``expand``."""
+    if tensor.numel() == 0:
+        return None
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    real = sorted(((step, side) for side, step in pairs if side > 1 and step > 0), reverse=True)
+    reach = 1
+    for step, side in reversed(real):
+        if step < reach:
+            return None
+        reach += (side - 1) * step
+    sides, steps = tuple(side for _, side in real), tuple(step for step, _ in real)
+    return Geometry(tuple(tensor.shape), tuple(tensor.stride()), sides, steps)
 
 
 class _Entry:
     """The stored elements of a tensor; all packed tensors with these elements share it."""
 
-    def __init__(self, place: Place, nbytes: int, before: weakref.ref[_Entry] | None) -> None:
-        self.place: Place | None = place
+    def __init__(self, stored: Stored, nbytes: int, before: weakref.ref[_Entry] | None) -> None:
+        self.stored: Stored | None = stored
         self.nbytes, self.before = nbytes, before
         self.users, self.shared = 0, False
         self.common: Tensor | None = None  # the copy on the device, if the entry is shared
 
 
-class _Kept:
-    """A tensor that is not stored."""
+class _Unstored:
+    """The graph's handle of a tensor that is not stored."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()  # a saved output would otherwise keep its own graph alive
@@ -108,21 +137,21 @@ class _Packed:
         self.entry, self.dtype, self.geometry, self._gone = entry, dtype, geometry, gone
 
     def __del__(self) -> None:
-        self._gone.append(self.entry)  # nothing else: see Note [How long]
+        self._gone.append(self.entry)  # nothing else: see Note [Lifetime]
 
 
-class Saved:
-    """The store: decides which tensors to store, and shares, prefetches and frees them.
+class ActivationStore:
+    """Stores the tensors that autograd saves: decides which, and shares, prefetches and frees them. Thread-safe.
 
     Args:
-        rest: stores the bytes.
+        storage: stores the bytes.
         device: whose tensors are stored.
         least: minimum bytes of a stored tensor.
     """
 
-    def __init__(self, rest: Rest, device: torch.device, least: int = _LEAST) -> None:
+    def __init__(self, storage: Storage, device: torch.device, least: int = _MIN_BYTES) -> None:
         which = device.index if device.type != "cuda" or device.index is not None else torch.cuda.current_device()
-        self.rest, self.device, self._least = rest, torch.device(device.type, which), least
+        self.storage, self.device, self._least = storage, torch.device(device.type, which), least
         self._lock = threading.RLock()
         self._gone: deque[_Entry] = deque()
         self._entries: dict[int, _Entry] = {}  # by id, all that are stored
@@ -133,32 +162,39 @@ class Saved:
 
     @property
     def problem(self) -> SwapError | None:
-        return self.rest.problem
+        """The first I/O error. Tensors are NaN afterwards; the ranks agree on raising (offload/nvme_store.py)."""
+        return self.storage.problem
 
     def pack(self, tensor: Tensor) -> object:
+        """Store a tensor that autograd saves."""
         with self._lock, torch.no_grad():
             self._reap()
             self._counts["packed"] += 1
-            geometry = geometry_of(tensor) if self._takes(tensor) else None
+            geometry = geometry_of(tensor) if self._is_stored(tensor) else None
             if geometry is None:
                 self._counts["kept"] += 1
-                return _Kept(tensor)
+                return _Unstored(tensor)
             entry = self._entry_of(tensor.detach(), geometry)
             entry.users += 1
             return _Packed(entry, tensor.dtype, geometry, self._gone)
 
     def unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, _Kept):
+        """A tensor of the same values, dtype, shape, strides and device, detached.
+
+        Raises:
+            RuntimeError: the tensor was changed in place, or freed by ``clear``.
+        """
+        if isinstance(packed, _Unstored):
             return packed.get()
         with self._lock, torch.no_grad():
             self._reap()
             self._counts["unpacked"] += 1
             found = self._bring(packed.entry)
-            self._look_ahead(packed.entry)
+            self._prefetch_before(packed.entry)
             geometry: Geometry = packed.geometry
             return geometry.restore(found.view(packed.dtype))
 
-    def _takes(self, tensor: Tensor) -> bool:
+    def _is_stored(self, tensor: Tensor) -> bool:
         """See Note [What is stored]."""
         if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.device != self.device:
             return False
@@ -169,37 +205,37 @@ class Saved:
 
     def _entry_of(self, tensor: Tensor, geometry: Geometry) -> _Entry:
         same = self._known.setdefault(tensor.untyped_storage(), weakref.WeakValueDictionary())
-        lies = geometry.numel if geometry.dense else (geometry.sides, geometry.steps)
-        key = (tensor.storage_offset(), tensor.dtype, version_of(tensor), lies)
+        elements_at = geometry.numel if geometry.dense else (geometry.sides, geometry.steps)
+        key = (tensor.storage_offset(), tensor.dtype, version_of(tensor), elements_at)
         entry = same.get(key)
-        if entry is not None and entry.place is not None:
+        if entry is not None and entry.stored is not None:
             entry.shared = True
             self._counts["shared"] += 1
             return entry
         elements = geometry.elements(tensor).view(torch.uint8)  # 1D
-        entry = same[key] = _Entry(self.rest.put(elements), elements.numel(), self._last)
+        entry = same[key] = _Entry(self.storage.put(elements), elements.numel(), self._last)
         self._entries[id(entry)], self._last = entry, weakref.ref(entry)
         self._counts["bytes"] += entry.nbytes
         self._counts["most"] = max(self._counts["most"], self._counts["bytes"])
         return entry
 
     def _bring(self, entry: _Entry) -> Tensor:
-        if entry.place is None:
+        if entry.stored is None:
             raise RuntimeError(
-                "The input of a checkpointed module was freed: Store.clear() was called after this forward. Run "
-                "backward before it, or run forward again."
+                "The input of a checkpointed module was freed: ActivationStore.clear() was called after this forward. "
+                "Run backward before it, or run forward again."
             )
-        if not entry.shared or isinstance(self.rest, OnDevice):
-            return entry.place.bring()
+        if not entry.shared or isinstance(self.storage, DeviceStorage):
+            return entry.stored.bring()
         if entry.common is None:
-            entry.common = entry.place.bring()
+            entry.common = entry.stored.bring()
         return entry.common.clone()
 
-    def _look_ahead(self, entry: _Entry | None) -> None:
+    def _prefetch_before(self, entry: _Entry | None) -> None:
         # Backward unpacks in reverse order. What was packed before is copied while the calling module is computed.
-        for _ in range(_AHEAD):
+        for _ in range(_PREFETCH):
             entry = entry.before() if entry is not None and entry.before is not None else None
-            if entry is None or (entry.place is not None and entry.common is None and not entry.place.prefetch()):
+            if entry is None or (entry.stored is not None and entry.common is None and not entry.stored.prefetch()):
                 return
 
     def _reap(self) -> None:
@@ -210,38 +246,47 @@ class Saved:
                 self._free(entry)
 
     def _free(self, entry: _Entry) -> None:
-        if entry.place is not None:
-            place, entry.place, entry.common = entry.place, None, None
+        if entry.stored is not None:
+            stored, entry.stored, entry.common = entry.stored, None, None
             del self._entries[id(entry)]
             self._counts["bytes"] -= entry.nbytes
-            place.free()
+            stored.free()
 
     def end_backward(self) -> None:
+        """Free what no graph holds, after a backward that has ended or failed. See Note [Lifetime]."""
         with self._lock:
             self._reap()
             if not self._entries:
-                self.rest.end_pass()
+                self.storage.end_pass()
 
     def clear(self) -> None:
+        """Free everything, also what live graphs hold."""
         with self._lock:
             self._reap()
             for entry in list(self._entries.values()):
                 self._free(entry)
-            self.rest.end_pass()
+            self.storage.end_pass()
 
     def stats(self) -> dict[str, int]:
+        """Counts and bytes so far.
+
+        ``packed``, ``kept`` (not stored), ``shared`` (stored before), ``unpacked``: calls. ``stored``, ``bytes``:
+        tensors stored now; ``most``: peak of ``bytes``. ``made``: allocations; ``memory``, ``disk``: bytes allocated,
+        in use or not.
+        """
         with self._lock:
             self._reap()
-            return {**self._counts, "stored": len(self._entries), **self.rest.stats()}
+            return {**self._counts, "stored": len(self._entries), **self.storage.stats()}
 
     def close(self) -> None:
+        """Free everything and remove files. Idempotent."""
         self.clear()
-        self.rest.close()
+        self.storage.close()
 
 
 def open_store(
     block: ActivationCheckpointing, device: torch.device, count: int, aio: Aio | None = None, rank: int = 0
-) -> Store | None:
+) -> ActivationStore | None:
     """The store that the configuration asks for; None if saved inputs stay where they are.
 
     Args:
@@ -255,15 +300,16 @@ def open_store(
         SwapError: files cannot be created in ``nvme_path`` on this rank; other ranks may have succeeded.
     """
     if block.nvme_path is not None:
-        return Saved(InFiles(block.nvme_path, rank, aio or Aio(), device, is_apart(device)), device)
+        return ActivationStore(FileStorage(block.nvme_path, rank, aio or Aio(), device, is_apart(device)), device)
+
+    def arena(make: Callable[[int], Tensor], spare: int = 0) -> Arena:
+        return Arena(make, block.number_checkpoints or max(1, count), block.number_checkpoints is None, spare)
+
+    in_one_block = block.contiguous_memory_optimization
     if block.cpu_checkpointing and is_apart(device):
         pinned = functools.partial(host_buffer, pin=device.type == "cuda")
-        return Saved(InHost(_arena(pinned, block, count) or Stock(pinned), device), device)
-    arena = _arena(functools.partial(torch.empty, dtype=torch.uint8, device=device), block, count, _SPARE)
-    return Saved(OnDevice(arena), device) if arena is not None else None
-
-
-def _arena(make: Callable[[int], Tensor], block: ActivationCheckpointing, count: int, spare: int = 0) -> Memory | None:
-    if not block.contiguous_memory_optimization:
+        return ActivationStore(HostStorage(arena(pinned) if in_one_block else BufferPool(pinned), device), device)
+    if not in_one_block:
         return None
-    return Arena(make, block.number_checkpoints or max(1, count), block.number_checkpoints is None, spare)
+    make = functools.partial(torch.empty, dtype=torch.uint8, device=device)
+    return ActivationStore(DeviceStorage(arena(make, _SPARE)), device)

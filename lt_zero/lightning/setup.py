@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lt_zero.activation.install import installed
+from lt_zero.activation.checkpointing import installed
 from lt_zero.comm.agreement import Agreement
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.compat import SignalOverride

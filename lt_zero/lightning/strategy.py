@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lt_zero.activation.install import install, installed, uninstall
+from lt_zero.activation.checkpointing import install, installed, uninstall
 from lt_zero.build import shard
 from lt_zero.checkpoint.export import Format
 from lt_zero.checkpoint.live_weights import export_engine

@@ -1,6 +1,6 @@
-"""Reusable memory for saved activations: buffers of any size, or slots of one preallocated block.
+"""Reusable memory for saved activations: buffers of any size, or slots of preallocated blocks.
 
-Not thread-safe: the stores of lt_zero/activation hold a lock.
+Not thread-safe: ``ActivationStore`` (lt_zero/activation/stores.py) holds a lock.
 
 Note [Lent memory]
     Autograd may save views of a tensor over reusable memory, and the memory may be reused only after the last view has
@@ -16,7 +16,6 @@ import weakref
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from lt_zero.offload.copy_streams import DONE, CopyEvent
 log = logging.getLogger("lt_zero")
 
 _ALIGN = 512  # bytes: what torch's allocator aligns to on a GPU
-_KIN = 4  # sizes that differ by at most this factor share slots
+_SIMILAR = 4  # sizes that differ by at most this factor share slots
 
 
 class Loan:
@@ -60,20 +59,13 @@ class Loan:
         return from_dlpack(piece)
 
 
-class Memory(Protocol):
-    """An allocator of reusable memory."""
-
-    made: int  # allocations so far
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated, in use or free."""
-
-    def take(self, nbytes: int) -> Loan:
-        """An uninitialized piece of at least ``nbytes`` that the current stream may write to."""
+def reap(returned: deque[Loan]) -> None:
+    """Give back the loans that finalizers have returned."""
+    while returned:
+        returned.popleft().give_back()
 
 
-class Stock:
+class BufferPool:
     """Buffers for one tensor each; a returned buffer is reused for the next tensor that fits.
 
     There are at most as many buffers as were in use at the same time. If no free buffer is large enough, the smallest
@@ -81,38 +73,34 @@ class Stock:
 
     Args:
         make: allocates a 1D uint8 tensor of at least the given number of bytes.
+
+    Attributes:
+        made: allocations so far.
+        nbytes: bytes allocated, in use or free.
     """
 
     def __init__(self, make: Callable[[int], Tensor]) -> None:
-        self.made, self.in_use, self._make, self._size = 0, 0, make, 0
+        self.made, self.nbytes, self._make = 0, 0, make
         self._free: list[Loan] = []
         self._returned: deque[Loan] = deque()
 
-    @property
-    def nbytes(self) -> int:
-        return self._size
-
     def take(self, nbytes: int) -> Loan:
+        """An uninitialized piece of at least ``nbytes`` that the current stream may write to."""
         reap(self._returned)
         self._free.sort(key=lambda loan: loan.tensor.numel())
         found = next((i for i, loan in enumerate(self._free) if loan.tensor.numel() >= nbytes), None)
-        self.in_use += 1
         if found is not None:
             old = self._free.pop(found)
             old.after.wait()
-            return Loan(old.tensor, self._back, self._returned)
+            return Loan(old.tensor, self._free.append, self._returned)
         if self._free:
             old = self._free.pop(0)
             old.after.synchronize()  # a copy may still use the memory that is unmapped now
-            self._size -= old.tensor.numel()
+            self.nbytes -= old.tensor.numel()
         self.made += 1
         tensor = self._make(nbytes)  # 1D
-        self._size += tensor.numel()
-        return Loan(tensor, self._back, self._returned)
-
-    def _back(self, loan: Loan) -> None:
-        self.in_use -= 1
-        self._free.append(loan)
+        self.nbytes += tensor.numel()
+        return Loan(tensor, self._free.append, self._returned)
 
 
 class Arena:
@@ -131,25 +119,27 @@ class Arena:
     def __init__(self, make: Callable[[int], Tensor], count: int, grows: bool, spare: int = 0) -> None:
         self.made, self.make, self.count, self.grows, self.spare = 0, make, count, grows, spare
         self.returned: deque[Loan] = deque()
-        self.told = False
+        self.warned = False
         self._blocks: list[_Slots] = []
 
     @property
     def nbytes(self) -> int:
-        return sum(block.size * block.count + block.outside for block in self._blocks)
+        return sum(block.size * block.count + block.separate for block in self._blocks)
 
     def take(self, nbytes: int) -> Loan:
         reap(self.returned)
-        kin = [b for b in self._blocks if b.size <= _KIN * nbytes and nbytes <= _KIN * b.size]
-        if not kin:
+        similar = [b for b in self._blocks if b.size <= _SIMILAR * nbytes and nbytes <= _SIMILAR * b.size]
+        if not similar:
             self._blocks.append(_Slots(self, rounded(nbytes, _ALIGN), self.count + self.spare))
-            kin = self._blocks[-1:]
-        return min(kin, key=lambda block: (nbytes > block.size, block.size)).take(nbytes)
+            similar = self._blocks[-1:]
+        return min(similar, key=lambda block: (nbytes > block.size, block.size)).take(nbytes)
 
 
 class _Slots:
+    """The block of one slot size, and the tensors of that size that got ordinary memory."""
+
     def __init__(self, arena: Arena, size: int, count: int) -> None:
-        self._arena, self.size, self.count, self.outside = arena, size, count, 0
+        self._arena, self.size, self.count, self.separate = arena, size, count, 0
         self._larger, self._used, self._most = size, 0, 0
         self._memory = torch.empty(0)
         self._free: list[Loan] = []
@@ -164,11 +154,11 @@ class _Slots:
             old = self._free.pop()
             old.after.wait()
             return Loan(old.tensor, self._back, self._arena.returned)
-        self._tell(nbytes)
+        self._warn(nbytes)
         self._larger = max(self._larger, rounded(nbytes, _ALIGN))
         self._arena.made += 1
-        self.outside += nbytes
-        return Loan(self._arena.make(nbytes), lambda _: self._gone(nbytes), self._arena.returned)
+        self.separate += nbytes
+        return Loan(self._arena.make(nbytes), lambda _: self._count_freed(nbytes), self._arena.returned)
 
     def _wanted(self) -> int:
         return max(self.count, self._most) if self._arena.grows else self.count
@@ -187,15 +177,15 @@ class _Slots:
         self._used -= 1
         insort(self._free, loan, key=lambda free: -free.tensor.data_ptr())  # reuse the lowest address first
 
-    def _gone(self, nbytes: int) -> None:
+    def _count_freed(self, nbytes: int) -> None:
         self._used -= 1
-        self.outside -= nbytes
+        self.separate -= nbytes
 
-    def _tell(self, nbytes: int) -> None:
+    def _warn(self, nbytes: int) -> None:
         arena = self._arena
-        if arena.told or (arena.grows and nbytes <= self.size):  # the block grows before the next step
+        if arena.warned or (arena.grows and nbytes <= self.size):  # the block grows before the next step
             return
-        arena.told = True
+        arena.warned = True
         why = f"all {self.count} slots are in use" if nbytes <= self.size else f"slots have {self.size} bytes"
         log.warning(
             "activation_checkpointing.contiguous_memory_optimization: a saved input of %d bytes does not fit, %s. It "
@@ -206,7 +196,4 @@ class _Slots:
         )
 
 
-def reap(returned: deque[Loan]) -> None:
-    """Give back the loans that finalizers have returned."""
-    while returned:
-        returned.popleft().give_back()
+Memory = BufferPool | Arena

@@ -10,11 +10,10 @@ Note [Life of a saved tensor in files]
     leaving   being written; until that is done the tensor is served from the buffer
     away      only in a record of a file
     coming    being read into a buffer, then copied to the device
-    At most ``_ROOM`` buffers are in use: then ``put`` waits for the oldest write, and a prefetch does nothing. A tensor
-    that backward asks for always gets a buffer.
-
-Errors are handled as in nvme_store.py, Note [A failing disk]: a tensor that could not be written stays in memory, and
-one that could not be read is NaN.
+    At most ``_BUFFERS`` buffers are in use: then ``put`` waits for the oldest write, and a prefetch does nothing. A
+    tensor that backward asks for always gets a buffer.
+    Errors are handled as in nvme_store.py, Note [A failing disk]: a tensor that could not be written stays in memory,
+    and one that could not be read is NaN.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -35,15 +35,15 @@ from lt_zero.io.pinned import host_buffer
 from lt_zero.io.private_folder import SwapFolder
 from lt_zero.io.thread_pool import IoPool, SwapError, Transfer
 from lt_zero.offload.copy_streams import DONE, CopyEvent, CopyStream
-from lt_zero.offload.reuse import Loan, Memory, Stock
+from lt_zero.offload.reuse import BufferPool, Loan, Memory
 
 _IN_FLIGHT = 4  # copies to the host in flight; each keeps its source alive
-_ROOM = 4  # host buffers for writes and reads
-_KEPT = 8  # passes after which an unused file is removed
-_FIT = 4  # a record may be larger than its tensor by 1/_FIT
+_BUFFERS = 4  # host buffers for writes to files and reads
+_UNUSED_PASSES = 8  # passes after which an unused file is removed
+_SLACK = 4  # a record may be larger than its tensor by 1/_SLACK
 
 
-class Place(Protocol):
+class Stored(Protocol):
     """The stored bytes of one saved activation."""
 
     def prefetch(self) -> bool:
@@ -60,45 +60,155 @@ class Place(Protocol):
         """Release the memory. The last call on this object."""
 
 
-class Rest(Protocol):
-    """Stores saved activations: on the device, in host memory or in files."""
+class Storage:
+    """Base class of what keeps saved activations.
 
-    problem: SwapError | None  # the first error; see offload/nvme_store.py, Note [A failing disk]
+    Args:
+        memory: allocator of the memory for them.
 
-    def put(self, source: Tensor) -> Place:
+    Attributes:
+        problem: the first error; see offload/nvme_store.py, Note [A failing disk].
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.problem: SwapError | None = None
+
+    def put(self, source: Tensor) -> Stored:
         """Store the bytes (1D uint8, on the device). See Note [A source that changes]."""
+        raise NotImplementedError
 
     def end_pass(self) -> None:
         """Called between passes, when nothing is stored."""
 
     def stats(self) -> dict[str, int]:
         """``made``: allocations so far; ``memory``, ``disk``: bytes allocated, in use or not."""
+        return {"made": self.memory.made, "memory": self.memory.nbytes, "disk": 0}
 
     def close(self) -> None:
         """Release everything. Idempotent."""
+        self.end_pass()
 
 
-class Source:
-    """The source of a copy to the host. See Note [A source that changes]."""
+class DeviceStorage(Storage):
+    """Keeps saved activations in other memory of the device."""
 
-    def __init__(self, tensor: Tensor, event: CopyEvent) -> None:
-        self._tensor = None if event is DONE else tensor
-        self._version, self.event, self._changed = version_of(tensor), event, 0
+    def put(self, source: Tensor) -> Stored:
+        return _OnDevice(self.memory, source)
+
+
+class _OnDevice:
+    def __init__(self, memory: Memory, source: Tensor) -> None:
+        self._memory, self._loan, self._nbytes = memory, memory.take(source.numel()), source.numel()
+        self._loan.tensor[: self._nbytes].copy_(source)
+
+    def prefetch(self) -> bool:
+        return True
+
+    def bring(self) -> Tensor:
+        loan = self._memory.take(self._nbytes)
+        tensor = loan.lend(self._nbytes)
+        loan.give_back()
+        return tensor.copy_(self._loan.tensor[: self._nbytes])
+
+    def free(self) -> None:
+        self._loan.give_back()
+
+
+class HostStorage(Storage):
+    """Keeps saved activations in host memory; copies overlap with compute (copy_streams.py).
+
+    Args:
+        memory: allocator of pinned host memory.
+        device: device of the activations.
+        apart: whether the device has memory of its own, apart from the host's.
+    """
+
+    def __init__(self, memory: Memory, device: torch.device, apart: bool = True) -> None:
+        super().__init__(memory)
+        self.device, self.apart = device, apart
+        late = apart and device.type == "cpu"
+        self.to_host, self.to_device = CopyStream(device, late), CopyStream(device, late)
+        self._leaving: deque[InHost] = deque()
+
+    def put(self, source: Tensor) -> Stored:
+        self._leaving.append(InHost(self, source, source.numel()))
+        stored = self._leaving[-1]
+        if len(self._leaving) > _IN_FLIGHT:
+            self._leaving.popleft().wait_copied(host=True)
+        return stored
+
+    def end_pass(self) -> None:
+        while self._leaving:
+            self._leaving.popleft().wait_left()
+
+
+class InHost:
+    """A saved activation in a host buffer.
+
+    Args:
+        storage: whose memory and copy streams it uses.
+        source: the bytes, 1D uint8.
+        size: bytes of the buffer.
+    """
+
+    def __init__(self, storage: HostStorage, source: Tensor, size: int) -> None:
+        self._storage, self._nbytes, self._size = storage, source.numel(), size
+        self._loan: Loan | None = self._take()
+        self._copied = storage.to_host.copy(self._loan.tensor[: self._nbytes], source)
+        self._source = None if self._copied is DONE else source
+        self._version, self._changed = version_of(source), 0
+        self._target: Tensor | None = None  # on the device
+        self._coming: CopyEvent = DONE  # the copy to the target
+
+    def _take(self) -> Loan:
+        return self._storage.memory.take(self._size)
+
+    def _drop(self, after: CopyEvent = DONE) -> None:
+        loan, self._loan = self._loan, None
+        if loan is not None:
+            loan.give_back(after)
 
     def wait_copied(self, host: bool = False) -> None:
-        """Make the current stream, or the host, wait for the copy, and drop the source."""
+        """Make the current stream, or the host, wait for the copy from the source, and drop the source."""
         if host:
-            self.event.synchronize()
+            self._copied.synchronize()
         else:
-            self.event.wait()
-        if self._tensor is not None:
-            self._changed = version_of(self._tensor) - self._version
-        self._tensor, self.event = None, DONE
+            self._copied.wait()
+        if self._source is not None:
+            self._changed = version_of(self._source) - self._version
+        self._source, self._copied = None, DONE
 
-    def check(self) -> None:
-        """Raise if the source was changed before the copy was waited for."""
+    wait_left = wait_copied
+
+    def prefetch(self) -> bool:
+        if self._target is None:
+            self._send()
+        return True
+
+    def _send(self) -> None:
+        """Start the copy to the device."""
+        self.wait_copied()
+        assert self._loan is not None
+        self._target = torch.empty(self._nbytes, dtype=torch.uint8, device=self._storage.device)
+        self._coming = self._storage.to_device.copy(self._target, self._loan.tensor[: self._nbytes])
+
+    def bring(self) -> Tensor:
+        self.wait_copied()
         if self._changed:
             raise changed(self._version + self._changed, self._version)
+        if self._target is None:
+            self._send()
+        self._coming.wait()
+        target, self._target = self._target, None
+        assert target is not None
+        return target
+
+    def free(self) -> None:
+        self.wait_copied()
+        self._coming.wait()  # or the copy would write into memory that the allocator has reused
+        self._target = None
+        self._drop(self._coming)
 
 
 def changed(found: int, expected: int) -> RuntimeError:
@@ -109,118 +219,13 @@ def changed(found: int, expected: int) -> RuntimeError:
     )
 
 
-class OnDevice:
-    """Stores saved activations on the device itself.
-
-    Args:
-        memory: allocator of device memory.
-    """
-
-    problem: SwapError | None = None
-
-    def __init__(self, memory: Memory) -> None:
-        self.memory = memory
-
-    def put(self, source: Tensor) -> Place:
-        loan = self.memory.take(source.numel())
-        loan.tensor[: source.numel()].copy_(source)
-        return _DevicePlace(self, loan, source.numel())
-
-    def end_pass(self) -> None:
-        return None
-
-    def stats(self) -> dict[str, int]:
-        return {"made": self.memory.made, "memory": self.memory.nbytes, "disk": 0}
-
-    close = end_pass
+# ---- files -----------------------------------------------------------------------------------------------------------
 
 
-class _DevicePlace:
-    def __init__(self, rest: OnDevice, loan: Loan, nbytes: int) -> None:
-        self._rest, self._loan, self._nbytes = rest, loan, nbytes
-
-    def prefetch(self) -> bool:
-        return True
-
-    def bring(self) -> Tensor:
-        loan = self._rest.memory.take(self._nbytes)
-        tensor = loan.lend(self._nbytes)
-        loan.give_back()
-        return tensor.copy_(self._loan.tensor[: self._nbytes])
-
-    def free(self) -> None:
-        self._loan.give_back()
-
-
-class InHost:
-    """Stores saved activations in host memory; copies overlap with compute (offload/copy_streams.py).
-
-    Args:
-        memory: allocator of pinned host memory.
-        device: device of the activations.
-    """
-
-    problem: SwapError | None = None
-
-    def __init__(self, memory: Memory, device: torch.device) -> None:
-        self.memory, self.device = memory, device
-        late = device.type == "cpu"
-        self.to_host, self.to_device = CopyStream(device, late), CopyStream(device, late)
-        self._leaving: deque[Source] = deque()
-
-    def put(self, source: Tensor) -> Place:
-        loan = self.memory.take(source.numel())
-        leaving = Source(source, self.to_host.copy(loan.tensor[: source.numel()], source))
-        self._leaving.append(leaving)
-        if len(self._leaving) > _IN_FLIGHT:
-            self._leaving.popleft().wait_copied(host=True)
-        return _HostPlace(self, loan, source.numel(), leaving)
-
-    def end_pass(self) -> None:
-        while self._leaving:
-            self._leaving.popleft().wait_copied()
-
-    def stats(self) -> dict[str, int]:
-        return {"made": self.memory.made, "memory": self.memory.nbytes, "disk": 0}
-
-    def close(self) -> None:
-        self.end_pass()
-
-
-class _HostPlace:
-    def __init__(self, rest: InHost, loan: Loan, nbytes: int, source: Source) -> None:
-        self._rest, self._loan, self._nbytes, self._source = rest, loan, nbytes, source
-        self._target: Tensor | None = None
-        self._coming: CopyEvent = DONE
-
-    def prefetch(self) -> bool:
-        if self._target is None:
-            self._source.wait_copied()
-            self._target = torch.empty(self._nbytes, dtype=torch.uint8, device=self._rest.device)
-            self._coming = self._rest.to_device.copy(self._target, self._loan.tensor[: self._nbytes])
-        return True
-
-    def bring(self) -> Tensor:
-        self._source.wait_copied()
-        self._source.check()
-        self.prefetch()
-        self._coming.wait()
-        target, self._target = self._target, None
-        assert target is not None
-        return target
-
-    def free(self) -> None:
-        self._source.wait_copied()
-        self._coming.wait()  # or the copy would write into memory that the allocator has reused
-        self._target = None
-        self._loan.give_back(self._coming)
-
-
+@dataclass(frozen=True, eq=False)
 class _Record:
-    """A record of a file."""
-
-    def __init__(self, group: _Group, index: int) -> None:
-        self.group, self.index = group, index
+    group: _Group
+    index: int
 
 
 class _Group:
@@ -250,9 +255,9 @@ class _Records:
         Raises:
             SwapError: the disk has no space for it.
         """
-        kin = [g for g in self._groups if nbytes <= g.size <= max(nbytes + nbytes // _FIT, nbytes + 4096)]
-        free = [group for group in kin if group.free]
-        group = min(free, key=lambda g: g.size) if free else self._make(nbytes, max(1, sum(g.count for g in kin)))
+        fitting = [g for g in self._groups if nbytes <= g.size <= max(nbytes + nbytes // _SLACK, nbytes + 4096)]
+        free = [group for group in fitting if group.free]
+        group = min(free, key=lambda g: g.size) if free else self._make(nbytes, max(1, sum(g.count for g in fitting)))
         group.used = self._passes
         return group.free.pop()
 
@@ -264,21 +269,21 @@ class _Records:
         return self._groups[-1]
 
     def end_pass(self) -> None:
-        """Remove files that were not used for ``_KEPT`` passes."""
+        """Remove files that were not used for ``_UNUSED_PASSES`` passes."""
         self._passes += 1
-        old = [g for g in self._groups if self._passes - g.used > _KEPT and len(g.free) == g.count]
-        for group in old:
+        self._remove([g for g in self._groups if self._passes - g.used > _UNUSED_PASSES and len(g.free) == g.count])
+
+    def close(self) -> None:
+        self._remove(list(self._groups))
+
+    def _remove(self, groups: list[_Group]) -> None:
+        for group in groups:
             self._groups.remove(group)
             group.file.close()
 
-    def close(self) -> None:
-        for group in self._groups:
-            group.file.close()
-        self._groups = []
 
-
-class InFiles:
-    """Stores saved activations in files of a private folder. See Note [Life of a saved tensor in files].
+class FileStorage(HostStorage):
+    """Keeps saved activations in files of a private folder. See Note [Life of a saved tensor in files].
 
     Args:
         path: a folder on a local disk.
@@ -293,55 +298,44 @@ class InFiles:
 
     def __init__(self, path: Path, rank: int, aio: Aio, device: torch.device, apart: bool) -> None:
         self.folder = SwapFolder(path, rank)
+        super().__init__(BufferPool(functools.partial(host_buffer, pin=device.type == "cuda")), device, apart)
         self.pool = IoPool(aio.intra_op_parallelism, aio.block_size, aio.in_flight, aio.checksum)
-        self.device, self.apart = device, apart
         self.records = _Records(self.folder, self.pool)
-        self.stock = Stock(functools.partial(host_buffer, pin=device.type == "cuda"))
-        late = apart and device.type == "cpu"
-        self.to_host, self.to_device = CopyStream(device, late), CopyStream(device, late)
-        self.problem: SwapError | None = None
-        self.busy = 0  # places that have a buffer
-        self._leaving: deque[_FilePlace] = deque()
+        self.buffers = 0  # saved activations that have a buffer
 
-    def put(self, source: Tensor) -> Place:
+    def put(self, source: Tensor) -> Stored:
         try:
             record = self.records.take(source.numel())
         except SwapError as error:
             self.note(error)
-            return _Stays(source.clone())
-        self.make_room()
-        place = _FilePlace(self, record, source)
-        self._leaving.append(place)
-        return place
+            return _NoRecord(source.clone())
+        while self.buffers >= _BUFFERS and self._leaving:
+            self._leaving.popleft().wait_left()
+        stored = _InFile(self, record, source)
+        self._leaving.append(stored)
+        return stored
 
     def note(self, error: SwapError) -> None:
         """Keep the first error."""
         self.problem = self.problem or error
 
-    def make_room(self) -> None:
-        """Wait for the oldest writes until fewer than ``_ROOM`` buffers are in use."""
-        while self.busy >= _ROOM and self._leaving:
-            self._leaving.popleft().wait_written()
-
     def end_pass(self) -> None:
-        while self._leaving:
-            self._leaving.popleft().wait_written()
+        super().end_pass()
         self.records.end_pass()
 
     def stats(self) -> dict[str, int]:
-        made = self.stock.made + self.records.made
-        return {"made": made, "memory": self.stock.nbytes, "disk": self.records.nbytes}
+        made = self.memory.made + self.records.made
+        return {"made": made, "memory": self.memory.nbytes, "disk": self.records.nbytes}
 
     def close(self) -> None:
-        while self._leaving:
-            self._leaving.popleft().wait_written()
+        super().close()
         self.records.close()
         self.pool.close()
         self.folder.close()
 
 
-class _Stays:
-    """A tensor that stays in memory, because no record could be allocated."""
+class _NoRecord:
+    """A saved activation that stays on the device, because no record could be allocated."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -356,46 +350,43 @@ class _Stays:
         self._tensor = torch.empty(0)
 
 
-class _FilePlace:
-    """One tensor, in a host buffer or in a record."""
+class _InFile(InHost):
+    """A saved activation in a host buffer, in a record, or in both."""
 
-    def __init__(self, rest: InFiles, record: _Record, source: Tensor) -> None:
-        self._rest, self._record, self._nbytes = rest, record, source.numel()
+    def __init__(self, storage: FileStorage, record: _Record, source: Tensor) -> None:
+        self._files, self._record = storage, record
+        super().__init__(storage, source, record.group.size)
         self._read: Transfer | None = None
-        self._target: Tensor | None = None
-        self._coming: CopyEvent = DONE
-        self._loan: Loan | None = self._take()
-        copied = rest.to_host.copy(self._loan.tensor[: self._nbytes], source)
-        self._source = Source(source, copied)
         self._written: list[Transfer] = []  # filled by the gate, if there is one
         self._gate: Transfer | None = None  # waits for the copy in an I/O thread, then starts the write
-        buffer = self._loan.tensor[: record.group.size]
-        try:
-            if copied is DONE:
-                self._written.append(record.group.file.write(record.index, buffer))
-            else:
-                gate = functools.partial(_write, rest.device, copied, record, buffer, self._written)
-                self._gate = rest.pool.submit(1, gate, _nothing, after=None)
-        except SwapError as error:
-            rest.note(error)
         self._left = self._stored = False  # the write has ended; the record holds the values
+        try:
+            if self._copied is DONE:
+                self._written.append(record.group.file.write(record.index, self._buffer()))
+            else:
+                gate = functools.partial(_write, storage.device, self._copied, record, self._buffer(), self._written)
+                self._gate = storage.pool.submit(1, gate, lambda error: None, after=None)
+        except SwapError as error:
+            storage.note(error)
 
     def _take(self) -> Loan:
-        self._rest.busy += 1
-        return self._rest.stock.take(self._record.group.size)
+        self._files.buffers += 1
+        return super()._take()
 
     def _drop(self, after: CopyEvent = DONE) -> None:
-        if self._loan is not None:
-            self._rest.busy -= 1
-            self._loan.give_back(after)
-        self._loan = None
+        self._files.buffers -= self._loan is not None
+        super()._drop(after)
 
-    def wait_written(self) -> None:
+    def _buffer(self) -> Tensor:
+        assert self._loan is not None
+        return self._loan.tensor[: self._size]
+
+    def wait_left(self, host: bool = False) -> None:
         """Wait until the tensor is written, then release the buffer."""
         if self._left:
             return
         self._left = True
-        self._source.wait_copied()
+        self.wait_copied(host)
         try:
             if self._gate is not None:
                 self._gate.wait()
@@ -405,23 +396,22 @@ class _FilePlace:
                 self._stored = True
                 self._drop()
         except SwapError as error:
-            self._rest.note(error)  # the buffer is kept: it has the only copy of the values
+            self._files.note(error)  # the buffer is kept: it has the only copy of the values
         self._gate, self._written = None, []
 
     def prefetch(self) -> bool:
         if self._loan is None and self._target is None:
-            if self._rest.busy >= _ROOM:
+            if self._files.buffers >= _BUFFERS:
                 return False
             self._start_read()
-        if self._rest.apart and self._target is None and (self._read is None or self._read.done):
+        if self._files.apart and self._target is None and (self._read is None or self._read.done):
             self._send()
         return True
 
     def _start_read(self) -> None:
         self._loan = self._take()
         try:
-            file, buffer = self._record.group.file, self._loan.tensor[: self._record.group.size]
-            self._read = file.read(self._record.index, buffer)
+            self._read = self._record.group.file.read(self._record.index, self._buffer())
         except SwapError as error:
             self._fail(error)
 
@@ -434,44 +424,30 @@ class _FilePlace:
             self._fail(error)
 
     def _fail(self, error: SwapError) -> None:
-        assert self._loan is not None
-        self._rest.note(error)
-        self._loan.tensor.fill_(0xFF)  # NaN in every floating dtype
+        self._files.note(error)
+        self._buffer().fill_(0xFF)  # NaN in every floating dtype
 
     def _send(self) -> None:
-        """Start the copy to the device."""
-        self._source.wait_copied()
         self._finish_read()
-        assert self._loan is not None
-        self._target = torch.empty(self._nbytes, dtype=torch.uint8, device=self._rest.device)
-        self._coming = self._rest.to_device.copy(self._target, self._loan.tensor[: self._nbytes])
+        super()._send()
         if self._stored:  # otherwise the buffer is still being written, and serves further calls
             self._drop(self._coming)
 
     def bring(self) -> Tensor:
-        self._source.wait_copied()
-        self._source.check()
         if self._loan is None and self._target is None:
             self._start_read()
-        if not self._rest.apart and self._stored:
-            self._finish_read()
-            assert self._loan is not None
-            tensor = self._loan.lend(self._nbytes)
-            self._drop()
-            return tensor
-        if self._target is None:
-            self._send()
-        self._coming.wait()
-        target, self._target = self._target, None
-        assert target is not None
-        return target
+        if self._files.apart or not self._stored:
+            return super().bring()
+        self._finish_read()
+        assert self._loan is not None
+        tensor = self._loan.lend(self._nbytes)
+        self._drop()
+        return tensor
 
     def free(self) -> None:
-        self.wait_written()
+        self.wait_left()
         self._finish_read()
-        self._coming.wait()
-        self._target = None
-        self._drop(self._coming)
+        super().free()
         self._record.group.free.append(self._record)
 
 
@@ -483,7 +459,3 @@ def _write(
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         copied.synchronize()
     written.append(record.group.file.write(record.index, buffer))
-
-
-def _nothing(error: RuntimeError | None) -> None:
-    return None

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lt_zero.activation.apply import apply
+from lt_zero.activation.checkpointing import Checkpointing
 from tests.support.checkpointed_nets import FULL, MODES, Elaborate, ElaborateNet, net, run, same
 from tests.support.matrix import only
 from tests.support.models import WIDTH, Block, Net, next_token_loss, tokens
@@ -136,7 +136,7 @@ def _remembered() -> None:
         for forwards in (1, 3):
             compare(lambda: net(Remembering), 3, forwards, {}, forwards=forwards, backward=backward)
     model = net(Remembering)
-    handle = apply(model, FULL)
+    handle = Checkpointing(model, FULL)
     next_token_loss(model, 0, 0, 0)
     kept = {place[1] for block in model.blocks for place in vars(block)["forward"]._state.changing}
     assert kept == {"mean", "_u", "_v"}, "what does not change is not copied at each forward"
@@ -177,7 +177,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def test_default_dtype_is_that_of_forward() -> None:
     model = net(Made).bfloat16()
-    handle = apply(model, FULL)
+    handle = Checkpointing(model, FULL)
     with default_dtype(torch.bfloat16):
         loss = next_token_loss(model, 0, 0, 0)
     loss.backward()

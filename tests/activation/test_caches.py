@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.activation.apply import apply
-from lt_zero.activation.find import find_modules
+from lt_zero.activation.checkpointing import Checkpointing, find_modules
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.blocks import ActivationCheckpointing
 from tests.support.matrix import only
@@ -114,7 +113,7 @@ class Decoder(nn.Module):
 
 
 def _grads(model: Decoder, **block: Any) -> dict[str, Tensor]:
-    handle = apply(model, ActivationCheckpointing(**block)) if block else None
+    handle = Checkpointing(model, ActivationCheckpointing(**block)) if block else None
     torch.manual_seed(3)
     loss = next_token_loss(model, 0, 0, 0)
     loss.backward()
@@ -145,7 +144,7 @@ def test_a_cache_that_was_made_for_a_forward_is_not_kept() -> None:
     model = Decoder(4)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        handle = apply(model, ActivationCheckpointing(mode="full", every=2))
+        handle = Checkpointing(model, ActivationCheckpointing(mode="full", every=2))
         for _ in range(2):
             next_token_loss(model, 0, 0, 0).backward()
     assert [block.seen[0] for block in model.block] == [False, True, False, True]
@@ -252,7 +251,7 @@ def test_a_product_that_was_added_to_is_computed_again(inside: bool) -> None:
         return found
 
     want = grads()
-    apply(model, ActivationCheckpointing(mode="selective"))
+    Checkpointing(model, ActivationCheckpointing(mode="selective"))
     got = grads()
     assert len(got) == len(want) == 4
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

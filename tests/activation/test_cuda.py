@@ -14,9 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lt_zero.activation.profile import Boundary
-from lt_zero.activation.stores import Saved
+from lt_zero.activation.stores import ActivationStore
 from lt_zero.io.pinned import host_buffer
-from lt_zero.offload.saved_activations import InHost
+from lt_zero.offload.saved_activations import HostStorage
 from tests.support.store_tools import PLACES, Feed, gradients, opened, same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -26,7 +26,7 @@ WIDTH, DEPTH = 1024, 12
 
 
 @pytest.fixture(params=list(PLACES))
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Saved]:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ActivationStore]:
     made = opened(request.param, tmp_path, DEPTH, GPU)
     yield made
     made.close()
@@ -41,7 +41,7 @@ def rows(seed: int, count: int = 4096) -> Tensor:
     return torch.randn(count, WIDTH, generator=torch.Generator(GPU).manual_seed(seed), device=GPU)
 
 
-def forward(model: nn.ModuleList, x: Tensor, store: Saved | None) -> Tensor:
+def forward(model: nn.ModuleList, x: Tensor, store: ActivationStore | None) -> Tensor:
     for block in model:
         if store is None:
             x = checkpoint(block, x, use_reentrant=False)
@@ -51,7 +51,7 @@ def forward(model: nn.ModuleList, x: Tensor, store: Saved | None) -> Tensor:
     return x.square().mean()
 
 
-def step(model: nn.ModuleList, store: Saved | None, seed: int, count: int = 4096) -> list[Tensor]:
+def step(model: nn.ModuleList, store: ActivationStore | None, seed: int, count: int = 4096) -> list[Tensor]:
     for micro in range(2):
         forward(model, rows(2 * seed + micro, count), store).backward()
         if store is not None:
@@ -59,7 +59,7 @@ def step(model: nn.ModuleList, store: Saved | None, seed: int, count: int = 4096
     return gradients(model)
 
 
-def test_the_same_gradients(store: Saved) -> None:
+def test_the_same_gradients(store: ActivationStore) -> None:
     model = net()
     for seed in range(4):
         count = 4096 if seed < 3 else 1000
@@ -74,7 +74,7 @@ def test_the_same_gradients(store: Saved) -> None:
     assert same(found, gradients(model))
 
 
-def test_another_stream(store: Saved) -> None:
+def test_another_stream(store: ActivationStore) -> None:
     model, stream = net(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -83,7 +83,7 @@ def test_another_stream(store: Saved) -> None:
     assert same(found, step(model, None, 1))
 
 
-def test_copies_race_with_nobody(store: Saved) -> None:
+def test_copies_race_with_nobody(store: ActivationStore) -> None:
     """What is packed is computed late and freed at once, its memory is written again, and copies are dropped."""
     a = torch.randn(4096, 4096, device=GPU)
     for turn in range(5):
@@ -106,8 +106,8 @@ def test_host_memory_is_page_locked_and_nobody_waits(tmp_path: Path) -> None:
     assert buffer.is_pinned()
     assert buffer.numel() == 8192, "not rounded up to a power of two pages"
     store = opened("host", tmp_path, DEPTH, GPU)
-    assert isinstance(store.rest, InHost)
-    loan = store.rest.memory.take(1 << 20)
+    assert isinstance(store.storage, HostStorage)
+    loan = store.storage.memory.take(1 << 20)
     assert loan.tensor.is_pinned()
     loan.give_back()
     a, x = torch.randn(8192, 8192, device=GPU), torch.randn(1 << 20, device=GPU)

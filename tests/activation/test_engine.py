@@ -16,8 +16,8 @@ from torch import nn
 
 import lt_zero
 from lt_zero.activation import stores
-from lt_zero.activation.install import installed
-from lt_zero.activation.stores import Saved
+from lt_zero.activation.checkpointing import installed
+from lt_zero.activation.stores import ActivationStore
 from lt_zero.engine.engine import Engine
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload import host_store
@@ -37,7 +37,10 @@ PLACES: dict[str, dict[str, Any]] = {
 @contextmanager
 def apart() -> Iterator[None]:
     """As if the device had memory of its own; tensors of any size are stored."""
-    with mock.patch.object(host_store, "_apart", True), mock.patch.object(stores, "Saved", partial(Saved, least=1)):
+    with (
+        mock.patch.object(host_store, "_apart", True),
+        mock.patch.object(stores, "ActivationStore", partial(ActivationStore, least=1)),
+    ):
         yield
 
 
@@ -47,9 +50,9 @@ def block_of(place: str, folder: Path) -> dict[str, Any]:
 
 def _rests(stage: int, folder: Path) -> None:
     stored: list[int] = []
-    real = Saved.end_backward
+    real = ActivationStore.end_backward
 
-    def counting(store: Saved) -> None:
+    def counting(store: ActivationStore) -> None:
         stored.append(store.stats()["most"])
         real(store)
 
@@ -58,7 +61,7 @@ def _rests(stage: int, folder: Path) -> None:
         for mode in ("full", "selective"):
             stored.clear()
             block = {"mode": mode, **block_of(place, folder)}
-            with apart(), mock.patch.object(Saved, "end_backward", counting):
+            with apart(), mock.patch.object(ActivationStore, "end_backward", counting):
                 same(run(net(), stage, block, forwards=2), want, (place, mode))
             assert len(stored) == 2, "the store is told of each backward"
             assert min(stored) > 0
@@ -83,7 +86,7 @@ def _fails(folder: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     lt_zero.ShardedOptimizer(engine, optimizer)
     losses = [next_token_loss(model, 0, micro, 0) for micro in range(4)]  # more than stay on the way
-    rest = found.store.rest
+    rest = found.store.storage
     rest.end_pass()
     if dist.get_rank() == 1:
         change(rest.folder.path / "activations-1", 100, b"\1\2\3")

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lt_zero.activation.stores import Saved
+from lt_zero.activation.stores import ActivationStore
 from lt_zero.io import direct_file
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload import host_store
-from lt_zero.offload.saved_activations import InFiles
+from lt_zero.offload.saved_activations import FileStorage
 from tests.support.offload_tools import change
 from tests.support.store_tools import NBYTES, WIDTH, blocks, forward, gradients, opened, rows, same
 
@@ -43,11 +43,11 @@ def test_files_are_used_again_and_removed(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def _away(store: Saved) -> list[object]:
+def _away(store: ActivationStore) -> list[object]:
     """Enough tensors that the first have left, each of its number."""
     packed = [store.pack(torch.full((2048,), float(number))) for number in range(10)]
-    assert isinstance(store.rest, InFiles)
-    store.rest.end_pass()
+    assert isinstance(store.storage, FileStorage)
+    store.storage.end_pass()
     return packed
 
 
@@ -126,7 +126,7 @@ def test_writes_go_on_beside_forward_and_reads_come_ahead(tmp_path: Path, monkey
     assert store.unpack(packed[2]).eq(2).all(), "nobody waits for the disk: the buffer has it"
     go.set()
     packed += [store.pack(torch.full((2048,), float(number))) for number in range(4, 12)]
-    records = [one.entry.place._record for one in packed]  # type: ignore[attr-defined]
+    records = [one.entry.stored._record for one in packed]  # type: ignore[attr-defined]
     for number in reversed(range(12)):
         events.append(number)
         assert store.unpack(packed.pop()).eq(number).all()

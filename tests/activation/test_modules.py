@@ -15,9 +15,7 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import ActivationCheckpointing
-from lt_zero.activation.apply import apply
-from lt_zero.activation.find import find_modules
-from lt_zero.activation.install import installed
+from lt_zero.activation.checkpointing import Checkpointing, find_modules, installed
 from lt_zero.activation.selective import keeps
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.engine import Engine
@@ -33,7 +31,7 @@ from tests.support.reach_activation import recomputed
 def test_products_are_not_recomputed_in_mode_selective() -> None:
     for mode, want in (("none", []), ("selective", ["cheap"]), ("full", ["products", "cheap"])):
         model = net(Block)
-        handle = apply(model, ActivationCheckpointing(mode=mode)) if mode != "none" else None
+        handle = Checkpointing(model, ActivationCheckpointing(mode=mode)) if mode != "none" else None
         assert recomputed(next_token_loss(model, 0, 0, 0)) == want
         if handle is not None:
             handle.remove()
@@ -87,7 +85,7 @@ def test_inputs_and_nothing_else_go_to_the_store(mode: Any) -> None:
     x = torch.randn(3, 5, WIDTH, requires_grad=True)
     mask, context = torch.ones(WIDTH), torch.randn(3, 1, WIDTH)
     block = ActivationCheckpointing(mode=mode, every=3)
-    handle = apply(model, block, store, store.around("forward"), store.around("recompute"))
+    handle = Checkpointing(model, block, store, store.around("forward"), store.around("recompute"))
     call = lambda: model.blocks[0](x, mask=mask, more={"context": (context, x)})  # noqa: E731
     loss = call().x.sum()
     shapes = [(3, 5, WIDTH), (WIDTH,), (3, 1, WIDTH)]  # x is given twice
@@ -104,7 +102,7 @@ def test_inputs_and_nothing_else_go_to_the_store(mode: Any) -> None:
 
 def test_no_recomputation_without_gradients() -> None:
     model, store = net(), Count()
-    apply(model, FULL, store)
+    Checkpointing(model, FULL, store)
     with torch.no_grad():
         next_token_loss(model, 0, 0, 0)
     model.requires_grad_(False)
@@ -124,7 +122,7 @@ def test_no_recomputation_without_gradients() -> None:
 def test_copies_have_the_ordinary_forward() -> None:
     model = net()
     names, state = [n for n, _ in model.named_modules()], list(model.state_dict())
-    handle = apply(model, FULL)
+    handle = Checkpointing(model, FULL)
     assert [n for n, _ in model.named_modules()] == names
     assert list(model.state_dict()) == state
     assert list(inspect.signature(model.blocks[0].forward).parameters) == ["x"]
@@ -144,14 +142,14 @@ def test_copies_have_the_ordinary_forward() -> None:
 def test_a_forward_that_was_set_on_the_module_comes_back() -> None:
     model = net()
     mine = model.blocks[0].forward = lambda x: 2.0 * x
-    handle = apply(model, FULL)
+    handle = Checkpointing(model, FULL)
     x = torch.randn(2, 3, WIDTH, requires_grad=True)
     assert torch.equal(model.blocks[0](x), 2.0 * x)
     handle.remove()
     assert model.blocks[0].forward is mine
-    handle = apply(model, FULL)
+    handle = Checkpointing(model, FULL)
     with pytest.raises(RuntimeError, match="A Dropping is checkpointed already"):
-        apply(model, FULL)
+        Checkpointing(model, FULL)
     ours = model.blocks[1].forward
     model.blocks[1].forward = lambda x: ours(x)  # somebody came after us, and stays
     handle.remove()

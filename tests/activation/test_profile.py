@@ -1,4 +1,4 @@
-"""Times around checkpointed modules, and the meter of live bytes (activation/profile.py, meter.py, geometry.py)."""
+"""Times around checkpointed modules, layouts of stored tensors, and the benchmarks' meter of live bytes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from live_bytes import live_bytes
 from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lt_zero.activation.geometry import geometry_of
-from lt_zero.activation.meter import live_bytes
 from lt_zero.activation.profile import Boundary, open_boundary
+from lt_zero.activation.stores import geometry_of
 from lt_zero.config.blocks import ActivationCheckpointing
 from tests.support.store_tools import CPU, NBYTES, ROWS, WIDTH, blocks, forward, rows
 

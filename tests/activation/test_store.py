@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from lt_zero.activation.stores import Saved, open_store
+from lt_zero.activation.stores import ActivationStore, open_store
 from lt_zero.config.blocks import ActivationCheckpointing
 from lt_zero.offload import host_store
 from lt_zero.offload.copy_streams import CopyStream
@@ -26,7 +26,7 @@ def _apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=[*PLACES, "files here"])
-def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Saved]:
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ActivationStore]:
     """Files both ways: on a device that is apart, and on one that is the host's memory."""
     monkeypatch.setattr(host_store, "_apart", request.param != "files here")
     made = opened(request.param.removesuffix(" here"), tmp_path)
@@ -43,7 +43,7 @@ def expected(net: nn.ModuleList, *seeds: int) -> list[Tensor]:
     return gradients(net)
 
 
-def test_steps_have_the_gradients_of_plain_checkpointing_and_allocate_once(store: Saved) -> None:
+def test_steps_have_the_gradients_of_plain_checkpointing_and_allocate_once(store: ActivationStore) -> None:
     net, made = blocks(), list[int]()
     for step in range(3):
         for micro in range(2):
@@ -57,7 +57,7 @@ def test_steps_have_the_gradients_of_plain_checkpointing_and_allocate_once(store
     assert len(set(made)) == 1, "what the first micro-batch allocated serves all"
 
 
-def test_several_forwards_before_a_backward(store: Saved) -> None:
+def test_several_forwards_before_a_backward(store: ActivationStore) -> None:
     net = blocks()
     first, second = forward(net, rows(1), store), forward(net, rows(2), store)
     assert store.stats()["stored"] == 12
@@ -67,7 +67,7 @@ def test_several_forwards_before_a_backward(store: Saved) -> None:
     assert same(gradients(net), expected(net, 1, 2))
 
 
-def test_a_graph_may_be_walked_again(store: Saved) -> None:
+def test_a_graph_may_be_walked_again(store: ActivationStore) -> None:
     net = blocks(3)
     loss = forward(net, rows(1), store)
     for last in (False, False, True):
@@ -78,10 +78,10 @@ def test_a_graph_may_be_walked_again(store: Saved) -> None:
     assert store.stats()["stored"] == 0
 
 
-def test_gradients_of_gradients(store: Saved) -> None:
+def test_gradients_of_gradients(store: ActivationStore) -> None:
     net = blocks(2)
 
-    def penalty(store: Saved | None) -> list[Tensor]:
+    def penalty(store: ActivationStore | None) -> list[Tensor]:
         x = rows(1).requires_grad_()
         (grad,) = torch.autograd.grad(forward(net, x, store), x, create_graph=True)
         grad.square().sum().backward()
@@ -180,7 +180,7 @@ def test_what_is_not_stored_stays_itself_and_is_watched(tmp_path: Path) -> None:
     assert store.unpack(store.pack(frozen)).data_ptr() == frozen.data_ptr()
 
 
-def test_values_dtypes_and_strides_come_back(store: Saved) -> None:
+def test_values_dtypes_and_strides_come_back(store: ActivationStore) -> None:
     base = rows(3, 192).requires_grad_()
     views = {
         "whole": (base, 192 * WIDTH),
@@ -206,7 +206,7 @@ def test_values_dtypes_and_strides_come_back(store: Saved) -> None:
     assert store.stats()["kept"] == 0
 
 
-def test_what_all_blocks_get_is_stored_once(store: Saved) -> None:
+def test_what_all_blocks_get_is_stored_once(store: ActivationStore) -> None:
     net, mask = blocks(), rows(9).sigmoid()
     forward(net, rows(1), None, mask).backward()
     want = gradients(net)
@@ -217,7 +217,7 @@ def test_what_all_blocks_get_is_stored_once(store: Saved) -> None:
     assert same(gradients(net), want)
 
 
-def test_a_shared_tensor_is_known_by_storage_elements_and_version(store: Saved) -> None:
+def test_a_shared_tensor_is_known_by_storage_elements_and_version(store: ActivationStore) -> None:
     x, held = rows(1), []
     first = x.clone()
     held += [store.pack(x), store.pack(x.view(-1)), store.pack(x.t()), store.pack(x.detach())]
@@ -246,7 +246,7 @@ def test_a_shared_tensor_is_known_by_storage_elements_and_version(store: Saved) 
 # ---- how long ------------------------------------------------------------------------------------------------------
 
 
-def test_what_no_graph_holds_is_free(store: Saved) -> None:
+def test_what_no_graph_holds_is_free(store: ActivationStore) -> None:
     net = blocks()
     forward(net, rows(1), store).backward()
     gradients(net)
@@ -281,7 +281,7 @@ def test_what_no_graph_holds_is_free(store: Saved) -> None:
     assert store.stats()["made"] <= made + 3
 
 
-def test_clear_takes_back_what_graphs_hold(store: Saved) -> None:
+def test_clear_takes_back_what_graphs_hold(store: ActivationStore) -> None:
     net = blocks()
     loss = forward(net, rows(1), store)
     store.clear()
@@ -294,7 +294,7 @@ def test_clear_takes_back_what_graphs_hold(store: Saved) -> None:
     assert same(gradients(net), expected(net, 1))
 
 
-def test_any_thread(store: Saved) -> None:
+def test_any_thread(store: ActivationStore) -> None:
     tensors = [rows(seed) for seed in range(8)]
     wrong: list[int] = []
 
@@ -345,7 +345,7 @@ def test_on_a_cpu_they_are_in_host_memory_anyway(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("place", ["arena", "host arena"])
 def test_a_block_is_allocated_once(place: str, tmp_path: Path) -> None:
     store, net, seen = opened(place, tmp_path), blocks(), list[list[int]]()
-    memory = store.rest.memory  # type: ignore[attr-defined]
+    memory = store.storage.memory  # type: ignore[attr-defined]
     take = memory.take
 
     def spy(nbytes: int) -> object:
@@ -408,7 +408,7 @@ def test_slots_grow_with_what_is_in_use_if_nobody_says_how_many(
     assert not caplog.records
 
 
-def test_what_is_handed_out_is_nobody_elses(store: Saved) -> None:
+def test_what_is_handed_out_is_nobody_elses(store: ActivationStore) -> None:
     want = [rows(seed) for seed in range(12)]
     views = []
     for tensor in want:

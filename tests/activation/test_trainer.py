@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import ActivationCheckpointing, ConfigError, ZeroConfig, ZeroStrategy, gathered
-from lt_zero.activation.install import installed
+from lt_zero.activation.checkpointing import installed
 from lt_zero.config.load import ConfigWarning
 from tests.support.lightning_tools import FULL, GPT, sharded_trainer
 from tests.support.matrix import cover
@@ -85,7 +85,7 @@ def _runs(stage: int, manual: bool, mode: str) -> None:
     assert not any(second)
     steps = sum(1 for _ in module.net.blocks[2].seen)
     assert steps > len(second), "its forward ran again in backward"
-    assert all(type(vars(b).get("forward")).__module__ != "lt_zero.activation.apply" for b in module.copied)
+    assert all(type(vars(b).get("forward")).__module__ != "lt_zero.activation.checkpointing" for b in module.copied)
     trainer.fit_loop.max_epochs = 2
     before = len(first)
     trainer.fit(module)

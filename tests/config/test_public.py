@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lt_zero import ZeroStrategy
-from lt_zero.activation.install import installed
+from lt_zero.activation.checkpointing import installed
 from lt_zero.common.errors import ConfigError
 from lt_zero.config.load import Loaded, examine
 from tests.support.lightning_tools import QUIET

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from lt_zero.activation import stores
-from lt_zero.activation.install import installed
+from lt_zero.activation.checkpointing import installed
 from lt_zero.common.compat import DispatchMode
 from lt_zero.offload import host_store, reuse
 from tests.support.models import tokens
@@ -49,7 +49,7 @@ def _stored(lab: Lab, config: Config) -> Any:
     """The store of an engine whose device has memory of its own, after a forward, and its loss; None without one."""
     with (
         mock.patch.object(host_store, "_apart", True),
-        mock.patch.object(stores, "Saved", partial(stores.Saved, least=1)),
+        mock.patch.object(stores, "ActivationStore", partial(stores.ActivationStore, least=1)),
     ):
         engine = engine_of(lab, config)
         loss = engine.root(tokens(0, 0, 0)).square().mean()
@@ -60,7 +60,7 @@ def _stored(lab: Lab, config: Config) -> Any:
 def place(lab: Lab, config: Config) -> Any:
     """What keeps saved inputs."""
     store, _ = _stored(lab, config)
-    return type(store.rest).__name__ if store else None
+    return type(store.storage).__name__ if store else None
 
 
 def slots(lab: Lab, config: Config) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from lt_zero.activation.stores import Saved, open_store
+from lt_zero.activation.stores import ActivationStore, open_store
 from lt_zero.config.blocks import ActivationCheckpointing, Aio
 
 CPU = torch.device("cpu")
@@ -46,10 +46,10 @@ def rows(seed: int = 0, count: int = ROWS, device: torch.device = CPU) -> Tensor
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def opened(place: str, folder: Path, count: int = 6, device: torch.device = CPU, **keys: Any) -> Saved:
+def opened(place: str, folder: Path, count: int = 6, device: torch.device = CPU, **keys: Any) -> ActivationStore:
     block = PLACES[place] | ({"nvme_path": folder} if place == "files" else {}) | keys
     store = open_store(ActivationCheckpointing(**block), device, count, Aio(checksum=True))
-    assert isinstance(store, Saved)
+    assert isinstance(store, ActivationStore)
     return store
 
 

@@ -1,0 +1,382 @@
+"""Activation checkpointing: which modules are checkpointed, how their forward is replaced, and for how long.
+
+A checkpointed module saves only its inputs in forward, and backward runs it again. ``forward`` is replaced on the
+module itself, so names, classes, state dicts and hooks stay as they are. The engine's hooks run around it: weights are
+gathered when backward reaches the module's output, before the recomputation, and the graph is the one that forward
+built, so leases and gradients work as without checkpointing (engine.py, Notes [Leases] and [Recomputation]). Units
+inside a checkpointed module gather during its recomputation. A module that is pickled or deep-copied while it trains
+gets its original forward.
+
+A module that is traced (``block.compile()``, or part of something compiled) leaves the recomputation to the compiler.
+The compiler then also keeps the saved inputs, so neither the store nor ``around`` sees them. A block that was replaced
+by ``torch.compile(block)`` is checkpointed from outside in mode full: its compiled forward is called again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from lt_zero.activation import selective
+from lt_zero.activation.profile import open_boundary
+from lt_zero.activation.state import Caches, Objects, SavedState, State
+from lt_zero.activation.stores import ActivationStore, open_store
+from lt_zero.common.compat import compiled_module
+from lt_zero.common.errors import ConfigError, Problem
+from lt_zero.common.tensor_tree import map_tensors
+from lt_zero.config.blocks import ActivationCheckpointing
+from lt_zero.engine.engine import Engine
+from lt_zero.engine.find_units import class_matches, clean_name, find_repeated
+from lt_zero.engine.partition import refuse_name
+from lt_zero.io.thread_pool import SwapError
+from lt_zero.offload.host_store import is_apart
+
+Around = Callable[[str], AbstractContextManager[Any]]
+
+_BLOCK = "activation_checkpointing"
+_PLACEHOLDER = torch.empty(0)  # stands for a saved tensor among the arguments
+
+
+# ---- which modules -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """The modules that a configuration selects.
+
+    Attributes:
+        modules: (name, module) in registration order; none inside another.
+        every: each n-th of them is checkpointed.
+    """
+
+    modules: tuple[tuple[str, nn.Module], ...]
+    every: int
+
+    @property
+    def chosen(self) -> tuple[tuple[str, nn.Module], ...]:
+        return self.modules[:: self.every]
+
+    def __str__(self) -> str:
+        total = Counter(_class_name(module) for _, module in self.modules)
+        some = Counter(_class_name(module) for _, module in self.chosen)
+        return " and ".join(f"{some[name]} of {count} {name}" for name, count in total.items()) + " modules"
+
+
+def _class_name(module: nn.Module) -> str:
+    return type(compiled_module(module)).__name__
+
+
+def find_modules(root: nn.Module, block: ActivationCheckpointing) -> Found:
+    """The modules inside ``root`` to checkpoint: its repeated blocks, or modules of the configured classes.
+
+    Raises:
+        ConfigError: a name matches nothing, or no blocks are found.
+    """
+    found = _named(root, block.modules) if block.modules else find_repeated(root)
+    if not found:
+        key = f"{_BLOCK}.modules"
+        text = (
+            f"{_BLOCK}.mode={block.mode!r}, and {type(root).__name__} has no repeated blocks to checkpoint. "
+            f"Name classes of its modules: {key}=[{_example(root)}], or set {_BLOCK}.mode='none'."
+        )
+        raise ConfigError([Problem(key, text)])
+    return Found(tuple(found), block.every)
+
+
+def _callable_modules(root: nn.Module) -> dict[str, nn.Module]:
+    """All modules with a forward, by name; for a compiled module the wrapper."""
+    wrapped = {inner for m in root.modules() if (inner := compiled_module(m)) is not m}
+    return {
+        clean_name(f"{name}.")[:-1]: module
+        for name, module in root.named_modules()
+        if module is not root
+        and module not in wrapped
+        and type(compiled_module(module)).forward is not nn.Module.forward
+    }
+
+
+def _named(root: nn.Module, classes: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    modules = _callable_modules(root)
+    for wanted in classes:
+        if not any(class_matches(compiled_module(m), (wanted,)) for m in modules.values()):
+            known = sorted({_class_name(m) for m in modules.values()})
+            refuse_name(f"{_BLOCK}.modules", wanted, "no module inside the model is of this class", known)
+    found: list[tuple[str, nn.Module]] = []
+    inside: set[nn.Module] = set()
+    for name, module in modules.items():  # parents come before their children
+        if class_matches(compiled_module(module), classes) and module not in inside:
+            inside.update(module.modules())
+            found.append((name, module))
+    return found
+
+
+def _example(root: nn.Module) -> str:
+    """The class with the most elements, preferably one inside a module list: an example for the error message."""
+    modules = _callable_modules(root).values()
+    lists = [m for m in root.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict, nn.Sequential))]
+    listed = {c for m in lists for c in m.children() if c in modules and any(True for _ in c.children())}
+    sizes: Counter[str] = Counter()
+    for module in listed or modules:
+        sizes[_class_name(module)] += sum(p.numel() for p in module.parameters())
+    return sizes.most_common(1)[0][0] if sizes else "Block"
+
+
+# ---- their forward -------------------------------------------------------------------------------------------------
+
+
+class Checkpointing:
+    """Checkpoints modules of one model until ``remove`` is called.
+
+    Args:
+        root: the model.
+        block: the configuration; its ``mode`` is not none.
+        store: stores saved inputs between forward and backward; None: they stay on the device.
+        around: context entered around each forward and each recomputation, with the module's name. A recomputation may
+            end by an exception.
+        recompute: replaces ``around`` for recomputations.
+        warns: whether this rank warns.
+
+    Raises:
+        ConfigError: a name matches no module, or there is nothing to checkpoint.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        block: ActivationCheckpointing,
+        store: ActivationStore | None = None,
+        around: Around | None = None,
+        recompute: Around | None = None,
+        warns: bool = True,
+    ) -> None:
+        self.mode, self.store, self.keeps_products = block.mode, store, block.mode == "selective"
+        self.around: Around = around or nullcontext
+        self.recompute, self.caches = recompute or self.around, Caches(warns)
+        self.found = find_modules(root, block)
+        if self.keeps_products:  # trace compiled modules, so that the policy applies inside their graphs
+            modules = tuple((name, compiled_module(module)) for name, module in self.found.modules)
+            self.found = Found(modules, block.every)
+        for _, module in self.found.chosen:
+            if isinstance(vars(module).get("forward"), _Checkpointed):
+                raise RuntimeError(f"A {type(module).__name__} is checkpointed already. Detach its engine first.")
+        self._forwards = [_Checkpointed(name, module, self) for name, module in self.found.chosen]
+
+    def __str__(self) -> str:
+        return f"activation checkpointing: {self.mode}, {self.found}"
+
+    def remove(self) -> None:
+        """Restore the original forward of all modules."""
+        for forward in self._forwards:
+            forward.remove()
+        self._forwards = []
+
+
+class _Checkpointed:
+    """Replaces the forward of one module. It has no ``__dict__``, since module attributes are searched for tensors."""
+
+    __slots__ = ("__wrapped__", "_active", "_module", "_name", "_replaced", "_settings", "_state")
+
+    def __init__(self, name: str, module: nn.Module, settings: Checkpointing) -> None:
+        self.__wrapped__: Callable[..., Any] = module.forward
+        self._name, self._module, self._settings, self._active = name, module, settings, True
+        self._state = State(module)
+        self._replaced = vars(module).get("forward")  # an instance attribute, as torch.compile sets one
+        vars(module)["forward"] = self
+
+    def remove(self) -> None:
+        self._active = False  # a wrapper that was installed later keeps calling this object
+        if vars(self._module).get("forward") is self:
+            del vars(self._module)["forward"]
+            if self._replaced is not None:
+                vars(self._module)["forward"] = self._replaced
+
+    def __reduce__(self) -> Any:  # also used by deepcopy
+        return operator.getitem, ((self.__wrapped__,), 0)  # copied as the plain method of the copied module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._active or not torch.is_grad_enabled() or torch.compiler.is_exporting():
+            return self.__wrapped__(*args, **kwargs)
+        settings = self._settings
+        if torch.compiler.is_compiling():
+            return self._traced(args, kwargs)
+        args, kwargs = settings.caches.without(self.__wrapped__, args, kwargs)
+        inputs = _Inputs(args, kwargs)
+        if not inputs.need_grad and not any(p.requires_grad for p in self._module.parameters()):
+            return self.__wrapped__(*args, **kwargs)  # frozen layers before the first trainable one
+        run = _Run(self, inputs, args, kwargs)
+        contexts, store = selective.contexts if settings.keeps_products else noop_context_fn, settings.store
+        with saved_tensors_hooks(store.pack, store.unpack) if store is not None else nullcontext():
+            return checkpoint(run, *inputs.take(), use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def run(*values: Any) -> Any:
+            return self.__wrapped__(*values, **kwargs)
+
+        if self._settings.keeps_products:
+            return checkpoint(run, *args, use_reentrant=False, context_fn=selective.traced_contexts)
+        return checkpoint(run, *args, use_reentrant=False)
+
+
+class _Inputs:
+    """Arguments of one call without the saved tensors, each of which is saved once, so identities are preserved."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._tensors: list[Tensor] = []
+        self._order: list[int] = []
+        indices: dict[int, int] = {}
+
+        def take(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, Parameter):
+                return tensor  # never saved: the engine may release and gather it
+            index = indices.setdefault(id(tensor), len(self._tensors))
+            if index == len(self._tensors):
+                self._tensors.append(tensor)
+            self._order.append(index)
+            return _PLACEHOLDER
+
+        self._args, self._kwargs = map_tensors(args, take), map_tensors(kwargs, take)
+        self.need_grad = any(tensor.requires_grad for tensor in self._tensors)
+
+    def take(self) -> list[Tensor]:
+        """The saved tensors; this object drops its references."""
+        tensors, self._tensors = self._tensors, []
+        return tensors
+
+    def fill(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with these tensors put back."""
+        indices = iter(self._order)
+
+        def put(tensor: Tensor) -> Tensor:
+            return tensor if isinstance(tensor, Parameter) else tensors[next(indices)]
+
+        return map_tensors(self._args, put), map_tensors(self._kwargs, put)
+
+
+class _Run:
+    """The function that torch calls in forward and again in backward; restores what torch's checkpoint does not."""
+
+    def __init__(self, forward: _Checkpointed, inputs: _Inputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._forward, self._inputs = forward, inputs
+        self._first: list[Any] = [args, kwargs]  # the caller's own containers: forward may write to them
+        self._state, self._objects = SavedState(forward._state), Objects((args, kwargs))
+        self._dtype = torch.get_default_dtype()  # precision plugins and fp32 modules set it around forward only
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        forward = self._forward
+        if self._first:
+            args, kwargs = self._first
+            self._first.clear()
+            with forward._settings.around(forward._name):
+                output = forward.__wrapped__(*args, **kwargs)
+            self._state.after_forward()
+            self._objects.after_forward()
+            return output
+        args, kwargs = self._inputs.fill(tensors)
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
+        try:
+            with self._state.again(), self._objects.again(), forward._settings.recompute(forward._name):
+                return forward.__wrapped__(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+# ---- for an engine -------------------------------------------------------------------------------------------------
+
+
+class Installed:
+    """The activation checkpointing of one engine.
+
+    Args:
+        engine: the engine, whose hooks report the end of a backward and of a step.
+        store: stores inputs of the modules; None: they stay on the device.
+    """
+
+    def __init__(self, engine: Engine, store: ActivationStore | None) -> None:
+        self._block, self._device = engine.config.activation_checkpointing, engine.buckets[0].flat.device
+        self._engine, self.store = engine, store
+        self.boundary = open_boundary(self._block, self._device, engine.comm.rank, engine.config.steps_per_print)
+        around: Around | None = self.boundary.around if self.boundary is not None else None
+        recompute = partial(self.boundary.around, recompute=True) if self.boundary is not None else None
+        # Modules refer to this object, which must not keep the engine alive.
+        self._modules = Checkpointing(engine.root, self._block, store, around, recompute, engine.comm.rank == 0)
+        self.found = self._modules.found
+        if self.boundary is not None:
+            engine.after_step.append(self.boundary.end_step)
+        if store is not None:
+            engine.after_backward.append(store.end_backward)
+            engine.offload_manager.others.append(self._problem)
+
+    def _problem(self) -> SwapError | None:
+        return self.store.problem if self.store is not None else None
+
+    def __str__(self) -> str:
+        one = " in one block" if self._block.contiguous_memory_optimization else ""
+        where = f", inputs{one}" if one else ""
+        if self._block.nvme_path is not None:
+            where = f", inputs in files in {self._block.nvme_path}"
+        elif self._block.cpu_checkpointing:
+            where = f", inputs in host memory{one}" + ("" if is_apart(self._device) else " (the model's device)")
+        return f"{self._modules}{where}"
+
+    def remove(self) -> None:
+        """Restore the original forward of all modules, and free what is stored."""
+        self._modules.remove()
+        engine = self._engine
+        if self.boundary is not None and self.boundary.end_step in engine.after_step:
+            engine.after_step.remove(self.boundary.end_step)
+        if self.store is not None and self.store.end_backward in engine.after_backward:
+            engine.after_backward.remove(self.store.end_backward)
+            engine.offload_manager.others.remove(self._problem)
+            self.store.close()
+
+
+def install(engine: Engine) -> Installed | None:
+    """Checkpoint the modules that the engine's configuration selects, until the engine is detached. Collective.
+
+    Idempotent. Returns None if nothing is configured.
+
+    Raises:
+        ConfigError: there is nothing to checkpoint.
+        SwapError: a rank cannot create files in ``nvme_path``.
+    """
+    config, comm, known = engine.config, engine.comm, installed(engine)
+    block = config.activation_checkpointing
+    if known is not None or block.mode == "none" or not engine.buckets:  # without parameters nothing trains
+        return known
+    count, device = len(find_modules(engine.root, block).chosen), engine.buckets[0].flat.device
+    opening = comm.agree("opening the folder for saved inputs", SwapError) if block.nvme_path else nullcontext()
+    store: ActivationStore | None = None
+    try:
+        with opening:
+            store = open_store(block, device, count, config.aio, comm.rank)
+        made = Installed(engine, store)
+    except BaseException:
+        if store is not None:
+            store.close()  # another rank may have failed: this rank's folder would stay until the process ends
+        raise
+    engine.handles.append(made)
+    return made
+
+
+def installed(engine: Engine) -> Installed | None:
+    """The installed activation checkpointing, or None."""
+    return next((handle for handle in engine.handles if isinstance(handle, Installed)), None)
+
+
+def uninstall(engine: Engine) -> None:
+    """Restore the modules' original forward; the engine stays attached."""
+    if (known := installed(engine)) is not None:
+        known.remove()
+        engine.handles.remove(known)
