@@ -76,7 +76,7 @@ OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def _other_run(make: Any, keywords: dict[str, Any], stage: int, dtype: Any, fused: bool) -> tuple[Any, Any]:
-    """Three steps with groups, clipping, and a reload; a parameter is used for the first time by the second step."""
+    """Three steps with groups, clipping, a reload or lost states; the second step is the first to use one parameter."""
     torch.manual_seed(0)
     model = Net()
     model.extra = nn.Parameter(torch.ones(23))  # type: ignore[assignment]
@@ -93,6 +93,8 @@ def _other_run(make: Any, keywords: dict[str, Any], stage: int, dtype: Any, fuse
         opt.step()
         if step == 1 and dtype is None:  # torch casts states to the dtype of the parameters
             opt.load_state_dict(opt.state_dict())  # other tensors, same values
+        elif step == 1 and stage == 3:
+            opt.state.clear()  # as new
     states = {n: opt.state.get(p, {}) for n, p in model.named_parameters()}
     return full_values(engine), {n: {k: v.clone() for k, v in s.items()} for n, s in states.items()}
 
