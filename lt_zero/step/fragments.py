@@ -47,12 +47,17 @@ class Fragments:
         self._wide: list[list[Parameter]] | None = None
 
     def of(self, parameter: Parameter) -> list[Parameter]:
-        """This rank's fragment of ``parameter`` (none or one), or ``parameter`` if the engine does not own it."""
+        """This rank's fragment of ``parameter`` (none or one), or ``parameter`` if the engine does not own it.
+
+        A frozen parameter has none until it is unfrozen: it needs no master weights.
+        """
         place = self.engine.owner.get(id(parameter))
         if place is None:
             return [parameter]
         bucket, index = place
         if id(parameter) not in self._known:
+            if _rests(bucket, parameter):
+                return []
             bucket.weights.enable_training()
             shape = torch.Size(bucket.shapes[index])
             master = bucket.weights.master
@@ -83,9 +88,11 @@ class Fragments:
         return found
 
     def members(self, used: Callable[[Bucket, int], bool]) -> dict[Bucket, list[Member]]:
-        """The fragments by bucket, in order; buckets of which this rank has no fragment are included."""
+        """The fragments by bucket, in order; also buckets of which this rank has no fragment, but no frozen ones."""
         found: dict[Bucket, list[Member]] = {}
         for bucket, index, parameter in self.places():
+            if _rests(bucket, parameter):
+                continue
             members = found.setdefault(bucket, [])
             for piece, fragment in zip(bucket.pieces_of(index), self.of(parameter), strict=True):
                 members.append(Member(parameter, fragment, piece, used(bucket, index)))
@@ -146,6 +153,11 @@ class Fragments:
                     # The constructor used the dtype of the compute copy.
                     wide = cut is not value and cut.is_floating_point()
                     state[key] = cut.to(bucket.step_dtype) if wide else cut
+
+
+def _rests(bucket: Bucket, parameter: Parameter) -> bool:
+    """Whether ``parameter`` is frozen, in a bucket that has never trained. The same on all ranks."""
+    return not parameter.requires_grad and not bucket.weights.trains
 
 
 def cut_state(value: Any, shape: tuple[int, ...], lo: int, hi: int) -> Any:
