@@ -1,4 +1,4 @@
-"""Steps that are skipped on the device while the host goes on: the same run as when the host waits (step/loss_scale.py)."""
+"""Steps that are skipped on the device while the host goes on: the same run as when the host waits."""
 
 from __future__ import annotations
 
