@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from lt_zero.checkpoint.native.archive import Archive
 from tests.support.checkpoint_tools import SHARDED, copied, error_of, everything, resume, same, train
 from tests.support.lightning_tools import GPT, sharded_trainer
-from tests.support.matrix import cover, only
+from tests.support.matrix import cover, only, only_rows
 from tests.support.pool import Pool
 
 STAGES = [0, 1, 2, 3]
@@ -60,7 +61,10 @@ def _overflows(stage: int, folder: str, options: dict[str, Any]) -> None:
     assert "skip" in str(meta), "the loss scale and what was skipped are in it"
 
 
-@pytest.mark.parametrize(("precision", "how"), cover(["16-true", "16-mixed"], ["advance", "hold"]))
+@pytest.mark.parametrize(
+    ("precision", "how"),
+    only_rows([("16-mixed", "hold")], itertools.product(["16-true", "16-mixed"], ["advance", "hold"])),
+)
 def test_restores_a_run_that_skips_steps(pool: Pool, tmp_path: Path, precision: str, how: str) -> None:
     fp16 = {"initial_scale_power": 26, "hysteresis": 1, "loss_scale_window": 1}
     config = {**SHARDED, "fp16": fp16, "on_skipped_step": how}

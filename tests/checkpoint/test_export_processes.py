@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -51,6 +52,7 @@ def run(script: str, *args: str, **env: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_one_tensor(tmp_path: Path) -> None:
     """6 tensors of 36 MiB (which malloc gives back at once); a file that is held would be 108 MiB."""
     growth = [float(line) for line in run(GROWTH, str(tmp_path)).split()]
@@ -126,6 +128,7 @@ def as_source(path: Path) -> Memory:
     return Memory(weights, {"head.weight": "body.weight"}, [SavedOptimizer(groups, entries)], saved, states)
 
 
+@pytest.mark.slow
 def test_lightning_reads_it_without_this_package(tmp_path: Path) -> None:
     made = PLAIN + ("trainer, model = fit(1)\ntrainer.save_checkpoint(sys.argv[1] + '/theirs.ckpt')\n")
     run(made, str(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader
 from lt_zero.checkpoint.native.archive import Archive
 from tests.support.checkpoint_tools import SHARDED, error_of, everything, resume, same, train
 from tests.support.lightning_tools import GPT, Rows
-from tests.support.matrix import cover, only
+from tests.support.matrix import only, only_rows
 from tests.support.pool import Pool
 
 STAGES = [0, 1, 2, 3]
@@ -86,7 +87,7 @@ def _odd(stage: int, folder: str) -> None:
         assert any(state["exp_avg"].dim() == 0 for state in states.values())
 
 
-@pytest.mark.parametrize("stage", only([1, 3], STAGES))
+@pytest.mark.parametrize("stage", only([3], STAGES))
 def test_odd_parameters_and_states(pool: Pool, tmp_path: Path, stage: int) -> None:
     pool.run(3 if stage == 3 else 2, _odd, stage, str(tmp_path))
 
@@ -131,7 +132,9 @@ class Grown(Odd):
         self.newcomer = nn.Parameter(torch.zeros(1), requires_grad=False)
 
 
-@pytest.mark.parametrize(("stage", "form"), cover([3, 2, 1], ["sharded", "full"]))
+@pytest.mark.parametrize(
+    ("stage", "form"), only_rows([(3, "sharded"), (2, "full")], itertools.product([3, 2, 1], ["sharded", "full"]))
+)
 def test_frozen_parameters_can_be_left_out(pool: Pool, tmp_path: Path, stage: int, form: str) -> None:
     for became, shrunk, grown in pool.run(2, _frozen, stage, str(tmp_path), form):
         assert "one" in became or "parameters" in became
@@ -266,7 +269,7 @@ def _gan(stage: int, folder: str) -> list[str]:
     return [error_of(resume, path, stage, Gan(swapped=True)), error_of(resume, path, stage, OnlyOne())]
 
 
-@pytest.mark.parametrize("stage", only([1, 3], STAGES))
+@pytest.mark.parametrize("stage", only([3], STAGES))
 def test_two_optimizers(pool: Pool, tmp_path: Path, stage: int) -> None:
     for swapped, fewer in pool.run(2, _gan, stage, str(tmp_path)):
         assert "Optimizer 0" in swapped

@@ -105,7 +105,7 @@ def _last_lines(world: int, folder: Path, how: str, env: dict[str, str]) -> dict
     ("how", "env"),
     [
         ("killed", {}),
-        ("plain", SOCKETS),
+        pytest.param("plain", SOCKETS, marks=pytest.mark.slow),
         pytest.param("save", {}, marks=pytest.mark.slow),
         pytest.param("killed", SOCKETS, marks=pytest.mark.slow),
     ],
@@ -128,6 +128,7 @@ def test_an_error_is_told_to_the_others(pool: Pool, tmp_path: Path, env: dict[st
     assert told[0].endswith("The error of rank 0, above, follows from that.")
 
 
+@pytest.mark.slow
 def test_the_first_cause_is_named_by_all(pool: Pool, tmp_path: Path) -> None:
     """Rank 0 has ended because of rank 2 when rank 1 finds out."""
     told = _last_lines(3, tmp_path, "raises", {})

@@ -19,6 +19,7 @@ from lt_zero.io.thread_pool import IoPool, SwapError
 from lt_zero.offload import background
 from lt_zero.offload.background import Background, Job
 from tests.support.lightning_tools import GPT, sharded_trainer, weights
+from tests.support.matrix import only_rows
 from tests.support.models import Net
 from tests.support.parity import config_of
 from tests.support.pool import Pool
@@ -80,7 +81,7 @@ def _run(folder: str, nvme: bool, fails: bool) -> Any:
 
 @pytest.mark.parametrize(
     ("nvme", "fails"),
-    [(False, False), (True, True), pytest.param(False, True, marks=pytest.mark.slow)],
+    only_rows([(True, True)], [(False, False), (True, True), (False, True)]),
     ids=["memory-ends", "files-fails", "memory-fails"],
 )
 def test_no_thread_outlives_a_run(pool: Pool, tmp_path: Path, nvme: bool, fails: bool) -> None:

@@ -94,7 +94,7 @@ def check(config: dict[str, Any]) -> bool:
     return True
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(mutated())
 def test_nothing_but_config_errors(config: dict[str, Any]) -> None:
     with warnings.catch_warnings():

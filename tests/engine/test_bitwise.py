@@ -5,6 +5,7 @@ Rank 1 is slowed down at the places where a missing wait would let another rank 
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -18,7 +19,7 @@ import lt_zero
 from lt_zero.comm.shared_memory import SharedArena
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.grad_bucket import Accumulator, Reducer
-from tests.support.matrix import cover, only
+from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import OPTIMIZERS, RELEASE, config_of, full_values
 from tests.support.pool import Pool
@@ -71,7 +72,11 @@ def _train(stage: int, dtype: torch.dtype | None, zero: dict[str, Any], name: st
     return seen | {n: v.numpy() for n, v in full_values(engine).items()}
 
 
-@pytest.mark.parametrize(("shared", "dtype", "world"), cover(["1", "0"], [None, torch.bfloat16], [2, 3]), ids=str)
+@pytest.mark.parametrize(
+    ("shared", "dtype", "world"),
+    only_rows([("0", torch.bfloat16, 3)], itertools.product(["1", "0"], [None, torch.bfloat16], [2, 3])),
+    ids=str,
+)
 def test_all_stages_agree_bitwise(pool: Pool, world: int, dtype: torch.dtype | None, shared: str) -> None:
     env = {"LT_ZERO_SHARED_MEMORY": shared}
     reference = pool.run(world, _run, 0, dtype, {}, False, "adamw", env=env)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import shutil
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 
 import lt_zero
-from tests.support.matrix import cover, only
+from tests.support.matrix import cover, only, only_rows
 from tests.support.models import VOCAB, WIDTH, Block, Net, next_token_loss, tokens
 from tests.support.parity import RELEASE, STAGES, Case, check, config_of
 from tests.support.pool import Pool
@@ -131,7 +132,7 @@ def _compiled(stage: int, zero: dict[str, Any], backend: str) -> None:
     check(Case(model, next_token_loss, stage, zero=zero))
 
 
-@pytest.mark.parametrize(("stage", "zero"), cover([1, 3], [{}, RELEASE]))
+@pytest.mark.parametrize(("stage", "zero"), only_rows([(3, RELEASE)], itertools.product([1, 3], [{}, RELEASE])))
 def test_compiled_blocks(pool: Pool, stage: int, zero: dict[str, Any]) -> None:
     pool.run(2, _compiled, stage, zero, "aot_eager")
 
@@ -161,7 +162,7 @@ def _recompiled(stage: int) -> None:
         torch.testing.assert_close(mine.grad.norm(), theirs.grad.norm(), msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("stage", only([1, 3], STAGES))
+@pytest.mark.parametrize("stage", only([3], STAGES))
 def test_recompilation_after_a_backward(pool: Pool, stage: int) -> None:
     pool.run(2, _recompiled, stage)
 

@@ -98,6 +98,7 @@ def test_jobs_run_alone_and_return(tmp_path: Path) -> None:
     assert len(sweeper) == 1
 
 
+@pytest.mark.slow
 def test_other_folders_are_passed_on(tmp_path: Path) -> None:
     write_script(tmp_path)
     (tmp_path / "extra/kind").mkdir(parents=True)

@@ -280,7 +280,7 @@ def _norms(mode: str, stage: int, look: bool) -> Any:
     return float(norm), callback.norms, weights(trainer)
 
 
-@pytest.mark.parametrize("stage", only([1, 3], STAGES))
+@pytest.mark.parametrize("stage", only([3], STAGES))
 def test_norms_and_clipping_are_of_unscaled_gradients(pool: Pool, stage: int) -> None:
     exact, _, reference = pool.run(2, _norms, "32-true", 0, False)[0]
     norm, _, got = pool.run(2, _norms, "16-true", stage, False)[0]

@@ -115,9 +115,9 @@ def _stops(stage: int, rank: int | None, when: str, folder: str) -> tuple[int, i
 @pytest.mark.parametrize(
     ("stage", "rank", "when"),
     [
-        (3, 1, "start"),
+        pytest.param(3, 1, "start", marks=pytest.mark.slow),
         (3, 0, "waiting"),
-        (3, 1, "validation"),
+        pytest.param(3, 1, "validation", marks=pytest.mark.slow),
         (2, None, "step"),
         pytest.param(3, 1, "prediction", marks=pytest.mark.slow),
         pytest.param(3, 1, "waiting", marks=pytest.mark.slow),

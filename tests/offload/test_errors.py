@@ -21,6 +21,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.io import direct_file as io
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.step.supported_optimizers import states_per_element
+from tests.support.matrix import only
 from tests.support.models import Net, next_token_loss
 from tests.support.offload_runs import blocks, train
 from tests.support.offload_tools import change
@@ -157,7 +158,7 @@ def _fails(path: str, what: str, number: int, world: int) -> str:
     return message
 
 
-@pytest.mark.parametrize("what", ["read_some", "write_some"])
+@pytest.mark.parametrize("what", only(["write_some"], ["read_some", "write_some"]))
 def test_a_failing_disk_is_an_error_on_all_ranks(pool: Pool, tmp_path: Path, what: str) -> None:
     whole = 60 if what == "read_some" else 40
     for number in range(0, whole, 7):  # in gathers, in backward, in the norm, in the step
@@ -264,6 +265,7 @@ def _rounds(path: str, steps: int, rounds: int) -> tuple[list[int], list[int], i
     return memory, files, threading.active_count() - threads, len(list(Path(path).glob("lt_zero-*")))
 
 
+@pytest.mark.slow
 def test_nothing_grows(pool: Pool, tmp_path: Path) -> None:
     ((memory, _, _, left),) = pool.run(1, _rounds, str(tmp_path), 80, 1)
     assert memory[-1] - memory[40] < 4 << 20, "a bucket has 257 kB: one that each step kept would be 10 MB"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from unittest import mock
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 import lt_zero
 from lt_zero.offload import host_store
-from tests.support.matrix import cover
+from tests.support.matrix import cover, only_rows
 from tests.support.offload_runs import OPTIMIZERS, in_memory, same, train
 from tests.support.parity import STAGES, full_values
 from tests.support.pool import Pool
@@ -33,7 +34,7 @@ def _equal(path: str, stage: int, optimizer: str, dtype: torch.dtype | None) -> 
     assert not list(Path(path).glob("lt_zero-*")), "files go with the run"
 
 
-@pytest.mark.parametrize(("stage", "world"), cover(STAGES[::-1], [3, 2, 1]))
+@pytest.mark.parametrize(("stage", "world"), only_rows([(2, 2), (3, 3)], itertools.product(STAGES, [3, 2, 1])))
 def test_same_bits_as_in_memory(pool: Pool, tmp_path: Path, stage: int, world: int) -> None:
     pool.run(world, _equal, str(tmp_path), stage, "AdamW", None)
 
@@ -43,7 +44,9 @@ def test_any_optimizer(pool: Pool, tmp_path: Path, stage: int, optimizer: str) -
     pool.run(2, _equal, str(tmp_path), stage, optimizer, None)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), cover(STAGES, SIXTEEN))
+@pytest.mark.parametrize(
+    ("stage", "dtype"), only_rows([(2, torch.bfloat16), (3, torch.float16)], itertools.product(STAGES, SIXTEEN))
+)
 def test_sixteen_bits(pool: Pool, tmp_path: Path, stage: int, dtype: torch.dtype) -> None:
     pool.run(2, _equal, str(tmp_path), stage, "AdamW", dtype)
 
@@ -101,7 +104,10 @@ def _host(stage: int, optimizer: str, dtype: torch.dtype | None) -> None:
             assert torch.equal(before[name], written.to(before[name].dtype)), (stage, params, name)
 
 
-@pytest.mark.parametrize(("stage", "optimizer", "world"), cover(STAGES, ["AdamW", "SGD"], [2, 1, 3]))
+@pytest.mark.parametrize(
+    ("stage", "optimizer", "world"),
+    only_rows([(1, "AdamW", 3), (3, "SGD", 2)], itertools.product(STAGES, ["AdamW", "SGD"], [2, 1, 3])),
+)
 def test_host_memory_apart_from_the_device(pool: Pool, stage: int, optimizer: str, world: int) -> None:
     pool.run(world, _host, stage, optimizer, None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import lt_zero
 from lt_zero.checkpoint.native.full_states import full_optimizer_state, load_full_optimizer_state
 from lt_zero.engine.full_params import full_state_dict, restore_whole
 from tests.support.lightning_tools import GPT, weights
-from tests.support.matrix import cover, only
+from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.offload_runs import OPTIMIZERS, blocks, same, train
 from tests.support.overflowing import make_trainer
@@ -86,7 +87,9 @@ def _life(path: str, stage: int, optimizer: str) -> None:
         engine.offload_manager.close()
 
 
-@pytest.mark.parametrize(("stage", "optimizer"), cover([0, 1, 3], ["AdamW", "SGD"]))
+@pytest.mark.parametrize(
+    ("stage", "optimizer"), only_rows([(1, "SGD"), (3, "AdamW")], itertools.product([0, 1, 3], ["AdamW", "SGD"]))
+)
 def test_saved_loaded_edited(pool: Pool, tmp_path: Path, stage: int, optimizer: str) -> None:
     pool.run(2, _life, str(tmp_path), stage, optimizer)
 

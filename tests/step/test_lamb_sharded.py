@@ -294,6 +294,7 @@ def _visit(stage: int, target: str, source: str | None, whole: str) -> dict[str,
     return {name: value.numpy() for name, value in after["weights"].items()}
 
 
+@pytest.mark.slow
 def test_trainer_by_name_then_other_ranks(pool: Pool, tmp_path: Path) -> None:
     """Mixed precision, loss scale, clipping and accumulation; saved by two ranks, resumed by three and by one."""
     saved, whole = str(tmp_path / "saved"), str(tmp_path / "whole")

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 import lt_zero
 from lt_zero.step.supported_optimizers import divides
+from tests.support.matrix import only
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import STAGES, Case, check, config_of, full_values
 from tests.support.pool import Pool
@@ -227,7 +228,7 @@ def _schedule_free(stage: int, keys: dict[str, Any], zero: dict[str, Any], toler
         assert all(p is q for p, q in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", only([3], STAGES))
 def test_schedule_free(pool: Pool, stage: int) -> None:
     pool.run(2, _schedule_free, stage, {}, {}, 1e-5)
 
