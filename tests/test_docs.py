@@ -28,6 +28,7 @@ import lt_zero.conf
 from lt_zero.cli import app
 from lt_zero.config import ZeroConfig
 from tests.support.docs_tools import BLOCKS, PAGES, ROOT, Block, SmallTrainer, execute, execute_in, run_text
+from tests.support.paths import PACKAGE
 from tests.support.pool import Pool
 
 LANGUAGES = {"python", "bash", "yaml", "json", "text", "console"}
@@ -149,7 +150,7 @@ def test_keys_that_are_named_exist() -> None:
 
 def test_variables_of_the_environment_are_listed() -> None:
     pattern = re.compile(r"LT_ZERO_[A-Z_]+")
-    sources = [path for folder in ("lt_zero", "conf") for path in (ROOT / folder).rglob("*") if path.is_file()]
+    sources = [path for folder in (PACKAGE, ROOT / "conf") for path in folder.rglob("*") if path.is_file()]
     texts = [path.read_text() for path in sources if path.suffix in (".py", ".yaml")]
     used = {name for text in texts for name in pattern.findall(text)} - {"LT_ZERO_JOB_RESULT"}  # between processes
     table = TEXTS[ROOT / "docs/configuration.md"].split("## Environment variables")[1]
@@ -171,7 +172,7 @@ def literals(path: Path) -> Iterator[str]:
 
 
 def test_messages_that_are_quoted_exist() -> None:
-    said = "\0".join(text for path in (ROOT / "lt_zero").rglob("*.py") for text in literals(path))
+    said = "\0".join(text for path in PACKAGE.rglob("*.py") for text in literals(path))
     symptoms = re.findall(r"^\| ([^|]+) \|", TEXTS[ROOT / "docs/troubleshooting.md"], re.MULTILINE)
     quoted = {quote for symptom in symptoms for quote in re.findall(r"`([^`]+)`", symptom)} - FOREIGN
     messages = [quote.split("...") for quote in quoted if quote.count(" ") > 2]
@@ -286,7 +287,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_architecture_names_every_package() -> None:
     table = TEXTS[ROOT / "docs/internals/index.md"].split("## Floors")[1].split("## ")[0]
-    packages = {path.parent.name for path in (ROOT / "lt_zero").glob("*/__init__.py")} - {"conf"}
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - {"conf"}
     assert set(re.findall(r"`(\w+)/`", table)) - {"csrc"} == packages
 
 

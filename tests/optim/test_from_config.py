@@ -234,7 +234,7 @@ def test_schedulers() -> None:
         (
             "StepLR",
             {"step_size": 0},
-            "scheduler.params={'step_size': 0} is rejected by StepLR: integer modulo by",
+            "scheduler.params={'step_size': 0} is rejected by StepLR: integer ",
         ),
         ("MultiStepLR", {"milestones": 3}, "scheduler.params.milestones=3: write a list, each a whole number"),
     ],

@@ -21,6 +21,8 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_parameters, gather_own
 
 STAGES = [0, 1, 2, 3]
+# The kernels fuse multiply and add, as torch's optimizers do on a CPU with AVX2 and up; elsewhere the last bits differ.
+TORCH_FUSES = torch.backends.cpu.get_cpu_capability() != "DEFAULT"
 RELEASE = {"stage3_max_reuse_distance": 0}  # nothing stays gathered after its forward
 
 Loss = Callable[[nn.Module, int, int, int], Tensor]  # model, step, micro-batch, rank -> loss
