@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +27,9 @@ from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.fp32_modules import Fp32Modules, find_fp32_modules, install_fp32_modules
 from lt_zero.engine.full_params import install_load_hooks, use_outside
-from lt_zero.engine.gather import Residency
+from lt_zero.engine.gather import Residency, Unit
 from lt_zero.engine.grad_bucket import Reducer
-from lt_zero.engine.guard import Owner, weak_owner
-from lt_zero.engine.hooks import Unit
+from lt_zero.engine.guard import Owner
 from lt_zero.engine.materialize import Materializer
 from lt_zero.engine.offload_manager import open_offload_manager
 from lt_zero.engine.partition import BucketPlan, EnginePlan, plan_engine, warn_of_padding, with_sizes
@@ -76,13 +76,13 @@ def shard(
     if comm.rank == 0:
         warn_of_padding(plan, zero, comm.world)
     check_build(plan, config, policy, comm, training)
-    engine_ref: list[weakref.ref[Owner]] = []
+    engine_ref: list[weakref.ref[Engine]] = []
 
     def owner() -> Owner | None:
         return engine_ref[0]() if engine_ref else None
 
     def make(buckets: Iterable[BucketPlan]) -> list[Bucket]:
-        return [Bucket(b.name, list(b.parameters), b.dtype, b.sharding, comm, owner, policy, b.owners) for b in buckets]
+        return [Bucket(plan, comm, owner, policy) for plan in buckets]
 
     materializer = Materializer(module, comm)
     parts = [make(unit.buckets) for unit in plan.units]
@@ -100,15 +100,15 @@ def shard(
     residency = Residency(
         zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size
     )
-    engine = Engine(module, units, root, comm, reducer, residency, config, policy, training)
-    engine.use_outside = use_outside
-    engine.attach_offload_manager(offload_manager)
+    engine = Engine(module, units, root, comm, reducer, residency, config, policy, offload_manager, training)
+    engine.on_guarded_use = partial(use_outside, engine)
+    offload_manager.check(comm, "the files of states")
     engine.kept = find_fp32_modules(module, policy.keep_fp32).parameters
     if policy.low and policy.compute is not None:
         engine.handles += install_fp32_modules(
             plan.fp32_modules, policy.compute, device.type, cast_back=not policy.autocast
         )
-    engine_ref.append(weak_owner(engine))  # type: ignore[arg-type]
+    engine_ref.append(weakref.ref(engine))
     install_load_hooks(engine)
     if training:
         install(engine)

@@ -4,7 +4,7 @@
              unless the bucket is gathered (flat_storage.py). Views survive that, so the views that autograd saved are
              valid again after every gather.
 ``weights``  this rank's master weights, or the shard of frozen weights, and the copy of them that gathers read.
-``grads``    the gradient accumulator (grad_bucket.py).
+``grads``    the gradient accumulator (both in shard.py).
 ``states``   optimizer states, where they are not kept beside their fragments.
 
 Their bytes are kept in stores (offload/store.py): on the device, in host memory or in files. The two places of a bucket
@@ -16,7 +16,7 @@ they shared the flat tensor's counter, autograd would report "modified by an inp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
 
@@ -26,16 +26,19 @@ from torch.nn import Parameter
 
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.work import Work
+from lt_zero.common.compat import version_of
 from lt_zero.common.flat_storage import FlatStorage, flat_empty
 from lt_zero.common.timing import phase
 from lt_zero.config.precision import DtypePolicy
-from lt_zero.engine.grad_bucket import Accumulator
 from lt_zero.engine.guard import Owner, guard, own, sentinel, unguard
-from lt_zero.engine.layout import BucketLayout, Piece, Sharding, gaps_between, plan_bucket
+from lt_zero.engine.layout import Piece
 from lt_zero.engine.lazy_tensor import elements_of, whole
-from lt_zero.engine.weights import InplaceEdits, Weights
+from lt_zero.engine.partition import BucketPlan
+from lt_zero.engine.shard import Accumulator, Weights
 from lt_zero.offload.background import BackgroundStep, Job
 from lt_zero.offload.store import DevicePlace, Place, Store, Waits, put_away
+
+_ROW = 1024  # words per row of a digest, which does not see permutations within a row
 
 
 class State(Enum):
@@ -48,62 +51,45 @@ class Bucket:
     """Parameters of one dtype that are gathered, reduced and released together.
 
     Args:
-        name: name of the unit, for messages.
-        parameters: the parameters and their names.
-        dtype: dtype of the gathered weights.
-        sharding: what is sharded.
+        plan: the parameters, their dtype and what is sharded.
         comm: the collectives.
         owner: returns the engine that handles uses of released parameters.
         policy: dtypes of master weights, accumulators and gradients in collectives.
-        owners: the rank that owns each parameter; None: shards cut through parameters.
     """
 
-    def __init__(
-        self,
-        name: str,
-        parameters: list[tuple[str, Parameter]],
-        dtype: torch.dtype,
-        sharding: Sharding,
-        comm: Comm,
-        owner: Callable[[], Owner | None],
-        policy: DtypePolicy | None = None,
-        owners: Sequence[int] | None = None,
-    ) -> None:
-        self.name, self.sharding, self.comm = name, sharding, comm
-        self.params = [p for _, p in parameters]
-        self.layout: BucketLayout = plan_bucket([(n, p.shape) for n, p in parameters], comm.world, owners)
+    def __init__(self, plan: BucketPlan, comm: Comm, owner: Callable[[], Owner | None], policy: DtypePolicy) -> None:
+        self.name, self.dtype, self.sharding, self.comm = plan.name, plan.dtype, plan.sharding, comm
+        dtype, sharding = plan.dtype, plan.sharding
+        self.params = [p for _, p in plan.parameters]
+        self.layout = plan.layout(comm.world)
         self.shapes = [span.shape for span in self.layout.spans]
-        self.dtype, policy = dtype, policy or DtypePolicy()
         # Dtypes to restore when the engine is removed; an fp64 run stays fp64.
         self.original = [dtype if dtype == torch.float64 else p.dtype for p in self.params]
         self.step_dtype = policy.step_of(dtype)
         self.shard_range = self.layout.shard(comm.rank) if sharding.optim or sharding.params else (0, self.layout.numel)
         self._pieces = self.layout.pieces(*self.shard_range)
         self._piece_of = {piece.index: piece for piece in self._pieces}  # a bucket may have thousands
-        self._storage: FlatStorage | None = None
-        if sharding.params:
-            self._storage = FlatStorage(self.layout.numel, dtype, comm.device)
+        self._storage = FlatStorage(self.layout.numel, dtype, comm.device) if sharding.params else None
         self.flat = self._storage.tensor if self._storage else comm.allocate(self.layout.numel, dtype)  # 1D
         self.param_views = [self.flat[s.lo : s.hi].view(s.shape) for s in self.layout.spans]
         if self._storage is not None:
             self._storage.free()  # until ``adopt``: all buckets are made before the first is filled
         self.shard = self.flat[self.shard_range[0] : self.shard_range[1]]  # 1D, elements [shard_range) of ``flat``
-        gaps = gaps_between(self._pieces, self.shard_range[1] - self.shard_range[0])
-        self._background = BackgroundStep()
-        self.weights = Weights(self.shard, policy.master_of(dtype), sharding.params, gaps, self._background)
+        self._background = background = BackgroundStep()
+        self.weights = Weights(self.shard, policy.master_of(dtype), sharding.params, self._pieces, background)
         accumulate, wire = policy.accumulate_of(dtype), policy.wire_of(dtype)
         self.grads = Accumulator(
-            name, self.params, self.layout, self.shard_range, comm, accumulate, wire, sharding.optim, self._background
+            self.name, self.params, self.layout, self.shard_range, comm, accumulate, wire, sharding.optim, background
         )
         self.states: dict[str, Store] = {}  # optimizer states that are kept in stores
         allocate = partial(flat_empty, device=comm.device)
         self.memory = DevicePlace(allocate, self._readable_by_peers if sharding.params else None)
         self.use(self.memory, self.memory)
         self.state = State.RESIDENT
+        self._guarded = False
         self._owner = owner
-        self.edits = InplaceEdits(
-            self.params, self.layout, self.param_views, self.weights, self._pieces, lambda: self.resident
-        )
+        self._sentinels: list[Tensor] = []  # one for each parameter, with sharded parameters
+        self.edits = InplaceEdits(self)
         self.stepped_early = False  # in the running backward; see overlap.py, Note [Beside backward]
         self._unpublished = False  # the background step has yet to update the compute copy
         self._pending: Waits | None = None
@@ -113,6 +99,7 @@ class Bucket:
     def use(self, optim: Place, params: Place) -> None:
         """Keep master weights, states and gradients in ``optim``, what gathers read in ``params``. Before ``adopt``."""
         self.step_place, self.gather_place = optim, params
+        self.offloaded = optim.offloads  # master weights, optimizer states and gradients are kept off the device
         self.weights.use(optim, params)
         self.grads.use(optim)
 
@@ -152,6 +139,9 @@ class Bucket:
         elif self.sharding.params:
             self.weights.keep(self.shard, train)
         self.edits.note()
+        if self.sharding.params:
+            with torch.inference_mode(False):
+                self._sentinels = [sentinel(self.flat, ()).expand(shape) for shape in self.shapes]
         self.release()
         self.put_away()
 
@@ -172,17 +162,19 @@ class Bucket:
         self.state = State.GATHERING
 
     def gather(self) -> None:
-        """To RESIDENT from any state: parameters are readable afterwards."""
+        """To RESIDENT from any state: parameters are readable afterwards, without a guard."""
         if self.state is State.RELEASED:
             self.launch_gather()
         if self.state is State.GATHERING:
             with torch.inference_mode(False), torch.no_grad(), phase("gather", self.name):
                 self._land()
+                self._unguard()
                 for parameter, view in zip(self.params, self.param_views, strict=True):
-                    unguard(parameter)
                     parameter.data = view
             self.state = State.RESIDENT
             self.edits.note()
+        elif self._guarded:
+            self._unguard()
 
     def _land(self) -> None:
         """Wait for a gather that was launched."""
@@ -192,7 +184,7 @@ class Bucket:
 
     def release(self) -> None:
         """To RELEASED, if the parameters are sharded: free the memory and replace parameters by sentinels."""
-        if not self.sharding.params or self.state is State.RELEASED:
+        if self._storage is None or self.state is State.RELEASED:
             return
         if self.state is State.GATHERING:
             with phase("gather", self.name):
@@ -202,11 +194,11 @@ class Bucket:
             self.edits.check()
             self.state = State.RELEASED
             with torch.inference_mode(False):
-                for parameter, shape in zip(self.params, self.shapes, strict=True):
-                    unguard(parameter)
-                    parameter.data = sentinel(parameter, shape)
-                    guard(parameter, self._owner)
-        assert self._storage is not None
+                if self._guarded:
+                    self._unguard()
+                for parameter, value in zip(self.params, self._sentinels, strict=True):
+                    parameter.data = value
+                self._guard()
         self._storage.free()
 
     @property
@@ -215,15 +207,18 @@ class Bucket:
 
     def guard(self) -> None:
         """Keep the values, but intercept uses outside of the owning unit's forward. See guard.py."""
-        if self.sharding.params and self.state is State.RESIDENT:
-            for parameter in self.params:
-                guard(parameter, self._owner)
+        if self.sharding.params and self.state is State.RESIDENT and not self._guarded:
+            self._guard()
 
-    def unguard(self) -> None:
-        assert self.state is State.RESIDENT
-        if self.sharding.params:
-            for parameter in self.params:
-                unguard(parameter)
+    def _guard(self) -> None:
+        self._guarded = True
+        for parameter in self.params:
+            guard(parameter)
+
+    def _unguard(self) -> None:
+        self._guarded = False
+        for parameter in self.params:
+            unguard(parameter)
 
     # ---- parameters --------------------------------------------------------------------------------------------
 
@@ -240,10 +235,6 @@ class Bucket:
     def wants_grad(self) -> bool:
         return any(p.requires_grad for p in self.params)
 
-    def enable_training(self) -> None:
-        """Make master weights if there are none."""
-        self.weights.enable_training()
-
     def has_grads(self) -> bool:
         """Whether a parameter has a gradient that is not in the accumulator yet."""
         return any(p.grad is not None for p in self.params)
@@ -258,11 +249,6 @@ class Bucket:
         return not self.step_dtype == self.weights.master_dtype == self.grads.dtype
 
     # ---- stores ------------------------------------------------------------------------------------------------
-
-    @property
-    def offloaded(self) -> bool:
-        """Whether master weights, optimizer states and gradients are kept off the device."""
-        return self.step_place.offloads
 
     @property
     def streamed(self) -> bool:
@@ -313,17 +299,17 @@ class Bucket:
         """Guard the compute copy until ``wait_background_step``: the background step updates it."""
         if not self.sharding.params:
             self._unpublished = True
-            for parameter in self.params:
-                guard(parameter, self._owner)
+            self._guard()
 
     def publication(self) -> Callable[[], object] | None:
         """What the background calls after this rank's shard was stepped; None if nothing is sharded. Collective."""
-        return self._publish if self.sharding.optim or self.sharding.params else None
 
-    def _publish(self) -> None:
-        with self.weights.publishing():
-            sent = self.comm.background_fence() if self.sharding.params else self.comm.background_gather(self.flat)
-            sent.wait()
+        def publish() -> None:
+            with self.weights.publishing():
+                sharded = self.sharding.params
+                (self.comm.background_fence() if sharded else self.comm.background_gather(self.flat)).wait()
+
+        return publish if self.sharding.optim or self.sharding.params else None
 
     def wait_background_step(self) -> bool:
         """Wait for this bucket's background step; returns whether one was running."""
@@ -331,8 +317,7 @@ class Bucket:
         if self._unpublished:
             self._unpublished = False
             self.weights.wait_copied()
-            for parameter in self.params:
-                unguard(parameter)
+            self._unguard()
             self.edits.note()
         return waited
 
@@ -341,8 +326,7 @@ class Bucket:
     @torch.no_grad()
     def write_back(self) -> None:
         """Copy the updated master weights to the compute copy; sharded parameters are released first."""
-        if self.sharding.params:
-            self.release()
+        self.release()
         self.refresh_after_step()
 
     @torch.no_grad()
@@ -382,3 +366,103 @@ class Bucket:
         self.comm.after_write()
         self.weights.keep_edits()
         self.edits.note()
+
+
+class InplaceEdits:
+    """Detects edits of compute copies outside of ``gathered``, which the next step would overwrite.
+
+    Where parameters are not sharded, an edit is copied to the master weights. Where they are, it raises: the edited
+    copy is lost when the bucket is released.
+
+    Most edits change a parameter's version counter, which is checked in each backward. ``p.data.copy_(...)`` does not,
+    so values are checked, too, before they are stepped or saved: by a digest on a CPU and where master weights are
+    offloaded. On a GPU a digest would have to be waited for, so edited elements are found by comparing master weights
+    with the compute copy. ``p.data = tensor`` takes a parameter out of its bucket, which changes its address; its
+    values are copied back.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket, self._weights, self._sharded = bucket, bucket.weights, bucket.sharding.params
+        self.lost: list[str] = []  # names of parameters whose edits are lost
+        self.handed_out = False  # user code got a tensor whose writes change no version counter
+        self._versions: list[int] = []
+        self._addresses = [] if self._sharded else [view.data_ptr() for view in bucket.param_views]
+        self._digest: Tensor | None = None  # of this rank's shard
+        self._paused = False  # master weights are ahead of the compute copy
+
+    def note(self) -> None:
+        """Record the current values as unedited."""
+        self._paused = False
+        if not self._weights.master_is_view:
+            self._versions = [version_of(p) for p in self._bucket.params]
+            self._digest = _digest_of(self._bucket.shard) if self._has_digest else None
+
+    def pause(self) -> None:
+        """Stop checking until ``note``: the master weights are stepped before the compute copy is updated."""
+        self._paused = not self._sharded
+
+    @property
+    def _has_digest(self) -> bool:
+        if self._sharded:
+            return False
+        # On a CPU a digest is cheap: comparing values takes 4 times as long as AdamW's step.
+        return self._bucket.offloaded or (self._bucket.shard.device.type == "cpu" and self._weights.has_master)
+
+    def seen(self) -> bool:
+        """Whether versions or the digest have changed since ``note``."""
+        if self._paused:  # the compute copy is of another step, or is being written
+            return False
+        digest, shard = self._digest, self._bucket.shard
+        changed = self._has_digest and (digest is None or bool(digest != _digest_of(shard)))
+        return changed or [version_of(p) for p in self._bucket.params] != self._versions
+
+    def check(self, values: bool = False) -> None:
+        """Keep the edits since ``note``, or add them to ``lost``; with ``values`` check values, too."""
+        bucket, weights = self._bucket, self._weights
+        if bucket.state is not State.RESIDENT or self._paused:
+            return
+        edited = self._put_back() if not self._sharded else []
+        if not weights.has_master:
+            return
+        for parameter, version, span in zip(bucket.params, self._versions, bucket.layout.spans, strict=True):
+            if version_of(parameter) != version:
+                edited.append(span.name)
+        if self._sharded:
+            if self.handed_out and not edited:
+                for piece in bucket.pieces():
+                    rows = slice(piece.offset, piece.offset + piece.numel)
+                    kept, shown = weights.values()[rows], bucket.shard[rows]
+                    if not torch.equal(shown, kept.to(shown.device, shown.dtype)):
+                        edited.append(bucket.layout.spans[piece.index].name)
+            self.lost += edited
+        elif edited or (values and (not self._has_digest or self.seen())):
+            # Every rank has the whole copy, and edits it as it would without ZeRO.
+            weights.keep_edits()
+            self.note()
+        self.handed_out = False
+        if edited:
+            self.note()
+
+    @torch.no_grad()
+    def _put_back(self) -> list[str]:
+        """Copy parameters that were assigned other tensors back to their views; returns their names."""
+        found, bucket = [], self._bucket
+        for index, (parameter, address) in enumerate(zip(bucket.params, self._addresses, strict=True)):
+            if parameter.data_ptr() == address:
+                continue
+            view, name = bucket.param_views[index], bucket.layout.spans[index].name
+            if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, view.dtype, view.device):
+                self.lost.append(name)
+                continue
+            view.copy_(parameter)
+            parameter.data = view
+            found.append(name)
+        return found
+
+
+def _digest_of(shard: Tensor) -> Tensor:
+    """A checksum (0D int64) of the bits of ``shard``, which is a multiple of 16 bytes long."""
+    words = shard.view(torch.int64)
+    whole = words.numel() // _ROW * _ROW
+    rows = words[:whole].view(-1, _ROW).sum(1)
+    return (rows * torch.arange(1, rows.numel() + 1, device=shard.device)).sum() + words[whole:].sum()

@@ -2,8 +2,8 @@
 
 Note [Life of a unit in a step]
     pre-forward   gather; inputs that need a gradient are replaced by aliases whose hook marks the end of the unit's
-                  backward (hooks.py, Note [Aliases])
-    post-forward  release, or keep and guard (schedule.Residency); hook the autograd nodes of the outputs
+                  backward (Note [Aliases])
+    post-forward  release, or keep and guard (gather.py, ``Residency``); hook the autograd nodes of the outputs
     backward      output node: take a lease, gather. Inputs' hook: all gradients are there, mark the bucket as ready,
                   drop the lease; released at zero leases
     end           reduce what is left in fixed order, release everything (Note [End of backward])
@@ -22,43 +22,42 @@ Note [Recomputation]
     Activation checkpointing runs a unit's forward inside backward, and stops it in the middle by an exception. So
     inside backward the pre-forward hook only gathers, the post-forward hook does nothing, and the weights are released
     with the lease of the original call.
+
+Note [Aliases]
+    The hook that ends a unit's backward is on a view of each input, not on the input: a tensor that feeds every block
+    (a conditioning vector) gets its full gradient only at the very end, its alias when this block is done.
+    Tensors in objects cannot be replaced, and the gradient of keys in a cache may need other layers' backward first.
+    So these are hooked only if no other input needs a gradient.
+    An alias that the module returns (T5's blocks pass on their relative bias) is not hooked as an output: its gradient
+    is not the beginning of the module's backward, and comes after its end.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import Parameter
 
 from lt_zero.comm.communicator import Comm
-from lt_zero.common.compat import in_running_backward, queue_backward_callback
-from lt_zero.common.module_hooks import ProcessLocal
-from lt_zero.common.tensor_tree import iter_tensors
+from lt_zero.common.compat import in_running_backward, queue_backward_callback, view_base
+from lt_zero.common.module_hooks import Hook, ProcessLocal
+from lt_zero.common.tensor_tree import ReplacedTensors, iter_tensors
 from lt_zero.common.timing import NOTHING, Span, UnitRanges, phase, phased, unit_range
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
-from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.gather import Gatherer, Residency
+from lt_zero.engine.bucket import Bucket, State
+from lt_zero.engine.gather import Call, Gatherer, Residency, Unit
 from lt_zero.engine.grad_bucket import Reducer
-from lt_zero.engine.hooks import (
-    Call,
-    Unit,
-    hook_bare_parameters,
-    hook_inputs,
-    hook_nodes,
-    install_root_hooks,
-    install_unit_hooks,
-    refuse_reentrant_checkpoint,
-    refuse_ungathered,
-    shares_storage,
-    side_outputs,
-)
+from lt_zero.engine.guard import is_guarded
 from lt_zero.engine.offload_manager import OffloadManager
-from lt_zero.engine.used_parameters import UsedParameters
+from lt_zero.engine.visible_grads import UsedParameters
 
 
 class Engine(ProcessLocal):
@@ -73,8 +72,11 @@ class Engine(ProcessLocal):
         residency: limits on what stays gathered.
         config: the configuration that the engine was built from.
         policy: dtypes of weights, gradients and master weights.
+        offload_manager: where the tensors of the buckets are kept.
         training: train from the start; otherwise from ``begin_training`` on.
     """
+
+    on_guarded_use: Callable[[list[Tensor], Callable[..., Any], Any, Any], Any]  # set to full_params.py, use_outside
 
     def __init__(
         self,
@@ -82,21 +84,22 @@ class Engine(ProcessLocal):
         units: list[Unit],
         root_unit: Unit,
         comm: Comm,
-        reducer: Reducer[Bucket],
+        reducer: Reducer,
         residency: Residency,
         config: ZeroConfig,
         policy: DtypePolicy,
+        offload_manager: OffloadManager,
         training: bool = True,
     ) -> None:
         self.residency, self.training = residency, training
-        self.config, self.policy = config, policy
+        self.config, self.policy, self.offload_manager = config, policy, offload_manager
         self.kept: frozenset[Parameter] = frozenset()  # parameters that the user keeps in fp32, in exports as well
         self.root, self.units, self.root_unit = root, units, root_unit
         self.comm, self.reducer = comm, reducer
         self.buckets = [b for u in [*units, root_unit] for b in u.buckets]
         self.owner = {id(p): (b, i) for b in self.buckets for i, p in enumerate(b.params)}
-        self.gatherer = Gatherer(units, root_unit, comm, residency if training else residency.without_training())
-        self.use_outside: Callable[..., Any] | None = None  # handles uses of guarded parameters: full_params.py
+        limits = residency if training else residency.without_training()
+        self.gatherer = Gatherer(units, root_unit, comm, limits, offload_manager)
         self.in_backward = False
         self.backwards = 0  # backwards that have ended
         self._explicit = False  # a backward_pass context is open
@@ -104,15 +107,14 @@ class Engine(ProcessLocal):
         self._depth = 0  # nested forward scopes
         self._span: Span = NOTHING  # timing of a backward without a backward_pass context
         self._ranges = UnitRanges()  # timing of units in the running backward
-        self.used_parameters = UsedParameters(comm, reducer, self.buckets)
-        self.offload_manager = OffloadManager()
+        self.used_parameters = UsedParameters(comm, reducer, self.buckets, offload_manager.find_problem)
         self.after_backward: list[Callable[[], None]] = []  # called at the end of a backward, also of a failed one
         self.after_step: list[Callable[[], None]] = []  # called when the compute copies are up to date
-        self.handles = [h for u in units for h in install_unit_hooks(u, self.pre_forward, self.post_forward)]
-        self.handles += install_root_hooks(root, self.enter_forward, self.leave_forward)
-        self.handles += hook_bare_parameters(root, self.owner, self._arm)
-
-    # ---- hooks -------------------------------------------------------------------------------------------------
+        self.handles = hook_bare_parameters(root, self.owner, self._arm)
+        for unit in units:
+            self.handles += hook_forward(unit.module, partial(self.pre_forward, unit), partial(self.post_forward, unit))
+        # Called always, also after a failed forward.
+        self.handles += hook_forward(root, lambda *_: self.enter_forward(), self.leave_forward, always_call=True)
 
     def detach(self) -> None:
         """Remove all hooks; parameters stay as they are."""
@@ -196,10 +198,10 @@ class Engine(ProcessLocal):
             hook_nodes(seen, lambda: self._pre_backward(unit, call), given)
         if not unit.sharded:
             return
+        tensors = list(iter_tensors((output, written)))
         for bucket in unit.sharded:
-            if any(shares_storage(t, bucket.flat) for t in iter_tensors((output, written))):
-                self.gatherer.pin_in_backward(bucket)  # a weight, or a view of one, left the unit
-                self.gatherer.pin(bucket)
+            if any(shares_storage(t, bucket.flat) for t in tensors):
+                self.gatherer.pin(bucket, again=True)  # a weight, or a view of one, left the unit
         if unit.calls:
             return  # an outer call of the same module is still running
         if unit.keep and (unit.backward_needs_weights if torch.is_grad_enabled() else self.gatherer.fits_whole):
@@ -232,7 +234,8 @@ class Engine(ProcessLocal):
         for unit in [*self.units, self.root_unit]:
             unit.leases, unit.awaited, unit.visited = 0, 0, False
         self.gatherer.end_pass()
-        self._tell(self.after_backward)
+        for listener in self.after_backward:
+            listener()
 
     def _arm(self) -> None:
         if not self.in_backward:
@@ -247,8 +250,8 @@ class Engine(ProcessLocal):
     def _pre_backward(self, unit: Unit, call: Call) -> None:
         self._arm()
         self._ranges.enter(unit.name)
-        if not unit.visited and unit.backward_needs_weights:
-            self._refuse_ungathered([unit])
+        if not unit.visited:
+            self._refuse_ungathered(unit)
         self._create_graph |= torch.is_grad_enabled()
         unit.visited = True
         if not call.held:
@@ -256,8 +259,9 @@ class Engine(ProcessLocal):
             unit.leases += 1
         if unit.sharded and unit.backward_needs_weights:
             self.gatherer.gather(unit)
-            if torch.is_grad_enabled():
-                self._keep_for_new_graph(unit)
+            if torch.is_grad_enabled():  # create_graph: the nodes of this backward save weights, and have no hooks
+                for bucket in unit.sharded:
+                    self.gatherer.pin(bucket, again=True)
             self.gatherer.visit(unit, backward=True)
 
     def unit_done(self, unit: Unit, call: Call) -> None:
@@ -272,20 +276,12 @@ class Engine(ProcessLocal):
             unit.leases -= 1
         for bucket in unit.buckets:
             finished = unit.leases == 0 and unit.awaited <= 0 if bucket.sharding.params else bucket.grads_complete()
-            if bucket.wants_grad and finished:
+            if finished and bucket.wants_grad:
                 self.reducer.mark_ready(bucket)
-        if unit.leases == 0 and not self._keeps_for_next_use(unit):
+        # Weights do not change in an accumulation window, and create_graph needs them.
+        keeps = torch.is_grad_enabled() or (not self.reducer.sync and unit.keep and self.gatherer.fits_whole)
+        if unit.leases == 0 and not keeps:
             self.gatherer.release(unit)
-
-    def _keep_for_new_graph(self, unit: Unit) -> None:
-        """Pin weights under create_graph: the nodes of this backward save them, and those nodes have no hooks."""
-        for bucket in unit.sharded:
-            self.gatherer.pin_in_backward(bucket)
-            self.gatherer.pin(bucket)
-
-    def _keeps_for_next_use(self, unit: Unit) -> bool:
-        """Whether weights stay gathered: in an accumulation window they do not change, and create_graph needs them."""
-        return torch.is_grad_enabled() or (not self.reducer.sync and unit.keep and self.gatherer.fits_whole)
 
     def end_backward(self) -> None:
         """Reduce the remaining gradients, wait for all reductions, and release what backward held."""
@@ -297,7 +293,9 @@ class Engine(ProcessLocal):
         again, self._create_graph = self._create_graph, False
         self.backwards += 1
         if arrived:
-            self._refuse_ungathered(self.units)
+            for unit in self.units:
+                if not unit.visited:
+                    self._refuse_ungathered(unit)
         # torch.autograd.grad leaves no gradients behind: nothing to reduce, on any rank.
         if arrived or explicit:
             self.reducer.finish()
@@ -308,31 +306,23 @@ class Engine(ProcessLocal):
             unit.leases, unit.visited = 0, False
         if not again:
             self.gatherer.end_pass(keep=not self.reducer.sync)
-        self._tell(self.after_backward)
+        for listener in self.after_backward:
+            listener()
         self._span.close()
 
-    @staticmethod
-    def _tell(listeners: list[Callable[[], None]]) -> None:
-        for listener in listeners:
-            listener()
-
-    def _refuse_ungathered(self, units: list[Unit]) -> None:
-        for unit in units:
-            if not unit.visited and unit.backward_needs_weights:
-                refuse_ungathered(unit, self.used_parameters.late)
+    def _refuse_ungathered(self, unit: Unit) -> None:
+        """Raise if gradients arrived while the weights of ``unit``, which backward needs, were released."""
+        for bucket in unit.sharded if unit.backward_needs_weights else ():
+            # Late gradients came in an earlier backward.
+            if bucket.state is State.RELEASED and bucket not in self.used_parameters.late and bucket.has_grads():
+                raise RuntimeError(
+                    f"Module {unit.name!r} ({type(unit.module).__name__}) received gradients through a tensor that no "
+                    "hook saw, so its weights were not gathered for backward. Return such tensors from forward (in "
+                    "tuples, lists, dicts, dataclasses or objects with attributes) or keep them as attributes of the "
+                    "module."
+                )
 
     # ---- between backward and step -----------------------------------------------------------------------------
-
-    def attach_offload_manager(self, offload_manager: OffloadManager) -> None:
-        """Attach the offload manager. Collective.
-
-        Raises:
-            SwapError: a file could not be created or written.
-        """
-        self.offload_manager = offload_manager
-        self.gatherer.use(offload_manager)
-        offload_manager.check(self.comm, "the files of states")
-        self.used_parameters.problem = offload_manager.find_problem
 
     def begin_training(self) -> None:
         """Make master weights, and keep weights gathered as the limits allow. No-op if done before."""
@@ -373,7 +363,8 @@ class Engine(ProcessLocal):
         self.comm.before_write()  # user code may write to the parameters now
         for bucket in stepped:
             bucket.edits.note()
-        self._tell(self.after_step)
+        for listener in self.after_step:
+            listener()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -384,9 +375,117 @@ class Engine(ProcessLocal):
         finally:
             self.reducer.sync = before
 
-    # ---- uses outside of a unit's forward ----------------------------------------------------------------------
 
-    def on_guarded_use(self, parameters: list[Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function that needs the values of guarded ``parameters``. See guard.py."""
-        assert self.use_outside is not None
-        return self.use_outside(self, parameters, func, args, kwargs)
+# ---- hooks on modules, output nodes and inputs -----------------------------------------------------------------------
+
+
+def hook_forward(
+    module: nn.Module, before: Callable[[Any, Any], Any], after: Callable[[Any], None], always_call: bool = False
+) -> list[Any]:
+    """Call ``before(args, kwargs)`` before the module's forward, and ``after(output)`` after it.
+
+    A shallow copy of the module shares the hooks and ignores them.
+    """
+
+    def pre(called: nn.Module, args: Any, kwargs: Any) -> Any:
+        return before(args, kwargs) if called is module else None
+
+    def post(called: nn.Module, args: Any, output: Any) -> None:
+        if called is module:
+            after(output)
+
+    handle = module.register_forward_pre_hook(Hook(pre), prepend=True, with_kwargs=True)
+    return [handle, module.register_forward_hook(Hook(post), always_call=always_call)]
+
+
+def _call(fn: Callable[[], None], grads: Any) -> None:
+    fn()
+
+
+# torch.compile breaks the graph here instead of tracing the engine.
+_call_uncompiled: Callable[[Callable[[], None], Any], None] = torch.compiler.disable(_call)
+
+
+def hook_nodes(output: Any, fn: Callable[[], None], given: ReplacedTensors | None = None) -> None:
+    """Call ``fn`` before autograd runs the nodes that made the tensors in ``output``.
+
+    Unlike tensor hooks, node hooks survive a caller that adds to the output in place. The in-place history of a view is
+    that of its base, so the base's node is hooked too. Aliases in ``given`` are not hooked, see Note [Aliases].
+    """
+    seen: set[Any] = set()
+    for tensor in iter_tensors(output):
+        if given is not None and given.is_unmodified(tensor):
+            continue
+        base = view_base(tensor)
+        for node in (tensor.grad_fn, base.grad_fn if base is not None else None):
+            if node is not None and node not in seen:
+                seen.add(node)
+                node.register_prehook(partial(_call_uncompiled, fn))
+
+
+_MODULE_INTERNALS = frozenset(vars(nn.Module()))
+
+
+def side_outputs(module: nn.Module) -> list[Any]:
+    """Values that the forward stored in attributes of the module or its children (auxiliary losses)."""
+    return [value for m in module.modules() for key, value in vars(m).items() if key not in _MODULE_INTERNALS]
+
+
+def shares_storage(tensor: Tensor, flat: Tensor) -> bool:
+    """Whether ``tensor`` is a view of ``flat``."""
+    if is_guarded(tensor) or tensor.layout is not torch.strided or tensor.device != flat.device:
+        return False
+    return tensor.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+
+
+def hook_inputs(args: Any, kwargs: Any, fn: Callable[[], None]) -> ReplacedTensors:
+    """The arguments with aliases of inputs that need a gradient; ``fn`` runs when these gradients are there.
+
+    See Note [Aliases].
+    """
+    aliases: list[Tensor] = []
+
+    def alias(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad or tensor.layout is not torch.strided or isinstance(tensor, Parameter):
+            return tensor
+        aliases.append(tensor.view_as(tensor))
+        return aliases[-1]
+
+    copied = ReplacedTensors((args, kwargs), alias)
+    inputs = aliases or [t for t in iter_tensors(copied.value) if t.requires_grad and not isinstance(t, Parameter)]
+    # A multi-grad hook refers to the nodes that hold it. The garbage collector finds such a cycle only when nothing
+    # else holds the node, so it would free a model's graph by one layer per collection. One input needs none.
+    if len(inputs) == 1:
+        inputs[0].register_hook(lambda grad: fn())
+    elif inputs:
+        register_multi_grad_hook(inputs, lambda grads: fn(), mode="all")
+    return copied
+
+
+def hook_bare_parameters(root: nn.Module, owned: dict[int, tuple[Bucket, int]], fn: Callable[[], None]) -> list[Any]:
+    """Call ``fn`` before the gradient of a parameter that belongs to no layer is added to ``p.grad``.
+
+    Used outside of every layer (in ``training_step``), it has no hooked output node before it: its gradient may be the
+    first that ``loss.backward()`` computes. There are few of them, so there are O(units) hooks.
+    """
+    handles = []
+    composite = [m for m in root.modules() if any(True for _ in m.children())]
+    for parameter in dict.fromkeys(p for m in composite for p in m.parameters(recurse=False)):
+        if id(parameter) in owned and parameter.is_floating_point():
+            trainable = parameter.requires_grad
+            parameter.requires_grad_(True)  # a frozen parameter cannot be hooked, and may be unfrozen later
+            handles.append(parameter.register_hook(lambda grad: fn()))
+            parameter.requires_grad_(trainable)
+    return handles
+
+
+def refuse_reentrant_checkpoint(unit: str) -> None:
+    """Raise if the forward that is running inside backward belongs to a re-entrant activation checkpoint."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "backward" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            raise RuntimeError(
+                f"Module {unit!r} is recomputed by torch.utils.checkpoint with use_reentrant=True, which runs a "
+                "backward inside backward and hides when gradients are complete. Pass use_reentrant=False."
+            )
+        frame = frame.f_back

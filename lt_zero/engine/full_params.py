@@ -168,7 +168,6 @@ def restore_whole(engine: Engine) -> None:
     for bucket in engine.buckets:
         flat = full_flat(bucket)
         bucket.gather()
-        bucket.unguard()
         with torch.no_grad():
             rows = zip(bucket.params, bucket.layout.spans, bucket.original, strict=True)
             for parameter, span, dtype in rows:
@@ -238,10 +237,8 @@ def use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., An
         return args[0]
     if engine.running:
         for bucket in buckets:
-            engine.gatherer.pin_gathered(bucket)
+            engine.gatherer.pin(bucket, again=torch.is_grad_enabled())
             bucket.edits.handed_out |= func in HANDS_OUT
-            if torch.is_grad_enabled():
-                engine.gatherer.pin_in_backward(bucket)
         return func(*args, **kwargs)
     if all(bucket.state is State.RESIDENT for bucket in buckets):
         with without_torch_function():

@@ -14,12 +14,44 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+from torch import nn
+
 from lt_zero.comm.communicator import Comm
+from lt_zero.common.tensor_tree import ReplacedTensors
+from lt_zero.common.timing import NOTHING, Span
 from lt_zero.engine.bucket import Bucket, State
-from lt_zero.engine.hooks import Unit
 from lt_zero.engine.offload_manager import OffloadManager
 
 T = TypeVar("T")
+
+
+class Unit:
+    """A module whose buckets are gathered and released together."""
+
+    def __init__(self, name: str, module: nn.Module, buckets: list[Bucket], needs_weights: bool) -> None:
+        self.name, self.module, self.buckets = name, module, buckets
+        self.sharded = [b for b in buckets if b.sharding.params]
+        self.numel = sum(b.layout.numel for b in self.sharded)
+        self.backward_needs_weights = needs_weights
+        self.keep = False
+        self.leases = 0
+        self.awaited = 0  # forwards since the last step without a backward yet
+        self.visited = False  # took a lease in this backward
+        self.calls: list[Call] = []  # running forwards, innermost last
+
+    @property
+    def resident(self) -> bool:
+        return all(b.state is not State.RELEASED for b in self.sharded)
+
+
+class Call:
+    """One forward of a unit, until its backward."""
+
+    def __init__(self, range: Span = NOTHING) -> None:
+        self.range = range  # in a profiler, while it runs
+        self.inputs: ReplacedTensors | None = None  # the arguments with aliases, while it runs
+        self.held = False  # it has a lease
+        self.done = False  # its backward has ended
 
 
 class Order(Generic[T]):
@@ -32,23 +64,14 @@ class Order(Generic[T]):
 
     def start(self) -> None:
         """Begin a pass; the recorded one becomes the forecast."""
-        if self._now:
-            self._last = self._now
+        self._last = self._now or self._last
         self._now, self._cursor = [], 0
 
-    def visit(self, item: T) -> None:
-        """Record the use of ``item``."""
+    def visit(self, item: T) -> Sequence[T]:
+        """Record the use of ``item``; returns what followed it in the last pass."""
         self._now.append(item)
-        if self._cursor < len(self._last) and self._last[self._cursor] == item:
-            self._cursor += 1
-            return
-        try:  # the sequence has changed: continue after the next occurrence, if there is one
+        if item in self._last[self._cursor :]:  # else the sequence has changed
             self._cursor = self._last.index(item, self._cursor) + 1
-        except ValueError:
-            return
-
-    def upcoming(self) -> Sequence[T]:
-        """The items that followed in the last pass."""
         return self._last[self._cursor :]
 
 
@@ -93,29 +116,31 @@ class Gatherer:
         root_unit: the unit that stays gathered during a pass.
         comm: the collectives.
         residency: limits on what stays gathered.
+        offload_manager: of the engine.
     """
 
-    def __init__(self, units: list[Unit], root_unit: Unit, comm: Comm, residency: Residency) -> None:
+    def __init__(
+        self, units: list[Unit], root_unit: Unit, comm: Comm, residency: Residency, offload_manager: OffloadManager
+    ) -> None:
         self._units, self._root_unit = units, root_unit
-        self._comm = comm
+        self._comm, self._offload_manager = comm, offload_manager
         self.limit(residency)
         root_unit.keep = True
-        self._offload_manager = OffloadManager()
         self._forward: Order[Unit] = Order()
         self._backward: Order[Unit] = Order()
-        self._pinned: dict[Bucket, None] = {}
+        self._pinned: set[Bucket] = set()
         self._held: set[Bucket] = set()  # held by user code
         self._outside: dict[Bucket, None] = {}  # used outside of their unit since the last step: pinned in backward
 
     def limit(self, residency: Residency) -> None:
         """Apply other limits from now on."""
         self._residency = residency
-        for unit, keep in zip(self._units, residency.keep_after_forward([u.numel for u in self._units]), strict=True):
+        numels = [unit.numel for unit in self._units]
+        for unit, keep in zip(self._units, residency.keep_after_forward(numels), strict=True):
             unit.keep = keep
-
-    def use(self, offload_manager: OffloadManager) -> None:
-        """Attach the offload manager."""
-        self._offload_manager = offload_manager
+        total = sum(numels) + self._root_unit.numel
+        # Whether all units may stay gathered from one evaluation batch to the next.
+        self.fits_whole = total <= residency.max_live and total < residency.max_reuse_distance
 
     # ---- passes ------------------------------------------------------------------------------------------------
 
@@ -127,24 +152,41 @@ class Gatherer:
         self._backward.start()
         self.gather(self._root_unit)
         for bucket in self._outside:
-            self.pin_gathered(bucket)
+            self.pin(bucket)
 
     def visit(self, unit: Unit, backward: bool = False) -> None:
         """Record the use of ``unit``, and prefetch the units that followed it in the last pass."""
-        order = self._backward if backward else self._forward
-        order.visit(unit)
-        self._prefetch(order)
+        upcoming, manager = (self._backward if backward else self._forward).visit(unit), self._offload_manager
+        if not self._comm.gathers_in_background and manager.params is None:
+            return
+        ahead = [u for u in self._units if any(b.state is State.GATHERING for b in u.sharded)]
+        flying, live = sum(u.numel for u in ahead), sum(u.numel for u in self._units if u.resident)
+        limit, count, units = self._residency.prefetch, sum(len(u.sharded) for u in ahead), len(ahead)
+        if manager.params is not None:
+            limit = min(limit, manager.param_blocks.buffer_size)
+        for unit in upcoming:
+            if unit.resident:
+                continue
+            if units >= self._residency.ahead:
+                return
+            units += 1
+            flying, live, count = flying + unit.numel, live + unit.numel, count + len(unit.sharded)
+            if flying > limit or live > self._residency.max_live:
+                return
+            if manager.params is not None and count > manager.param_blocks.buffer_count:
+                return
+            for bucket in unit.sharded:
+                if bucket.state is State.RELEASED:
+                    bucket.launch_gather()
 
     def end_pass(self, keep: bool = False) -> None:
         """End a pass: drop all pins, and call ``release_all``."""
         self._pinned.clear()
         self.release_all(keep)
 
-    @property
-    def fits_whole(self) -> bool:
-        """Whether all units may stay gathered from one evaluation batch to the next."""
-        total = sum(u.numel for u in self._units) + self._root_unit.numel
-        return total <= self._residency.max_live and total < self._residency.max_reuse_distance
+    def after_step(self) -> None:
+        """After a step: no backward of earlier forwards will follow."""
+        self._outside.clear()
 
     # ---- units -------------------------------------------------------------------------------------------------
 
@@ -158,30 +200,6 @@ class Gatherer:
                 bucket.launch_gather()
         for bucket in unit.sharded:
             bucket.gather()
-            bucket.unguard()
-
-    def _prefetch(self, order: Order[Unit]) -> None:
-        if not self._comm.gathers_in_background and self._offload_manager.params is None:
-            return
-        ahead = [u for u in self._units if any(b.state is State.GATHERING for b in u.sharded)]
-        flying, live = sum(u.numel for u in ahead), sum(u.numel for u in self._units if u.resident)
-        limit, count, units = self._residency.prefetch, sum(len(u.sharded) for u in ahead), len(ahead)
-        if self._offload_manager.params is not None:
-            limit = min(limit, self._offload_manager.param_blocks.buffer_size)
-        for unit in order.upcoming():
-            if unit.resident:
-                continue
-            if units >= self._residency.ahead:
-                return
-            units += 1
-            flying, live, count = flying + unit.numel, live + unit.numel, count + len(unit.sharded)
-            if flying > limit or live > self._residency.max_live:
-                return
-            if self._offload_manager.params is not None and count > self._offload_manager.param_blocks.buffer_count:
-                return
-            for bucket in unit.sharded:
-                if bucket.state is State.RELEASED:
-                    bucket.launch_gather()
 
     def guard(self, unit: Unit) -> None:
         """Keep ``unit`` gathered, but intercept uses outside of its forward."""
@@ -205,19 +223,15 @@ class Gatherer:
 
     # ---- pins --------------------------------------------------------------------------------------------------
 
-    def pin(self, bucket: Bucket) -> None:
-        """Keep ``bucket`` gathered until the end of the next backward, or of a forward without gradients."""
-        self._pinned[bucket] = None
+    def pin(self, bucket: Bucket, again: bool = False) -> None:
+        """Gather ``bucket`` until the end of the next backward, or of a forward without gradients.
 
-    def pin_gathered(self, bucket: Bucket) -> None:
-        """Gather ``bucket`` and pin it."""
+        ``again``: in each backward until the next step, too.
+        """
         bucket.gather()
-        bucket.unguard()
-        self.pin(bucket)
-
-    def pin_in_backward(self, bucket: Bucket) -> None:
-        """Gather and pin ``bucket`` in each backward until the next step."""
-        self._outside[bucket] = None
+        self._pinned.add(bucket)
+        if again:
+            self._outside[bucket] = None
 
     def is_pinned(self, bucket: Bucket) -> bool:
         """Whether the running forward and backward use ``bucket`` outside of its unit."""
@@ -226,7 +240,6 @@ class Gatherer:
     def hold(self, bucket: Bucket) -> None:
         """Gather ``bucket`` and keep it until ``let_go``."""
         bucket.gather()
-        bucket.unguard()
         self._held.add(bucket)
 
     def let_go(self, bucket: Bucket, keep: bool) -> None:
@@ -236,7 +249,3 @@ class Gatherer:
             bucket.guard()
         elif bucket not in self._pinned:
             bucket.release()
-
-    def after_step(self) -> None:
-        """After a step: no backward of earlier forwards will follow."""
-        self._outside.clear()

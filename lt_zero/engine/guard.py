@@ -10,7 +10,6 @@ path costs nothing.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -167,10 +166,9 @@ def owner_of(parameter: Tensor) -> Owner | None:
     return owner() if owner is not None else None
 
 
-def guard(parameter: Parameter, owner: Callable[[], Owner | None]) -> None:
-    """Let ``owner()`` handle every use of ``parameter`` that needs values."""
+def guard(parameter: Parameter) -> None:
+    """Let the owner of ``parameter`` handle every use that needs values."""
     if not is_guarded(parameter):
-        own(parameter, owner)
         parameter.__class__ = _guard_class(type(parameter))
 
 
@@ -184,8 +182,3 @@ def sentinel(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A tensor of the parameter's shape, dtype and device that takes the memory of one element and reads as NaN."""
     fill = float("nan") if parameter.dtype.is_floating_point or parameter.dtype.is_complex else 0
     return torch.full((), fill, dtype=parameter.dtype, device=parameter.device).expand(shape)
-
-
-def weak_owner(owner: Owner) -> Callable[[], Owner | None]:
-    """A reference that lets the engine be collected while parameters still point to it."""
-    return weakref.ref(owner)

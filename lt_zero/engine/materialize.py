@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lt_zero.comm.communicator import Comm
 from lt_zero.engine.find_units import clean_name
-from lt_zero.engine.guard import guard, is_guarded, owner_of, sentinel, unguard
+from lt_zero.engine.guard import guard, is_guarded, own, owner_of, sentinel, unguard
 from lt_zero.engine.layout import plan_bucket
 
 
@@ -91,7 +91,8 @@ class ConstructionSharder:
         lo, hi = layout.shard(self._comm.rank)
         self._slices[parameter] = flat[lo:hi].to(parameter.device, copy=True)
         parameter.data = sentinel(parameter, shape)
-        guard(parameter, self._owner)
+        own(parameter, self._owner)
+        guard(parameter)
 
     @torch.no_grad()
     def whole(self, parameter: Parameter) -> Tensor:

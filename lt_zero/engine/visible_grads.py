@@ -1,27 +1,39 @@
-"""``p.grad`` for code that reads gradients between backward and step (norm logging, manual clipping).
+"""What ``p.grad`` shows between a backward and the step, and which parameters any rank used.
 
-After a backward ``p.grad`` of every reduced parameter is a stand-in; the gradients are in the buckets' accumulators.
-Setting it to None clears the gradient, so ``optimizer.zero_grad()``, ``module.zero_grad()`` and loops over parameters
-work. Where a rank holds the full gradient (stage 0, and stage 1 inside of an accumulation window) the stand-in is a
-view of it. Elsewhere it is a ``ShardedGrad``, which supports what needs no gather: norms over all ranks (one all-reduce
-for all parameters), and element-wise changes in place, of the rank's own piece. All else raises and names a remedy.
+The gradients are in the buckets' accumulators. After a backward ``p.grad`` of every reduced parameter is a stand-in, so
+that ``optimizer.zero_grad()``, norm logging and manual clipping work: setting it to None clears the gradient. Where a
+rank holds the full gradient (stage 0, and stage 1 inside of an accumulation window) the stand-in is a view of it.
+Elsewhere it is a ``ShardedGrad``, which supports what needs no gather: norms over all ranks (one all-reduce for all
+parameters), and element-wise changes in place, of the rank's own piece. All else raises and names a remedy.
+
+One exchange of flags, launched when backward ends and waited for at the step, tells all ranks which parameters any of
+them used (reduced_grads.py, Note [Unused parameters]) and which buckets need a second reduction (grad_bucket.py,
+Note [When a bucket is ready]).
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.shared_memory import wide
+from lt_zero.comm.work import Work
 from lt_zero.common.compat import TRACED, without_torch_function
 from lt_zero.common.tensor_tree import map_tensors
+from lt_zero.common.timing import phase
 from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.grad_bucket import Reducer
 from lt_zero.engine.guard import passes
+from lt_zero.io.thread_pool import SwapError
 
 T = TypeVar("T")
 Place = tuple[Bucket, int]
@@ -40,32 +52,21 @@ class Norms:
 
     def __init__(self, comm: Comm, places: list[Place]) -> None:
         self._comm, self._places = comm, places
-        self._tables: dict[float, dict[Place, Tensor]] = {}
+        self.tables: dict[float, dict[Place, Tensor]] = {}  # norm type -> norms; empty after gradients have changed
 
     def of(self, place: Place, norm_type: float) -> Tensor:
         bucket, index = place
         if bucket.grads.local is not None:
             name = bucket.layout.spans[index].name
             raise RuntimeError(f"Only a part of the gradient of {name!r} is reduced. Ask after the last micro-batch.")
-        if norm_type not in self._tables:
-            self._tables[norm_type] = self._compute(norm_type)
-        return self._tables[norm_type][place]
+        if norm_type not in self.tables:
+            self.tables[norm_type] = self._compute(norm_type)
+        return self.tables[norm_type][place]
 
     def prepare(self) -> None:
         """Compute the 2-norms, so that one rank alone may read them. Collective."""
         if self._places:
             self.of(self._places[0], 2.0)
-
-    def scale(self, places: list[Place], factor: Tensor | float) -> None:
-        """Scale the norms of ``places``, whose gradients were multiplied by ``factor`` (0D, not negative)."""
-        for table in self._tables.values():
-            for place in places:
-                if place in table:
-                    table[place] = table[place] * factor
-
-    def forget(self) -> None:
-        """Drop all norms: gradients have changed."""
-        self._tables.clear()
 
     @torch.no_grad()
     def _compute(self, norm_type: float) -> dict[Place, Tensor]:
@@ -109,27 +110,6 @@ def is_view(bucket: Bucket) -> bool:
     return _is_whole(bucket) and dtype == bucket.dtype
 
 
-def stand_in(place: Place, norms: Norms, view: bool) -> Tensor:
-    """The tensor for ``p.grad``; ``view``: ``is_view`` of the bucket."""
-    bucket, index = place
-    local = _local(bucket, index) if view else []
-    return local[0].view(bucket.shapes[index]) if local else ShardedGrad.make(place, norms)
-
-
-@torch.no_grad()
-def replace_grad(bucket: Bucket, index: int, grad: Tensor) -> None:
-    """Replace the gradient by a tensor that the user assigned to ``p.grad``.
-
-    Raises:
-        RuntimeError: this rank holds only a piece of the gradient.
-    """
-    name = bucket.layout.spans[index].name
-    if not is_view(bucket):
-        raise RuntimeError(f"`p.grad` of {name!r} was replaced, but its gradient is sharded over the ranks. {_REMEDY}")
-    for local in _local(bucket, index):
-        local.copy_(grad.reshape(-1))
-
-
 class ShardedGrad(Tensor):
     """A gradient that is sharded over the ranks. Reading a norm is collective.
 
@@ -137,40 +117,28 @@ class ShardedGrad(Tensor):
     parameter, its stand-in and its bucket, with the process groups of the run, would never be freed.
     """
 
-    _refs: tuple[weakref.ref[Bucket], int, weakref.ref[Norms]]
+    _index: int
+    _bucket_ref: weakref.ref[Bucket]
+    norms_ref: weakref.ref[Norms]
 
     @property
     def _place(self) -> Place:
-        return self._alive(self._refs[0]()), self._refs[1]
-
-    @property
-    def _norms(self) -> Norms:
-        return self._alive(self._refs[2]())
-
-    @staticmethod
-    def _alive(owner: T | None) -> T:
-        if owner is None:
-            raise RuntimeError("A gradient of a model whose ZeRO engine is gone was read.")
-        return owner
+        return _alive(self._bucket_ref), self._index
 
     @classmethod
-    def make(cls, place: Place, norms: Norms) -> ShardedGrad:
-        bucket, index = place
+    def make(cls, bucket: Bucket, index: int) -> ShardedGrad:
         parameter = bucket.params[index]
         grad = _nothing(bucket.shapes[index], parameter.dtype, parameter.device).as_subclass(cls)
-        grad._refs = (weakref.ref(bucket), index, weakref.ref(norms))
+        grad._index, grad._bucket_ref = index, weakref.ref(bucket)
         return grad
-
-    def refer_to(self, norms: Norms) -> None:
-        """Use the norms of a later backward."""
-        self._refs = (*self._refs[:2], weakref.ref(norms))
 
     def _apply(self, func: Any, *args: Any, **kwargs: Any) -> ShardedGrad:
         """Apply an element-wise in-place function to this rank's piece."""
-        for piece in _local(*self._place):
+        bucket, index = self._place
+        for piece in _local(bucket, index):
             func(piece, *args, **kwargs)
-        self._place[0].grads.put_away()
-        self._norms.forget()
+        bucket.grads.put_away()
+        _alive(self.norms_ref).tables.clear()
         return self
 
     @classmethod
@@ -193,12 +161,19 @@ class ShardedGrad(Tensor):
         given = {key: value for key, value in kwargs.items() if value not in (None, False)}
         if me is not None and func in _NORMS and not given.keys() - {"p", "ord"} and len(args) <= 2:
             order = args[1] if len(args) == 2 else given.get("p", given.get("ord", 2))
-            return me._norms.of(me._place, float(2 if order == "fro" else order))
+            return _alive(me.norms_ref).of(me._place, float(2 if order == "fro" else order))
         others = [*args[1:], *kwargs.values()]
         if me is not None and func in _IN_PLACE and not any(isinstance(o, Tensor) and o.dim() > 0 for o in others):
             return me._apply(func, *args[1:], **kwargs)
         name = getattr(func, "__name__", func)
         raise RuntimeError(f"`{name}` needs all of a gradient whose pieces lie on several ranks. {_REMEDY}")
+
+
+def _alive(ref: weakref.ref[T]) -> T:
+    owner = ref()
+    if owner is None:
+        raise RuntimeError("A gradient of a model whose ZeRO engine is gone was read.")
+    return owner
 
 
 @lru_cache(maxsize=1024)
@@ -215,13 +190,217 @@ def _stand_ins(value: Any) -> list[ShardedGrad]:
 def _open(value: Any) -> Any:
     """``value`` with stand-ins replaced by the accumulated gradients."""
 
-    def whole(tensor: Tensor) -> Tensor:
+    def full(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, ShardedGrad):
             return tensor
         bucket, index = tensor._place
         local = _local(bucket, index)  # none if it has no elements
-        return (
-            local[0].view(bucket.shapes[index]) if local else bucket.param_views[index].new_empty(bucket.shapes[index])
+        shape = bucket.shapes[index]
+        return local[0].view(shape) if local else bucket.param_views[index].new_empty(shape)
+
+    return map_tensors(value, full)
+
+
+class UsedParameters:
+    """The gradients of one engine, for the optimizer and for user code."""
+
+    def __init__(
+        self, comm: Comm, reducer: Reducer, buckets: list[Bucket], problem: Callable[[], SwapError | None]
+    ) -> None:
+        self._comm, self._reducer, self._buckets = comm, reducer, buckets
+        self._problem = problem  # returns the error of files on this rank
+        self.late: set[Bucket] = set()  # buckets that got gradients after their reduction in the last backward
+        self._flags: tuple[Work, Tensor] | None = None  # which parameters had a gradient on any rank
+        self._hold = False  # user code reads p.grad: ``finish_reductions`` leaves it as it is
+        self._shown: dict[Place, Tensor | None] = {}  # shown in p.grad; None: p.grad is a late gradient
+        self._hidden: dict[Place, ShardedGrad] = {}  # of the last backward, for reuse
+        self.nonfinite = False  # a loss was not finite: on this rank, after the exchange on any
+        self._norms: Norms | None = None  # of shown gradients, which refer to it weakly
+
+    def record(self) -> None:
+        """Called when the reductions of a backward are finished."""
+        self._hidden = {}
+        self._flags, self.late = None, {b for b in self._buckets if b.has_grads()}
+        if self._reducer.sync:
+            self._launch()
+        self.show_held()
+
+    def abort(self) -> None:
+        """Drop all gradients after a failed backward, including those that it was added to."""
+        self._flags, self._shown, self._hidden = None, {}, {}
+        for bucket in self._buckets:
+            for parameter in bucket.params:
+                parameter.grad = None
+            bucket.grads.clear(bucket.grads.held)
+
+    def _launch(self) -> None:
+        """Launch the exchange of flags: used parameters, buckets with late gradients, errors."""
+        for bucket in self._buckets:
+            bucket.edits.check()
+        used = [flag for b in self._buckets for flag in b.grads.used_flags()]
+        self.late = {b for b in self._buckets if b.has_grads()}
+        lost = any(b.edits.lost for b in self._buckets)
+        late = [b in self.late for b in self._buckets]
+        flags = torch.tensor([*used, *late, self.nonfinite, self._problem() is not None, lost], dtype=torch.uint8)
+        self._flags = (self._comm.host_max(flags, "used parameters"), flags)
+
+    def finish_reductions(self) -> Callable[[Bucket, int], bool]:
+        """Finish all reductions; returns whether parameter ``index`` of a bucket has a gradient. Collective.
+
+        Raises:
+            RuntimeError: on all ranks, if an in-place edit of a sharded parameter was lost.
+            SwapError: on all ranks, if files failed on one.
+        """
+        if not self._hold:
+            self.hide()
+        self._reducer.flush()
+        unseen = not self._shown and any(b.has_grads() for b in self._buckets if b not in self.late)
+        if self._flags is None or unseen:
+            self._launch()
+        assert self._flags is not None
+        pending, flags = self._flags
+        with phase("reduce", "used parameters"):
+            pending.wait()
+        *row, nonfinite, failed, lost = flags.tolist()
+        self.nonfinite |= bool(nonfinite)
+        if failed:
+            self._flags = None
+            problem = self._problem()
+            raise SwapError(" ".join(self._comm.problems(str(problem) if problem else None, "files")))
+        if lost:
+            self._raise_lost_edits()
+        count = len(self._buckets)
+        late = [bucket for bucket, flag in zip(self._buckets, row[-count:], strict=True) if flag]
+        if late:
+            self._reducer.reduce_again(late)
+            flags[-count - 3 :] = 0
+            self.late = set()
+        used, flagged = set[Place](), iter(row)
+        for bucket in self._buckets:
+            valid, mine = bucket.grads.valid, islice(flagged, len(bucket.params))
+            used |= {(bucket, index) for index, flag in enumerate(mine) if flag and index in valid}
+        if not self._hold:
+            self.show(used)
+        return lambda bucket, index: (bucket, index) in used and index in bucket.grads.valid
+
+    def _raise_lost_edits(self) -> None:
+        names = [name for bucket in self._buckets for name in bucket.edits.lost]
+        for bucket in self._buckets:
+            bucket.edits.lost = []
+        self._flags = None
+        every = sorted({name for some in self._comm.host_gather(names, "lost edits") for name in some})
+        raise RuntimeError(
+            f"Parameter {', '.join(map(repr, every[:5]))} was modified in place, but its master weights are stored "
+            "elsewhere and would overwrite the edit. Wrap the edit in "
+            "`with lt_zero.gathered(parameters, write=True): ...`."
         )
 
-    return map_tensors(value, whole)
+    def show_held(self) -> None:
+        """Show all accumulated gradients, reduced or not, so that ``p.grad = None`` clears them."""
+        self.show({(bucket, index) for bucket in self._buckets for index in bucket.grads.held})
+
+    def show(self, places: set[Place], norms: Norms | None = None) -> None:
+        """Set ``p.grad`` to stand-ins for the accumulated gradients."""
+        self.hide()
+        ordered = [(b, i) for b in self._buckets for i in range(len(b.params)) if (b, i) in places]
+        self._norms = norms = norms or Norms(self._comm, ordered)
+        norms_ref = weakref.ref(norms)
+        views = {bucket: is_view(bucket) for bucket in {bucket for bucket, _ in places}}
+        with without_torch_function():  # guards would intercept each access
+            for bucket, index in places:
+                parameter = bucket.params[index]
+                if parameter.grad is not None:  # late: it stays there until its second reduction
+                    self._shown[(bucket, index)] = None
+                    continue
+                local = _local(bucket, index) if views[bucket] else []
+                if local:
+                    grad = local[0].view(bucket.shapes[index])
+                else:
+                    reused = None if views[bucket] else self._hidden.get((bucket, index))
+                    grad = stand_in = reused if reused is not None else ShardedGrad.make(bucket, index)
+                    stand_in.norms_ref = norms_ref
+                parameter.grad = self._shown[(bucket, index)] = grad
+        self._hidden = {}
+
+    def scaled(self, places: list[tuple[Bucket, int, Parameter]], factor: Tensor | float) -> None:
+        """Scale computed norms after gradients were multiplied by ``factor`` (0D, not negative). Not collective."""
+        for table in self._norms.tables.values() if self._norms is not None else ():
+            for bucket, index, _ in places:
+                if (bucket, index) in table:
+                    table[(bucket, index)] = table[(bucket, index)] * factor
+
+    def changed(self) -> None:
+        """Drop computed norms after any other change of gradients. Collective."""
+        if self._norms is not None:
+            self._norms.tables.clear()
+            if self._hold:
+                self._norms.prepare()
+
+    @contextmanager
+    def looked_at(self) -> Iterator[None]:
+        """Context for user code between backward and step: ``p.grad`` is set where any rank used the parameter.
+
+        Collective. The 2-norms are computed in advance, so that one rank alone may read them.
+        """
+        used = self.finish_reductions()
+        places = [(b, i) for b in self._buckets for i in range(len(b.params)) if used(b, i)]
+        norms = Norms(self._comm, places)
+        norms.prepare()
+        self.show(set(places), norms)
+        self._hold = True
+        try:
+            yield
+        finally:
+            self._hold = False
+            self.hide()
+            self.show({(bucket, index) for bucket, index in places if index in bucket.grads.held})
+
+    def hide(self, fresh: bool = False) -> None:
+        """Remove the stand-ins and apply assignments to ``p.grad``: None clears, a tensor replaces the gradient.
+
+        With ``fresh`` a backward is running: a tensor is its gradient, and the accumulated one was cleared before.
+
+        Raises:
+            RuntimeError: a sharded gradient was replaced.
+        """
+        shown, self._shown = self._shown, {}
+        cleared = []
+        with without_torch_function(), torch.no_grad():
+            for (bucket, index), grad in shown.items():
+                parameter = bucket.params[index]
+                current = parameter.grad
+                if grad is None and current is not None:
+                    continue
+                parameter.grad = None
+                if current is None or (fresh and current is not grad):
+                    cleared.append((bucket, index))
+                    parameter.grad = current
+                elif current is grad:
+                    if isinstance(grad, ShardedGrad):
+                        self._hidden[(bucket, index)] = grad
+                elif is_view(bucket):
+                    for local in _local(bucket, index):
+                        local.copy_(current.reshape(-1))
+                else:
+                    raise RuntimeError(
+                        f"`p.grad` of {bucket.layout.spans[index].name!r} was replaced, but its gradient is sharded "
+                        f"over the ranks. {_REMEDY}"
+                    )
+        self._clear(cleared, shown)
+
+    def drop_cleared(self) -> None:
+        """Clear the accumulators whose ``p.grad`` was set to None, to free memory before forward."""
+        cleared = [(bucket, index) for bucket, index in self._shown if bucket.params[index].grad is None]
+        self._clear(cleared, self._shown)
+        for place in cleared:
+            del self._shown[place]
+
+    @staticmethod
+    def _clear(cleared: list[Place], shown: Collection[Place]) -> None:
+        gone: dict[Bucket, set[int]] = {}
+        for bucket, index in cleared:
+            gone.setdefault(bucket, set()).add(index)
+        left = {bucket for bucket, index in shown if index not in gone.get(bucket, ())}
+        for bucket, indices in gone.items():
+            # Unused parameters were not shown; they are cleared with the last of the others.
+            bucket.grads.clear(indices if bucket in left else bucket.grads.held)

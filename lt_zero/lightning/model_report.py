@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.hooks import Unit
+from lt_zero.engine.gather import Unit
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
 

@@ -18,7 +18,8 @@ from torch import nn
 import lt_zero
 from lt_zero.comm.shared_memory import SharedArena
 from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.grad_bucket import Accumulator, Reducer
+from lt_zero.engine.grad_bucket import Reducer
+from lt_zero.engine.shard import Accumulator
 from tests.support.matrix import only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import OPTIMIZERS, RELEASE, config_of, full_values

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero.comm.communicator import Comm
 from lt_zero.engine.bucket import State
-from lt_zero.engine.guard import guard, is_guarded
+from lt_zero.engine.guard import guard, is_guarded, own
 from lt_zero.engine.materialize import ConstructionSharder
 from lt_zero.lightning.model_report import memory_report
 from tests.support.lightning_tools import GPT, sharded_trainer, weights
@@ -251,7 +251,8 @@ def test_cutting_on_the_cpu_for_another_device() -> None:
     with pytest.raises(RuntimeError, match="broadcast on meta"), sharder:
         nn.Sequential(layer)
     sharder._slices[layer.weight] = torch.zeros(16)
-    guard(layer.weight, sharder._owner)
+    own(layer.weight, sharder._owner)
+    guard(layer.weight)
     with pytest.raises(RuntimeError, match="all-gather on meta"):
         sharder.whole(layer.weight)
 

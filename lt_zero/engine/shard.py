@@ -1,0 +1,464 @@
+"""What one rank holds of a bucket besides the flat tensor: weights and gradients of its shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lt_zero import ops
+from lt_zero.comm.communicator import Comm
+from lt_zero.engine.layout import BucketLayout, Piece, gaps_between
+from lt_zero.offload.background import BackgroundStep
+from lt_zero.offload.store import DeviceStore, Gather, Place, Store, Waits, put_away
+
+
+class Weights:
+    """The weights of one bucket on this rank: what the optimizer updates, and what gathers read.
+
+    ``master``  master weights: this rank's shard, or all elements if the optimizer is not sharded. They are a slice of
+                the compute copy where that stays in memory and has the master's dtype.
+    ``frozen``  the shard of a frozen bucket, or its values in a wider dtype.
+    ``copy``    the compute copy that a step has to update: this rank's elements of the flat tensor, or what gathers
+                read while the master weights are offloaded. None: the master weights serve.
+
+    Args:
+        shard: this rank's elements (1D) of the flat tensor.
+        master_dtype: dtype of the master weights.
+        sharded: whether parameters are sharded, so that the flat tensor is released at times.
+        pieces: of parameters in ``shard``.
+        background: the background step of the bucket.
+    """
+
+    def __init__(
+        self,
+        shard: Tensor,
+        master_dtype: torch.dtype,
+        sharded: bool,
+        pieces: tuple[Piece, ...],
+        background: BackgroundStep,
+    ) -> None:
+        self.master_dtype, self._background = master_dtype, background
+        self.shard, self.sharded = shard, sharded
+        self._gaps = gaps_between(pieces, shard.numel())
+        self.master: Store | None = None
+        self.frozen: Store | None = None
+        self.copy: Store | None = None
+        self.written = False  # the running step has written the compute copy already
+
+    def use(self, optim: Place, params: Place) -> None:
+        """Keep master weights in ``optim``, and what gathers read in ``params``."""
+        self._optim, self._params = optim, params
+        # Whether the master weights are a slice of the compute copy.
+        self.master_is_view = not self.sharded and self.master_dtype == self.shard.dtype and not optim.offloads
+
+    # ---- construction ------------------------------------------------------------------------------------------
+
+    def keep(self, values: Tensor, train: bool) -> None:
+        """Store this rank's ``values`` (1D, as ``shard``): as master weights if ``train``, as frozen weights if not."""
+        compute = self.shard.dtype
+
+        def stored(place: Place, kind: str, dtype: torch.dtype) -> Store:
+            store = place.store(kind, values.numel(), dtype)
+            store.overwrite().copy_(values)
+            return store
+
+        if not train:
+            self.frozen = stored(self._params, "weights", compute if values.dtype == compute else self.master_dtype)
+            return
+        self.master = stored(self._optim, "master", self.master_dtype)
+        serves = self._optim.streamed and self._params.streamed and self.master_dtype == compute
+        if not self.sharded:
+            self.copy = self._optim.fed(DeviceStore.of(self.shard))
+        elif self._optim.offloads and not serves:  # a gather must not wait until master weights are read
+            self.copy = self._optim.fed(stored(self._params, "weights", compute))
+
+    @torch.no_grad()
+    def enable_training(self) -> None:
+        """Make the master weights if there are none; called late when frozen parameters are unfrozen."""
+        if self.master is not None:
+            return
+        frozen, self.frozen = self.frozen, None
+        if self.master_is_view:
+            self.master = DeviceStore.of(self.shard)
+        elif frozen is None:
+            self.keep(self.shard, train=True)
+        elif frozen.dtype == self.master_dtype and not self._optim.offloads and not frozen.streamed:
+            self.master = frozen
+            self.copy = None if self.sharded else DeviceStore.of(self.shard)
+        else:
+            self.keep(frozen.read(), train=True)
+            frozen.discard()
+        put_away(self.stores())  # the bucket may never be stepped
+
+    # ---- what there is -----------------------------------------------------------------------------------------
+
+    @property
+    def trains(self) -> bool:
+        """Whether there are master weights."""
+        return self.master is not None
+
+    @property
+    def _kept(self) -> Store | None:
+        return self.master or self.frozen
+
+    @property
+    def has_master(self) -> bool:
+        """Whether master or frozen weights are stored apart from the flat tensor."""
+        return not self.master_is_view and self._kept is not None
+
+    def stores(self) -> list[Store]:
+        """The stores of weights."""
+        return [store for store in (self.master, self.frozen, self.copy) if store is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that weights apart from the flat tensor take now."""
+        copy = self.copy.nbytes if self.copy is not None and self.sharded else 0
+        return copy + (self._kept.nbytes if self._kept is not None and self.has_master else 0)
+
+    @property
+    def master_rows(self) -> Tensor:
+        """The master weights (1D, as ``shard``), whether or not their values are in memory."""
+        assert self.master is not None
+        return self.master.tensor
+
+    @property
+    def precision(self) -> torch.dtype:
+        """Dtype of ``master_or_shard()``, without reading it."""
+        return self._kept.dtype if self._kept is not None else self.shard.dtype
+
+    def values(self) -> Tensor:
+        """Master or frozen weights (1D, as ``shard``), read-only."""
+        self._background.wait()
+        assert self._kept is not None
+        return self._kept.read()
+
+    def master_or_shard(self) -> Tensor:
+        """``values()``, or the flat tensor's elements if there are none (1D, as ``shard``), read-only."""
+        return self.values() if self._kept is not None else self.shard
+
+    def writable_values(self) -> Tensor:
+        """``master_or_shard()``, for writing."""
+        self._background.wait()
+        return self._kept.write() if self._kept is not None else self.shard
+
+    # ---- the copy that gathers read ----------------------------------------------------------------------------
+
+    @property
+    def gather_source(self) -> Store:
+        """What a gather of sharded parameters reads (1D, as ``shard``)."""
+        source = self.copy or self._kept
+        assert source is not None
+        return source
+
+    def launch_gather(self, gather: Gather) -> Waits:
+        """Start filling ``shard``, and the ``gather`` of it."""
+        self._background.wait()
+        return self.gather_source.launch_gather(self.shard, gather)
+
+    def kernel_target(self, covers: Callable[[], bool]) -> Tensor | None:
+        """Where the kernel can write the compute copy while it updates the master weights; None: ``refresh`` does.
+
+        ``covers``: whether the kernel writes all elements but the gaps.
+        """
+        self.gather_source.wait_sent()
+        return self.copy.kernel_target(self.master_dtype, covers) if self.copy is not None else None
+
+    def cancel_kernel(self) -> None:
+        """Forget ``kernel_target`` after the kernel failed."""
+        if self.copy is not None:
+            self.copy.cancel()
+        self.written = False
+
+    def refresh(self) -> None:
+        """Copy the master weights, which are in memory, to the compute copy."""
+        self._background.wait()
+        if self.copy is not None and self.master is not None:
+            self.copy.refresh(self.master, self.written, self._gaps)
+        self.written = True
+
+    def note_readers(self) -> None:
+        """Before a background step: note which work queued on the device still reads the compute copy."""
+        if self.copy is not None:
+            self.copy.note_readers()
+
+    def wait_copied(self) -> None:
+        """Make the current stream wait until the compute copy is up to date."""
+        if self.copy is not None:
+            self.copy.wait_copied()
+
+    def publishing(self) -> AbstractContextManager[object]:
+        """Context in which the background thread gathers the copies of all ranks."""
+        return self.copy.publishing() if self.copy is not None else nullcontext()
+
+    def follow_edit(self) -> None:
+        """After an edit of ``writable_values()``: update what gathers read, and write streamed stores."""
+        if self.copy is not None and self.sharded:
+            self.written = False
+            self.refresh()
+            self.written = False
+            self.wait_copied()
+        put_away(self.stores())
+
+    @torch.no_grad()
+    def keep_edits(self) -> None:
+        """Copy edits of the (gathered) flat tensor to the master weights."""
+        if not self.has_master:
+            return
+        # Only edited elements: the others are more precise in the master weights.
+        compute = self.shard.dtype
+        if not self._optim.offloads:
+            master = self.writable_values()
+            edited = master.to(compute) != self.shard
+            master.copy_(torch.where(edited, self.shard.to(master.dtype), master))  # does not wait for the GPU
+            return
+        kept = self.values()
+        shown = self.shard.to(kept.device)
+        edited = kept.to(compute) != shown
+        if bool(edited.any()):
+            master = self.writable_values()
+            master[edited] = shown[edited].to(master.dtype)
+            self.follow_edit()
+        else:
+            put_away(self.stores())
+
+
+class Accumulator:
+    """The gradients of one bucket on this rank.
+
+    The reduced ones, of the same elements as the master weights, are in a store of the place of optimizer states. They
+    are valid for the parameters in ``valid``, zero in the gaps, and have yet to be multiplied by ``factor`` if there is
+    one. Those of an accumulation window that were not reduced yet are in ``local`` (all elements).
+
+    Args:
+        name: name of the bucket's unit, for messages.
+        params: parameters of the bucket, in order.
+        layout: their offsets in the bucket.
+        shard_range: the elements [lo, hi) that this rank accumulates.
+        comm: the collectives.
+        dtype: dtype of the accumulator.
+        wire: dtype of gradients in collectives; None: chosen by ``send_dtype``.
+        sharded: whether optimizer states are sharded, so that each rank needs only the sum of its shard.
+        background: the background step of the bucket.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: list[Parameter],
+        layout: BucketLayout,
+        shard_range: tuple[int, int],
+        comm: Comm,
+        dtype: torch.dtype,
+        wire: torch.dtype | None,
+        sharded: bool,
+        background: BackgroundStep,
+    ) -> None:
+        self.dtype = dtype
+        self._name, self._params, self._layout, self._comm = name, params, layout, comm
+        self._numel, self._pieces = shard_range[1] - shard_range[0], layout.pieces(*shard_range)
+        self._whole = shard_range == (0, layout.numel)
+        self._wire, self._sharded, self._background = wire, sharded, background
+        self._store: Store | None = None  # of the place, kept from step to step
+        self._values: Store | None = None  # ``_store``, or what replaces it in this step; None: nothing is accumulated
+        self.changes = 0  # counts changes of the gradients
+        self._dropping = False  # ``_drop`` is queued
+        self.factor: Tensor | None = None  # 0D fp32; see fused_step.py, Note [Deferred factor]
+        self.valid: set[int] = set()  # parameters that were reduced since their gradient was cleared
+        self.used: set[int] = set()  # parameters that had a gradient on this rank
+        self.local: Tensor | None = None  # 1D, all elements: gradients not reduced yet (stages 0 and 1)
+
+    def use(self, place: Place) -> None:
+        """Keep the accumulator in ``place``."""
+        self._place, self._store = place, None
+
+    # ---- from the parameters to the accumulator ----------------------------------------------------------------
+
+    def send_dtype(self, have: torch.dtype) -> torch.dtype:
+        """Dtype in which gradients of dtype ``have`` are sent: as configured, else ``have`` if that is as precise."""
+        if self._wire is not None:
+            return self._wire
+        return have if self._sharded and self._comm.sums_wide else self.dtype
+
+    def used_flags(self) -> list[bool]:
+        """Whether each parameter has a gradient on this rank, in ``p.grad`` or in the accumulator."""
+        used = self.used
+        return [index in used or p.grad is not None for index, p in enumerate(self._params)]
+
+    @torch.no_grad()
+    def take(self, out: Tensor, add: bool, factor: float = 1.0) -> None:
+        """Move the parameters' gradients times ``factor`` into ``out`` (1D, all elements), or add them to it.
+
+        Absent gradients count as zeros.
+        """
+        targets, grads = [], []  # for the kernel: torch would need two passes
+        for index, (parameter, span) in enumerate(zip(self._params, self._layout.spans, strict=True)):
+            grad, target = parameter.grad, out[span.lo : span.hi].view(span.shape)
+            if grad is None:
+                if not add:
+                    target.zero_()
+                continue
+            grad = grad.to_dense() if grad.layout is not torch.strided else grad
+            if (grad.dtype != out.dtype or factor != 1.0) and ops.fits(out, grad, add):
+                targets.append(target)
+                grads.append(grad)
+            elif add:
+                target.add_(grad)
+            elif factor == 1.0 or target.dtype.itemsize > grad.dtype.itemsize:
+                target.copy_(grad)
+                target.mul_(factor) if factor != 1.0 else None
+            else:
+                torch.mul(grad, factor, out=target)  # multiplied before it is rounded
+            self.used.add(index)
+            parameter.grad = None
+        if targets and add:
+            ops.accumulate(targets, grads)
+        elif targets:
+            ops.cast_scale(targets, grads, factor=factor)
+        for lo, hi in self._layout.gaps if not add else ():
+            out[lo:hi].zero_()
+
+    def accumulate_local(self) -> None:
+        """Add the parameters' gradients to ``local``."""
+        add = self.local is not None
+        if self.local is None:
+            self.local = torch.empty(self._layout.numel, dtype=self.dtype, device=self._comm.device)
+        self.take(self.local, add)
+
+    def launch_reduce(self, send: Tensor, scratch: Tensor) -> Waits:
+        """Start averaging ``send`` (1D, all elements) over the ranks into the accumulator."""
+        self.apply_deferred_scale()
+        if self._store is None:
+            self._store = self._place.store("grad", self._numel, self.dtype)
+        self._values = self._values or self._store
+        add = bool(self.valid)
+        self.changes += 1
+        self.valid.update(i for i, p in enumerate(self._params) if p.requires_grad)
+        collective, name = self._comm.all_reduce if self._whole else self._comm.reduce_scatter, self._name
+        return self._values.launch_reduce(lambda out, add: collective(out, send, scratch, add, name), add)
+
+    # ---- the accumulator ---------------------------------------------------------------------------------------
+
+    @property
+    def accumulated(self) -> bool:
+        """Whether there is an accumulator."""
+        return self._values is not None
+
+    @property
+    def accumulated_dtype(self) -> torch.dtype:
+        """Dtype of ``read()``: ``dtype``, unless the gradients were widened."""
+        return self._values.dtype if self._values is not None else self.dtype
+
+    def read(self) -> Tensor:
+        """The accumulator (1D, elements [shard_range)), read-only; there must be one."""
+        self._background.wait()
+        assert self._values is not None
+        return self._values.read()
+
+    def write(self) -> Tensor:
+        """The accumulator (1D, elements [shard_range)), for writing; there must be one."""
+        self._background.wait()
+        self.changes += 1
+        assert self._values is not None
+        return self._values.write()
+
+    def of(self, piece: Piece, write: bool = True) -> Tensor:
+        """The accumulated gradient (1D) of one of this rank's pieces; read-only without ``write``."""
+        self.apply_deferred_scale()
+        grad = self.write() if write else self.read()
+        return grad[piece.offset : piece.offset + piece.numel]
+
+    @property
+    def held(self) -> set[int]:
+        """Parameters with gradients in the accumulator or ``local``."""
+        return self.valid | self.used
+
+    @torch.no_grad()
+    def clear(self, indices: set[int]) -> None:
+        """Drop the accumulated gradients of the given parameters."""
+        self.changes += 1
+        self.valid -= indices
+        self.used -= indices
+        if not self.valid and not self.used:
+            if not self._dropping:
+                self._dropping = True
+                self._background.then(self._drop)  # the next reduction starts from zero
+            return
+        self._background.wait()
+        if self.local is not None:
+            for span in map(self._layout.spans.__getitem__, indices):
+                self.local[span.lo : span.hi].zero_()
+        for piece in self._pieces if self.accumulated else ():
+            if piece.index in indices:
+                self.of(piece).zero_()
+        self.put_away()
+
+    def _drop(self) -> None:
+        self._dropping = False
+        if not self.valid and not self.used:
+            self.local = self.factor = None
+            self.discard()
+            self._values = None
+
+    def discard(self) -> None:
+        """Drop the values, which will not be read: their file is not written."""
+        if self._values is not None:
+            self._values.discard()
+
+    # ---- its store ---------------------------------------------------------------------------------------------
+
+    def stores(self) -> list[Store]:
+        """The stores of gradients."""
+        return list({id(store): store for store in (self._store, self._values) if store is not None}.values())
+
+    @property
+    def streamed(self) -> bool:
+        """Whether there is an accumulator that takes memory only while it is used."""
+        return self._values is not None and self._values.streamed
+
+    def end_use(self) -> None:
+        """Start writing a streamed accumulator; ``put_away`` completes that."""
+        self._background.wait()
+        if self._values is not None:
+            self._values.end_use()
+
+    def put_away(self) -> None:
+        """Write a streamed accumulator and free its memory."""
+        self.end_use()
+        if self._values is not None:
+            self._values.wait_written()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the accumulator takes now."""
+        return sum(store.nbytes for store in self.stores())
+
+    # ---- deferred scale ----------------------------------------------------------------------------------------
+
+    def defer(self, factor: Tensor) -> None:
+        """Multiply the accumulated gradients by ``factor`` (0D fp32) later, when they are read."""
+        self.changes += 1
+        if self._place.offloads:
+            factor = factor.cpu()  # in the background step this would wait for all work queued on the device by then
+        self.factor = factor if self.factor is None else self.factor * factor
+
+    def apply_deferred_scale(self) -> None:
+        """Multiply by the deferred factor."""
+        self._background.wait()
+        factor, self.factor = self.factor, None
+        if factor is not None and self.accumulated:
+            self.widen_fp16()
+            with torch.no_grad():
+                grad = self.write()
+                grad.mul_(factor.to(grad.device))
+
+    def widen_fp16(self) -> None:
+        """Convert an fp16 accumulator to fp32 before unscaling, where small gradients would underflow."""
+        if self._values is not None and self._values.dtype == torch.float16:
+            self._background.wait()
+            self.changes += 1
+            self._values = self._values.widened()
