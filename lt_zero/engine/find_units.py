@@ -39,29 +39,20 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class UnitRules:
-    """Bounds of the search, in elements.
+    """Bounds of the search, in elements."""
 
-    Attributes:
-        min_numel: a leaf module below this size is left to the root.
-        max_numel: a repeated module above this size is entered if it has repeated modules inside.
-        leaf_classes: class names (bare or dotted) whose instances are always units.
-        leaf_names: full names of modules that are always units.
-        leaf_suffixes: suffixes of such names.
-        alike: blocks of unequal size count as repeated if they are similar (the first has a relative bias).
-    """
-
-    min_numel: int = 100_000
-    max_numel: int = 500_000_000
-    leaf_classes: tuple[str, ...] = ()
-    leaf_names: tuple[str, ...] = ()
-    leaf_suffixes: tuple[str, ...] = ()
-    alike: bool = False
+    min_numel: int = 100_000  # a leaf module below this size is left to the root
+    max_numel: int = 500_000_000  # a repeated module above this size is entered if it has repeated modules inside
+    leaf_classes: tuple[str, ...] = ()  # classes (bare or dotted names) whose instances are always units
+    leaf_names: tuple[str, ...] = ()  # full names of modules that are always units
+    leaf_suffixes: tuple[str, ...] = ()  # suffixes of such names
+    alike: bool = False  # blocks of unequal size count as repeated if they are similar (the first has a relative bias)
 
     def forces(self, name: str, module: nn.Module) -> bool:
         """Whether the user asks for this module to be a unit."""
         plain = clean_name(f"{name}.").removesuffix(".")
-        by_name = plain in self.leaf_names or (plain != "" and plain.endswith(self.leaf_suffixes or ("\0",)))
-        return by_name or class_matches(module, self.leaf_classes)
+        by_suffix = plain != "" and plain.endswith(self.leaf_suffixes)
+        return by_suffix or plain in self.leaf_names or class_matches(module, self.leaf_classes)
 
 
 def class_matches(module: nn.Module, names: Iterable[str]) -> bool:
@@ -84,7 +75,16 @@ def find_units(root: nn.Module, rules: UnitRules) -> list[UnitPlan]:
                 f"Parameter {name!r} of a lazy module has no shape yet. Run one forward on a small batch (for example "
                 "in `configure_model`) before training."
             )
-    _refuse_shared_storage(root)
+    located: dict[tuple[int, int], str] = {}
+    for name, parameter in root.named_parameters():
+        if parameter.is_meta or parameter.numel() == 0 or is_guarded(parameter):
+            continue
+        other = located.setdefault((parameter.untyped_storage().data_ptr(), int(parameter.storage_offset())), name)
+        if other != name:
+            raise ValueError(
+                f"Parameters {other!r} and {name!r} share memory but are two objects, so they would be trained apart. "
+                "Tie them by assigning the parameter itself (`b.weight = a.weight`, not `b.weight.data = ...`)."
+            )
     names: dict[Parameter, list[str]] = {}  # tied weights have several
     for name, parameter in root.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -93,13 +93,10 @@ def find_units(root: nn.Module, rules: UnitRules) -> list[UnitPlan]:
         places.setdefault(module, []).append(f"{name}.")
     units, owned = [], set[Parameter]()
     for name, module in _search(root, "", rules, repeated=False):
-        if module is root:
-            continue
-        mine = dict.fromkeys(module.parameters())
         inside = tuple(places[module])
-        own = [p for p in mine if p not in owned and all(n.startswith(inside) for n in names[p])]
-        owned.update(own)
-        if own:
+        own = [p for p in module.parameters() if p not in owned and all(n.startswith(inside) for n in names[p])]
+        if own and module is not root:
+            owned.update(own)
             units.append(UnitPlan(clean_name(name), module, tuple((clean_name(names[p][0]), p) for p in own)))
     rest = tuple((clean_name(n), p) for n, p in root.named_parameters() if p not in owned)
     return [*units, UnitPlan("", root, rest)]
@@ -110,20 +107,6 @@ def find_repeated(root: nn.Module) -> list[tuple[str, nn.Module]]:
     rules = UnitRules(min_numel=sys.maxsize, max_numel=sys.maxsize, alike=True)
     found = {module: clean_name(f"{name}.")[:-1] for name, module in _search(root, "", rules, repeated=False)}
     return [(name, module) for module, name in found.items()]
-
-
-def _refuse_shared_storage(root: nn.Module) -> None:
-    places: dict[tuple[int, int], str] = {}
-    for name, parameter in root.named_parameters():
-        if parameter.is_meta or parameter.numel() == 0 or is_guarded(parameter):
-            continue
-        place = (parameter.untyped_storage().data_ptr(), int(parameter.storage_offset()))
-        if place in places:
-            raise ValueError(
-                f"Parameters {places[place]!r} and {name!r} share memory but are two objects, so they would be trained "
-                "apart. Tie them by assigning the parameter itself (`b.weight = a.weight`, not `b.weight.data = ...`)."
-            )
-        places[place] = name
 
 
 def _search(module: nn.Module, name: str, rules: UnitRules, repeated: bool) -> Iterator[tuple[str, nn.Module]]:

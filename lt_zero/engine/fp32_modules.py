@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -31,14 +31,8 @@ _LOW = (torch.float16, torch.bfloat16)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 DEFAULT_ISLANDS_TRUE: tuple[type, ...] = (*BATCH_NORMS, ParametrizationList)
-DEFAULT_ISLANDS_MIXED: tuple[type, ...] = (
-    *BATCH_NORMS,
-    *INSTANCE_NORMS,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.Bilinear,
-    ParametrizationList,
-)
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.Bilinear)
+DEFAULT_ISLANDS_MIXED: tuple[type, ...] = (*DEFAULT_ISLANDS_TRUE, *INSTANCE_NORMS, *_NORMS)
 
 
 @dataclass(frozen=True)
@@ -71,21 +65,29 @@ def find_fp32_modules(
         ValueError: a pattern matches nothing, or the root.
     """
     search = _Search(root)
-    for module in root.modules():
-        if isinstance(module, classes) and not search.is_root(module):
+    for module, paths in search.paths.items():
+        if isinstance(module, classes) and "" not in paths:
             search.add(module)
     for pattern in patterns:
-        modules = [m for m in root.modules() if search.matches(m, pattern)]
+        by_path = {m for m, paths in search.paths.items() if any(fnmatchcase(path, pattern) for path in paths)}
+        modules = [m for m in search.paths if m in by_path or class_matches(m, [pattern])]
         parameters = [p for p, names in search.names.items() if any(fnmatchcase(n, pattern) for n in names)]
         if not modules and not parameters:
-            raise ValueError(
-                f"fp16_override_modules: {pattern!r} matches no class, module or parameter.{search.near(pattern)}"
-            )
+            known = {type(m).__name__ for m in search.paths}.union(*search.paths.values(), *search.names.values())
+            close = difflib.get_close_matches(pattern, sorted(known), n=4, cutoff=0.5)
+            hint = f" Close names: {', '.join(close)}." if close else ""
+            raise ValueError(f"fp16_override_modules: {pattern!r} matches no class, module or parameter.{hint}")
         for module in modules:
             search.add(module, pattern)
         search.grow(parameters, pattern)
     kept = {p for module in root.modules() if isinstance(module, keep) for p in module.parameters()}
-    return Fp32Modules(search.outermost(), frozenset(search.kept | kept))
+    inside = tuple(f"{place}." for module in search.fp32_modules for place in search.places[module])
+    outermost = [
+        (search.paths[module][0], module)
+        for module, places in search.places.items()
+        if module in search.fp32_modules and not all(place.startswith(inside) for place in places)
+    ]
+    return Fp32Modules(tuple(outermost), frozenset(search.kept | kept))
 
 
 class _Search:
@@ -96,6 +98,7 @@ class _Search:
         self.places: dict[nn.Module, list[str]] = {}  # a module that is registered twice has several
         for name, module in root.named_modules(remove_duplicate=False):
             self.places.setdefault(module, []).append(name)
+        self.paths = {m: [clean_name(f"{place}.")[:-1] for place in places] for m, places in self.places.items()}
         self.names: dict[Parameter, list[str]] = {}  # tied weights have several
         for name, parameter in root.named_parameters(remove_duplicate=False):
             self.names.setdefault(parameter, []).append(clean_name(name))
@@ -107,19 +110,10 @@ class _Search:
             if isinstance(module, nn.MultiheadAttention):
                 self.readers[module.out_proj] = module  # out_proj is never called, its weights are read
 
-    def paths(self, module: nn.Module) -> list[str]:
-        return [clean_name(f"{place}.")[:-1] for place in self.places[module]]
-
-    def is_root(self, module: nn.Module) -> bool:
-        return "" in self.paths(module)  # also for the module inside a wrapper
-
-    def matches(self, module: nn.Module, pattern: str) -> bool:
-        return class_matches(module, [pattern]) or any(fnmatchcase(path, pattern) for path in self.paths(module))
-
     def add(self, module: nn.Module, pattern: str = "") -> None:
         """Make ``module`` an fp32 module, or its children if it is a container that is never called."""
         module = self.readers.get(module, module)
-        if self.is_root(module):
+        if "" in self.paths[module]:  # the root, or the module inside a wrapper
             raise ValueError(
                 f"fp16_override_modules: {pattern!r} matches the whole model. Use Trainer(precision='32-true')."
             )
@@ -130,30 +124,19 @@ class _Search:
                 self.add(child, pattern)
         else:
             self.fp32_modules.add(module)
-        self.grow(list(module.parameters()), pattern)
+        self.grow(module.parameters(), pattern)
 
-    def grow(self, parameters: list[Parameter], pattern: str) -> None:
+    def grow(self, parameters: Iterable[Parameter], pattern: str) -> None:
+        """Keep ``parameters``, and make modules that own them, but call no module with parameters, fp32 modules."""
         for parameter in parameters:
-            if parameter not in self.kept:
-                self.kept.add(parameter)
-                for owner in self.owners[parameter]:
-                    if not any(any(True for _ in child.parameters()) for child in self.called(owner)):
-                        self.add(owner, pattern)
-
-    def called(self, module: nn.Module) -> list[nn.Module]:
-        """The children that the module calls, instead of reading their weights."""
-        return [c for n, c in module.named_children() if n != "parametrizations" and self.readers.get(c) is not module]
-
-    def outermost(self) -> tuple[tuple[str, nn.Module], ...]:
-        inside = tuple(f"{place}." for module in self.fp32_modules for place in self.places[module])
-        found = [m for m in self.places if m in self.fp32_modules]
-        return tuple((self.paths(m)[0], m) for m in found if not all(p.startswith(inside) for p in self.places[m]))
-
-    def near(self, pattern: str) -> str:
-        names = {type(m).__name__ for m in self.places} | {path for m in self.places for path in self.paths(m)}
-        names.update(name for aliases in self.names.values() for name in aliases)
-        close = difflib.get_close_matches(pattern, sorted(names), n=4, cutoff=0.5)
-        return f" Close names: {', '.join(close)}." if close else ""
+            if parameter in self.kept:
+                continue
+            self.kept.add(parameter)
+            for owner in self.owners[parameter]:
+                called = [c for n, c in owner.named_children() if n != "parametrizations"]
+                called = [c for c in called if self.readers.get(c) is not owner]
+                if not any(True for child in called for _ in child.parameters()):
+                    self.add(owner, pattern)
 
 
 def install_fp32_modules(
@@ -169,8 +152,8 @@ def install_fp32_modules(
         device_type: device type whose autocast is switched off.
         cast_back: whether fp32 outputs are cast to ``dtype``.
     """
-    calls = _Calls()
-    return [h for _, m in fp32_modules.modules for h in _install(m, calls, device_type, dtype if cast_back else None)]
+    calls, back = _Calls(), dtype if cast_back else None
+    return [handle for _, module in fp32_modules.modules for handle in _install(module, calls, device_type, back)]
 
 
 class _Calls(threading.local):

@@ -5,8 +5,7 @@ that vector loads stay aligned. The row is padded so that all shards have the sa
 of a shard and a parameter.
 
 Span number i is parameter number i. Spans are in the order of elements if shards cut through parameters. Where each
-parameter has an owner they are in that order only within a shard: use ``pieces``, which are in
-the order of elements.
+parameter has an owner they are in that order only within a shard; ``pieces`` always are.
 
 Owners are assigned to the largest parameter of a bucket first, to the smallest share (Graham's LPT rule: the longest
 shard is at most 4/3 of the shortest possible). The largest share goes to the rank with the least elements in earlier
@@ -85,19 +84,14 @@ class BucketLayout:
 
     def pieces(self, lo: int, hi: int) -> tuple[Piece, ...]:
         """The non-empty pieces of parameters inside bucket elements ``[lo, hi)``, in the order of elements."""
-        found = []
-        for index, span in enumerate(self.spans):
-            a, z = max(span.lo, lo), min(span.hi, hi)
-            if a < z:
-                found.append(Piece(index, a - span.lo, z - span.lo, a - lo))
+        cuts = ((index, span.lo, max(span.lo, lo), min(span.hi, hi)) for index, span in enumerate(self.spans))
+        found = (Piece(index, a - start, z - start, a - lo) for index, start, a, z in cuts if a < z)
         return tuple(sorted(found, key=lambda piece: piece.offset))
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The bucket elements that belong to no parameter (alignment and tail padding)."""
-        spans = sorted((span.lo, span.hi) for span in self.spans)
-        edges = [0, *(edge for span in spans for edge in span), self.numel]
-        return tuple((a, z) for a, z in zip(edges[::2], edges[1::2], strict=True) if a < z)
+        return gaps_between(sorted((span.lo, span.hi) for span in self.spans), self.numel)
 
 
 def plan_bucket(
@@ -145,10 +139,10 @@ def split_by_size(numels: Sequence[int], limit: int) -> list[list[int]]:
     return groups
 
 
-def gaps_between(pieces: Sequence[Piece], numel: int) -> list[tuple[int, int]]:
-    """Elements [lo, hi) of a shard of ``numel`` elements that belong to no piece; the pieces are in order."""
-    edges = [0, *(edge for piece in pieces for edge in (piece.offset, piece.offset + piece.numel)), numel]
-    return [(lo, hi) for lo, hi in zip(edges[::2], edges[1::2], strict=True) if lo < hi]
+def gaps_between(ranges: Iterable[tuple[int, int]], numel: int) -> tuple[tuple[int, int], ...]:
+    """The non-empty ranges [lo, hi) between ordered ``ranges`` of a row of ``numel`` elements."""
+    edges = [0, *(edge for pair in ranges for edge in pair), numel]
+    return tuple((lo, hi) for lo, hi in zip(edges[::2], edges[1::2], strict=True) if lo < hi)
 
 
 # ---- which rank owns which parameter, if shards must not cut through parameters ------------------------------------
@@ -157,11 +151,7 @@ SMALL = 1 / 16  # of a bucket's elements: units are not joined to reduce smaller
 
 
 class Owners:
-    """Assigns the parameters of one bucket after the other to ranks.
-
-    Args:
-        world: number of ranks.
-    """
+    """Assigns the parameters of one bucket after the other to ``world`` ranks."""
 
     def __init__(self, world: int) -> None:
         self._world = world
@@ -171,8 +161,8 @@ class Owners:
         """The owner of each parameter of the next bucket; frozen buckets (not ``trains``) do not count as work."""
         shares = share_out(numels, self._world)
         sizes = shares_of(numels, shares, self._world)
-        heavy = sorted(range(self._world), key=lambda share: (-sizes[share], share))
-        light = sorted(range(self._world), key=lambda rank: (self._loads[rank], rank))
+        heavy = sorted(range(self._world), key=lambda share: -sizes[share])
+        light = sorted(range(self._world), key=lambda rank: self._loads[rank])
         rank_of = dict(zip(heavy, light, strict=True))
         for share, rank in rank_of.items():
             self._loads[rank] += sizes[share] if trains else 0
@@ -212,25 +202,27 @@ def padding(numels: Sequence[int], world: int) -> float:
 def join(numels: Sequence[int], groups: Sequence[Sequence[int]], limit: int, world: int) -> list[list[int]]:
     """Join neighbouring groups of indices until their padding is small, to ``limit`` elements. See Note [Padding]."""
 
-    def size(group: Sequence[int]) -> int:
-        return sum(numels[index] for index in group)
-
-    def spare(group: Sequence[int]) -> float:
-        return padding([numels[index] for index in group], world)
+    def measure(group: Sequence[int]) -> tuple[int, float]:
+        sizes = [numels[index] for index in group]
+        return sum(sizes), padding(sizes, world)
 
     joined: list[list[int]] = []
     current: list[int] = []
     for group in groups:
-        if current and size(current) + size(group) > limit:
+        if current and measure(current)[0] + measure(group)[0] > limit:
             joined.append(current)
             current = []
         current = [*current, *group]
-        if spare(current) <= SMALL:
+        if measure(current)[1] <= SMALL:
             joined.append(current)
             current = []
-    while current and joined and spare(current) > SMALL and size(joined[-1]) + size(current) <= limit:
+    while current and joined:
         both = [*joined[-1], *current]  # the rest, such as a large output layer, is joined with the group before
-        if spare(both) * size(both) >= spare(current) * size(current) + spare(joined[-1]) * size(joined[-1]):
+        size, spare = measure(current)
+        size_before, spare_before = measure(joined[-1])
+        size_both, spare_both = measure(both)
+        worse = spare_both * size_both >= spare * size + spare_before * size_before
+        if spare <= SMALL or size_both > limit or worse:
             break
         joined, current = joined[:-1], both
     return [*joined, current] if current else joined

@@ -43,7 +43,7 @@ class Weights:
     ) -> None:
         self.master_dtype, self._background = master_dtype, background
         self.shard, self.sharded = shard, sharded
-        self._gaps = gaps_between(pieces, shard.numel())
+        self._gaps = gaps_between(((p.offset, p.offset + p.numel) for p in pieces), shard.numel())
         self.master: Store | None = None
         self.frozen: Store | None = None
         self.copy: Store | None = None
