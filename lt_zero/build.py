@@ -6,10 +6,9 @@ unit, so that no rank ever holds the full model), or sharded at construction (ma
 
 from __future__ import annotations
 
-import itertools
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -76,21 +75,16 @@ def shard(
     if comm.rank == 0:
         warn_of_padding(plan, zero, comm.world)
     check_build(plan, config, policy, comm, training)
-    engine_ref: list[weakref.ref[Engine]] = []
+    engine_ref: list[weakref.ref[Engine]] = []  # lets the engine be collected while parameters still point to it
 
     def owner() -> Owner | None:
         return engine_ref[0]() if engine_ref else None
 
-    def make(buckets: Iterable[BucketPlan]) -> list[Bucket]:
-        return [Bucket(plan, comm, owner, policy) for plan in buckets]
-
     materializer = Materializer(module, comm)
-    parts = [make(unit.buckets) for unit in plan.units]
-    rest = make(plan.rest)
-    offload_manager = open_offload_manager([*itertools.chain(*parts), *rest], config, device)
-    count = sum(map(len, parts)) + len(rest)
-    with progress_bar(f"Sharding {len(plan.units)} units ({count} buckets)", count, rank=comm.rank) as work:
-        units, root = _move_in(plan, parts, rest, materializer, module, work, training)
+    made = {bucket: Bucket(bucket, comm, owner, policy) for bucket in plan.buckets}
+    offload_manager = open_offload_manager(list(made.values()), config, device)
+    with progress_bar(f"Sharding {len(plan.units)} units ({len(made)} buckets)", len(made), rank=comm.rank) as work:
+        units, root = _move_in(plan, made, materializer, work, training)
         materializer.fill_buffers()
     if policy.buffers is not None:
         names = config.data_types.keep_in_fp32_modules if policy.low or policy.compute is None else ()
@@ -116,35 +110,25 @@ def shard(
 
 
 def _move_in(
-    plan: EnginePlan,
-    parts: list[list[Bucket]],
-    rest: list[Bucket],
-    materializer: Materializer,
-    module: nn.Module,
-    work: ProgressBar,
-    training: bool,
+    plan: EnginePlan, made: dict[BucketPlan, Bucket], materializer: Materializer, work: ProgressBar, training: bool
 ) -> tuple[list[Unit], Unit]:
     """Initialise parameters and move them into buckets, unit by unit; returns units with parameters, and the root."""
     units: list[Unit] = []
     if plan.joins:  # a bucket needs the values of later units
         for planned in plan.units:
             materializer.fill([p for _, p in planned.plan.parameters])
-    for planned, buckets in zip(plan.units, parts, strict=True):
+    for planned in plan.units:  # the root is the last
         materializer.fill([p for _, p in planned.plan.parameters])
+        is_root = not planned.plan.name
+        buckets = [made[bucket] for bucket in (*planned.buckets, *(plan.rest if is_root else ()))]
         for bucket in buckets:
             bucket.adopt(materializer.fetch, training)
             work.advance()
         if any(bucket.sharding.params for bucket in buckets):
             return_freed_memory()  # gaps that the module's parameters leave in the heap add up to a copy of the model
-        if planned.plan.name:
-            units.append(Unit(planned.plan.name, planned.plan.module, buckets, planned.needs_weights))
-        else:
-            root = Unit("", module, buckets, needs_weights=True)
-    for bucket in rest:
-        bucket.adopt(materializer.fetch, training)
-        root.buckets.append(bucket)
-        work.advance()
-    return [u for u in units if u.buckets], root
+        units.append(Unit(planned.plan.name, planned.plan.module, buckets, planned.needs_weights))
+    *others, root = units
+    return [unit for unit in others if unit.buckets], root
 
 
 def _check_kernels(config: ZeroConfig, device: torch.device, comm: Comm) -> None:
@@ -164,10 +148,8 @@ def _check_kernels(config: ZeroConfig, device: torch.device, comm: Comm) -> None
             ranks.setdefault(problem, []).append(str(rank))
     if ranks:
         told = " ".join(f"Rank {', '.join(which)}: {problem}" for problem, which in ranks.items())
-        message = (
-            f"ops='required', but native kernels are missing. {told} Or set ops='auto': torch's operations run then."
-        )
-        raise ConfigError([Problem("ops", message)])
+        remedy = "Or set ops='auto': torch's operations run then."
+        raise ConfigError([Problem("ops", f"ops='required', but native kernels are missing. {told} {remedy}")])
 
 
 def _configure_reductions(comm: Comm, config: ZeroConfig) -> None:

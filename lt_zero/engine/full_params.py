@@ -1,4 +1,4 @@
-"""The values of sharded parameters for everybody but their unit: ``gathered``, loading, streaming the full model,
+"""The values of sharded parameters outside of their unit's forward: ``gathered``, loading, streaming the full model,
 functions that are called on guarded parameters, and whether the model still has its parameters.
 """
 
@@ -140,27 +140,26 @@ def install_load_hooks(engine: Engine) -> None:
     Otherwise they would get values rounded to the 16-bit compute copy. Sharded parameters need no hook: their guard
     turns ``copy_`` into a scatter.
     """
-    separate = {b for b in engine.buckets if not b.weights.master_is_view and not b.sharding.params}
     for module in engine.root.modules():
         places = {n: engine.owner[id(p)] for n, p in module.named_parameters(recurse=False) if id(p) in engine.owner}
-        places = {n: place for n, place in places.items() if place[0] in separate}
-        if places:
-            _install(module, places)
+        for name, (bucket, _) in list(places.items()):
+            if bucket.weights.master_is_view or bucket.sharding.params:
+                del places[name]
+        if not places:
+            continue
 
+        def write(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, places: Any = places) -> None:
+            for name, (bucket, index) in places.items():
+                value = state.get(prefix + name)
+                if isinstance(value, Tensor) and tuple(value.shape) == bucket.shapes[index]:
+                    bucket.write(index, value)
 
-def _install(module: nn.Module, places: dict[str, tuple[Bucket, int]]) -> None:
-    def write(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for name, (bucket, index) in places.items():
-            value = state.get(prefix + name)
-            if isinstance(value, Tensor) and tuple(value.shape) == bucket.shapes[index]:
-                bucket.write(index, value)
+        def note_edits(module: nn.Module, incompatible: Any, places: Any = places) -> None:
+            for bucket, _ in places.values():
+                bucket.edits.note()
 
-    def note_edits(module: nn.Module, incompatible: Any) -> None:
-        for bucket, _ in places.values():
-            bucket.edits.note()
-
-    module.register_load_state_dict_pre_hook(Hook(write))
-    module.register_load_state_dict_post_hook(Hook(note_edits))
+        module.register_load_state_dict_pre_hook(Hook(write))
+        module.register_load_state_dict_post_hook(Hook(note_edits))
 
 
 def restore_whole(engine: Engine) -> None:
@@ -229,41 +228,39 @@ def use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., An
     buckets = list(dict.fromkeys(engine.owner[id(p)][0] for p in parameters))
     if engine.finish_steps() and not any(bucket.sharding.params for bucket in buckets):
         return func(*args, **kwargs)
+    bucket, index = engine.owner[id(parameters[0])]
     if func is Tensor.copy_ and args[0] is parameters[0] and len(parameters) == 1:
-        bucket, index = engine.owner[id(args[0])]
         with without_torch_function():
             value, shape = args[1], torch.Size(bucket.shapes[index])
             bucket.write(index, value if value.shape == shape else value.expand(shape))
         return args[0]
     if engine.running:
-        for bucket in buckets:
-            engine.gatherer.pin(bucket, again=torch.is_grad_enabled())
-            bucket.edits.handed_out |= func in HANDS_OUT
+        for used in buckets:
+            engine.gatherer.pin(used, again=torch.is_grad_enabled())
+            used.edits.handed_out |= func in HANDS_OUT
         return func(*args, **kwargs)
-    if all(bucket.state is State.RESIDENT for bucket in buckets):
+    if all(used.state is State.RESIDENT for used in buckets):
         with without_torch_function():
             return func(*args, **kwargs)
+    name, world = bucket.layout.spans[index].name, engine.comm.world
     if func is Tensor.detach and len(buckets) == 1:  # this is what state_dict() puts into a state dict
-        return _absent(engine, parameters[0])
+        return _absent(parameters[0], name, world)
     if func is torch.equal:  # Lightning's finetuning callbacks search an optimizer's parameters with it
-        return _equal(*args)
+        one, other = args
+        if one is other or one.shape != other.shape:
+            return one is other
+        with gathered([p for p in args if isinstance(p, Parameter)]):
+            return torch.equal(one, other)
     raise RuntimeError(
-        f"The values of parameter {_name(engine, parameters[0])!r} are sharded over {engine.comm.world} ranks and not "
-        f"in memory here (`{getattr(func, '__name__', func)}` needs them). Wrap the code in `with "
-        "lt_zero.gathered(parameter):` "
-        "on every rank (`write=True` to change values); to save weights use `trainer.save_checkpoint`, "
+        f"The values of parameter {name!r} are sharded over {world} ranks and not in memory here "
+        f"(`{getattr(func, '__name__', func)}` needs them). Wrap the code in `with lt_zero.gathered(parameter):` on "
+        "every rank (`write=True` to change values); to save weights use `trainer.save_checkpoint`, "
         "`trainer.strategy.export(path)` or `trainer.strategy.full_state_dict()`."
     )
 
 
-def _name(engine: Engine, parameter: Tensor) -> str:
-    bucket, index = engine.owner[id(parameter)]
-    return bucket.layout.spans[index].name
-
-
-def _absent(engine: Engine, parameter: Tensor) -> Tensor:
+def _absent(parameter: Tensor, name: str, world: int) -> Tensor:
     """The placeholder of a parameter in a state dict; reading it raises with the remedy."""
-    name, world = _name(engine, parameter), engine.comm.world
 
     def read(lo: int, hi: int) -> Tensor:
         raise RuntimeError(
@@ -275,11 +272,3 @@ def _absent(engine: Engine, parameter: Tensor) -> Tensor:
 
     with without_torch_function():
         return AbsentTensor(tuple(parameter.shape), parameter.dtype, read, parameter.device)
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """``torch.equal``. Collective, unless identity or shape decides."""
-    if one is other or one.shape != other.shape:
-        return one is other
-    with gathered([p for p in (one, other) if isinstance(p, Parameter)]):
-        return torch.equal(one, other)

@@ -31,76 +31,23 @@ _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _guard_classes: dict[type, type] = {}  # a parameter's own class -> the class it has while guarded
 _guards: set[type] = set()
 
-_METADATA_GETTERS = (
-    "dtype",
-    "shape",
-    "device",
-    "requires_grad",
-    "grad",
-    "ndim",
-    "layout",
-    "is_leaf",
-    "grad_fn",
-    "is_cuda",
-    "is_cpu",
-    "is_meta",
-    "is_sparse",
-    "is_quantized",
-    "is_mps",
-    "is_xpu",
-    "is_nested",
-    "is_mkldnn",
-    "names",
-    "itemsize",
-    "nbytes",
-    "_version",
-    "_base",
-    "_backward_hooks",
-    "_post_accumulate_grad_hooks",
-    "grad_dtype",
-    "retains_grad",
-    "output_nr",
-    "volatile",
+# Functions that need no values. Assigning .grad and .requires_grad (zero_grad, toggle_optimizer, freezing) does not.
+_GETTERS = (
+    ("dtype", "shape", "ndim", "itemsize", "nbytes", "device", "layout", "names", "_version", "_base", "is_leaf"),
+    ("requires_grad", "grad", "grad_fn", "grad_dtype", "retains_grad", "output_nr", "volatile", "_backward_hooks"),
+    ("is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_sparse", "is_nested", "is_mkldnn", "is_quantized"),
+    ("_post_accumulate_grad_hooks",),
 )
-_METADATA_METHODS = (
-    "size",
-    "numel",
-    "nelement",
-    "dim",
-    "ndimension",
-    "stride",
-    "element_size",
-    "is_floating_point",
-    "is_complex",
-    "is_contiguous",
-    "is_pinned",
-    "is_inference",
-    "is_shared",
-    "get_device",
-    "storage_offset",
-    "requires_grad_",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-    "__len__",
-    "__hash__",
-    "is_same_size",
+_METHODS = (
+    ("size", "numel", "nelement", "dim", "ndimension", "stride", "element_size", "storage_offset", "get_device"),
+    ("is_floating_point", "is_complex", "is_contiguous", "is_pinned", "is_inference", "is_shared", "is_same_size"),
+    ("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__len__", "__hash__"),
 )
-
-
-def _passing_functions() -> set[Any]:
-    passing: set[Any] = {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like}
-    passing |= {torch.randn_like, torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}
-    for name in _METADATA_GETTERS:
-        descriptor = getattr(Tensor, name, None)
-        if descriptor is not None and hasattr(descriptor, "__get__"):
-            passing.add(descriptor.__get__)
-    passing |= {getattr(Tensor, name) for name in _METADATA_METHODS if hasattr(Tensor, name)}
-    # Assigning .grad and .requires_grad (zero_grad, toggle_optimizer, freezing) needs no values.
-    passing |= {getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")}
-    return passing
-
-
-_PASSING = _passing_functions()
+_FUNCTIONS = (torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like)
+_PASSING: set[Any] = {*_FUNCTIONS, torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}
+_PASSING |= {getattr(Tensor, name).__get__ for row in _GETTERS for name in row if hasattr(Tensor, name)}
+_PASSING |= {getattr(Tensor, name) for row in _METHODS for name in row if hasattr(Tensor, name)}
+_PASSING |= {getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")}
 # Writes to the results of these do not change the parameter's version counter.
 HANDS_OUT = {Tensor.detach, getattr(Tensor, "data").__get__}  # noqa: B009
 
@@ -110,15 +57,13 @@ def passes(func: Any) -> bool:
     return func in _PASSING
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _guarded_parameters(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
+        if is_guarded(value):
+            yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _guarded_parameters(item)
 
 
 def _guarded_function(
@@ -128,10 +73,12 @@ def _guarded_function(
     if func in _PASSING:
         with without_torch_function():
             return func(*args, **kwargs)
-    parameters = [t for t in _tensors((args, kwargs)) if is_guarded(t)]
-    for copied in [p for p in parameters if p not in _owners]:  # a deep copy: an ordinary parameter of its own
-        copied.__class__ = type(copied).__mro__[1]
-        parameters = [p for p in parameters if p is not copied]
+    parameters = []
+    for parameter in _guarded_parameters((args, kwargs)):
+        if parameter in _owners:
+            parameters.append(parameter)
+        else:  # a deep copy: an ordinary parameter of its own
+            parameter.__class__ = type(parameter).__mro__[1]
     if not parameters:
         return func(*args, **kwargs)
     owner = owner_of(parameters[0])
@@ -141,14 +88,6 @@ def _guarded_function(
             "strategy is dropped (`trainer.strategy.export(path)`), or load them from a checkpoint."
         )
     return owner.on_guarded_use(parameters, func, args, kwargs)
-
-
-def _guard_class(cls: type) -> type:
-    if cls not in _guard_classes:
-        body: dict[str, Any] = {"__torch_function__": classmethod(_guarded_function)}
-        _guard_classes[cls] = type(f"Released{cls.__name__}", (cls,), body)
-        _guards.add(_guard_classes[cls])
-    return _guard_classes[cls]
 
 
 def is_guarded(tensor: Tensor) -> bool:
@@ -168,14 +107,21 @@ def owner_of(parameter: Tensor) -> Owner | None:
 
 def guard(parameter: Parameter) -> None:
     """Let the owner of ``parameter`` handle every use that needs values."""
-    if not is_guarded(parameter):
-        parameter.__class__ = _guard_class(type(parameter))
+    cls = type(parameter)
+    if cls in _guards:
+        return
+    if cls not in _guard_classes:
+        body: dict[str, Any] = {"__torch_function__": classmethod(_guarded_function)}
+        _guard_classes[cls] = type(f"Released{cls.__name__}", (cls,), body)
+        _guards.add(_guard_classes[cls])
+    parameter.__class__ = _guard_classes[cls]
 
 
 def unguard(parameter: Parameter) -> None:
     """Give ``parameter`` its own class back; its data must be valid."""
-    if is_guarded(parameter):
-        parameter.__class__ = type(parameter).__mro__[1]
+    cls = type(parameter)
+    if cls in _guards:
+        parameter.__class__ = cls.__mro__[1]
 
 
 def sentinel(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -11,37 +11,29 @@ written to (a view, a numpy array): then they are kept, and later operations see
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lt_zero.common.compat import aliased_arguments, no_torch_function, wrapper_tensor
 
-
-class Reader(Protocol):
-    """Reads elements [lo, hi) in row-major order (1D)."""
-
-    def __call__(self, lo: int, hi: int) -> Tensor: ...
-
-
-class _Values:
-    """The values of a tensor and its aliases: in ``kept`` (after edits), or to be read."""
-
-    def __init__(self, read: Reader, kept: Tensor | None = None) -> None:
-        self.read, self.kept = read, kept
-
-
+Reader = Callable[[int, int], Tensor]  # reads elements [lo, hi) in row-major order (1D)
 _CPU = torch.device("cpu")
 
 
-class LazyTensor(Tensor):
-    """A tensor whose values are read when they are needed.
+@dataclass
+class _Values:
+    """The values of a tensor and its aliases: in ``kept`` (after edits), or to be read."""
 
-    Args:
-        shape, dtype, device: of the tensor.
-        read: reads elements.
-    """
+    read: Reader
+    kept: Tensor | None = None
+
+
+class LazyTensor(Tensor):
+    """A tensor of this shape, dtype and device whose values are read when they are needed."""
 
     _held: _Values
     __torch_function__ = no_torch_function
@@ -94,14 +86,12 @@ class LazyTensor(Tensor):
         kwargs = {k: _read_all(value, kept if k in names else None) for k, value in (kwargs or {}).items()}
         out = func(*args, **kwargs)
         for lazy in kept.values():
-            lazy.refuse_reshaped(func)
+            if lazy.keep().shape != lazy.shape:  # a tensor cannot take on another shape
+                lazy._held.kept = None
+                raise RuntimeError(
+                    f"{func} changes the shape of a tensor of a checkpoint in place: `clone()` it before."
+                )
         return kept.get(id(out), out) if isinstance(out, Tensor) else out
-
-    def refuse_reshaped(self, func: Any) -> None:
-        """Raise if an operation gave the values another shape, which this tensor cannot take on."""
-        if self.keep().shape != self.shape:
-            self._held.kept = None
-            raise RuntimeError(f"{func} changes the shape of a tensor of a checkpoint in place: `clone()` it before.")
 
     # ---- what torch does not dispatch --------------------------------------------------------------------------------
 
@@ -147,14 +137,10 @@ class LazyTensor(Tensor):
 class AbsentTensor(LazyTensor):
     """A tensor without values, as in the state dict of a sharded model: ``read`` raises, metadata is there."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.whole()
-
     def cpu(self, *args: Any, **kwargs: Any) -> Any:
         return self.whole()
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        return self.whole()
+    __deepcopy__ = to = cpu
 
 
 def read_now(module: nn.Module) -> None:

@@ -24,7 +24,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lt_zero.comm.communicator import Comm
-from lt_zero.engine.find_units import clean_name
 from lt_zero.engine.guard import guard, is_guarded, own, owner_of, sentinel, unguard
 from lt_zero.engine.layout import plan_bucket
 
@@ -69,15 +68,15 @@ class ConstructionSharder:
     def __exit__(self, *exc: object) -> None:
         self._handle.remove()
         if exc[0] is None:
-            self._close()
+            self._shard_open()
 
     def _registered(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
-        self._close()
+        self._shard_open()
         for parameter in module.parameters() if module is not None else ():
             if parameter.device.type != "meta" and not is_guarded(parameter) and parameter.numel() >= self._threshold:
                 self._cut(parameter)
 
-    def _close(self) -> None:
+    def _shard_open(self) -> None:
         while self._open:
             self._cut(self._open.pop())
 
@@ -115,9 +114,8 @@ class ConstructionSharder:
 
     def on_guarded_use(self, parameters: list[Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Gather parameters that initialisation code uses, and call it."""
-        wanted = [p for p in parameters if isinstance(p, Parameter)]
-        self._close()
-        for parameter in dict.fromkeys(wanted):
+        self._shard_open()
+        for parameter in dict.fromkeys(p for p in parameters if isinstance(p, Parameter)):
             value = self.whole(parameter)
             unguard(parameter)
             parameter.data = value
@@ -129,16 +127,13 @@ class Materializer:
     """Gives the engine the values of ordinary, meta-device and sharded parameters."""
 
     def __init__(self, root: nn.Module, comm: Comm) -> None:
-        self._root, self._comm = root, comm
-        self._names = {p: clean_name(n) for n, p in root.named_parameters()}
+        self._comm = comm
         self._paths = {m: n for n, m in root.named_modules()}
 
     def fetch(self, parameter: Parameter) -> Tensor:
         """The full value of ``parameter``. Collective if it was sharded at construction."""
         owner = owner_of(parameter)
-        if isinstance(owner, ConstructionSharder):
-            return owner.hand_over(parameter)
-        return parameter.detach()
+        return owner.hand_over(parameter) if isinstance(owner, ConstructionSharder) else parameter.detach()
 
     def fill(self, parameters: Iterable[Parameter]) -> None:
         """Initialise the ``parameters`` that are on the meta device, and their modules' buffers.
@@ -150,36 +145,39 @@ class Materializer:
             RuntimeError: a module's parameters or buffers were not filled.
         """
         wanted = {p for p in parameters if p.is_meta}
-        if not wanted:
-            return
-        for module, path in self._paths.items():
+        for module in self._paths if wanted else ():
             if any(p in wanted for p in module.parameters(recurse=False)):
-                self._fill_module(module, path)
+                self._fill_module(module)
 
     def fill_buffers(self) -> None:
         """Initialise meta buffers of modules without parameters."""
-        for module, path in self._paths.items():
+        for module in self._paths:
             if any(b.is_meta for b in module.buffers(recurse=False)):
-                self._fill_module(module, path)
+                self._fill_module(module)
 
     @torch.no_grad()
-    def _fill_module(self, module: nn.Module, path: str) -> None:
+    def _fill_module(self, module: nn.Module) -> None:
+        path, device = self._paths[module], self._comm.device
         made: dict[str, Tensor] = {}
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
-                value = _unset(parameter, self._comm.device)
+                value = torch.full(parameter.shape, _unset(parameter.dtype), dtype=parameter.dtype, device=device)
                 torch.utils.swap_tensors(parameter, Parameter(value, requires_grad=parameter.requires_grad))
                 made[name] = parameter
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:
-                made[name] = _unset(buffer, self._comm.device)
+                made[name] = torch.full(buffer.shape, _unset(buffer.dtype), dtype=buffer.dtype, device=device)
                 setattr(module, name, made[name])
         reset = getattr(module, "reset_parameters", None)
         if callable(reset):
             reset()
-        initializer = self._initializer(path)
-        if initializer is not None:
-            initializer(module)
+        # The module itself, then its parents from the nearest to the root.
+        parents = [m for m, n in self._paths.items() if n == "" or n == path or path.startswith(f"{n}.")]
+        for parent in reversed(parents):
+            initializer = getattr(parent, "_init_weights", None)
+            if callable(initializer):
+                initializer(module)
+                break
         left = [name for name, value in made.items() if _is_unset(value)]
         if left:
             raise RuntimeError(
@@ -188,27 +186,16 @@ class Materializer:
                 "parameters and buffers, or build it without `empty_init=True`."
             )
 
-    def _initializer(self, path: str) -> Callable[[nn.Module], None] | None:
-        parts = path.split(".") if path else []
-        for depth in range(len(parts), -1, -1):
-            module = self._root.get_submodule(".".join(parts[:depth]))
-            initializer = getattr(module, "_init_weights", None)
-            if callable(initializer):
-                return initializer  # type: ignore[no-any-return]
-        return None
 
-
-def _unset(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the same shape and dtype with values by which ``_is_unset`` recognises it."""
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return torch.full(tensor.shape, float("nan"), dtype=tensor.dtype, device=device)
-    fill = False if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min
-    return torch.full(tensor.shape, fill, dtype=tensor.dtype, device=device)
+def _unset(dtype: torch.dtype) -> float:
+    """The value by which elements that were not initialised are recognised; there is none for bool."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return False if dtype == torch.bool else torch.iinfo(dtype).min
 
 
 def _is_unset(tensor: Tensor) -> bool:
     if tensor.numel() == 0 or tensor.dtype == torch.bool:
         return False
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return bool(tensor.isnan().all())
-    return bool((tensor == torch.iinfo(tensor.dtype).min).all())
+    inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return bool((tensor.isnan() if inexact else tensor == _unset(tensor.dtype)).all())

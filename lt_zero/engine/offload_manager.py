@@ -32,8 +32,8 @@ _TIERS: dict[str, Callable[..., Tier]] = {"nvme": NvmeFiles}  # devices of the c
 class OffloadManager:
     """Files, host link and background thread of one engine."""
 
-    optim: Tier | None = None
-    params: Tier | None = None
+    optim: Tier | None = None  # of master weights, states and gradients
+    params: Tier | None = None  # of what gathers read
     how: OffloadOptimizer = OffloadOptimizer()
     param_blocks: OffloadParam = OffloadParam()
     background: Background | None = None
@@ -66,7 +66,7 @@ class OffloadManager:
         """The error of this rank, if any. See offload/nvme_store.py, Note [A failing disk]."""
         problems = [tier.problem for tier in (self.optim, self.params) if tier is not None]
         problems += [find() for find in self.others]
-        return self.failure or next((problem for problem in problems if problem is not None), None)
+        return self.failure or next(filter(None, problems), None)
 
     def check(self, comm: Comm, name: str) -> None:
         """Raise on all ranks if one of them has an error. Collective if there are files or a background step.
@@ -120,16 +120,21 @@ class OffloadManager:
         tier = self.optim or self.params
         if tier is None:
             return ""
-        comm, read, written = buckets[0].comm, *_traffic(buckets, states)
-        mine = Speed(1.0, 1.0)
-        with (
-            comm.agree("measuring the disk", SwapError),
-            progress_bar(f"Measuring the speed of {tier.where}"),
-        ):
+        read = written = 0  # bytes of this rank per optimizer step with one backward, clipping included
+        for bucket in buckets:
+            numel, weights = bucket.shard.numel(), bucket.weights
+            kept = numel * (weights.master_dtype.itemsize + 4 * states)
+            if bucket.streamed:
+                grads = numel * bucket.grads.dtype.itemsize
+                read, written = read + kept + 2 * grads, written + kept + grads
+            if bucket.sharding.params and weights.gather_source.streamed:
+                read += 2 * numel * weights.gather_source.dtype.itemsize  # in forward and in backward
+                written += numel * bucket.dtype.itemsize if bucket.streamed and weights.copy is not None else 0
+        comm, mine = buckets[0].comm, Speed(1.0, 1.0)
+        with comm.agree("measuring the disk", SwapError), progress_bar(f"Measuring the speed of {tier.where}"):
             mine = tier.speed(min(_PROBE, max(1 << 20, read)))
-        slowest = Speed(
-            *(min(side) for side in zip(*comm.host_gather(tuple(mine), "the speed of the disk"), strict=True))
-        )
+        speeds = comm.host_gather(tuple(mine), "the speed of the disk")
+        slowest = Speed(*(min(side) for side in zip(*speeds, strict=True)))
         seconds = slowest.seconds(read, written)
         return (
             f"{tier.where}: {slowest.read / 1e9:.2f} GB/s read, {slowest.write / 1e9:.2f} GB/s written by "
@@ -137,39 +142,20 @@ class OffloadManager:
             f"per rank: about {seconds:.1f} s, part of it overlapped with computation."
         )
 
-    def _tiers(self) -> list[Tier]:
-        return list({id(t): t for t in (self.optim, self.params) if t is not None}.values())
-
     def rest(self) -> None:
         """Stop all threads; they restart when they are needed."""
         if self.background is not None:
             self.background.close()
-        for tier in self._tiers():
+        for tier in filter(None, {self.optim, self.params}):
             tier.rest()
 
     def close(self) -> None:
         """Stop the background thread and remove the files."""
         if self.background is not None:
             self.background.close()
-        self.background = None
-        for tier in self._tiers():
+        for tier in filter(None, {self.optim, self.params}):
             tier.close()
-        self.optim = self.params = None
-
-
-def _traffic(buckets: Sequence[Bucket], states: int) -> tuple[int, int]:
-    """Bytes that this rank reads and writes per optimizer step with one backward, clipping included."""
-    read = written = 0
-    for bucket in buckets:
-        numel = bucket.shard_range[1] - bucket.shard_range[0]
-        kept = numel * (bucket.weights.master_dtype.itemsize + 4 * states)
-        grad = numel * bucket.grads.dtype.itemsize
-        if bucket.streamed:
-            read, written = read + kept + 2 * grad, written + kept + grad
-        if bucket.sharding.params and bucket.weights.gather_source.streamed:
-            read += 2 * numel * bucket.weights.gather_source.dtype.itemsize  # in forward and in backward
-            written += numel * bucket.dtype.itemsize if bucket.streamed and bucket.weights.copy is not None else 0
-    return read, written
+        self.background = self.optim = self.params = None
 
 
 def open_offload_manager(buckets: Sequence[Bucket], config: ZeroConfig, device: torch.device) -> OffloadManager:
@@ -178,77 +164,61 @@ def open_offload_manager(buckets: Sequence[Bucket], config: ZeroConfig, device: 
     Raises:
         SwapError: a path cannot be used.
     """
-    zero, offload_manager = config.zero_optimization, OffloadManager()
+    zero, manager = config.zero_optimization, OffloadManager()
     optim, params = zero.offload_optimizer, zero.param_offload
     apart = is_apart(device)
     for name, block in (("offload_optimizer", optim), ("offload_param", params)):
         if block.device == "cpu" and not apart:
             log.info("zero_optimization.%s.device=cpu has no effect: the model is on the CPU already", name)
     if not buckets or (optim.device, params.device) == ("none", "none"):
-        return offload_manager
-    offload_manager.how = optim
+        return manager
+    manager.how = optim
     if _TIERS.keys() & {optim.device, params.device}:
         return_large_blocks()
-        numels, rank = [b.shard_range[1] - b.shard_range[0] for b in buckets], buckets[0].comm.rank
         with (
             buckets[0].comm.agree("opening the folder for states", SwapError),
             progress_bar("Preparing the files of states in nvme_path"),
         ):
-            _open_tiers(offload_manager, config, numels, rank)
-    pin = device.type == "cuda" and optim.pin_memory and params.pin_memory
+            _open_tiers(manager, config, [b.shard.numel() for b in buckets], buckets[0].comm.rank)
     places = resting([b.layout.numel for b in buckets], [b.sharding.params for b in buckets], zero)
     if apart:
-        offload_manager.host_link = HostLink(device, pin, _largest_cast(buckets, [moves for moves, _ in places]))
+        # Bytes of the largest shard that is cast from master weights in host memory to the compute dtype.
+        moved = [bucket for bucket, (moves, _) in zip(buckets, places, strict=True) if moves]
+        casts = [b.shard.numel() * b.dtype.itemsize for b in moved if b.dtype != b.weights.master_dtype]
+        pin = device.type == "cuda" and optim.pin_memory and params.pin_memory
+        manager.host_link = HostLink(device, pin, max(casts, default=0))
     for record, (bucket, (moves, away)) in enumerate(zip(buckets, places, strict=True)):
-        in_host = apart and bucket.sharding.params and params.device != "none"
-        bucket.use(
-            _place(bucket, record, offload_manager, offload_manager.optim, moves, apart and moves, in_host),
-            _place(bucket, record, offload_manager, offload_manager.params, away, in_host, in_host),
-        )
+        gathers_from_host = apart and bucket.sharding.params and params.device != "none"
+        found: list[Place] = []
+        for tier, is_away, in_host in (
+            (manager.optim, moves, apart and moves),
+            (manager.params, away, gathers_from_host),
+        ):
+            if tier is not None and is_away:
+                found.append(tier.place(record, manager.host_link))
+            elif in_host and manager.host_link is not None:
+                cast = gathers_from_host or bucket.dtype != bucket.weights.master_dtype
+                found.append(HostPlace(manager.host_link, pin_master=not cast))
+            else:
+                found.append(bucket.memory)
+        bucket.use(*found)
     if optim.overlap_step is not False and any(bucket.offloaded for bucket in buckets):
-        streaming = offload_manager.optim.streaming if offload_manager.optim is not None else nullcontext
         pipeline = (optim.buffer_count, optim.pipeline_read, optim.pipeline_write)
-        offload_manager.background, offload_manager.overlaps = Background(*pipeline, streaming, device), True
+        streaming = manager.optim.streaming if manager.optim is not None else nullcontext
+        manager.background, manager.overlaps = Background(*pipeline, streaming, device), True
         if optim.overlap_step is True:
             buckets[0].comm.allow_background()
-    return offload_manager
+    return manager
 
 
-def _place(
-    bucket: Bucket,
-    record: int,
-    offload_manager: OffloadManager,
-    tier: Tier | None,
-    away: bool,
-    in_host: bool,
-    gathers_from_host: bool,
-) -> Place:
-    if tier is not None and away:
-        return tier.place(record, offload_manager.host_link)
-    if in_host:
-        assert offload_manager.host_link is not None
-        cast = gathers_from_host or bucket.dtype != bucket.weights.master_dtype
-        return HostPlace(offload_manager.host_link, pin_master=not cast)
-    return bucket.memory
-
-
-def _largest_cast(buckets: Sequence[Bucket], moves: Sequence[bool]) -> int:
-    """Bytes of the largest shard that is cast from master weights in host memory to the compute dtype."""
-    cast = [b for b, moved in zip(buckets, moves, strict=True) if moved and b.dtype != b.weights.master_dtype]
-    return max([(b.shard_range[1] - b.shard_range[0]) * b.dtype.itemsize for b in cast], default=0)
-
-
-def _open_tiers(offload_manager: OffloadManager, config: ZeroConfig, numels: list[int], rank: int) -> None:
-    zero = config.zero_optimization
-    optim, params = zero.offload_optimizer, zero.param_offload
+def _open_tiers(manager: OffloadManager, config: ZeroConfig, numels: list[int], rank: int) -> None:
+    optim, params = config.zero_optimization.offload_optimizer, config.zero_optimization.param_offload
     if optim.device in _TIERS:
-        offload_manager.optim = _TIERS[optim.device](optim.nvme_path, rank, config.aio, numels, room=optim.buffer_count)
+        manager.optim = _TIERS[optim.device](optim.nvme_path, rank, config.aio, numels, room=optim.buffer_count)
     if params.device in _TIERS:
         same = (optim.device, optim.nvme_path) == (params.device, params.nvme_path)
-        offload_manager.params = (
-            offload_manager.optim if same else _TIERS[params.device](params.nvme_path, rank, config.aio, numels)
-        )
-        offload_manager.param_blocks = params
+        manager.params = manager.optim if same else _TIERS[params.device](params.nvme_path, rank, config.aio, numels)
+        manager.param_blocks = params
 
 
 def resting(numels: Sequence[int], sharded: Sequence[bool], zero: ZeroOptimization) -> list[tuple[bool, bool]]:

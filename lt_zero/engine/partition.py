@@ -129,11 +129,7 @@ def plan_engine(root: nn.Module, config: ZeroConfig, policy: DtypePolicy, world:
     large = [[(n, p) for n, p in unit.parameters if p not in whole] for unit in units]
     small = [(n, p) for unit in units for n, p in unit.parameters if p in whole]  # mostly
     names = [unit.name or "the root module" for unit in units]
-    cut = (
-        cutter.joined(names, large)
-        if cutter.joins
-        else [cutter.buckets(*unit) for unit in zip(names, large, strict=True)]
-    )
+    cut = cutter.joined(names, large) if cutter.joins else list(map(cutter.buckets, names, large))
     planned = tuple(PlannedUnit(unit, tuple(buckets)) for unit, buckets in zip(units, cut, strict=True))
     rest = cutter.buckets("small parameters", small, stay=True)
     return EnginePlan(root, planned, tuple(rest), fp32_modules)
