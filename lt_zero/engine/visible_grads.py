@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,6 @@ from lt_zero.engine.grad_bucket import Reducer
 from lt_zero.engine.guard import passes
 from lt_zero.io.thread_pool import SwapError
 
-T = TypeVar("T")
 Place = tuple[Bucket, int]
 
 _IN_PLACE = {Tensor.mul_, Tensor.div_, Tensor.zero_, Tensor.clamp_, Tensor.clip_, Tensor.nan_to_num_, Tensor.neg_}
@@ -48,16 +47,16 @@ _REMEDY = (
 
 
 class Norms:
-    """Norms of all parameters' gradients, computed together when the first is read. Collective then."""
+    """Norms of the shown gradients, computed together when the first is read. Collective then."""
 
-    def __init__(self, comm: Comm, places: list[Place]) -> None:
-        self._comm, self._places = comm, places
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self.places: list[Place] = []  # of all shown gradients, in the order of parameters
         self.tables: dict[float, dict[Place, Tensor]] = {}  # norm type -> norms; empty after gradients have changed
 
     def of(self, place: Place, norm_type: float) -> Tensor:
-        bucket, index = place
-        if bucket.grads.local is not None:
-            name = bucket.layout.spans[index].name
+        if place[0].grads.local is not None:
+            name = place[0].layout.spans[place[1]].name
             raise RuntimeError(f"Only a part of the gradient of {name!r} is reduced. Ask after the last micro-batch.")
         if norm_type not in self.tables:
             self.tables[norm_type] = self._compute(norm_type)
@@ -65,14 +64,14 @@ class Norms:
 
     def prepare(self) -> None:
         """Compute the 2-norms, so that one rank alone may read them. Collective."""
-        if self._places:
-            self.of(self._places[0], 2.0)
+        if self.places:
+            self.of(self.places[0], 2.0)
 
     @torch.no_grad()
     def _compute(self, norm_type: float) -> dict[Place, Tensor]:
-        row = torch.zeros(len(self._places), dtype=torch.float64, device=self._comm.device)
+        row = torch.zeros(len(self.places), dtype=torch.float64, device=self._comm.device)
         infinite = norm_type == float("inf")
-        for number, (bucket, index) in enumerate(self._places):
+        for number, (bucket, index) in enumerate(self.places):
             if bucket.grads.local is not None:
                 continue  # not reduced: ``of`` refuses it
             if bucket.shard_range == (0, bucket.layout.numel) and self._comm.rank > 0:
@@ -80,12 +79,12 @@ class Norms:
             for grad in _local(bucket, index):
                 norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
                 row[number] = norm if infinite else norm**norm_type
-            if number + 1 == len(self._places) or self._places[number + 1][0] is not bucket:
+            if number + 1 == len(self.places) or self.places[number + 1][0] is not bucket:
                 bucket.grads.put_away()
         reduce = self._comm.max_scalar if infinite else self._comm.sum_scalar
         row = reduce(row, "gradient norms")
         row = row if infinite else row ** (1.0 / norm_type)
-        return {place: row[number].to(wide(place[0].grads.dtype)) for number, place in enumerate(self._places)}
+        return {place: row[number].to(wide(place[0].grads.dtype)) for number, place in enumerate(self.places)}
 
 
 def _local(bucket: Bucket, index: int) -> list[Tensor]:
@@ -119,26 +118,28 @@ class ShardedGrad(Tensor):
 
     _index: int
     _bucket_ref: weakref.ref[Bucket]
-    norms_ref: weakref.ref[Norms]
-
-    @property
-    def _place(self) -> Place:
-        return _alive(self._bucket_ref), self._index
+    _norms_ref: weakref.ref[Norms]
 
     @classmethod
-    def make(cls, bucket: Bucket, index: int) -> ShardedGrad:
+    def make(cls, bucket: Bucket, index: int, norms: Norms) -> ShardedGrad:
         parameter = bucket.params[index]
         grad = _nothing(bucket.shapes[index], parameter.dtype, parameter.device).as_subclass(cls)
-        grad._index, grad._bucket_ref = index, weakref.ref(bucket)
+        grad._index, grad._bucket_ref, grad._norms_ref = index, weakref.ref(bucket), weakref.ref(norms)
         return grad
+
+    def _owners(self) -> tuple[Bucket, int, Norms]:
+        bucket, norms = self._bucket_ref(), self._norms_ref()
+        if bucket is None or norms is None:
+            raise RuntimeError("A gradient of a model whose ZeRO engine is gone was read.")
+        return bucket, self._index, norms
 
     def _apply(self, func: Any, *args: Any, **kwargs: Any) -> ShardedGrad:
         """Apply an element-wise in-place function to this rank's piece."""
-        bucket, index = self._place
+        bucket, index, norms = self._owners()
         for piece in _local(bucket, index):
             func(piece, *args, **kwargs)
         bucket.grads.put_away()
-        _alive(self.norms_ref).tables.clear()
+        norms.tables.clear()
         return self
 
     @classmethod
@@ -149,7 +150,7 @@ class ShardedGrad(Tensor):
                 return func(*args, **kwargs)
         if func is Tensor.__repr__:
             return f"ShardedGrad(shape={tuple(args[0].shape)}, dtype={args[0].dtype}, device={str(args[0].device)!r})"
-        if all(_is_whole(grad._place[0]) for grad in _stand_ins(args)):  # no view only because of its dtype
+        if all(_is_whole(grad._owners()[0]) for grad in _stand_ins(args)):  # no view only because of its dtype
             return func(*_open(args), **_open(kwargs))
         if getattr(func, "__name__", "") == "_foreach_zero_":  # optimizer.zero_grad(set_to_none=False)
             for grad in args[0]:
@@ -161,19 +162,13 @@ class ShardedGrad(Tensor):
         given = {key: value for key, value in kwargs.items() if value not in (None, False)}
         if me is not None and func in _NORMS and not given.keys() - {"p", "ord"} and len(args) <= 2:
             order = args[1] if len(args) == 2 else given.get("p", given.get("ord", 2))
-            return _alive(me.norms_ref).of(me._place, float(2 if order == "fro" else order))
+            bucket, index, norms = me._owners()
+            return norms.of((bucket, index), float(2 if order == "fro" else order))
         others = [*args[1:], *kwargs.values()]
         if me is not None and func in _IN_PLACE and not any(isinstance(o, Tensor) and o.dim() > 0 for o in others):
             return me._apply(func, *args[1:], **kwargs)
         name = getattr(func, "__name__", func)
         raise RuntimeError(f"`{name}` needs all of a gradient whose pieces lie on several ranks. {_REMEDY}")
-
-
-def _alive(ref: weakref.ref[T]) -> T:
-    owner = ref()
-    if owner is None:
-        raise RuntimeError("A gradient of a model whose ZeRO engine is gone was read.")
-    return owner
 
 
 @lru_cache(maxsize=1024)
@@ -193,7 +188,7 @@ def _open(value: Any) -> Any:
     def full(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, ShardedGrad):
             return tensor
-        bucket, index = tensor._place
+        bucket, index, _ = tensor._owners()
         local = _local(bucket, index)  # none if it has no elements
         shape = bucket.shapes[index]
         return local[0].view(shape) if local else bucket.param_views[index].new_empty(shape)
@@ -215,7 +210,7 @@ class UsedParameters:
         self._shown: dict[Place, Tensor | None] = {}  # shown in p.grad; None: p.grad is a late gradient
         self._hidden: dict[Place, ShardedGrad] = {}  # of the last backward, for reuse
         self.nonfinite = False  # a loss was not finite: on this rank, after the exchange on any
-        self._norms: Norms | None = None  # of shown gradients, which refer to it weakly
+        self._norms = Norms(comm)  # of shown gradients, which refer to it weakly
 
     def record(self) -> None:
         """Called when the reductions of a backward are finished."""
@@ -237,10 +232,10 @@ class UsedParameters:
         """Launch the exchange of flags: used parameters, buckets with late gradients, errors."""
         for bucket in self._buckets:
             bucket.edits.check()
-        used = [flag for b in self._buckets for flag in b.grads.used_flags()]
-        self.late = {b for b in self._buckets if b.has_grads()}
+        used = [i in b.grads.used or p.grad is not None for b in self._buckets for i, p in enumerate(b.params)]
+        late = [b.has_grads() for b in self._buckets]
+        self.late = {bucket for bucket, flag in zip(self._buckets, late, strict=True) if flag}
         lost = any(b.edits.lost for b in self._buckets)
-        late = [b in self.late for b in self._buckets]
         flags = torch.tensor([*used, *late, self.nonfinite, self._problem() is not None, lost], dtype=torch.uint8)
         self._flags = (self._comm.host_max(flags, "used parameters"), flags)
 
@@ -268,7 +263,16 @@ class UsedParameters:
             problem = self._problem()
             raise SwapError(" ".join(self._comm.problems(str(problem) if problem else None, "files")))
         if lost:
-            self._raise_lost_edits()
+            names = [name for bucket in self._buckets for name in bucket.edits.lost]
+            for bucket in self._buckets:
+                bucket.edits.lost = []
+            self._flags = None
+            every = sorted({name for some in self._comm.host_gather(names, "lost edits") for name in some})
+            raise RuntimeError(
+                f"Parameter {', '.join(map(repr, every[:5]))} was modified in place, but its master weights are stored "
+                "elsewhere and would overwrite the edit. Wrap the edit in "
+                "`with lt_zero.gathered(parameters, write=True): ...`."
+            )
         count = len(self._buckets)
         late = [bucket for bucket, flag in zip(self._buckets, row[-count:], strict=True) if flag]
         if late:
@@ -283,28 +287,15 @@ class UsedParameters:
             self.show(used)
         return lambda bucket, index: (bucket, index) in used and index in bucket.grads.valid
 
-    def _raise_lost_edits(self) -> None:
-        names = [name for bucket in self._buckets for name in bucket.edits.lost]
-        for bucket in self._buckets:
-            bucket.edits.lost = []
-        self._flags = None
-        every = sorted({name for some in self._comm.host_gather(names, "lost edits") for name in some})
-        raise RuntimeError(
-            f"Parameter {', '.join(map(repr, every[:5]))} was modified in place, but its master weights are stored "
-            "elsewhere and would overwrite the edit. Wrap the edit in "
-            "`with lt_zero.gathered(parameters, write=True): ...`."
-        )
-
     def show_held(self) -> None:
         """Show all accumulated gradients, reduced or not, so that ``p.grad = None`` clears them."""
         self.show({(bucket, index) for bucket in self._buckets for index in bucket.grads.held})
 
-    def show(self, places: set[Place], norms: Norms | None = None) -> None:
+    def show(self, places: set[Place]) -> None:
         """Set ``p.grad`` to stand-ins for the accumulated gradients."""
         self.hide()
-        ordered = [(b, i) for b in self._buckets for i in range(len(b.params)) if (b, i) in places]
-        self._norms = norms = norms or Norms(self._comm, ordered)
-        norms_ref = weakref.ref(norms)
+        self._norms.places = [(b, i) for b in self._buckets for i in range(len(b.params)) if (b, i) in places]
+        self._norms.tables = {}
         views = {bucket: is_view(bucket) for bucket in {bucket for bucket, _ in places}}
         with without_torch_function():  # guards would intercept each access
             for bucket, index in places:
@@ -313,28 +304,24 @@ class UsedParameters:
                     self._shown[(bucket, index)] = None
                     continue
                 local = _local(bucket, index) if views[bucket] else []
-                if local:
-                    grad = local[0].view(bucket.shapes[index])
-                else:
-                    reused = None if views[bucket] else self._hidden.get((bucket, index))
-                    grad = stand_in = reused if reused is not None else ShardedGrad.make(bucket, index)
-                    stand_in.norms_ref = norms_ref
+                grad = local[0].view(bucket.shapes[index]) if local else self._hidden.get((bucket, index))
+                if grad is None:
+                    grad = ShardedGrad.make(bucket, index, self._norms)
                 parameter.grad = self._shown[(bucket, index)] = grad
         self._hidden = {}
 
     def scaled(self, places: list[tuple[Bucket, int, Parameter]], factor: Tensor | float) -> None:
         """Scale computed norms after gradients were multiplied by ``factor`` (0D, not negative). Not collective."""
-        for table in self._norms.tables.values() if self._norms is not None else ():
+        for table in self._norms.tables.values():
             for bucket, index, _ in places:
                 if (bucket, index) in table:
                     table[(bucket, index)] = table[(bucket, index)] * factor
 
     def changed(self) -> None:
         """Drop computed norms after any other change of gradients. Collective."""
-        if self._norms is not None:
-            self._norms.tables.clear()
-            if self._hold:
-                self._norms.prepare()
+        self._norms.tables.clear()
+        if self._hold:
+            self._norms.prepare()
 
     @contextmanager
     def looked_at(self) -> Iterator[None]:
@@ -343,10 +330,9 @@ class UsedParameters:
         Collective. The 2-norms are computed in advance, so that one rank alone may read them.
         """
         used = self.finish_reductions()
-        places = [(b, i) for b in self._buckets for i in range(len(b.params)) if used(b, i)]
-        norms = Norms(self._comm, places)
-        norms.prepare()
-        self.show(set(places), norms)
+        places = {(b, i) for b in self._buckets for i in range(len(b.params)) if used(b, i)}
+        self.show(places)
+        self._norms.prepare()
         self._hold = True
         try:
             yield
