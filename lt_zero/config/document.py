@@ -59,6 +59,12 @@ class Document:
     secret: set[Path] = field(default_factory=set)
     autos: frozenset[Path] = frozenset()
 
+    def check(self) -> Document:
+        """This document, unless it has problems, which are raised."""
+        if self.problems:
+            raise ConfigError(self.problems)
+        return self
+
     def copy(self) -> Document:
         """A document that can be changed without changing this one. Scalars are shared."""
         return replace(

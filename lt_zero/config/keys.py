@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
@@ -78,13 +78,9 @@ class KeyStatus:
         rest = "".join(f".{part}" for part in path[fixed:])
         return tuple(f"{target}{rest}" for target in self.to.split(" and ") if target)
 
-
-@dataclass
-class _Node:
-    """A segment in the tree of keys."""
-
-    row: KeyStatus | None = None  # the row whose key ends here
-    below: dict[str, _Node] = field(default_factory=dict)
+    @property
+    def refused(self) -> bool:
+        return self.status in ("later", "unsupported")
 
 
 @cache
@@ -101,39 +97,25 @@ def aliases() -> tuple[KeyStatus, ...]:
     return tuple(row for row in rows() if row.status == "alias")
 
 
-@cache
-def _tree() -> _Node:
-    root = _Node()
-    for row in rows():
-        node = root
-        for part in row.key.split("."):
-            node = node.below.setdefault(part, _Node())
-        node.row = row
-    return root
-
-
 def lookup(path: KeyPath) -> KeyStatus | None:
     """The most specific row for a key or block, or None."""
-    return _search(_tree(), tuple(map(str, path)))
-
-
-def _search(node: _Node, path: tuple[str, ...]) -> KeyStatus | None:
-    if not path:
-        own = node.row
-        return own if own is not None or "**" not in node.below else node.below["**"].row
-    for part in (path[0], "*"):
-        inner = node.below.get(part)
-        if inner is not None and (found := _search(inner, path[1:])) is not None:
-            return found
-    return node.below["**"].row if "**" in node.below else None
+    found: dict[tuple[int, ...], KeyStatus] = {}  # by how general each segment is
+    for row in rows():
+        pattern = row.key.split(".")
+        end = len(pattern) - 1 if pattern[-1] == "**" else None
+        if _fits(path[:end], pattern[:end]):
+            found[tuple({"*": 1, "**": 2}.get(part, 0) for part in pattern)] = row
+    return found[min(found)] if found else None
 
 
 def below(path: KeyPath) -> bool:
     """Whether the table has rows for keys inside the block ``path``."""
-    node: _Node | None = _tree()
-    for part in map(str, path):
-        node = node.below.get(part) or node.below.get("*") if node is not None else None
-    return node is not None and bool(node.below.keys() - {"**"})
+    patterns = (row.key.split(".") for row in rows())
+    return any(_fits(path, p[: len(path)]) and p[len(path) :] not in ([], ["**"]) for p in patterns)
+
+
+def _fits(path: KeyPath, pattern: Sequence[str]) -> bool:
+    return len(path) == len(pattern) and all(want in ("*", str(part)) for part, want in zip(path, pattern, strict=True))
 
 
 def is_off(row: KeyStatus, value: Any) -> bool:
@@ -142,12 +124,7 @@ def is_off(row: KeyStatus, value: Any) -> bool:
     Numbers are compared by value, text ignoring case; booleans are not numbers. A block equals a mapping in ``off`` if
     the keys named there do.
     """
-    return value is None or any(_same(value, off) for off in _off_values(row.off))
-
-
-@cache
-def _off_values(text: str) -> tuple[Any, ...]:
-    return tuple(json.loads(part) for part in text.split("|")) if text else ()
+    return value is None or any(_same(value, json.loads(off)) for off in row.off.split("|") if off)
 
 
 def _same(value: Any, off: Any) -> bool:
@@ -176,50 +153,43 @@ FORMS: Mapping[str, str] = {
 def rename(document: Document) -> Document:
     """Move values from old keys to current ones, with a notice for each; a contradiction is a problem."""
     document = document.copy()
-    _zero_switches(document)
-    _clipping(document)
+    _rename_values(document)
     for row in aliases():
-        whole = row.key.endswith(".**")
-        old = tuple(row.key.removesuffix(".**").split("."))
+        old, target = tuple(row.key.removesuffix(".**").split(".")), tuple(row.to.split("."))
         value = document.get(old)
-        if value is MISSING:
+        if value is MISSING or old[0] == "gradient_clipping":  # see _rename_values
             continue
-        if (special := _SPECIAL.get(dotted(old))) is not None:
-            special(document, old, value)
-        elif value is None:
+        if value is None or (old[-1] == "fp32_allreduce" and value is not True):
             document.pop(old)  # null in an old spelling is the same as absent
-        elif whole and isinstance(value, Mapping):
+        elif old[-1] in ("pin_memory", "cpu_offload_use_pin_memory"):
+            _spread_pin_memory(document, old, value)
+        elif row.key.endswith(".**") and isinstance(value, Mapping):
             document.tell(old, f"{dotted(old)} is read as {row.to}. Write the latter.")
             for key in list(value):
-                document.move((*old, key), (*row.to.split("."), key), value[key], quiet=True)
+                document.move((*old, key), (*target, key), value[key], quiet=True)
             document.pop(old)
+        elif target[-1] == "device" and value in (True, False):  # cpu_offload: true; also 1 and 0
+            document.move(old, target, "cpu" if value else "none")
+        elif target[-1] == "ignore_unused_parameters" and isinstance(value, bool):  # find_unused_parameters
+            document.move(old, target, not value)
         else:
-            document.move(old, tuple(row.to.split(".")), value)
+            document.move(old, target, "fp32" if old[-1] == "fp32_allreduce" else value)
     return document
 
 
-def _zero_switches(document: Document) -> None:
-    """``zero_optimization: true`` was stage 1; ``offload_param: true`` and ``: cpu`` were its device."""
-
-    def replace(path: KeyPath, value: Any, key: str, meant: Any) -> None:
+def _rename_values(document: Document) -> None:
+    """Old types of values of current keys, see ``FORMS``."""
+    for path in ((Z,), (Z, "offload_optimizer"), (Z, "offload_param"), (Z, "offload_params")):
+        value, key = document.get(path), "stage" if path == (Z,) else "device"
+        meant = value
+        if isinstance(value, bool):
+            meant = int(value) if key == "stage" else "cpu" if value else "none"
+        elif key == "stage" or not isinstance(value, str) or value not in ("none", "cpu", "nvme"):
+            continue
         shown = f"{dotted(path)}: {str(value).lower()} is read as {dotted((*path, key))}={meant}. Write the latter."
         document.tell(path, shown)
         document.put(path, {key: meant})
-
-    value = document.get((Z,))
-    if isinstance(value, bool):
-        replace((Z,), value, "stage", int(value))
-    for name in ("offload_optimizer", "offload_param", "offload_params"):
-        value = document.get((Z, name))
-        if isinstance(value, bool):
-            replace((Z, name), value, "device", "cpu" if value else "none")
-        elif isinstance(value, str) and value in ("none", "cpu", "nvme"):
-            replace((Z, name), value, "device", value)
-
-
-def _clipping(document: Document) -> None:
-    """``gradient_clipping: {enabled, clip_value}``."""
-    path: KeyPath = ("gradient_clipping",)
+    path = ("gradient_clipping",)
     value = document.get(path)
     if not isinstance(value, Mapping) or set(value) - {"enabled", "clip_value"}:
         return
@@ -235,48 +205,15 @@ def _clipping(document: Document) -> None:
     document.put(path, meant)
 
 
-def _device(document: Document, old: KeyPath, value: Any) -> None:
-    """``cpu_offload: true``."""
-    block = "offload_optimizer" if old[-1] == "cpu_offload" else "offload_param"
-    meant = ("cpu" if value else "none") if value in (True, False) else value  # 1 and 0, too
-    document.pop(old) if value is None else document.move(old, (Z, block, "device"), meant)
-
-
-def _pin_memory(document: Document, old: KeyPath, value: Any) -> None:
+def _spread_pin_memory(document: Document, old: KeyPath, value: Any) -> None:
     """One switch for both offload blocks; a block's own key takes precedence."""
     blocks = [n for n in ("offload_optimizer", "offload_param") if isinstance(document.get((Z, n)), Mapping)]
-    blocks = blocks or ["offload_optimizer"]
-    told = False
-    for name in blocks:
-        if value is not None and document.get((Z, name, "pin_memory")) is MISSING:
-            told = document.put((Z, name, "pin_memory"), value)
-    if told:
-        names = " and ".join(f"{Z}.{name}.pin_memory" for name in blocks)
-        document.tell(old, f"{dotted(old)} is read as {names}={value}. Write the latter.")
+    paths = [(Z, name, "pin_memory") for name in blocks or ["offload_optimizer"]]
+    added = [document.put(path, value) for path in paths if document.get(path) is MISSING]
+    if any(added):
+        text = f"{dotted(old)} is read as {' and '.join(map(dotted, paths))}={value}. Write the latter."
+        document.tell(old, text)
     document.pop(old)
-
-
-def _fp32_allreduce(document: Document, old: KeyPath, value: Any) -> None:
-    document.move(old, ("communication_data_type",), "fp32") if value is True else document.pop(old)
-
-
-def _inverse(document: Document, old: KeyPath, value: Any) -> None:
-    """``find_unused_parameters``."""
-    document.move(old, (Z, "ignore_unused_parameters"), not value if isinstance(value, bool) else value)
-
-
-_SPECIAL: Mapping[str, Callable[[Document, KeyPath, Any], None]] = {
-    f"{Z}.cpu_offload": _device,
-    f"{Z}.cpu_offload_param": _device,
-    f"{Z}.cpu_offload_params": _device,
-    f"{Z}.cpu_offload_use_pin_memory": _pin_memory,
-    f"{Z}.pin_memory": _pin_memory,
-    f"{Z}.find_unused_parameters": _inverse,
-    f"{Z}.stage2_find_unused_parameters": _inverse,
-    "fp32_allreduce": _fp32_allreduce,
-    "gradient_clipping.enabled": lambda document, old, value: None,  # see _clipping
-    "gradient_clipping.clip_value": lambda document, old, value: None,
-}
 
 
 # ---- status of each key ----------------------------------------------------------------------------------------------
@@ -327,11 +264,14 @@ class _Classifier:
     def auto(self, path: KeyPath, field: FieldInfo | None) -> Iterator[KeyPath]:
         """Take an "auto" out; one that cannot be resolved is a problem."""
         self.document.pop(path)
-        key = dotted(path)
+        key, default = dotted(path), ""
         if key in AUTO:
             yield path
             return
-        default = "" if field is None or field.is_required() else f"; its default is {_default(field)}"
+        if field is not None and not field.is_required():
+            value = field.get_default(call_default_factory=True)
+            default = str(value).lower() if isinstance(value, bool) else "null" if value is None else value
+            default = f"; its default is {default}"
         text = f'{key}="auto": it cannot be resolved for this key. Write a value, or remove the key{default}.'
         self.document.problem(path, text)
 
@@ -364,15 +304,10 @@ class _Classifier:
             problems = check(self.document.get((path[0], "type")), {str(path[1]): value})
             if not any(problem.key in (near, f"{path[0]}.type") for problem in problems):
                 return f" Did you mean {near}?"
-        alike = nearest(key, refused())
+        alike = nearest(key, (row.key for row in rows() if row.refused))
         if alike is not None and (row := lookup(tuple(alike.split(".")))) is not None:
             return f" It looks like {alike}, which is not supported either: {row.note}"
         return " Remove it, or see docs/config.md for all keys."
-
-
-def _default(field: FieldInfo) -> Any:
-    value = field.get_default(call_default_factory=True)
-    return str(value).lower() if isinstance(value, bool) else "null" if value is None else value
 
 
 def unused(row: KeyStatus, path: KeyPath, value: Any) -> bool:
@@ -407,17 +342,13 @@ def nearest(key: str, candidates: Iterable[str]) -> str | None:
         best = max(same, key=lambda c: same[c])  # the first in a tie
         if len(same) <= _FEW or same[best] >= _ALIKE:
             return best
-    scores = {c: _score(block, name, b, n) for c, (b, _, n) in names.items() if c not in same}
+    scores = {}
+    for candidate, (other, _, other_name) in names.items():
+        alike = _ratio(name, other_name.lower())
+        if candidate not in same and alike >= _CLOSE:  # a similar name counts less in a different block
+            scores[candidate] = alike if block == other else alike * (0.9 + 0.1 * _ratio(block, other))
     best = max(scores, key=lambda c: scores[c], default="")
     return best if best and scores[best] >= _CLOSE else None
-
-
-def _score(block: str, name: str, other_block: str, other_name: str) -> float:
-    """Similarity of two keys, 1 if equal; a similar name counts less in a different block."""
-    alike = _ratio(name, other_name.lower())
-    if alike < _CLOSE:
-        return 0.0
-    return alike if block == other_block else alike * (0.9 + 0.1 * _ratio(block, other_block))
 
 
 def _ratio(one: str, other: str) -> float:
@@ -439,16 +370,8 @@ def _with_blocks(keys: Iterable[str]) -> dict[str, None]:
 @cache
 def accepted(schema: type[Block]) -> tuple[str, ...]:
     """All dotted keys that are accepted: those of the schema and of the table."""
-    targets = [target for row in aliases() for target in row.to.split(" and ")]
-    meant = (target for target in targets if not _refuses(lookup(tuple(target.split(".")))))
-    without = (row.key for row in rows() if row.status == "no_effect")
-    return (*dotted_keys(schema), *AUTO, *meant, *without)
-
-
-def refused() -> tuple[str, ...]:
-    """Keys that are known but refused."""
-    return tuple(row.key for row in rows() if _refuses(row))
-
-
-def _refuses(row: KeyStatus | None) -> bool:
-    return row is not None and row.status in ("later", "unsupported")
+    found = [*dotted_keys(schema), *AUTO]
+    for target in (target for row in aliases() for target in row.to.split(" and ")):
+        row = lookup(tuple(target.split(".")))
+        found += [target] if row is None or not row.refused else []
+    return (*found, *(row.key for row in rows() if row.status == "no_effect"))

@@ -17,9 +17,8 @@ from lt_zero.common.errors import BLOCK_CHECKS, Check, ConfigError, Mark, Path, 
 from lt_zero.config.blocks import ActivationCheckpointing
 from lt_zero.config.document import MISSING, Document, Mask, Notice
 from lt_zero.config.fields import Block, block_of, keys_of, thawed
-from lt_zero.config.interpolation import resolve
 from lt_zero.config.keys import classify, rename
-from lt_zero.config.overrides import apply
+from lt_zero.config.overrides import apply, resolve
 from lt_zero.config.read import read
 from lt_zero.config.rules import contradictions, inactive
 from lt_zero.config.schema import Schema, ZeroOptimization

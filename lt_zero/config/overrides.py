@@ -1,6 +1,6 @@
-"""Overrides in Hydra's grammar, ``a.b=value``, on top of a configuration, and the groups that they choose from.
+"""Overrides in Hydra's grammar, ``a.b=value``, on top of a configuration, and ``${...}`` in its values.
 
-A folder of ``lt_zero.conf`` is a group, a YAML file in it an option.
+A folder of ``lt_zero.conf`` is a group of options, ``group=option``; a YAML file in it is an option.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path as File
 from typing import TYPE_CHECKING, Any
 
 from lt_zero.common.errors import ConfigError, Mark, Path, Problem, dotted
-from lt_zero.config.document import DEEPEST, Document, mapped, names_secret, secrets
-from lt_zero.config.text import parse_yaml
+from lt_zero.config.document import DEEPEST, Document, leaves, mapped, names_secret, secrets
+from lt_zero.config.read import parse_yaml
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -49,7 +49,7 @@ def apply(document: Document, overrides: Sequence[str]) -> Document:
         raise ConfigError(f'{text}; write ["{_shown(overrides)}"]')
     if not overrides:
         return document
-    edit = _Edit(document)
+    document = document.copy()
     problems: list[Problem] = []
     parsed: list[HydraOverride] = []
     for text in overrides:
@@ -61,15 +61,15 @@ def apply(document: Document, overrides: Sequence[str]) -> Document:
         key = override.key.replace("/", ".")
         mark = Mark(f"override {_shown(override.text)!r}")
         try:
-            edit.apply(override, mark)
+            _apply(document, override, mark)
         except _Refused as refusal:
             problems.append(Problem(key, str(refusal), mark))
         except ConfigError as error:
             problems += [Problem(key, str(problem), mark) for problem in error.problems]
     if problems:
         raise ConfigError(problems)
-    edit.document.secret |= secrets(edit.values)
-    return edit.document
+    document.secret |= secrets(document.values)
+    return document
 
 
 def _shown(text: object) -> str:
@@ -129,102 +129,60 @@ def _is_choice(override: HydraOverride) -> bool:
     return is_word and override.kind != "delete" and "." not in override.key and group_options(override.key) is not None
 
 
-class _Edit:
-    """A configuration while overrides change it."""
+def _apply(document: Document, override: HydraOverride, mark: Mark) -> None:
+    if _is_choice(override):
+        for key, option in group_values(override.key, override.value).items():
+            there: Any = document.values.get(key)
+            has_types = isinstance(there, dict) and isinstance(option, dict) and "type" in option
+            if has_types and str(there.get("type")).lower() != str(option["type"]).lower():
+                for inner in ("params", "param_groups"):  # they are another type's: Lamb's max_coeff is not AdamW's
+                    there.pop(inner, None)
+                    document.forget((key, inner))
+            _merge(document, document.values, key, option, (key,), mark)
+        return
+    if "/" in override.key:
+        raise _Refused(f"there is no group {override.key}; keys are separated by points")
+    *above, last = override.key.split(".")
+    if override.kind == "delete":
+        _delete(document, (*above, last), override)
+        return
+    if len(above) >= DEEPEST:
+        raise _Refused(f"the key has more than {DEEPEST} parts")
+    holder: Any = document.values
+    path: Path = ()
+    for part in above:
+        index = _index(holder, part, path)
+        path = (*path, index)
+        block = holder.get(index) if isinstance(holder, dict) else holder[index]
+        if isinstance(block, str) and "${" in block:
+            raise _Refused(f"{dotted(path)} is {block!r}, which has no keys of its own; override what it names")
+        if not isinstance(block, (dict, list)):  # a missing block is created, and a value replaced by one, as in Hydra
+            document.forget(path)
+            block = holder[index] = {}
+            document.marks[path] = mark
+        holder = block
+    index = _index(holder, last, path)
+    path = (*path, index)
+    is_there = isinstance(holder, list) or holder.get(index) is not None
+    if override.kind == "add" and is_there and not isinstance(override.value, (dict, list)):
+        plain, either = _shown(override.text[1:]), _shown(override.text)
+        raise _Refused(f"{dotted(path)} is there already; write {plain} to change it, +{either} for either")
+    _merge(document, holder, index, override.value, path, mark)
 
-    def __init__(self, document: Document) -> None:
-        self.document = document.copy()
-        self.values = self.document.values
 
-    def apply(self, override: HydraOverride, mark: Mark) -> None:
-        if _is_choice(override):
-            for key, value in group_values(override.key, override.value).items():
-                self.leave_params(key, value)
-                self.merge(self.values, key, value, (key,), mark)
-            return
-        if "/" in override.key:
-            raise _Refused(f"there is no group {override.key}; keys are separated by points")
-        *above, last = override.key.split(".")
-        _check_keys(override.value)
-        if override.kind == "delete":
-            self.delete(self.find(above), last, override)
-            return
-        if len(above) >= DEEPEST:
-            raise _Refused(f"the key has more than {DEEPEST} parts")
-        holder: Any = self.values
-        path: Path = ()
-        for part in above:
-            holder, path = self.enter(holder, part, path, mark)
-        self.set(holder, last, path, override, mark)
-
-    def leave_params(self, key: str, option: Any) -> None:
-        """Parameters of one type mean nothing to another: Lamb's max_coeff to AdamW."""
-        there = self.values.get(key)
-        if not (isinstance(there, dict) and isinstance(option, dict) and "type" in option):
-            return
-        if str(there.get("type")).lower() == str(option["type"]).lower():
-            return
-        for inner in ("params", "param_groups"):
-            if there.pop(inner, None) is not None:
-                self.document.forget((key, inner))
-
-    def find(self, keys: Sequence[str]) -> Any:
-        """The block at ``keys``, None if there is none."""
-        block: Any = self.values
-        for key in keys:
-            block = block.get(key) if isinstance(block, dict) else None
-        return block
-
-    def delete(self, block: Any, last: str, override: HydraOverride) -> None:
-        if isinstance(block, list):
-            raise _Refused("items of a list cannot be deleted; write the whole list")
-        if not isinstance(block, dict) or last not in block:
-            near = f"; there are {', '.join(block)}" if isinstance(block, dict) and block else ""
-            raise _Refused(f"{override.key} cannot be deleted: it is not there{near}")
-        if override.has_value and override.value != block[last]:
-            path = tuple(override.key.split("."))
-            held = "another value" if self.document.hides(path) else repr(block[last])
-            raise _Refused(f"{override.key} is not deleted: it is {held}; write ~{override.key} for any value")
-        del block[last]
-        self.document.forget(tuple(override.key.split(".")))
-
-    def enter(self, holder: Any, key: str, path: Path, mark: Mark) -> tuple[Any, Path]:
-        """The block ``key`` of ``holder``, made if it is missing; what is no block is replaced, as in Hydra."""
-        index = _index(holder, key, path)
-        inside = (*path, index)
-        value = holder.get(index) if isinstance(holder, dict) else holder[index]
-        if isinstance(value, str) and "${" in value:
-            raise _Refused(f"{dotted(inside)} is {value!r}, which has no keys of its own; override what it names")
-        if not isinstance(value, (dict, list)):
-            self.document.forget(inside)
-            value = holder[index] = {}
-            self.document.marks[inside] = mark
-        return value, inside
-
-    def set(self, holder: Any, key: str, path: Path, override: HydraOverride, mark: Mark) -> None:
-        index = _index(holder, key, path)
-        full = (*path, index)
-        there = isinstance(holder, list) or holder.get(index) is not None
-        if override.kind == "add" and there and not isinstance(override.value, (dict, list)):
-            plain = _shown(override.text[1:])
-            raise _Refused(
-                f"{dotted(full)} is there already; write {plain} to change it, +{_shown(override.text)} for either"
-            )
-        self.merge(holder, index, override.value, full, mark)
-
-    def merge(self, holder: Any, key: str | int, value: Any, path: Path, mark: Mark) -> None:
-        """Set ``holder[key]``; a mapping is merged into one that is there."""
-        there = holder.get(key) if isinstance(holder, dict) else holder[key]
-        if isinstance(there, dict) and isinstance(value, dict):
-            self.document.marks.setdefault(path, mark)
-            for inner, item in value.items():
-                self.merge(there, inner, item, (*path, inner), mark)
-            return
-        self.document.forget(path)
-        holder[key] = mapped(value)
-        self.document.marks[path] = mark
-        for inner_path in _inside(value, path):
-            self.document.marks[inner_path] = mark
+def _delete(document: Document, path: Path, override: HydraOverride) -> None:
+    block = document.get(path[:-1])
+    if isinstance(block, list):
+        raise _Refused("items of a list cannot be deleted; write the whole list")
+    if not isinstance(block, dict) or path[-1] not in block:
+        near = f"; there are {', '.join(block)}" if isinstance(block, dict) and block else ""
+        raise _Refused(f"{override.key} cannot be deleted: it is not there{near}")
+    value = block[path[-1]]
+    if override.has_value and override.value != value:
+        held = "another value" if document.hides(path) else repr(value)
+        raise _Refused(f"{override.key} is not deleted: it is {held}; write ~{override.key} for any value")
+    document.pop(path)
+    document.forget(path)
 
 
 def _index(holder: Any, key: str, path: Path) -> str | int:
@@ -235,27 +193,24 @@ def _index(holder: Any, key: str, path: Path) -> str | int:
     return int(key)
 
 
-def _inside(value: Any, path: Path) -> list[Path]:
-    """Paths of all keys and items in ``value``."""
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    below = [((*path, key), item) for key, item in pairs]
-    return [found for inner, item in below for found in (inner, *_inside(item, inner))]
-
-
-def _check_keys(value: Any) -> None:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise _Refused(f"the key {key!r} is not text; write it in quotes")
-            _check_keys(item)
-    elif isinstance(value, list):
-        for item in value:
-            _check_keys(item)
+def _merge(document: Document, holder: Any, key: str | int, value: Any, path: Path, mark: Mark) -> None:
+    """Set ``holder[key]``; a mapping is merged into one that is there."""
+    there = holder.get(key) if isinstance(holder, dict) else holder[key]
+    if not (isinstance(there, dict) and isinstance(value, dict)):
+        document.forget(path)
+        there = holder[key] = {} if isinstance(value, dict) else mapped(value)
+    document.marks.setdefault(path, mark)
+    for inner, item in (
+        value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
+    ):
+        if isinstance(value, dict) and not isinstance(inner, str):
+            raise _Refused(f"the key {inner!r} is not text; write it in quotes")
+        _merge(document, there, inner, item, (*path, inner), mark)
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
 
-_PACKAGE = re.compile(r"#\s*@package\s+(\S+)\s*")
+_PACKAGE = re.compile(r"^[ \t]*#\s*@package\s+(\S+)\s*$", re.MULTILINE)
 
 
 def group_folder() -> Traversable | None:
@@ -292,27 +247,121 @@ def group_values(group: str, option: str) -> dict[str, Any]:
     known = group_options(group) or []
     if option not in known:
         close = difflib.get_close_matches(option, known, 1, 0.4)
-        nearest = f"; did you mean {group}={close[0]}?" if close else ""
-        raise ConfigError(
-            f"{group}={option}: the group {group} has the options {', '.join(known) or '(none)'}{nearest}"
-        )
+        near = f"; did you mean {group}={close[0]}?" if close else ""
+        options = ", ".join(known) or "(none)"
+        raise ConfigError(f"{group}={option}: the group {group} has the options {options}{near}")
     found = group_folder()
     assert found is not None  # options were found in it
-    for part in (*group.split("/"), f"{option}.yaml"):
-        found = found / part
-    text = found.read_text(encoding="utf-8")
+    text = found.joinpath(*group.split("/"), f"{option}.yaml").read_text(encoding="utf-8")
     values = parse_yaml(text, f"{group}/{option}.yaml").values
     if "defaults" in values:
         raise ConfigError(f"{group}={option}: its file has a defaults list, which only Hydra composes; use hydra.main")
-    for part in reversed(_package(text, group)):
+    header = _PACKAGE.search(text)
+    package = header[1] if header is not None else "_group_"
+    parts = group.split("/") if package == "_group_" else package.split(".") if package != "_global_" else []
+    for part in reversed(parts):
         values = {part: values}
     return values
 
 
-def _package(text: str, group: str) -> list[str]:
-    lines = (line.strip() for line in text.splitlines())
-    headers = (found[1] for line in lines if line.startswith("#") and (found := _PACKAGE.fullmatch(line)))
-    package = next(headers, "_group_")
-    if package == "_global_":
-        return []
-    return (group.replace("/", ".") if package == "_group_" else package).split(".")
+# ---- interpolations --------------------------------------------------------------------------------------------------
+
+_ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:")
+_NAME = re.compile(r"[\w.\-\[\]]+")
+_PLAIN = (str, int, float, bool, type(None))
+
+
+class _Box:
+    """Hides an object from OmegaConf, which would refuse a torch.dtype, and take a dataclass apart."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+def resolve(document: Document) -> Document:
+    """Replace ``${oc.env:NAME}``, ``${oc.env:NAME,default}``, ``${key.other}`` and whatever else OmegaConf resolves.
+
+    Values from environment variables, directly or not, are noted as secret. They are text, as in OmegaConf: "1e-4"
+    becomes a number by ``${oc.decode:${oc.env:NAME}}``, or where the schema wants one.
+
+    Raises:
+        ConfigError: all variables and keys that are missing, circles, unknown resolvers, and values ``???``.
+    """
+    is_special = re.compile(r"\$\{|^\?\?\?\Z").search
+    texts = {path: leaf for path, leaf in leaves(document.values) if isinstance(leaf, str) and is_special(leaf)}
+    if not texts:
+        return document
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    document = document.copy()
+    for path, text in texts.items():
+        if text == "???":
+            document.problem(path, f"{dotted(path)} is ???, a value that is to be given; set it, or delete the key")
+            continue
+        try:
+            OmegaConf.create([text])
+        except (OmegaConfBaseException, RecursionError) as error:
+            said = f"{dotted(path)}: {text!r} is no interpolation ({_said(error)})"
+            document.problem(path, f"{said}; write ${{key.other}} or ${{oc.env:NAME}}")
+    boxed = mapped(document.check().values, lambda leaf: leaf if type(leaf) in _PLAIN else _Box(leaf))
+    config = OmegaConf.create(boxed, flags={"allow_objects": True})
+    for path, text in texts.items():
+        holder: Any = document.values
+        node: Any = config
+        try:
+            for part in path[:-1]:
+                holder, node = holder[part], node[part]
+            found = node[path[-1]]
+            found = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+        except (OmegaConfBaseException, RecursionError) as error:
+            document.problem(path, _explained(path, text, error))
+            continue
+        holder[path[-1]] = mapped(found, lambda leaf: leaf.value if isinstance(leaf, _Box) else leaf)
+    document.secret = _hidden(texts, document.secret)
+    return document.check()
+
+
+def _explained(path: Path, text: str, error: BaseException) -> str:
+    said = _said(error)
+    head = f"{dotted(path)}: {text} cannot be resolved"
+    if variable := re.search(r"Environment variable '([^']*)' not found", said):
+        name = variable[1]
+        return f"{head}: the environment variable {name} is not set; export it, or write ${{oc.env:{name},default}}"
+    if "Recursive interpolation" in said or "to parent node" in said or isinstance(error, RecursionError):
+        return f"{head}: it leads back to itself"
+    if "Unsupported interpolation type" in said:
+        remedy = "oc.env is one, or register it with OmegaConf.register_new_resolver"
+        return f"{head}: there is no resolver {said.rsplit(' ', 1)[-1]}; {remedy}"
+    if missing := re.search(r"Interpolation key '([^']*)' not found", said):
+        return f"{head}: there is no key {missing[1]}; keys count from the top level of the configuration"
+    if _ENVIRONMENT.search(text):  # OmegaConf may repeat the variable's value
+        return f"{head}: the resolver cannot read what the environment variable holds"
+    return f"{head}: {said}"
+
+
+def _said(error: BaseException) -> str:
+    return re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error)).split("\n", 1)[0]
+
+
+def _hidden(texts: dict[Path, str], known: set[Path]) -> set[Path]:
+    """Secrets: ``known``, texts that read a variable, texts that name either; rather one too many than one too few."""
+    secret = known | {path for path, text in texts.items() if _ENVIRONMENT.search(text)}
+    waiting = set(texts) - secret
+    while secret:
+        names = [f".{dotted(path)}." for path in secret]
+        new = {path for path in waiting if any(_refers(token, names) for token in _NAME.findall(texts[path]))}
+        if not new:
+            break
+        secret |= new
+        waiting -= new
+    return secret
+
+
+def _refers(token: str, names: list[str]) -> bool:
+    """Whether a word in an interpolation names one of the values, or a block around it; relative ones by their end."""
+    name = "." + re.sub(r"[\[\].]+", ".", token).strip(".") + "."
+    return name != ".." and any(name in whole if token.startswith(".") else whole.startswith(name) for whole in names)

@@ -1,33 +1,31 @@
-"""From what a user passes as configuration, a path, a mapping or text, to a document."""
+"""From what a user passes as configuration, a path, a mapping or text, to a document.
+
+Of JSON and YAML text, the line and column of each key are kept, and errors show the place and the remedy.
+"""
 
 from __future__ import annotations
 
 import base64
+import bisect
 import codecs
 import difflib
+import functools
+import itertools
 import json
+import math
 import os
 import re
 import reprlib
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path as File
 from typing import Any
 
-from lt_zero.common.errors import ConfigError, Path, Problem, dotted
-from lt_zero.config.document import DEEPEST, Document, leaves, secrets, too_deep
-from lt_zero.config.text import parse_json, parse_yaml
+from lt_zero.common.errors import ConfigError, Mark, Path, Problem, dotted
+from lt_zero.config.document import DEEPEST, Document, Notice, leaves, names_secret, secrets, too_deep
 
-_SUFFIXES = {
-    **dict.fromkeys((".json", ".jsonc", ".hjson"), parse_json),
-    **dict.fromkeys((".yaml", ".yml"), parse_yaml),
-}
-_BYTE_ORDER_MARKS = (  # Windows PowerShell's > writes UTF-16
-    (codecs.BOM_UTF8, "utf-8"),
-    (codecs.BOM_UTF16_LE, "utf-16-le"),
-    (codecs.BOM_UTF16_BE, "utf-16-be"),
-)
+_MOST_VALUES = 100_000  # real files have 100; shared mappings, such as YAML's aliases, can expand to more than memory
 
 
 def read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> Document:
@@ -41,15 +39,17 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> Document:
         ConfigError: the file is missing, or not text, or not what it should be; with line and column. A key stands
             twice or is not text. It is base64 text, or a file of ``accelerate config``.
     """
-    if source is None:
-        document = Document({})
-    elif isinstance(source, Mapping):
-        document = _from_mapping(source)
+    document = Document({})
+    if isinstance(source, Mapping):
+        document.values = _copied(source, (), document, itertools.count())
+        if not document.problems and not isinstance(document.values, dict):
+            document.problem((), "the configuration is a DictConfig without value (None or ???)")
+        document.check()
     elif isinstance(source, str) and source.lstrip().startswith("{"):
         document = parse_json(source, "configuration text")
     elif isinstance(source, (str, os.PathLike)):
         document = _from_file(os.fsdecode(source))
-    else:
+    elif source is not None:
         kind = type(source).__name__
         raise ConfigError(f"a configuration is a path, a mapping or None, not {reprlib.repr(source)} ({kind})")
     _refuse_accelerate(document)
@@ -60,39 +60,26 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> Document:
 # ---- mappings --------------------------------------------------------------------------------------------------------
 
 
-def _from_mapping(mapping: Mapping[Any, Any]) -> Document:
-    document = Document({})
-    document.values = _copied(mapping, (), document)
-    if not document.problems and not isinstance(document.values, dict):
-        document.problem((), "the configuration is a DictConfig without value (None or ???)")
-    if document.problems:
-        raise ConfigError(document.problems)
-    return document
-
-
-def _copied(value: Any, path: Path, document: Document) -> Any:
-    """Mappings and lists as dict and list, all else as it is."""
+def _copied(value: Any, path: Path, document: Document, count: Iterator[int]) -> Any:
+    """Mappings and lists as dict and list; numpy's numbers and arrays, and tensors, as Python's own."""
     if len(path) > DEEPEST:  # also ends a mapping that contains itself
         raise too_deep(dotted(path[:3]))
+    if next(count) > _MOST_VALUES:
+        raise _too_many("the configuration", "shared mappings")
     omegaconf = sys.modules.get("omegaconf")  # not imported: then nothing is an object of it
     if omegaconf is not None and isinstance(value, (omegaconf.DictConfig, omegaconf.ListConfig)):
         value = _plain(value, path, document)
     if isinstance(value, (list, tuple)):
-        return [_copied(item, (*path, index), document) for index, item in enumerate(value)]
-    if not isinstance(value, Mapping):
-        return _scalar(value, path, document)
-    copied = {}
-    for key, item in value.items():
-        if isinstance(key, str):
-            copied[str(key)] = _copied(item, (*path, str(key)), document)
-        else:
-            where = f"of {dotted(path)} " if path else ""
-            document.problem(path, f"the key {reprlib.repr(key)} {where}is not text; write it in quotes")
-    return copied
-
-
-def _scalar(value: Any, path: Path, document: Document) -> Any:
-    """A value that can be compared with others; numpy's numbers and lists, and tensors, as Python's own."""
+        return [_copied(item, (*path, index), document, count) for index, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        copied = {}
+        for key, item in value.items():
+            if isinstance(key, str):
+                copied[str(key)] = _copied(item, (*path, str(key)), document, count)
+            else:
+                where = f"of {dotted(path)} " if path else ""
+                document.problem(path, f"the key {reprlib.repr(key)} {where}is not text; write it in quotes")
+        return copied
     if value is None or isinstance(value, (str, int, float)):
         return value
     try:
@@ -109,7 +96,7 @@ def _scalar(value: Any, path: Path, document: Document) -> Any:
 def _plain(config: Any, path: Path, document: Document) -> Any:
     """Containers of OmegaConf's as dict or list.
 
-    Interpolations stay, except in a part of a larger configuration: what they name is outside of it.
+    Interpolations stay, except in a part of a larger configuration: there they may refer to keys outside of the part.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -130,7 +117,17 @@ def _plain(config: Any, path: Path, document: Document) -> Any:
         return {}
 
 
+def _too_many(name: str, what: str) -> ConfigError:
+    return ConfigError(f"{name} has more than {_MOST_VALUES:,} values ({what} counted as often as used)")
+
+
 # ---- files -----------------------------------------------------------------------------------------------------------
+
+_BYTE_ORDER_MARKS = {  # Windows PowerShell's > writes UTF-16
+    codecs.BOM_UTF8: "utf-8",
+    codecs.BOM_UTF16_LE: "utf-16-le",
+    codecs.BOM_UTF16_BE: "utf-16-be",
+}
 
 
 def _from_file(given: str) -> Document:
@@ -139,8 +136,21 @@ def _from_file(given: str) -> Document:
         path = File(given).expanduser()
     except RuntimeError:
         raise ConfigError(f"{given}: there is no such user; write the folder out") from None
-    text = _decoded(_content(path, given), given)
-    looks_like_json = _starts_as_json(text)
+    content = _content(path, given)
+    mark = next((mark for mark in _BYTE_ORDER_MARKS if content.startswith(mark)), b"")
+    content = content[len(mark) :]
+    try:
+        text = content.decode(_BYTE_ORDER_MARKS.get(mark, "utf-8"))
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{given}, line {line}: it is not text in UTF-8 ({error.reason}); save it as UTF-8") from None
+    if "\0" in text:
+        raise ConfigError(f"{given} is not text: it holds zero bytes; is it the right file?")
+    if not text.strip():
+        raise ConfigError(f"{given} is empty; write at least {{}}")
+    lines = (line.strip() for line in text.splitlines())
+    first = next((line for line in lines if line and not line.startswith("#")), "")
+    looks_like_json = first.startswith(("{", "[", "//", "/*", "```"))
     parse = _SUFFIXES.get(path.suffix.lower()) or (parse_json if looks_like_json else parse_yaml)
     if parse is parse_json and path.suffix and not looks_like_json:
         raise ConfigError(
@@ -178,45 +188,281 @@ def _content(path: File, given: str) -> bytes:
             raise ConfigError(f"{given} is no regular file (a pipe or a device); save the configuration as a file")
         return path.read_bytes()
     except FileNotFoundError:
-        raise ConfigError(f"there is no file {given}{_nearest(path)}") from None
+        try:
+            names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
+        except OSError:
+            raise ConfigError(f"there is no file {given}; there is no folder {path.parent} either") from None
     except OSError as error:
         raise ConfigError(f"{given:.200} cannot be read: {error.strerror or error}") from None
-
-
-def _nearest(path: File) -> str:
-    folder = path.parent
-    try:
-        names = [entry.name for entry in folder.iterdir() if entry.is_file()]
-    except OSError:
-        return f"; there is no folder {folder} either"
-    close = difflib.get_close_matches(path.name, names, 1, 0.5)
     configs = sorted(name for name in names if File(name).suffix in _SUFFIXES)[:5]
-    if close:
-        return f"; did you mean {folder / close[0]}?"
-    return f"; {folder.absolute()} holds {', '.join(configs)}" if configs else f" in {folder.absolute()}"
+    folder = path.parent.absolute()
+    near = f"; {folder} holds {', '.join(configs)}" if configs else f" in {folder}"
+    if close := difflib.get_close_matches(path.name, names, 1, 0.5):
+        near = f"; did you mean {path.parent / close[0]}?"
+    raise ConfigError(f"there is no file {given}{near}")
 
 
-def _decoded(content: bytes, given: str) -> str:
-    marked = ((mark, encoding) for mark, encoding in _BYTE_ORDER_MARKS if content.startswith(mark))
-    mark, encoding = next(marked, (b"", "utf-8"))
-    content = content[len(mark) :]
+class _Text:
+    """Text of a file, and the document that is read from it."""
+
+    def __init__(self, text: str, name: str) -> None:
+        self.text, self.name, self.document = text, name, Document({}, name=name)
+        self._starts = [0, *(found.end() for found in re.finditer(r"\r\n|\n|\r", text))]
+
+    def mark(self, offset: int) -> Mark:
+        row = bisect.bisect_right(self._starts, offset) - 1
+        return Mark(self.name, row + 1, offset - self._starts[row] + 1)
+
+    def problem(self, offset: int, message: str, path: Path = ()) -> None:
+        """A message with the place and the text of its line, unless that may hold a secret."""
+        row = bisect.bisect_right(self._starts, offset)
+        line = self.text[self._starts[row - 1] : self._starts[row] if row < len(self._starts) else None]
+        column = offset - self._starts[row - 1]
+        if not names_secret(line) and (shown := line[max(0, column - 60) : column + 60].strip()):
+            message += f"\n    {shown}"
+        self.document.problem(path, message, self.mark(offset))
+
+    def twice(self, offset: int, path: Path, first: Mark) -> None:
+        places = f"first at line {first.line}, column {first.column}"
+        self.problem(offset, f"the key {dotted(path)} stands twice, {places}; keep one", path)
+
+    def enter(self, path: Path) -> None:
+        if len(path) > DEEPEST:
+            raise too_deep(self.name)
+        if len(self.document.marks) > _MOST_VALUES:
+            raise _too_many(self.name, "aliases")
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+
+_STRING = r'"(?:[^"\\\n\r]|\\.)*"'
+_COMMENT = re.compile(rf"({_STRING})|//[^\n\r]*|\#[^\n\r]*|/\*.*?\*/", re.DOTALL)
+_LAST_COMMA = re.compile(rf"({_STRING})|(?<=[^\s\[{{,:])\s*,(?=\s*[\]}}])", re.DOTALL)
+_TOKEN = re.compile(rf"{_STRING}|[{{}}\[\]:,]|[^\s{{}}\[\]:,\"]+")
+_HINTS = {  # by json's own message
+    "Expecting ',' delimiter": "a comma or a closing bracket is missing before this",
+    "Expecting ':' delimiter": "a colon and a value are missing after the key",
+    "Expecting property name enclosed in double quotes": 'a key in double quotes is expected here, such as "stage": 3',
+    "Expecting value": "a value is missing, or it is text without double quotes, or a placeholder to be filled in",
+    "Extra data": "the configuration ended before this; a file holds one",
+    "Unterminated string starting at": "a string starts here and does not end",
+    "Invalid control character at": "a string holds a tab or a line break; write \\t or \\n in it",
+    "Invalid \\escape": "a backslash in a string starts an escape that JSON does not know; write \\\\ for a backslash",
+}
+_WORDS = {  # by what stands there
+    "True": "True is Python's; JSON writes true",
+    "False": "False is Python's; JSON writes false",
+    "None": "None is Python's; JSON writes null",
+    "'": "JSON knows only the straight double quotes",
+    "/*": "a comment starts here and has no */",
+}
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """The keys and values of a mapping, also of keys that stand twice."""
+
+
+def _int(digits: str) -> float:
+    return int(digits) if len(digits) <= 400 else math.inf  # Python refuses to convert longer ones, and to print them
+
+
+def parse_json(text: str, name: str) -> Document:
+    """Values of a JSON text whose top level is a mapping. Comments and trailing commas are accepted, with a notice.
+
+    Raises:
+        ConfigError: it is no JSON, or a key stands twice; with file, line and column.
+    """
+    where = _Text(text, name)
+    cleaned = _without_extras(where)
+    start = len(cleaned) - len(cleaned.lstrip())
+    if start == len(cleaned):
+        raise ConfigError(f"{name} is empty (or holds nothing but comments); write at least {{}}")
     try:
-        text = content.decode(encoding)
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{given}, line {line}: it is not text in UTF-8 ({error.reason}); save it as UTF-8") from None
-    if "\0" in text:
-        raise ConfigError(f"{given} is not text: it holds zero bytes; is it the right file?")
-    if not text.strip():
-        raise ConfigError(f"{given} is empty; write at least {{}}")
-    return text
+        values = json.loads(cleaned, object_pairs_hook=_Pairs, parse_int=_int)
+        if isinstance(values, _Pairs):
+            tokens = _TOKEN.finditer(cleaned)
+            where.document.values = _placed(values, (), next(tokens), tokens, where)
+        else:
+            kind = "list" if isinstance(values, list) else "single value"
+            where.problem(start, f"the top level is a {kind}, not a mapping {{...}}")
+    except json.JSONDecodeError as error:
+        rest = cleaned[error.pos :]
+        hint = next((hint for word, hint in _WORDS.items() if rest.startswith(word)), _HINTS.get(error.msg, error.msg))
+        if not rest.strip() and error.msg.startswith("Expecting"):
+            hint = "the text ends too early; a bracket has no partner"
+        where.problem(error.pos, f"not JSON: {hint}")
+    except RecursionError:
+        raise too_deep(name) from None
+    return where.document.check()
 
 
-def _starts_as_json(text: str) -> bool:
-    """Whether the first character outside of comments is a bracket, or what a careless copy puts before one."""
-    lines = (line.strip() for line in text.splitlines())
-    first = next((line for line in lines if line and not line.startswith("#")), "")
-    return first.startswith(("{", "[", "//", "/*", "```"))
+def _without_extras(where: _Text) -> str:
+    """The text with blanks for comments and trailing commas, which move nothing; a notice tells about them."""
+    extras: list[tuple[int, str]] = []
+
+    def blank(what: str, found: re.Match[str]) -> str:
+        if found[1] is not None:  # a string, which may hold what looks like a comment
+            return found[0]
+        extras.append((found.end() - len(found[0].lstrip()), what))
+        return re.sub(r"[^\n\r]", " ", found[0])
+
+    cleaned = _COMMENT.sub(functools.partial(blank, "a comment"), where.text)
+    cleaned = _LAST_COMMA.sub(functools.partial(blank, "a comma before a closing bracket"), cleaned)
+    if extras:
+        first, what = min(extras)
+        more = f" (and {len(extras) - 1} more places)" if len(extras) > 1 else ""
+        text = f"{what} is not JSON{more}; it is read as DeepSpeed reads it"
+        where.document.notices.append(Notice("file", "", text, where.mark(first)))
+    return cleaned
+
+
+def _placed(value: Any, path: Path, token: re.Match[str], tokens: Iterator[re.Match[str]], where: _Text) -> Any:
+    """A value of ``json`` with mappings as dicts; notes the places of the keys and items in it.
+
+    Args:
+        token: the first of the value.
+        tokens: all that follow, which json has accepted; those of the value are consumed.
+    """
+    where.enter(path)
+    marks = where.document.marks
+    if isinstance(value, list):
+        is_mapping, made = isinstance(value, _Pairs), {}
+        for key, item in value if is_mapping else enumerate(value):
+            here, first = (*path, key), next(tokens)
+            if key in made:
+                where.twice(first.start(), here, marks[here])
+            marks.setdefault(here, where.mark(first.start()))
+            if is_mapping:
+                next(tokens)  # the colon
+                first = next(tokens)
+            made[key] = _placed(item, here, first, tokens, where)
+            next(tokens)  # a comma, or the bracket at the end
+        if not value:
+            next(tokens)
+        return made if is_mapping else list(made.values())
+    if isinstance(value, float) and not math.isfinite(value):
+        where.problem(token.start(), f"{token[0]:.30} is no finite number; leave the key out, or write one", path)
+    return value
+
+
+# ---- YAML ------------------------------------------------------------------------------------------------------------
+
+_TAG = "tag:yaml.org,2002:"
+_SCALARS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str")}
+_YAML_HINTS = {
+    "cannot start any token": "YAML indents with spaces, never with tabs, and text that starts with % @ ` needs quotes",
+    "mapping values are not allowed": "look for a wrong indentation, or text with ': ' in it that needs quotes",
+    "expected ',' or": "a comma is missing, or a bracket in the lines before, or ${...} in braces needs quotes",
+    "undefined alias": "text that starts with * needs quotes",
+    "expected <block end>": "look for a wrong indentation, or a missing : or quote, in this line and the one before",
+    "could not find expected ':'": "look for a missing : or quote, in this line and the one before",
+    "but found another document": "a second document starts here; a file holds one configuration",
+}
+
+
+def parse_yaml(text: str, name: str) -> Document:
+    """Values of a YAML text whose top level is a mapping, as OmegaConf reads them.
+
+    Raises:
+        ConfigError: it is not YAML, or YAML that a configuration has no use for; with file, line and column.
+    """
+    import yaml  # takes time, and most files are JSON
+
+    from lt_zero.common.compat import yaml_loader
+
+    where = _Text(text, name)
+    try:
+        loader = yaml_loader(text)
+        node = loader.get_single_node()
+        if node is None or (node.tag == f"{_TAG}null" and node.value == ""):
+            raise ConfigError(f"{name} is empty (or holds nothing but comments); write at least {{}}")
+        if node.id == "mapping":
+            where.document.values = _Nodes(where, loader).value(node, ())
+        else:
+            what = "list" if node.id == "sequence" else "single value"
+            where.problem(node.start_mark.index, f"the top level is a {what}, not a mapping (key: value)")
+    except yaml.YAMLError as error:
+        said = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+        hint = next((f"; {hint}" for part, hint in _YAML_HINTS.items() if part in said), "")
+        mark = getattr(error, "problem_mark", None)
+        where.problem(getattr(error, "position", 0) if mark is None else mark.index, f"not YAML: {said}{hint}")
+    except RecursionError:
+        raise too_deep(name) from None
+    except UnicodeError as error:  # half a surrogate pair
+        raise ConfigError(f"{name}: {error}") from None
+    return where.document.check()
+
+
+class _Nodes:
+    """From PyYAML's nodes to values; errors are collected as far as the tree makes sense.
+
+    Making the values here, instead of letting PyYAML construct objects, is what refuses tags of Python and keys that
+    are not text, and what finds keys that stand twice.
+    """
+
+    def __init__(self, where: _Text, loader: Any) -> None:
+        self.where, self.loader = where, loader
+        self.merged: dict[int, dict[str, tuple[Any, Any]]] = {}  # by the id of the node
+
+    def value(self, node: Any, path: Path) -> Any:
+        self.where.enter(path)
+        place = dotted(path) or "the top level"
+        if node.tag not in (_SCALARS if node.id == "scalar" else (f"{_TAG}map", f"{_TAG}seq")):
+            is_plain = node.id == "scalar" and node.tag in (f"{_TAG}merge", f"{_TAG}value")
+            tag = node.tag.replace(_TAG, "!!")
+            remedy = "needs quotes" if is_plain else f"has the tag {tag}; write it without a tag"
+            self.where.problem(node.start_mark.index, f"{place} {remedy}", path)
+            return None
+        if node.id == "scalar":
+            try:
+                value = self.loader.construct_object(node)
+                if isinstance(value, int) and value.bit_length() > 1400:  # Python refuses to print longer ones
+                    raise OverflowError
+                return value
+            except (ValueError, KeyError, OverflowError):  # as 0b_, which looks like a number; !!bool maybe
+                text = f"{place} cannot be read as {node.tag.removeprefix(_TAG)}; text needs quotes"
+                self.where.problem(node.start_mark.index, text, path)
+                return None
+        if node.id == "sequence":
+            pairs = {index: (item, item) for index, item in enumerate(node.value)}
+        else:
+            pairs = self.pairs(node, path)
+        for key, (place_of, _) in pairs.items():
+            self.where.document.marks[(*path, key)] = self.where.mark(place_of.start_mark.index)
+        values = {key: self.value(item, (*path, key)) for key, (_, item) in pairs.items()}
+        return values if node.id == "mapping" else list(values.values())
+
+    def pairs(self, node: Any, path: Path) -> dict[Any, tuple[Any, Any]]:
+        """Keys of a mapping with their nodes; those that ``<<`` merges first, so that its own replace them."""
+        if id(node) in self.merged:
+            return self.merged[id(node)]
+        merged: dict[str, tuple[Any, Any]] = {}
+        own: dict[str, tuple[Any, Any]] = {}
+        for key, item in node.value:
+            if key.tag == f"{_TAG}merge":
+                for base in item.value if item.id == "sequence" else [item]:
+                    if base.id == "mapping":
+                        merged |= {**self.pairs(base, path), **merged}  # the first base wins
+                    else:
+                        text = f"<< in {dotted(path) or 'the top level'} merges mappings only, like <<: *name"
+                        self.where.problem(base.start_mark.index, text, path)
+            elif key.id != "scalar" or key.tag != f"{_TAG}str":
+                what = f"a {key.id}"
+                if key.id == "scalar":
+                    what = f"{key.value!r} (YAML reads it as {key.tag.removeprefix(_TAG)})"
+                self.where.problem(key.start_mark.index, f"the key {what} is not text; write it in quotes", path)
+            elif key.value in own:
+                first = self.where.mark(own[key.value][0].start_mark.index)
+                self.where.twice(key.start_mark.index, (*path, key.value), first)
+            else:
+                own[key.value] = (key, item)
+        return self.merged.setdefault(id(node), {**merged, **own})
+
+
+_SUFFIXES = {
+    **dict.fromkeys((".json", ".jsonc", ".hjson"), parse_json),
+    **dict.fromkeys((".yaml", ".yml"), parse_yaml),
+}
 
 
 # ---- files of accelerate ---------------------------------------------------------------------------------------------
@@ -227,35 +473,36 @@ _PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "no": "32-true"}
 
 
 def _refuse_accelerate(document: Document) -> None:
-    """Refuse the file that ``accelerate config`` writes; the error says how to write it here."""
+    """Refuse the file that ``accelerate config`` writes; the error says how to write it here.
+
+    Its names are those of accelerate 1.15, ``DeepSpeedPlugin``.
+    """
     values, block = document.values, document.values.get("deepspeed_config")
     block = block if isinstance(block, dict) else {}
     if sum(key in values for key in _ACCELERATE) < 2 and not any(key in block for key in _ACCELERATE_ZERO):
         return
-    key = "deepspeed_config" if block else next(key for key in _ACCELERATE if key in values)
-    what = "this is a file of `accelerate config`, for `accelerate launch`; its keys are not DeepSpeed's"
-    if block.get("deepspeed_config_file"):
-        remedy = f"Pass the file that it names, {block['deepspeed_config_file']}"
-    else:
-        remedy = f"Write {json.dumps(_translated(block), default=str)} instead"
-        precision = _PRECISIONS.get(str(values.get("mixed_precision")))
-        devices, nodes = values.get("num_processes"), values.get("num_machines")
-        trainer = [f"devices={devices}"] if isinstance(devices, int) else []
-        trainer += [f"num_nodes={nodes}"] if isinstance(nodes, int) and nodes > 1 else []
-        trainer += [f'precision="{precision}"'] if precision else []
-        remedy += f", and Trainer({', '.join(trainer)}) for the rest" if trainer else ""
-    raise ConfigError([Problem(key, f"{what}. {remedy}", document.mark((key,)))])
-
-
-def _translated(block: Mapping[str, Any]) -> dict[str, Any]:
-    """The block in DeepSpeed's own keys. Names: accelerate 1.15, ``DeepSpeedPlugin``."""
     zero: dict[str, Any] = {"stage": block.get("zero_stage", 2)}
     for name in ("offload_optimizer", "offload_param"):
         if (device := block.get(f"{name}_device")) in ("cpu", "nvme"):
-            zero[name] = {"device": device}
-            if device == "nvme":
-                zero[name]["nvme_path"] = str(block.get(f"{name}_nvme_path", "/local_nvme"))
+            folder = {"nvme_path": str(block.get(f"{name}_nvme_path", "/local_nvme"))} if device == "nvme" else {}
+            zero[name] = {"device": device, **folder}
     if block.get("zero3_save_16bit_model") is True:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     kept = {key: block.get(key) for key in ("gradient_accumulation_steps", "gradient_clipping")}
-    return {"zero_optimization": zero, **{key: value for key, value in kept.items() if isinstance(value, (int, float))}}
+    written = {
+        "zero_optimization": zero,
+        **{key: value for key, value in kept.items() if isinstance(value, (int, float))},
+    }
+    precision = _PRECISIONS.get(str(values.get("mixed_precision")))
+    devices, nodes = values.get("num_processes"), values.get("num_machines")
+    trainer = [f"devices={devices}"] if isinstance(devices, int) else []
+    trainer += [f"num_nodes={nodes}"] if isinstance(nodes, int) and nodes > 1 else []
+    trainer += [f'precision="{precision}"'] if precision else []
+    remedy = f"Write {json.dumps(written, default=str)} instead"
+    remedy += f", and Trainer({', '.join(trainer)}) for the rest" if trainer else ""
+    if block.get("deepspeed_config_file"):
+        remedy = f"Pass the file that it names, {block['deepspeed_config_file']}"
+    what = "this is a file of `accelerate config`, for `accelerate launch`; its keys are not DeepSpeed's"
+    path: Path = ("deepspeed_config",) if block else (next(key for key in _ACCELERATE if key in values),)
+    document.problem(path, f"{what}. {remedy}")
+    document.check()

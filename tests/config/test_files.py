@@ -22,9 +22,8 @@ from omegaconf import OmegaConf
 
 from lt_zero.common.errors import ConfigError, Mark, dotted
 from lt_zero.config.document import Document
-from lt_zero.config.interpolation import resolve
-from lt_zero.config.read import read
-from lt_zero.config.text import parse_json, parse_yaml
+from lt_zero.config.overrides import resolve
+from lt_zero.config.read import parse_json, parse_yaml, read
 from tests.support.paths import DATA, PACKAGE, ROOT
 
 CONFIGS = DATA / "ds_configs"
@@ -208,6 +207,14 @@ def test_aliases_do_not_expand_without_end() -> None:
     merges = [f"m{i}: &m{i} {{<<: [*m{i - 1}, *m{i - 1}]}}" for i in range(1, 41)]
     found = parse_yaml("\n".join(["m0: &m0 {x: 1}", *merges]), "merges")
     assert found.values["m40"] == {"x": 1}
+
+
+def test_shared_mappings_do_not_expand_without_end() -> None:
+    shared: Any = {"x": 1}
+    for _ in range(20):
+        shared = {"a": shared, "b": [shared]}
+    with pytest.raises(ConfigError, match=r"more than 100,000 values \(shared mappings counted as often as used\)"):
+        read(shared)
 
 
 def test_what_a_file_may_be(tmp_path: Path) -> None:
@@ -427,8 +434,7 @@ import sys, types
 for name, folder in (("lt_zero", "PACKAGE"), ("lt_zero.config", "PACKAGE/config")):  # without what they import
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [folder]
-from lt_zero.config.interpolation import resolve
-from lt_zero.config.overrides import apply
+from lt_zero.config.overrides import apply, resolve
 from lt_zero.config.read import read
 resolve(apply(read("{}"), []))
 print([name for name in ("torch", "yaml", "omegaconf", "hydra", "pydantic") if name in sys.modules])
