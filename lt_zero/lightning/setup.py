@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch import callbacks
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -37,10 +37,11 @@ from lt_zero.step.supported_optimizers import states_per_element
 
 log = logging.getLogger("lt_zero")
 _STOP, _REQUEUE = "stop", "requeue"
-_NEEDS_WHOLE = {
-    StochasticWeightAveraging: "keeps a full copy of the parameters",
-    WeightAveraging: "keeps a full copy of the parameters",
-    ModelPruning: "computes masks from full parameters and replaces these",
+_COPIES = "keeps a full copy of the parameters"
+_NEEDS_WHOLE: dict[type[callbacks.Callback], str] = {
+    callbacks.StochasticWeightAveraging: _COPIES,
+    **({callbacks.WeightAveraging: _COPIES} if hasattr(callbacks, "WeightAveraging") else {}),  # since Lightning 2.6
+    callbacks.ModelPruning: "computes masks from full parameters and replaces these",
 }
 
 

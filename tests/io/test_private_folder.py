@@ -200,7 +200,14 @@ def test_exit_removes_everything_and_the_exit_of_a_child_nothing(tmp_path: Path)
         file.read(0, target).wait()
         transfers = [file.write(i, source) for i in range(64) for _ in range(4)]  # under way at exit
     """
-    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path), str(Path(lt_zero.__file__).parent)]
+    command = [
+        sys.executable,
+        "-Wignore::DeprecationWarning",
+        "-c",
+        textwrap.dedent(script),
+        str(tmp_path),
+        str(Path(lt_zero.__file__).parent),
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     assert not ended.stderr

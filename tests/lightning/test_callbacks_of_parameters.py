@@ -9,13 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    EMAWeightAveraging,
-    ModelCheckpoint,
-    ModelPruning,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 from torch import nn
 
 from tests.support.lightning_tools import GPT, assert_same, sharded_trainer, single_trainer, weights
@@ -68,10 +63,6 @@ def test_finetuning_unfreezes(pool: Pool, tmp_path: Path, stage: int, optimizer:
         assert_same(got, expected)
 
 
-class Mine(EMAWeightAveraging):
-    pass
-
-
 class Yours(StochasticWeightAveraging):
     pass
 
@@ -79,7 +70,11 @@ class Yours(StochasticWeightAveraging):
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (Mine, r"Mine \(a WeightAveraging\)"),
+        pytest.param(
+            lambda: type("Mine", (callbacks.WeightAveraging,), {})(),
+            r"Mine \(a WeightAveraging\)",
+            marks=pytest.mark.skipif(not hasattr(callbacks, "WeightAveraging"), reason="since Lightning 2.6"),
+        ),
         (lambda: Yours(1e-2), r"Yours \(a StochasticWeightAveraging\)"),
         (lambda: ModelPruning("l1_unstructured", amount=0.5), "ModelPruning"),
     ],

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 import random
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lt_zero.lightning.data_position.loaders import tracked
 from lt_zero.lightning.data_position.position import DataPosition
 from tests.support.matrix import cover
 from tests.support.pool import Pool
@@ -208,3 +212,21 @@ def test_after_an_exception(case: str, tmp_path: Path) -> None:
     seen, got = fit(Model(CASES[case]), 2, tmp_path / "x.ckpt", max_epochs=3)
     assert model.seen[:7] + seen == want_seen
     assert got == want
+
+
+def test_a_loader_is_freed_after_somebody_has_looked_at_its_attributes() -> None:
+    """Python 3.12 keeps the classes of all objects that ``inspect.getattr_static`` has seen."""
+
+    class Owner:
+        def open(self, make: Any) -> Any:
+            return make()
+
+    owner = Owner()
+    loader = tracked(DataLoader(torch.arange(3)), owner.open)
+    assert isinstance(loader, DataLoader)
+    assert [int(batch) for batch in loader] == [0, 1, 2]
+    inspect.getattr_static(loader, "state_dict", None)
+    alive = weakref.ref(owner)
+    del loader, owner
+    gc.collect()
+    assert alive() is None

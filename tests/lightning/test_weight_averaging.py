@@ -10,12 +10,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.support.lightning_tools import GPT, Tensor, assert_same, sharded_trainer, single_trainer, weights
 from tests.support.matrix import only, only_rows
 from tests.support.pool import Pool
 
+pytestmark = pytest.mark.skipif(not hasattr(pl.callbacks, "WeightAveraging"), reason="since Lightning 2.6")
 RUN: dict[str, Any] = {"max_epochs": 3, "use_distributed_sampler": False, "num_sanity_val_steps": 0}
 
 
@@ -33,7 +34,7 @@ def _fit(trainer: pl.Trainer, world: int, **fit: Any) -> tuple[dict[str, Any], l
 def _resumed(stage: int, precision: str, folder: str) -> Any:
     def run(**fit: Any) -> Any:
         saves = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
-        callbacks = [EMAWeightAveraging(decay=0.7), saves]
+        callbacks = [pl.callbacks.EMAWeightAveraging(decay=0.7), saves]
         trainer = sharded_trainer(stage, callbacks=callbacks, precision=precision, enable_checkpointing=True, **RUN)
         return _fit(trainer, dist.get_world_size(), **fit)
 
@@ -46,7 +47,7 @@ def _resumed(stage: int, precision: str, folder: str) -> Any:
 def test_resume(pool: Pool, tmp_path: Path, stage: int, precision: str) -> None:
     (whole, seen), (again, later) = pool.run(2, _resumed, stage, precision, str(tmp_path))[0]
     if precision == "32-true":
-        want, losses = _fit(single_trainer(callbacks=[EMAWeightAveraging(decay=0.7)], **RUN), 1)
+        want, losses = _fit(single_trainer(callbacks=[pl.callbacks.EMAWeightAveraging(decay=0.7)], **RUN), 1)
         assert_same(whole, want)
         assert seen == pytest.approx(losses)
     assert_same(again, whole, 0, 0)
@@ -59,7 +60,7 @@ def rounded(state: dict[str, Tensor]) -> dict[str, Any]:
 
 def _final(stage: int, folder: str) -> None:
     """What is in the module at the end is what is saved, exported, and trained on."""
-    callback = EMAWeightAveraging(decay=0.7)
+    callback = pl.callbacks.EMAWeightAveraging(decay=0.7)
     model = Validated(dist.get_world_size(), "adamw")
     trainer = sharded_trainer(stage, callbacks=[callback], precision="bf16-true", **{**RUN, "max_epochs": 1})
     trainer.fit(model)

@@ -20,11 +20,11 @@ from lt_zero.ops import compiler, library
 from lt_zero.ops.library import Loader, Status
 from tests.support.lightning_tools import GPT, QUIET
 from tests.support.models import Net, next_token_loss
+from tests.support.paths import PACKAGE, ROOT
 from tests.support.pool import Pool
 
 THERE = Status("cpu", True, Path("kernels.so"), "from the cache", "avx512")
 NOT_THERE = Status("cpu", False, None, "no C++ compiler: none of c++ is installed.")
-ROOT = Path(lt_zero.__file__).parent.parent
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_packages_have_the_sources_of_the_kernels() -> None:
     tomllib = pytest.importorskip("tomllib", reason="part of Python 3.11")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["lt_zero"]
-    packed = {path for pattern in patterns for path in (ROOT / "lt_zero").glob(pattern)}
+    packed = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
     sources = {path for path in compiler.CSRC.rglob("*") if path.is_file()}
     assert len(sources) > 10
     assert sources <= packed

@@ -28,7 +28,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -76,21 +76,25 @@ class LazyIterator(ProcessLocal):
 
 
 class _Tracked:
-    """Mixin for the class of a user's loader."""
+    """Mixin for the class of a user's loader.
 
-    open: ClassVar[Callable[[Make], Iterator[Any]]]
-    original: ClassVar[object]
+    The values lie in slots of the clone, whose ``__dict__`` is the loader's. Python 3.12 caches the classes that
+    ``inspect.getattr_static`` has seen: if they held the values, the Trainer would never be freed.
+    """
+
+    _lt_zero_open: Callable[[Make], Iterator[Any]]
+    _lt_zero_original: object
 
     def __iter__(self) -> Iterator[Any]:
-        return type(self).open(cast(Any, super()).__iter__)
+        return self._lt_zero_open(cast(Any, super()).__iter__)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return operator.getitem, ((self.original,), 0)
+        return operator.getitem, ((self._lt_zero_original,), 0)
 
 
 def untracked(loader: object) -> object:
     """The user's own object."""
-    return loader.original if isinstance(loader, _Tracked) else loader
+    return loader._lt_zero_original if isinstance(loader, _Tracked) else loader
 
 
 def tracked(loader: object, open: Callable[[Make], Iterator[Any]]) -> object | None:
@@ -102,10 +106,12 @@ def tracked(loader: object, open: Callable[[Make], Iterator[Any]]) -> object | N
     """
     kind: Any = type(loader)
     try:
-        own = {"open": staticmethod(open), "original": loader}
+        slots = ("_lt_zero_open", "_lt_zero_original")
         copied = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-        clone = object.__new__(type(kind)(kind.__name__, (_Tracked, kind), {**own, **copied}))
+        clone = object.__new__(type(kind)(kind.__name__, (_Tracked, kind), {"__slots__": slots, **copied}))
         object.__setattr__(clone, "__dict__", vars(loader))
+        for slot, value in zip(slots, (open, loader), strict=True):
+            object.__setattr__(clone, slot, value)
     except (TypeError, AttributeError):
         return None
     return cast(object, clone)
