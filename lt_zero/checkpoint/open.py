@@ -1,20 +1,20 @@
-"""Opens a checkpoint of any supported format by its path, and verifies one of ours."""
+"""Opens a checkpoint of any supported format by its path, and verifies checkpoint directories."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lt_zero.checkpoint.formats.dcp import DcpSource
 from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
+from lt_zero.checkpoint.formats.foreign import ForeignSource
 from lt_zero.checkpoint.formats.torch_file import FileSource, ShardsSource
 from lt_zero.checkpoint.native import manifest
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import find, is_url
-from lt_zero.checkpoint.source import Foreign, Source
+from lt_zero.checkpoint.source import Source
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
 
@@ -57,59 +57,37 @@ def open_source(path: str | os.PathLike[str], tag: str | None = None, tell: bool
     """
     found = found_at(path)
     target = Path(found)
-    if is_url(found) or (target / manifest.NAME).is_file():
-        _no_tag(found, tag)
-        return Archive(found)
-    if not target.exists():
+    native = is_url(found) or (target / manifest.NAME).is_file()
+    if not native and not target.exists():
         raise CheckpointError(f"There is no checkpoint at {target}: no such file or directory.")
-    kind = _kind_of(target)
-    if kind is None or _is_half_ours(target):
+    kind = None if native else _kind_of(target)
+    # torch could read the files of a directory of lt_zero without a manifest, but they may be incomplete.
+    if not native and (kind is None or (target / "weights-00000.pt").is_file()):
+        contents = "a file of an unknown kind"
+        if target.is_dir():
+            names = sorted(path.name for path in target.iterdir())
+            contents = f"a directory with {', '.join(names[:5]) or 'nothing'}{', ...' if len(names) > 5 else ''}"
         raise CheckpointError(
-            f"{target} is not a checkpoint, or not a complete one: it is {_contents(target)}. Looked for {_LOOKED_FOR}."
+            f"{target} is not a checkpoint, or not a complete one: it is {contents}. Looked for {_LOOKED_FOR}."
         )
-    source: Foreign
-    if kind is DeepSpeedSource:
-        source = DeepSpeedSource(target, tag)
-    else:
-        _no_tag(found, tag)
-        source = kind(target)
+    if tag is not None and kind is not DeepSpeedSource:
+        raise CheckpointError(f"{found} has no tags, only DeepSpeed's directories have. Leave out the tag {tag!r}.")
+    if kind is None:
+        return Archive(found)
+    source = DeepSpeedSource(target, tag) if kind is DeepSpeedSource else kind(target)
     if tell:
-        _warn(source.notes)
+        notes = list(dict.fromkeys(source.notes))
+        more = [f"{len(notes) - _SHOWN} more notes of this kind."] if len(notes) > _SHOWN else []
+        for note in notes[:_SHOWN] + more:
+            warnings.warn(note, stacklevel=2)
     return source
 
 
-def _kind_of(
-    target: Path,
-) -> type[DeepSpeedSource] | type[DcpSource] | type[ShardsSource] | type[FileSource] | None:
+def _kind_of(target: Path) -> type[ForeignSource] | None:
     try:
         return next((kind for kind in _KINDS if kind.looks_like(target)), None)
     except OSError as error:
         raise CheckpointError(f"Cannot read {target}: {error}. Check its permissions, or use another copy.") from error
-
-
-def _is_half_ours(target: Path) -> bool:
-    """Whether a directory has our files without a manifest: torch could read them, but they may be incomplete."""
-    return target.is_dir() and (target / "weights-00000.pt").is_file()
-
-
-def _no_tag(found: str, tag: str | None) -> None:
-    if tag is not None:
-        raise CheckpointError(f"{found} has no tags, only DeepSpeed's directories have. Leave out the tag {tag!r}.")
-
-
-def _warn(notes: Sequence[str]) -> None:
-    """Warn of each note once, up to a maximum."""
-    different = list(dict.fromkeys(notes))
-    more = len(different) - _SHOWN
-    for note in [*different[:_SHOWN], *([f"{more} more notes of this kind."] if more > 0 else [])]:
-        warnings.warn(note, stacklevel=3)
-
-
-def _contents(target: Path) -> str:
-    if not target.is_dir():
-        return "a file of an unknown kind"
-    names = sorted(path.name for path in target.iterdir())
-    return f"a directory with {', '.join(names[:5]) or 'nothing'}{', ...' if len(names) > 5 else ''}"
 
 
 _FACTS = ("stage", "ranks", "precision", "created", "imported_from", "torch")  # facts of the run

@@ -67,20 +67,3 @@ class Source(Protocol):
 
     def read_state(self, optimizer: int, name: str, key: str) -> Tensor:
         """An element-wise state of a parameter, with the parameter's shape."""
-
-
-class Foreign(Source, Protocol):
-    """A checkpoint of another format. ``notes``: sentences about what cannot be converted.
-
-    Constructors take a path, and with ``inert`` the names of further classes whose objects are left out instead of
-    refused. They raise a CheckpointError that names the file that is missing, damaged, or holds what is refused.
-    """
-
-    notes: list[str]
-
-    def verify(self) -> list[str]:
-        """Read every byte that has a checksum; returns the files without checksums.
-
-        Raises:
-            CheckpointError: a file is damaged; names it.
-        """

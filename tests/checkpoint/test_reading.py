@@ -316,6 +316,22 @@ def test_checksums(tmp_path: Path) -> None:
         has_checksums(path)
 
 
+@pytest.mark.parametrize("old", [False, True])
+def test_a_part_of_a_file(tmp_path: Path, old: bool) -> None:
+    """Bytes before and behind the part are not read as its own."""
+    value = {"a": torch.arange(100.0), "b": [1, 2]}
+    torch.save(value, tmp_path / "a.pt", _use_new_zipfile_serialization=not old)
+    data = (tmp_path / "a.pt").read_bytes()
+    (tmp_path / "parts").write_bytes(b"x" * 37 + data + data)
+    loaded = load(tmp_path / "parts", 37, 37 + len(data))
+    assert torch.equal(loaded["a"], value["a"])
+    assert loaded["b"] == value["b"]
+    assert has_checksums(tmp_path / "parts", 37, 37 + len(data)) is not old
+    for stop in (36 + len(data), 38 + 2 * len(data)):
+        with pytest.raises(CheckpointError, match="parts"):
+            load(tmp_path / "parts", 37, stop)
+
+
 def read_all(source: Any) -> None:
     for name in source.weights:
         source.read(name)

@@ -21,26 +21,16 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.formats.reading import (
-    Plain,
-    Stub,
-    damage,
-    has_checksums,
-    load,
-    mapping,
-    prefix_of,
-    spec_of,
-    ties,
-)
-from lt_zero.checkpoint.source import SavedOptimizer, Spec
+from lt_zero.checkpoint.formats.foreign import ForeignSource, Plain, Saved, mapping, ties
+from lt_zero.checkpoint.formats.reading import Stub, load
+from lt_zero.checkpoint.source import Spec
 from lt_zero.common.errors import CheckpointError
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
@@ -55,139 +45,33 @@ _OWN_KEYS = {  # of a model file; the rest is what the caller of save_checkpoint
 }
 
 
-def _tag_folder(path: Path, tag: str | None) -> Path:
-    """The folder with the files."""
-    latest = path / "latest"
-    if tag is None and latest.is_file():
-        tag = latest.read_bytes()[:4096].decode("utf-8", "replace").strip()
-    if tag is not None:
-        if not tag or Path(tag).name != tag or not (path / tag).is_dir():
-            raise CheckpointError(f"{latest} names the tag {tag!r}, but there is no such folder in {path}.")
-        return path / tag
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a folder.")
-    if any(_MODEL.fullmatch(file.name) for file in path.iterdir()):
-        return path
-    tags = [d.name for d in sorted(path.iterdir()) if d.is_dir() and any(_MODEL.fullmatch(f.name) for f in d.iterdir())]
-    if len(tags) != 1:
-        raise CheckpointError(f"{path} has no file `latest`, and {len(tags)} tags: {tags}. Name one of them.")
-    return path / tags[0]
-
-
-def _files_of(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """By rank, from 0 on."""
-    found: dict[int, Path] = {}
-    for file in sorted(folder.iterdir()):
-        if _EXPERTS.match(file.name):
-            raise CheckpointError(f"{file} belongs to a mixture of experts, whose checkpoints cannot be read.")
-        match = pattern.fullmatch(file.name)
-        if match is None:
-            continue
-        rank = int(match["rank"] or 0)
-        if int(match["mp"]) != 0 or rank in found:
-            raise CheckpointError(
-                f"{file} is one of several for the same rank: checkpoints of tensor-parallel runs cannot be read, and "
-                "files of different runs must not be in one folder."
-            )
-        found[rank] = file
-    if sorted(found) != list(range(len(found))) or not found:
-        raise CheckpointError(
-            f"{folder} has files of ranks {sorted(found)} only ({pattern.pattern}): some are missing."
-        )
-    return [found[rank] for rank in sorted(found)]
-
-
-# ---- where the elements of a parameter are: rows that ranks share ----------------------------------------------
-
 _Shapes = Mapping[str, tuple[int, ...]]
 _Spans = tuple[tuple[int, int, int], ...]  # (rank, start, stop) in that rank's row, in the order of the elements
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """Where a parameter is: the number of its row, and which elements of it on which rank."""
 
     group: int
     shape: tuple[int, ...]
     spans: _Spans
 
-
-def _cut_evenly(group: int, shapes: _Shapes, rows: Sequence[int], file: Path) -> dict[str, _Place]:
-    """Each parameter is cut by itself; ``rows``: the length of each rank's row.
-
-    Raises:
-        CheckpointError: the rows have another length than the shapes need.
-    """
-    world, offset = len(rows), 0
-    places = {}
-    for name, shape in shapes.items():
-        numel = math.prod(shape)
-        part = -(-numel // world)
-        spans = tuple(
-            (rank, offset, offset + min(part, numel - rank * part)) for rank in range(world) if rank * part < numel
-        )
-        places[name] = _Place(group, shape, spans)
-        offset += part
-    if any(row != offset for row in rows):
-        raise CheckpointError(
-            f"{file} and its neighbours have {list(rows)} elements of group {group}, but the parameters need {offset} "
-            "each: the files do not belong together, or the weights were offloaded to NVMe and not saved."
-        )
-    return places
+    @property
+    def rank(self) -> int:
+        """The first rank that has some of the parameter."""
+        return self.spans[0][0] if self.spans else 0
 
 
-def _cut_rows(
-    group: int,
-    shapes: _Shapes,
-    gaps: Sequence[int],
-    rows: Sequence[int],
-    cut_off: Sequence[int],
-    file: Path,
-) -> dict[str, _Place]:
-    """The row of all parameters is cut into equal parts.
-
-    Args:
-        gaps: elements between a parameter and the next.
-        rows: what there is of each rank's part.
-        cut_off: what is missing at its end.
-
-    Raises:
-        CheckpointError: the parts are not equal, or have another length than the shapes need.
-    """
-    part = rows[0] + cut_off[0]
-    needed = sum(map(math.prod, shapes.values())) + sum(gaps)
-    equal = all(row + missing == part for row, missing in zip(rows, cut_off, strict=True))
-    if not equal or len(gaps) != len(shapes) or sum(rows) < needed or min(cut_off) < 0 or min(gaps, default=0) < 0:
-        raise CheckpointError(
-            f"{file} and its neighbours have {list(rows)} elements of group {group} (and {list(cut_off)} of padding), "
-            f"but the parameters need {needed}: the files do not belong together. Take another checkpoint."
-        )
-    places, offset = {}, 0
-    for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
-        stop = offset + math.prod(shape)
-        spans = tuple(
-            (rank, max(offset, rank * part) - rank * part, min(stop, (rank + 1) * part) - rank * part)
-            for rank in range(len(rows))
-            if max(offset, rank * part) < min(stop, (rank + 1) * part)
-        )
-        places[name] = _Place(group, shape, spans)
-        offset = stop + gap
-    return places
-
-
-# ---- the checkpoint -------------------------------------------------------------------------------------------------
-
-
-class DeepSpeedSource:
-    """A checkpoint folder of DeepSpeed, or of Lightning's DeepSpeedStrategy. A ``Foreign``.
+class DeepSpeedSource(ForeignSource):
+    """A checkpoint folder of DeepSpeed, or of Lightning's DeepSpeedStrategy.
 
     Weights of trained parameters are the fp32 master weights. The loss scaler of an fp16 run is
     ``meta["ZeroPrecision"]``.
 
     Args:
         path: the folder with ``latest`` and a folder per tag, or one of the latter.
-        tag: which one; default: what ``latest`` says.
-        inert: see ``Foreign``.
+        tag: which one; default: the one in ``latest``.
+        inert: see ``ForeignSource``.
 
     Attributes:
         left_out: names of frozen parameters that were not saved.
@@ -195,37 +79,8 @@ class DeepSpeedSource:
     """
 
     def __init__(self, path: str | os.PathLike[str], tag: str | None = None, inert: Collection[str] = ()) -> None:
-        self.notes: list[str] = []
         self.left_out: list[str] = []
-        self._inert = inert
-        self.folder = _tag_folder(Path(path), tag)
-        self._files = _files_of(self.folder, _MODEL)
-        self._models = [mapping(load(f, inert=inert), "model states", f) for f in self._files]
-        with damage(self.folder):
-            self._sort_out()
-
-    def _sort_out(self) -> None:
-        self._module = mapping(self._models[0].get("module"), "module", self._files[0])
-        shapes = self._models[0].get("param_shapes")
-        self._shapes: list[dict[str, tuple[int, ...]]] = [_shapes(s, self._files[0]) for s in shapes or []]
-        self._inner: list[dict[str, Any]] = []  # the optimizer's state, per rank
-        self._optimizer_files: list[Path] = []
-        self._places: dict[str, _Place] = {}
-        if self._shapes:
-            self._read_optimizers()
-        else:
-            self.notes.append(
-                f"{self._files[0]} is of ZeRO stage 0, where optimizer states and master weights have no names: "
-                "weights are those of the module, and there is no optimizer state."
-            )
-        self.steps = int(self._models[0].get("global_steps") or 0)
-        plain = Plain(self._files[0], self.notes)
-        self.meta: Mapping[str, Any] = self._meta(plain)
-        self._frozen = self._frozen_parameters()
-        self._prefix = prefix_of(self._module, self.meta)
-        self.aliases: Mapping[str, str] = self._aliases()
-        self.weights: Mapping[str, Spec] = self._weights()
-        self.optimizers: tuple[SavedOptimizer, ...] = self._optimizer() if self._shapes else ()
+        super().__init__(_tag_folder(Path(path), tag), inert)
 
     @classmethod
     def looks_like(cls, path: str | os.PathLike[str]) -> bool:
@@ -234,31 +89,52 @@ class DeepSpeedSource:
         inside = [folder, *sorted(folder.iterdir())] if folder.is_dir() else []
         return any(_MODEL.fullmatch(f.name) for d in inside if d.is_dir() for f in d.iterdir())
 
-    def read(self, name: str) -> Tensor:
-        raw = self._raw(name)
-        place = self._places.get(raw)
-        if place is not None:
-            return self._assembled(place, lambda rank: self._flat(rank, place.group))
-        if raw in self._frozen:
-            shape, spans, parts = self._frozen[raw]
-            return _filled(shape, parts[0].dtype, spans, lambda rank: parts[rank])
-        tensor: Tensor = self._module[raw]
-        return tensor.detach().contiguous()
+    def _open(self) -> None:
+        self._files = self._files_of(_MODEL)
+        self._models = [mapping(load(f, inert=self._inert), "model states", f) for f in self._files]
+        model = self._models[0]
+        self._shapes = [_shapes(shapes, self._files[0]) for shapes in model.get("param_shapes") or []]
+        self._inner: list[dict[str, Any]] = []  # the optimizer's state, per rank
+        self._places: dict[str, _Place] = {}
+        self._stage3 = False
+        if self._shapes:
+            self._open_optimizers()
+        else:
+            self.notes.append(
+                f"{self._files[0]} is of ZeRO stage 0, where optimizer states and master weights have no names: "
+                "weights are those of the module, and there is no optimizer state."
+            )
+        self.steps = int(model.get("global_steps") or 0)
+        self.meta = self._meta()
+        self._open_weights()
+        if self._shapes:
+            self._open_states()
 
-    def read_state(self, optimizer: int, name: str, key: str) -> Tensor:
-        place = self._places.get(self._raw(name))
-        if optimizer != 0 or place is None or key not in self._keys(place):
-            raise CheckpointError(f"{self.folder} has no state {key!r} of {name!r} in optimizer {optimizer}.")
-        return self._assembled(place, lambda rank: self._moment(rank, place.group, key))
+    def _files_of(self, pattern: re.Pattern[str]) -> list[Path]:
+        """The files of all ranks, in the order of ranks."""
+        found: dict[int, Path] = {}
+        for file in sorted(self.path.iterdir()):
+            if _EXPERTS.match(file.name):
+                raise CheckpointError(f"{file} belongs to a mixture of experts, whose checkpoints cannot be read.")
+            match = pattern.fullmatch(file.name)
+            if match is None:
+                continue
+            rank = int(match["rank"] or 0)
+            if int(match["mp"]) != 0 or rank in found:
+                raise CheckpointError(
+                    f"{file} is one of several for the same rank: checkpoints of tensor-parallel runs cannot be read, "
+                    "and files of different runs must not be in one folder."
+                )
+            found[rank] = file
+        if sorted(found) != list(range(len(found))) or not found:
+            raise CheckpointError(
+                f"{self.path} has files of ranks {sorted(found)} only ({pattern.pattern}): some are missing."
+            )
+        self._parts += [(file, 0, None) for file in found.values()]
+        return [found[rank] for rank in sorted(found)]
 
-    def verify(self) -> list[str]:
-        files = [*self._files, *self._optimizer_files]
-        return [str(file) for file in files if not has_checksums(file)]
-
-    # ---- files -------------------------------------------------------------------------------------------------
-
-    def _read_optimizers(self) -> None:
-        self._optimizer_files = _files_of(self.folder, _OPTIMIZER)
+    def _open_optimizers(self) -> None:
+        self._optimizer_files = self._files_of(_OPTIMIZER)
         for file in self._optimizer_files:
             content = mapping(load(file, inert=self._inert), "optimizer states", file)
             self._inner.append(mapping(content.get("optimizer_state_dict"), "optimizer_state_dict", file))
@@ -268,41 +144,34 @@ class DeepSpeedSource:
         if set(counts) != {len(self._inner)}:
             raise CheckpointError(
                 f"{file} belongs to a run of {counts} ranks, but there are {len(self._inner)} *_optim_states.pt files "
-                f"in {self.folder}. Copy the missing ones, or take another tag; expert parallelism cannot be read."
+                f"in {self.path}. Copy the missing ones, or take another tag; expert parallelism cannot be read."
             )
         stage = first.get("zero_stage")
         stage = stage.args[0] if isinstance(stage, Stub) and stage.args else stage
-        self._whole = stage == 3
-        weights = "fp32_flat_groups" if self._whole else "single_partition_of_fp32_groups"
-        for inner, file in zip(self._inner, self._optimizer_files, strict=True):
-            inner["flat"] = _tensors(inner.get(weights), weights, file)
-            if len(inner["flat"]) != len(self._shapes):
-                raise CheckpointError(f"{file} has {len(inner['flat'])} groups, not {len(self._shapes)} ({weights}).")
-        world = len(self._inner)
+        self._stage3 = stage == 3
+        key = "fp32_flat_groups" if self._stage3 else "single_partition_of_fp32_groups"
+        flat = [_tensors(inner.get(key), key, f) for inner, f in zip(self._inner, self._optimizer_files, strict=True)]
+        for rows, file in zip(flat, self._optimizer_files, strict=True):
+            if len(rows) != len(self._shapes):
+                raise CheckpointError(f"{file} has {len(rows)} groups, not {len(self._shapes)} ({key}).")
+        self._rows = list(zip(*flat, strict=True))  # by group: the fp32 weights of each rank, 1D
         for group, shapes in enumerate(self._shapes):
-            rows = [self._flat(rank, group).shape[0] for rank in range(world)]
-            if self._whole:
-                self._places |= _cut_evenly(group, shapes, rows, file)
+            lengths = [row.numel() for row in self._rows[group]]
+            if self._stage3:
+                self._places |= _cut_evenly(group, shapes, lengths, file)
             else:
-                cut_off = [self._cut_off(inner, group) for inner in self._inner]
+                cut_off = [self._cut_off(rank, group) for rank in range(len(self._inner))]
                 paddings = first.get("param_alignment_paddings")
                 gaps = paddings[group] if paddings else [0] * len(shapes)
-                self._places |= _cut_rows(group, shapes, gaps, rows, cut_off, file)
+                self._places |= _cut_rows(group, shapes, gaps, lengths, cut_off, file)
 
-    @staticmethod
-    def _cut_off(inner: Mapping[str, Any], group: int) -> int:
-        """How many elements at the end of a rank's fp32 weights were left out."""
-        paddings = inner.get("group_paddings")
-        return int(paddings[group]) if "zero_stage" in inner and paddings else 0
+    def _cut_off(self, rank: int, group: int) -> int:
+        """Number of elements that are left out at the end of a rank's fp32 weights."""
+        paddings = self._inner[rank].get("group_paddings")
+        return int(paddings[group]) if "zero_stage" in self._inner[rank] and paddings else 0
 
-    def _flat(self, rank: int, group: int) -> Tensor:
-        row: Tensor = self._inner[rank]["flat"][group]
-        return row
-
-    # ---- what is in them ---------------------------------------------------------------------------------------
-
-    def _meta(self, plain: Plain) -> dict[str, Any]:
-        model = self._models[0]
+    def _meta(self) -> dict[str, Any]:
+        model, plain = self._models[0], Plain(self._files[0], self.notes)
         meta: dict[str, Any] = plain.of({key: value for key, value in model.items() if key not in _OWN_KEYS})
         if model.get("lr_scheduler") is not None and "lr_schedulers" not in meta:
             meta["lr_schedulers"] = [plain.of(model["lr_scheduler"], "lr_scheduler")]
@@ -326,136 +195,187 @@ class DeepSpeedSource:
             }
         return meta
 
-    def _frozen_parameters(self) -> dict[str, tuple[tuple[int, ...], _Spans, list[Tensor]]]:
-        shapes = self._models[0].get("frozen_param_shapes") or {}
-        found = {}
-        for name, shape in _shapes(shapes, self._files[0]).items():
-            parts = []
-            for model, file in zip(self._models, self._files, strict=True):
-                fragments = mapping(model.get("frozen_param_fragments"), "frozen_param_fragments", file)
-                parts += _tensors([fragments.get(name)], f"frozen parameter {name}", file, flat=False)
-            if parts[0].shape == shape and len(parts) == 1:
-                self._module[name] = parts[0]
-                continue
-            rows = [part.numel() for part in parts]
-            places = _cut_evenly(0, {name: shape}, rows, self._files[0])
-            found[name] = (shape, places[name].spans, parts)
-        return found
-
-    def _aliases(self) -> dict[str, str]:
-        shared = self._models[0].get("shared_params")
+    def _open_weights(self) -> None:
+        """Master weights, frozen parameters, and the other tensors of the module, by their names in the files."""
+        model, file = self._models[0], self._files[0]
+        module = mapping(model.get("module"), "module", file)
+        found = {name: Saved.of(value) for name, value in module.items() if isinstance(value, Tensor)}
+        frozen = _shapes(model.get("frozen_param_shapes") or {}, file)
+        for name, shape in frozen.items():
+            parts: list[Tensor] = []
+            for states, where in zip(self._models, self._files, strict=True):
+                fragments = mapping(states.get("frozen_param_fragments"), "frozen_param_fragments", where)
+                parts += _tensors([fragments.get(name)], f"frozen parameter {name}", where, flat=False)
+            found[name] = Saved.of(parts[0])
+            if len(parts) > 1 or parts[0].shape != shape:
+                place = _cut_evenly(0, {name: shape}, [part.numel() for part in parts], file)[name]
+                found[name] = self._assembled(name, place, parts)
+        for name, place in self._places.items():
+            found[name] = self._assembled(name, place, self._rows[place.group])
+        shared = model.get("shared_params")
         if not isinstance(shared, dict):
-            shared = ties({k: v for k, v in self._module.items() if isinstance(v, Tensor)})
-        return {
-            tied.removeprefix(self._prefix): first.removeprefix(self._prefix)
-            for tied, first in shared.items()
-            if tied in self._module and (first in self._module or first in self._places)
-        }
+            shared = ties({name: value for name, value in module.items() if isinstance(value, Tensor)})
+        shared = {tied: first for tied, first in shared.items() if tied in found and first in found}
+        found |= {tied: found[first] for tied, first in shared.items()}
+        # The module's other tensors are placeholders, see Note [Stage 3].
+        own = {*(model.get("buffer_names") or ()), *frozen, *self._places}
+        absent = [name for name in found if self._stage3 and shared.get(name, name) not in own]
+        self._set_weights({name: saved for name, saved in found.items() if name not in absent}, shared)
+        self.left_out = [self._named(name) for name in absent]
+        self.notes += [f"{name} was not saved (exclude_frozen_parameters)." for name in self.left_out]
 
-    def _weights(self) -> dict[str, Spec]:
-        weights: dict[str, Spec] = {}
-        own = {*(self._models[0].get("buffer_names") or ()), *(self._models[0].get("frozen_param_shapes") or ())}
-        for raw in dict.fromkeys([*self._module, *self._frozen, *self._places]):
-            name = raw.removeprefix(self._prefix)
-            source = self._raw(name)
-            if source in self._places:
-                place = self._places[source]
-                weights[name] = Spec(place.shape, self._flat(0, place.group).dtype)
-            elif source in self._frozen:
-                shape, _, parts = self._frozen[source]
-                weights[name] = Spec(shape, parts[0].dtype)
-            elif isinstance(self._module[source], Tensor):
-                weights[name] = spec_of(self._module[source])
-                if self._shapes and self._whole and source not in own:  # a placeholder, see Note [Stage 3]
-                    del weights[name]
-                    self.left_out.append(name)
-                    self.notes.append(f"{name} was not saved (exclude_frozen_parameters).")
-        return weights
-
-    def _optimizer(self) -> tuple[SavedOptimizer, ...]:
-        inner = self._inner[0].get("optimizer_state_dict" if self._whole else "base_optimizer_state")
-        names = [[raw.removeprefix(self._prefix) for raw in shapes] for shapes in self._shapes]
+    def _open_states(self) -> None:
+        file = self._optimizer_files[0]
+        top = "optimizer_state_dict" if self._stage3 else "base_optimizer_state"
+        inner = self._inner[0].get(top)
+        names = [[self._named(raw) for raw in shapes] for shapes in self._shapes]
         if isinstance(inner, dict):
-            saved = Plain(self._optimizer_files[0], self.notes).of(inner.get("param_groups"), "param_groups")
+            saved = Plain(file, self.notes).of(inner.get("param_groups"), "param_groups")
             groups = [{**group, "params": [n for i in group["params"] for n in names[i]]} for group in saved]
         else:
             groups = [{"params": row} for row in names]
-            self.notes.append(f"{self._optimizer_files[0]} has no settings of parameter groups (elastic_checkpoint).")
+            self.notes.append(f"{file} has no settings of parameter groups (elastic_checkpoint).")
+        # Fused optimizers count in the group what torch's count in the state.
         steps = {name: group.pop("step") for group in groups if "step" in group for name in group["params"]}
+        states = [
+            [self._group_state(rank, top, group) for rank in range(len(self._inner))] for group in range(len(names))
+        ]
         state = {}
         for raw, place in self._places.items():
-            entries = self._entries(place)
+            name, entries = self._named(raw), self._entries(raw, place, states[place.group])
             if entries:
-                # Fused optimizers count in the group what torch's count in the state.
-                counted = {"step": torch.tensor(float(steps[raw]))} if raw in steps and "step" not in entries else {}
-                state[raw.removeprefix(self._prefix)] = {**entries, **counted}
-        return (SavedOptimizer(groups, state),)
+                counted = {"step": torch.tensor(float(steps[name]))} if name in steps and "step" not in entries else {}
+                state[name] = {**entries, **counted}
+        self._add_optimizer(groups, state)
 
-    def _keys(self, place: _Place) -> dict[str, Any]:
-        """The saved state of a parameter's group, on the first rank that has some of the parameter."""
-        rank = place.spans[0][0] if place.spans else 0
-        inner = self._inner[rank].get("optimizer_state_dict" if self._whole else "base_optimizer_state")
-        if isinstance(inner, dict):
-            inner = inner.get("state")
+    def _group_state(self, rank: int, top: str, group: int) -> dict[str, Any]:
+        """The saved state of a parameter group on a rank; {} if there is none."""
+        inner = self._inner[rank].get(top)
+        states = inner.get("state") if isinstance(inner, dict) else inner
         try:
-            found = inner[place.group]  # type: ignore[index]
+            found = states[group]  # type: ignore[index]
         except (LookupError, TypeError):
             return {}
         return mapping(found, "optimizer state", self._optimizer_files[rank])
 
-    def _entries(self, place: _Place) -> dict[str, Any]:
-        rank = place.spans[0][0] if place.spans else 0
-        row = self._flat(rank, place.group).shape[0]
-        sizes = {row, row + (0 if self._whole else self._cut_off(self._inner[rank], place.group))}
+    def _entries(self, name: str, place: _Place, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The states of a parameter. ``states``: those of its group, per rank."""
+        length = self._rows[place.group][place.rank].numel()
+        sizes = {length, length + (0 if self._stage3 else self._cut_off(place.rank, place.group))}
         entries: dict[str, Any] = {}
-        for key, value in self._keys(place).items():
-            if isinstance(value, Tensor) and len(value.shape) == 1 and value.numel() in sizes:
-                entries[key] = Spec(place.shape, value.dtype)
+        for key, value in states[place.rank].items():
+            if isinstance(value, Tensor) and value.dim() == 1 and value.numel() in sizes:
+                entries[key] = self._assembled(f"{key} of {name}", place, [state.get(key) for state in states])
             elif isinstance(value, Tensor) and not value.shape:
                 entries[key] = value.detach().clone()
             elif isinstance(value, (int, float, bool, type(None))):
                 entries[key] = value
             else:
-                note = f"The state {key!r} in {self._optimizer_files[rank]} is not element-wise; it was left out."
+                file = self._optimizer_files[place.rank]
+                note = f"The state {key!r} in {file} is not element-wise; it was left out."
                 self.notes += [note] if note not in self.notes else []
         return entries
 
-    # ---- tensors -----------------------------------------------------------------------------------------------
+    def _assembled(self, what: str, place: _Place, rows: Sequence[Any]) -> Saved:
+        """A tensor whose elements are in the rows of ranks."""
+        dtype = rows[place.rank].dtype
 
-    def _moment(self, rank: int, group: int, key: str) -> Tensor:
-        place = _Place(group, (), ((rank, 0, 0),))
-        value = self._keys(place).get(key)
-        if not isinstance(value, Tensor):
-            raise CheckpointError(f"{self._optimizer_files[rank]} has no {key!r} of group {group}, as other files do.")
-        return value
+        def read() -> Tensor:
+            result = torch.empty(place.shape, dtype=dtype)
+            flat, done = result.view(-1), 0
+            for rank, start, stop in place.spans:
+                row = rows[rank]
+                if not isinstance(row, Tensor) or row.dim() != 1 or stop > row.numel() or row.dtype != dtype:
+                    raise CheckpointError(
+                        f"The files of rank {rank} in {self.path} have no flat tensor of {dtype} with elements {start} "
+                        f"to {stop} for {what}, as those of rank {place.rank} do: they do not belong together."
+                    )
+                flat[done : done + stop - start] = row.detach()[start:stop]
+                done += stop - start
+            return result
 
-    def _assembled(self, place: _Place, part: Callable[[int], Tensor]) -> Tensor:
-        dtype = part(place.spans[0][0]).dtype if place.spans else torch.float32
-        return _filled(place.shape, dtype, place.spans, part)
-
-    def _raw(self, name: str) -> str:
-        """The file's name of what holds the values of ``name``."""
-        name = self.aliases.get(name, name)
-        raw = self._prefix + name
-        if raw in self._module or raw in self._places or raw in self._frozen:
-            return raw
-        raise CheckpointError(f"{self.folder} has no parameter or buffer {name!r}.")
+        return Saved(Spec(place.shape, dtype), read)
 
 
-def _filled(shape: tuple[int, ...], dtype: torch.dtype, spans: _Spans, part: Callable[[int], Tensor]) -> Tensor:
-    """A tensor put together from parts of ranks."""
-    result = torch.empty(shape, dtype=dtype)
-    flat, done = result.view(-1), 0
-    for rank, start, stop in spans:
-        row = part(rank)
-        if row.dim() != 1 or stop > row.numel() or row.dtype != dtype:
-            raise CheckpointError(
-                f"A tensor of shape {tuple(row.shape)} ({row.dtype}) stands where a flat one of {dtype} with elements "
-                f"{start} to {stop} should be: the files of the checkpoint do not belong together."
-            )
-        flat[done : done + stop - start] = row.detach()[start:stop]
-        done += stop - start
-    return result
+def _tag_folder(path: Path, tag: str | None) -> Path:
+    """The folder with the files."""
+    latest = path / "latest"
+    if tag is None and latest.is_file():
+        tag = latest.read_bytes()[:4096].decode("utf-8", "replace").strip()
+    if tag is not None:
+        if not tag or Path(tag).name != tag or not (path / tag).is_dir():
+            raise CheckpointError(f"{latest} names the tag {tag!r}, but there is no such folder in {path}.")
+        return path / tag
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder.")
+    if any(_MODEL.fullmatch(file.name) for file in path.iterdir()):
+        return path
+    tags = [d.name for d in sorted(path.iterdir()) if d.is_dir() and any(_MODEL.fullmatch(f.name) for f in d.iterdir())]
+    if len(tags) != 1:
+        raise CheckpointError(f"{path} has no file `latest`, and {len(tags)} tags: {tags}. Name one of them.")
+    return path / tags[0]
+
+
+def _spans(start: int, stop: int, part: int, world: int, base: int = 0) -> _Spans:
+    """Where elements ``start`` to ``stop`` of a row are that is cut into ``world`` parts of ``part`` elements.
+
+    ``base``: where these parts begin in the rows of the ranks.
+    """
+    return tuple(
+        (rank, base + max(start - rank * part, 0), base + min(stop - rank * part, part))
+        for rank in range(world)
+        if max(start, rank * part) < min(stop, (rank + 1) * part)
+    )
+
+
+def _cut_evenly(group: int, shapes: _Shapes, rows: Sequence[int], file: Path) -> dict[str, _Place]:
+    """Places of parameters that are cut one by one. ``rows``: the length of each rank's row.
+
+    Raises:
+        CheckpointError: the rows have another length than the shapes need.
+    """
+    world, offset = len(rows), 0
+    places = {}
+    for name, shape in shapes.items():
+        numel = math.prod(shape)
+        part = -(-numel // world)
+        places[name] = _Place(group, shape, _spans(0, numel, part, world, offset))
+        offset += part
+    if any(row != offset for row in rows):
+        raise CheckpointError(
+            f"{file} and its neighbours have {list(rows)} elements of group {group}, but the parameters need {offset} "
+            "each: the files do not belong together, or the weights were offloaded to NVMe and not saved."
+        )
+    return places
+
+
+def _cut_rows(
+    group: int, shapes: _Shapes, gaps: Sequence[int], rows: Sequence[int], cut_off: Sequence[int], file: Path
+) -> dict[str, _Place]:
+    """Places of parameters whose common row is cut into equal parts.
+
+    Args:
+        gaps: elements between a parameter and the next.
+        rows: saved elements of each rank's part.
+        cut_off: elements that are missing at its end.
+
+    Raises:
+        CheckpointError: the parts are not equal, or have another length than the shapes need.
+    """
+    part = rows[0] + cut_off[0]
+    needed = sum(map(math.prod, shapes.values())) + sum(gaps)
+    equal = all(row + missing == part for row, missing in zip(rows, cut_off, strict=True))
+    if not equal or len(gaps) != len(shapes) or sum(rows) < needed or min(cut_off) < 0 or min(gaps, default=0) < 0:
+        raise CheckpointError(
+            f"{file} and its neighbours have {list(rows)} elements of group {group} (and {list(cut_off)} of padding), "
+            f"but the parameters need {needed}: the files do not belong together. Take another checkpoint."
+        )
+    places, offset = {}, 0
+    for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
+        stop = offset + math.prod(shape)
+        places[name] = _Place(group, shape, _spans(offset, stop, part, len(rows)))
+        offset = stop + gap
+    return places
 
 
 def _shapes(value: Any, file: Path) -> dict[str, tuple[int, ...]]:

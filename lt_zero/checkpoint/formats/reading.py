@@ -3,8 +3,8 @@
 Note [Read as data]
     ``torch.load(weights_only=True)`` makes tensors, numbers, text and plain containers, and refuses every class that is
     not on a list. ``safe_globals`` puts the classes on it that checkpoints of DeepSpeed and Lightning hold: each under
-    its name in the file, with a ``Stub`` or a function of ours in its place. So no class of the file is ever needed,
-    and no attribute is set on anything but a stub.
+    its name in the file, with a ``Stub`` or one of the functions below in its place. So no class of the file is ever
+    needed, and no attribute is set on anything but a stub.
 
     DCP's ``.metadata`` is a pickle of a protocol that this loader does not read. There ``pickle.Unpickler`` works on
     stubs that are made anew for each file: a pickle may also set attributes of the classes that it names.
@@ -13,7 +13,6 @@ Note [Read as data]
 from __future__ import annotations
 
 import collections
-import contextlib
 import io
 import os
 import pickle
@@ -21,8 +20,7 @@ import pickletools
 import re
 import threading
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Collection
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -30,16 +28,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.source import Spec
 from lt_zero.common.errors import CheckpointError
 
+VERSION = "pytorch-lightning_version"  # in every checkpoint that Lightning wrote
 _ZIP, _OLD_FORMAT = b"PK\x03\x04", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 _CRC_STEP = 1 << 22
 _lock = threading.Lock()  # torch's list of admitted classes is one for the process
 
 
 class Stub:
-    """What a file tells of an object whose class is not loaded: what it was made of, and its attributes."""
+    """An object whose class is not loaded: the arguments of its constructor, and its attributes."""
 
     kind = ""  # the class's name in the file
     args: tuple[Any, ...]
@@ -65,11 +63,8 @@ def _stub(name: str) -> type[Stub]:
     return type("Stub", (Stub,), {"kind": name})
 
 
-# ---- what is admitted --------------------------------------------------------------------------------------------
-
-
 def _text(value: Any) -> str:
-    """Of an enumeration whose members are strings."""
+    """The value of an enumeration's member, which is a string."""
     if not isinstance(value, str):
         raise pickle.UnpicklingError(f"an enumeration of {type(value).__name__}")
     return value
@@ -119,10 +114,7 @@ _METADATA = re.compile(  # of DCP
 )
 
 
-# ---- files of torch.save -----------------------------------------------------------------------------------------
-
-
-class Window(io.RawIOBase):
+class Window(io.FileIO):
     """Bytes ``start`` to ``stop`` of a file, as a file to read.
 
     Raises:
@@ -130,44 +122,35 @@ class Window(io.RawIOBase):
     """
 
     def __init__(self, path: Path, start: int = 0, stop: int | None = None) -> None:
-        super().__init__()
         try:
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115
+            super().__init__(path)
         except OSError as error:
             raise CheckpointError(f"Cannot open {path}: {error.strerror}. Is the checkpoint complete?") from error
-        size = os.fstat(self._file.fileno()).st_size
-        self._start, self._stop, self._position = start, size if stop is None else stop, 0
+        size = os.fstat(super().fileno()).st_size
+        self._start, self._stop = start, size if stop is None else stop
         if not 0 <= start <= self._stop <= size:
-            self._file.close()
+            self.close()
             raise CheckpointError(
                 f"{path} has {size} bytes, but the checkpoint says that bytes {start} to {stop} of it are in use: it "
                 "was cut off or replaced. Take another checkpoint."
             )
+        self.seek(0)
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
+    def fileno(self) -> int:
+        raise io.UnsupportedOperation("fileno")  # with it torch would read files of its old format past this window
 
     def tell(self) -> int:
-        return self._position
+        return super().tell() - self._start
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + (0, self._position, self._stop - self._start)[whence]
-        return self._position
+        return super().seek((self._start, super().tell(), self._stop)[whence] + offset) - self._start
 
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        self._file.seek(self._start + self._position)
-        got = self._file.readinto(view[: max(0, min(len(view), self._stop - self._start - self._position))]) or 0
-        self._position += got
-        return got
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._stop - super().tell())
+        return super().read(left if size is None or size < 0 else min(size, left)) or b""
 
-    def close(self) -> None:
-        if hasattr(self, "_file"):  # the garbage collector closes what could not be opened
-            self._file.close()
-        super().close()
+    def readinto(self, buffer: Any) -> int | None:
+        return super().readinto(memoryview(buffer).cast("B")[: max(0, self._stop - super().tell())])
 
 
 def load(path: Path, start: int = 0, stop: int | None = None, inert: Collection[str] = ()) -> Any:
@@ -185,18 +168,21 @@ def load(path: Path, start: int = 0, stop: int | None = None, inert: Collection[
         CheckpointError: the file is damaged, or holds what is not read; names it.
     """
     with Window(path, start, stop) as window:
-        head = window.read(len(_OLD_FORMAT)) or b""
+        head = window.read(len(_OLD_FORMAT))
         if not head.startswith(_ZIP) and head != _OLD_FORMAT:
             raise CheckpointError(f"{path} is no file that torch.save wrote (it begins with {head[:8]!r}).")
         window.seek(0)
         mapped = head != _OLD_FORMAT and (start, stop) == (0, None)
-        admitted = [*_ADMITTED, *((_stub(name), name) for name in inert)]
         try:
             if head != _OLD_FORMAT:
-                _require_stored(window)
+                with zipfile.ZipFile(window) as archive:  # torch would take a compressed record for values
+                    for info in archive.infolist():
+                        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+                            raise ValueError(f"its record {info.filename} is compressed")
                 window.seek(0)
+            file: Any = path if mapped else window
+            admitted = [*_ADMITTED, *((_stub(name), name) for name in inert)]
             with _lock, torch.serialization.safe_globals(admitted):  # type: ignore[arg-type]
-                file: Any = path if mapped else window
                 value = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
             _check_tensors(value)
         except Exception as error:  # a damaged file may be anything to the loader
@@ -204,16 +190,8 @@ def load(path: Path, start: int = 0, stop: int | None = None, inert: Collection[
     return value
 
 
-def _require_stored(window: Window) -> None:
-    """torch would take a compressed record for values."""
-    with zipfile.ZipFile(window) as archive:
-        for info in archive.infolist():
-            if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-                raise ValueError(f"its record {info.filename} is compressed")
-
-
 def _check_tensors(value: Any) -> None:
-    """See that every tensor in ``value`` is dense, on the CPU, and no larger than the bytes that it has in the file."""
+    """Check that every tensor in ``value`` is dense, on the CPU, and no larger than its bytes in the file."""
     seen: set[int] = set()
     open_: list[Any] = [value]
     while open_:
@@ -230,7 +208,6 @@ def _check_tensors(value: Any) -> None:
 
 
 def _explained(error: Exception, path: Path) -> CheckpointError:
-    """What went wrong, and what to do."""
     text = str(error).split("\n\nCheck the documentation")[0]
     refused = re.search(r"GLOBAL (\S+)", text)
     if refused is not None:
@@ -260,10 +237,9 @@ def has_checksums(path: Path, start: int = 0, stop: int | None = None) -> bool:
         CheckpointError: a record is not what was written; names it.
     """
     with Window(path, start, stop) as window:
-        head = window.read(len(_ZIP))
-        window.seek(0)
-        if head != _ZIP:
+        if window.read(len(_ZIP)) != _ZIP:
             return False
+        window.seek(0)
         try:
             with zipfile.ZipFile(window) as archive:
                 records = archive.infolist()
@@ -291,17 +267,14 @@ def _is_intact(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
     return True
 
 
-# ---- the metadata of DCP -----------------------------------------------------------------------------------------
-
-
 def load_metadata(path: Path) -> Any:
     """The object of a ``.metadata`` file, with a ``Stub`` for each object of a class. See Note [Read as data].
 
     Raises:
         CheckpointError: the file is damaged, or names what no metadata needs.
     """
-    with closing(Window(path)) as window:
-        data = window.readall() or b""
+    with Window(path) as window:
+        data = window.read()
     try:
         for code, number, _ in pickletools.genops(data):
             # The memo is a list: a large number would make room for as many entries.
@@ -313,7 +286,7 @@ def load_metadata(path: Path) -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows stubs, sizes, dtypes and plain containers."""
+    """Makes stubs, sizes, dtypes and plain containers."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
@@ -328,121 +301,3 @@ class _Unpickler(pickle.Unpickler):
         if full not in self._known:
             raise pickle.UnpicklingError(f"GLOBAL {full}")
         return self._known[full]
-
-
-_DEPTH = 64  # of nested containers
-_KEYS = (str, int, float, bool, bytes, type(None))
-_PLAIN = (*_KEYS, complex, torch.dtype, torch.device)
-VERSION = "pytorch-lightning_version"  # in every checkpoint that Lightning wrote
-
-
-def prefix_of(names: Iterable[str], meta: Mapping[str, Any]) -> str:
-    """What wrappers put before all names; ``""`` if nothing.
-
-    ``_forward_module.`` is Lightning's, for the strategies that have one. ``module.`` comes from DDP and the like, but
-    may also be the user's only child: so it stays where Lightning 2 wrote the checkpoint, which saves its own module.
-    """
-    names = list(names)
-    prefix = ""
-    wrappers = ["_forward_module."]
-    if str(meta.get(VERSION, "1."))[:2] in ("0.", "1."):
-        wrappers.append("module.")
-    found = True
-    while found and names:
-        found = False
-        for wrapper in wrappers:
-            if all(name.startswith(prefix + wrapper) for name in names):
-                prefix += wrapper
-                found = True
-    return prefix
-
-
-def ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Names whose tensors are the same values in memory: later name -> first name."""
-    first: dict[Any, str] = {}
-    found: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        if tensor.numel():
-            place = tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-            known = first.setdefault(place, name)
-            if known != name:
-                found[name] = known
-    return found
-
-
-def spec_of(tensor: Tensor) -> Spec:
-    """Shape and dtype."""
-    return Spec(tuple(tensor.shape), tensor.dtype)
-
-
-class Plain:
-    """Turns what a file holds into containers, numbers and tensors; the rest is left out and listed.
-
-    Args:
-        where: the file, for errors.
-        dropped: gets a line for each value that was left out.
-    """
-
-    def __init__(self, where: object, dropped: list[str]) -> None:
-        self._where = where
-        self._dropped = dropped
-        self._done: dict[int, Any] = {}  # shared containers stay shared: copies could be huge
-        self._open: set[int] = set()
-        self._kept: list[Any] = []  # so that an id stands for one object
-
-    def of(self, value: Any, path: str = "", depth: int = 0) -> Any:
-        """The value; ``None`` where nothing is left of it."""
-        if isinstance(value, Tensor):
-            return value.detach().clone()
-        if isinstance(value, _PLAIN):
-            return value
-        if not isinstance(value, (dict, list, tuple, set, frozenset)):
-            kind = getattr(value, "kind", "") or f"{type(value).__module__}.{type(value).__qualname__}"
-            self._dropped.append(f"{path} of {self._where} is an object of {kind}; it was left out.")
-            return None
-        if depth > _DEPTH or id(value) in self._open:
-            raise CheckpointError(
-                f"{path or 'The content'} of {self._where} is nested too deeply (more than {_DEPTH} levels, or in "
-                "itself). Save the checkpoint without it."
-            )
-        if id(value) not in self._done:
-            self._open.add(id(value))
-            self._done[id(value)] = self._container(value, path, depth + 1)
-            self._open.remove(id(value))
-            self._kept.append(value)
-        return self._done[id(value)]
-
-    def _container(self, value: Any, path: str, depth: int) -> Any:
-        if isinstance(value, dict):
-            keys = [key for key in value if _is_key(key)]
-            if len(keys) < len(value):
-                self._dropped.append(f"{path} of {self._where} has keys that are objects; they were left out.")
-            return {key: self.of(value[key], f"{path}.{key}".lstrip("."), depth) for key in keys}
-        items = [self.of(item, f"{path}[{n}]", depth) for n, item in enumerate(value)]
-        return tuple(items) if isinstance(value, tuple) else type(value)(items)
-
-
-def _is_key(value: Any) -> bool:
-    return isinstance(value, _KEYS) or (isinstance(value, tuple) and all(isinstance(item, _KEYS) for item in value))
-
-
-@contextlib.contextmanager
-def damage(where: object) -> Iterator[None]:
-    """What goes wrong inside is the file's fault: its content is not built as it should be."""
-    try:
-        yield
-    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
-        raise CheckpointError(
-            f"{where} is damaged or of an unknown version ({type(error).__name__}: {error}). Take another checkpoint."
-        ) from error
-
-
-def mapping(value: Any, what: str, where: object) -> dict[Any, Any]:
-    """``value``, if it is a dictionary.
-
-    Raises:
-        CheckpointError: it is something else.
-    """
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{where} has no {what} (but {type(value).__name__}): it is not the file it should be.")
-    return value

@@ -1,0 +1,202 @@
+"""The interface of checkpoints of other formats, and the conversion of what their files hold."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lt_zero.checkpoint.formats.reading import VERSION, has_checksums
+from lt_zero.checkpoint.source import SavedOptimizer, Spec
+from lt_zero.common.errors import CheckpointError
+
+_DEPTH = 64  # of nested containers
+_KEYS = (str, int, float, bool, bytes, type(None))
+_PLAIN = (*_KEYS, complex, torch.dtype, torch.device)
+
+
+class Saved(NamedTuple):
+    """A tensor in a checkpoint: shape and dtype, and the function that reads it."""
+
+    spec: Spec
+    read: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Saved:
+        return cls(Spec(tuple(tensor.shape), tensor.dtype), lambda: tensor)
+
+
+class ForeignSource:
+    """A checkpoint of another format; a ``Source``. Subclasses implement ``_open``.
+
+    Args:
+        path: the checkpoint.
+        inert: names of further classes whose objects are left out instead of refused.
+
+    Attributes:
+        notes: sentences about what cannot be converted.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or holds what is refused; names it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], inert: Collection[str] = ()) -> None:
+        self.path, self._inert = Path(path), inert
+        self.notes: list[str] = []
+        self.meta: Mapping[str, Any] = {}
+        self.weights: Mapping[str, Spec] = {}
+        self.aliases: Mapping[str, str] = {}
+        self.optimizers: tuple[SavedOptimizer, ...] = ()
+        self._prefix = ""
+        self._tensors: dict[str, Saved] = {}
+        self._states: list[Mapping[str, Mapping[str, Any]]] = []
+        self._parts: list[tuple[Path, int, int | None]] = []  # bytes of files that may have checksums
+        with damage(self.path):
+            self._open()
+
+    def _open(self) -> None:
+        """Set ``meta`` and ``_parts``; call ``_set_weights``, then ``_add_optimizer`` for each optimizer."""
+        raise NotImplementedError
+
+    def _set_weights(self, tensors: Mapping[str, Saved], ties: Mapping[str, str]) -> None:
+        """Publish tensors without the prefix of their names. ``ties``: name in ``tensors`` -> the one it shares."""
+        self._prefix = _prefix_of(list(tensors), self.meta)
+        self._tensors = {self._named(name): saved for name, saved in tensors.items()}
+        self.weights = {name: saved.spec for name, saved in self._tensors.items()}
+        self.aliases = {self._named(tied): self._named(first) for tied, first in ties.items()}
+
+    def _add_optimizer(self, groups: list[dict[str, Any]], state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Publish an optimizer. ``state``: entries by parameter, a ``Saved`` for an element-wise tensor."""
+        self._states.append(state)
+        specs = {
+            name: {key: value.spec if isinstance(value, Saved) else value for key, value in entries.items()}
+            for name, entries in state.items()
+        }
+        self.optimizers = (*self.optimizers, SavedOptimizer(groups, specs))
+
+    def _named(self, name: Any) -> str:
+        return str(name).removeprefix(self._prefix)
+
+    def _is_elementwise(self, name: str, key: str, shape: tuple[int, ...]) -> bool:
+        return key != "step" and name in self.weights and self.weights[name].shape == shape
+
+    def read(self, name: str) -> Tensor:
+        saved = self._tensors.get(name)
+        if saved is None:
+            raise CheckpointError(f"{self.path} has no parameter or buffer {name!r}.")
+        return saved.read().detach().contiguous()
+
+    def read_state(self, optimizer: int, name: str, key: str) -> Tensor:
+        known = 0 <= optimizer < len(self._states)
+        saved = self._states[optimizer].get(name, {}).get(key) if known else None
+        if not isinstance(saved, Saved):
+            raise CheckpointError(f"{self.path} has no state {key!r} of {name!r} in optimizer {optimizer}.")
+        return saved.read().detach().contiguous()
+
+    def verify(self) -> list[str]:
+        """Read every byte that has a checksum; returns the files without checksums.
+
+        Raises:
+            CheckpointError: a file is damaged; names it.
+        """
+        parts = sorted(set(self._parts), key=lambda part: part[:2])
+        return list(dict.fromkeys(str(part[0]) for part in parts if not has_checksums(*part)))
+
+
+def _prefix_of(names: list[str], meta: Mapping[str, Any]) -> str:
+    """The prefix that wrappers have added to all names; ``""`` if there is none.
+
+    ``_forward_module.`` is Lightning's, for the strategies that have one. ``module.`` comes from DDP and the like, but
+    may also be the user's only child: so it stays where Lightning 2 wrote the checkpoint, which saves its own module.
+    """
+    old = str(meta.get(VERSION, "1."))[:2] in ("0.", "1.")
+    wrappers = ("_forward_module.", "module.") if old else ("_forward_module.",)
+    prefix, more = "", True
+    while more and names:
+        more = False
+        for wrapper in wrappers:
+            if all(name.startswith(prefix + wrapper) for name in names):
+                prefix, more = prefix + wrapper, True
+    return prefix
+
+
+def ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names whose tensors are the same values in memory: later name -> first name."""
+    first: dict[Any, str] = {}
+    found: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            place = tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+            known = first.setdefault(place, name)
+            if known != name:
+                found[name] = known
+    return found
+
+
+class Plain:
+    """Turns what a file holds into containers, numbers and tensors; the rest is left out and noted.
+
+    Args:
+        where: the file, for messages.
+        notes: gets a line for each value that was left out.
+    """
+
+    def __init__(self, where: object, notes: list[str]) -> None:
+        self._where, self._notes = where, notes
+        # Containers and their copies, by id: shared containers stay shared, as separate copies could be huge.
+        self._done: dict[int, tuple[Any, Any]] = {}
+
+    def of(self, value: Any, path: str = "", outer: tuple[int, ...] = ()) -> Any:
+        """The converted value; ``None`` where nothing is left of it. ``outer``: ids of the containers around it."""
+        if isinstance(value, Tensor):
+            return value.detach().clone()
+        if isinstance(value, _PLAIN):
+            return value
+        if not isinstance(value, (dict, list, tuple, set, frozenset)):
+            kind = getattr(value, "kind", "") or f"{type(value).__module__}.{type(value).__qualname__}"
+            self._notes.append(f"{path} of {self._where} is an object of {kind}; it was left out.")
+            return None
+        if len(outer) > _DEPTH or id(value) in outer:
+            raise CheckpointError(
+                f"{path or 'The content'} of {self._where} is nested too deeply (more than {_DEPTH} levels, or in "
+                "itself). Save the checkpoint without it."
+            )
+        if id(value) not in self._done:
+            inner = (*outer, id(value))
+            if isinstance(value, dict):
+                keys = [k for k in value if all(isinstance(p, _KEYS) for p in (k if isinstance(k, tuple) else (k,)))]
+                if len(keys) < len(value):
+                    self._notes.append(f"{path} of {self._where} has keys that are objects; they were left out.")
+                made: Any = {key: self.of(value[key], f"{path}.{key}".lstrip("."), inner) for key in keys}
+            else:
+                items = [self.of(item, f"{path}[{n}]", inner) for n, item in enumerate(value)]
+                made = tuple(items) if isinstance(value, tuple) else type(value)(items)
+            self._done[id(value)] = value, made
+        return self._done[id(value)][1]
+
+
+@contextlib.contextmanager
+def damage(where: object) -> Iterator[None]:
+    """Context in which errors of Python mean that the content of ``where`` is not as it should be."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        raise CheckpointError(
+            f"{where} is damaged or of an unknown version ({type(error).__name__}: {error}). Take another checkpoint."
+        ) from error
+
+
+def mapping(value: Any, what: str, where: object) -> dict[Any, Any]:
+    """``value``, if it is a dictionary.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} has no {what} (but {type(value).__name__}): it is not the file it should be.")
+    return value
