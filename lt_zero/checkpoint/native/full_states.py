@@ -137,7 +137,7 @@ def load_full_optimizer_state(
             if isinstance(value, Tensor) and (loaded[key].dtype != value.dtype or moves):
                 loaded[key] = value.to("cpu" if moves else loaded[key].device, copy=True)
     _load_resting(sharded, resting, tick)
-    sharded.stepper.shelve_states()
+    sharded.stepper.store_states()
 
 
 class _Resting(NamedTuple):
