@@ -9,9 +9,9 @@ Note [Narrowing]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Container
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -44,7 +44,8 @@ class Fragments:
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
         self.engine, self.optimizer = engine, optimizer
         self._known: dict[int, list[Parameter]] = {}  # fragments by id of the parameter
-        self._wide: list[list[Parameter]] | None = None
+        self._wide: list[list[Parameter]] | None = None  # the groups' parameters during a step
+        self._swapped: list[tuple[Parameter, Parameter]] = []  # (parameter, fragment) during a step
 
     def of(self, parameter: Parameter) -> list[Parameter]:
         """This rank's fragment of ``parameter`` (none or one), or ``parameter`` if the engine does not own it.
@@ -54,18 +55,19 @@ class Fragments:
         place = self.engine.owner.get(id(parameter))
         if place is None:
             return [parameter]
+        if id(parameter) in self._known:
+            return self._known[id(parameter)]
         bucket, index = place
-        if id(parameter) not in self._known:
-            if _rests(bucket, parameter):
-                return []
-            bucket.weights.enable_training()
-            shape = torch.Size(bucket.shapes[index])
-            master = bucket.weights.master
-            assert master is not None
-            self._known[id(parameter)] = [
-                cast(Parameter, master.lend(p.offset, _shape_of(p, shape), Parameter)) for p in bucket.pieces_of(index)
-            ]
-        return self._known[id(parameter)]
+        if _needs_no_master(bucket, parameter):
+            return []
+        bucket.weights.enable_training()
+        shape, master = torch.Size(bucket.shapes[index]), bucket.weights.master
+        assert master is not None
+        found = self._known[id(parameter)] = []
+        for piece in bucket.pieces_of(index):
+            own = shape if piece.numel == shape.numel() else torch.Size([piece.numel])
+            found.append(cast(Parameter, master.lend(piece.offset, own, Parameter)))
+        return found
 
     def groups(self) -> list[list[Parameter]]:
         """The module's parameters, by group. See Note [Narrowing]."""
@@ -87,16 +89,21 @@ class Fragments:
             found.setdefault(bucket, set()).add(index)
         return found
 
-    def members(self, used: Callable[[Bucket, int], bool]) -> dict[Bucket, list[Member]]:
-        """The fragments by bucket, in order; also buckets of which this rank has no fragment, but no frozen ones."""
+    def members(self, used: Container[tuple[Bucket, int]]) -> dict[Bucket, list[Member]]:
+        """The fragments by bucket, in order; also buckets of which this rank has no fragment, but no frozen ones.
+
+        ``used``: the parameters, as (bucket, index), that have a gradient on any rank.
+        """
         found: dict[Bucket, list[Member]] = {}
         for bucket, index, parameter in self.places():
-            if _rests(bucket, parameter):
+            if _needs_no_master(bucket, parameter):
                 continue
             members = found.setdefault(bucket, [])
             for piece, fragment in zip(bucket.pieces_of(index), self.of(parameter), strict=True):
-                members.append(Member(parameter, fragment, piece, used(bucket, index)))
-        return {bucket: sorted(members, key=lambda m: m.piece.offset) for bucket, members in found.items()}
+                members.append(Member(parameter, fragment, piece, (bucket, index) in used))
+        for members in found.values():
+            members.sort(key=lambda m: m.piece.offset)
+        return found
 
     # ---- groups and state --------------------------------------------------------------------------------------
 
@@ -109,18 +116,20 @@ class Fragments:
         """Replace parameters by fragments in groups and state. See Note [Narrowing]."""
         assert self._wide is None, "a step of this optimizer failed half way; its groups hold fragments"
         groups, state = self.optimizer.param_groups, self.optimizer.state
-        self._wide = [group["params"] for group in groups]
-        for group, wide in zip(groups, self._wide, strict=True):
-            group["params"] = [fragment for p in wide for fragment in self.of(p)]
-            for p in wide:
-                for fragment in self.of(p):
-                    if fragment is not p and p in state:
-                        state[fragment] = state.pop(p)
+        self._wide, self._swapped = [group["params"] for group in groups], []
+        for group in groups:
+            pairs = [(p, fragment) for p in group["params"] for fragment in self.of(p)]
+            group["params"] = [fragment for _, fragment in pairs]
+            self._swapped += [(p, fragment) for p, fragment in pairs if fragment is not p]
+        for p, fragment in self._swapped:
+            if p in state:
+                state[fragment] = state.pop(p)
 
     def drop(self, buckets: set[Bucket]) -> None:
         """Remove the fragments of stepped buckets from the groups, until ``widen``."""
         if buckets:
-            done = {id(f) for bucket, _, p in self.places() if bucket in buckets for f in self.of(p)}
+            owner = self.engine.owner
+            done = {id(fragment) for p, fragment in self._swapped if owner[id(p)][0] in buckets}
             for group in self.optimizer.param_groups:
                 group["params"] = [p for p in group["params"] if id(p) not in done]
 
@@ -131,17 +140,16 @@ class Fragments:
         state = self.optimizer.state
         for group, wide in zip(self.optimizer.param_groups, self._wide, strict=True):
             group["params"] = wide
-            for p in wide:
-                for fragment in self.of(p):
-                    if fragment is not p and fragment in state:
-                        state[p] = state.pop(fragment)
-                    fragment.grad = None if fragment is not p else fragment.grad
-        self._wide = None
+        for p, fragment in self._swapped:
+            if fragment in state:
+                state[p] = state.pop(fragment)
+            fragment.grad = None
+        self._wide, self._swapped = None, []
 
     def adopt_state(self) -> None:
         """Shard and cast state that the constructor made in the parameters' full shape (Adagrad)."""
         for bucket, index, parameter in self.places():
-            state = self.optimizer.state.get(parameter)
+            state, shape = self.optimizer.state.get(parameter), bucket.shapes[index]
             if not state:
                 continue
             pieces = bucket.pieces_of(index)
@@ -149,29 +157,13 @@ class Fragments:
                 del self.optimizer.state[parameter]
             for piece in pieces:
                 for key, value in state.items():
-                    cut = cut_state(value, bucket.shapes[index], piece.lo, piece.hi)
-                    # The constructor used the dtype of the compute copy.
-                    wide = cut is not value and cut.is_floating_point()
-                    state[key] = cut.to(bucket.step_dtype) if wide else cut
+                    if isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) == shape:
+                        cut = value.reshape(-1)[piece.lo : piece.hi].clone()
+                        cut = cut.view(shape) if cut.numel() == value.numel() else cut
+                        # The constructor used the dtype of the compute copy.
+                        state[key] = cut.to(bucket.step_dtype) if cut.is_floating_point() else cut
 
 
-def _rests(bucket: Bucket, parameter: Parameter) -> bool:
+def _needs_no_master(bucket: Bucket, parameter: Parameter) -> bool:
     """Whether ``parameter`` is frozen, in a bucket that has never trained. The same on all ranks."""
     return not parameter.requires_grad and not bucket.weights.trains
-
-
-def cut_state(value: Any, shape: tuple[int, ...], lo: int, hi: int) -> Any:
-    """Elements [lo, hi) of a state tensor that has its parameter's shape; any other value unchanged."""
-    if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.dim() == 0:
-        return value
-    return _shaped(value.reshape(-1)[lo:hi].clone(), shape)
-
-
-def _shaped(row: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``row`` in the parameter's shape if it has all elements, else 1D."""
-    return row.view(shape) if row.numel() == torch.Size(shape).numel() else row
-
-
-def _shape_of(piece: Piece, shape: torch.Size) -> torch.Size:
-    """The shape of a fragment, as ``_shaped``."""
-    return shape if piece.numel == shape.numel() else torch.Size([piece.numel])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -27,9 +27,8 @@ from lt_zero import ops
 from lt_zero.common.compat import step_hooks
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.layout import ALIGN
-from lt_zero.step.fragments import Member
-from lt_zero.step.kernels import KERNELS, Kernel, Options, Rows, is_plain
-from lt_zero.step.lamb import FullNorms, launch_lamb
+from lt_zero.step.fragments import Fragments, Member
+from lt_zero.step.kernels import KERNELS, FullNorms, Kernel, Options, Rows, is_plain, launch_lamb, numbers_of
 
 log = logging.getLogger("lt_zero")
 
@@ -63,33 +62,28 @@ class Run:
     """
 
     def __init__(self, bucket: Bucket, members: list[Member], keys: tuple[str, ...], kernel: Kernel, initial: float):
-        self.bucket, self._keys, self._counting, self._initial = bucket, keys, kernel.counts, initial
-        self._apart = kernel.collective  # fragments are stepped one by one
+        self.bucket, self._kernel, self._initial = bucket, kernel, initial
         self.lo = members[0].piece.offset
         self.hi = members[-1].piece.offset + members[-1].piece.numel
-        device = members[0].fragment.device
-        fp32, cpu = torch.float32, torch.device("cpu")
+        fp32, device = torch.float32, members[0].fragment.device
         self._stored = [bucket.state_store(key, fp32) for key in keys]
         self._own = [torch.zeros(self.hi - self.lo, dtype=fp32, device=device) for s in self._stored if s is None]  # 1D
-        self.steps = torch.zeros(len(members), dtype=fp32, device=cpu)  # 1D; on the CPU as torch's counters
+        self.steps = torch.zeros(len(members), dtype=fp32, device="cpu")  # 1D; on the CPU as torch's counters
         self._counted = torch.zeros_like(self.steps)  # increments of the last step
         self._new = [False] * len(members)  # without state before the last step
-        self._views = [self._view(number, member) for number, member in enumerate(members)]
+        self._views: list[dict[str, Tensor]] = []  # the state of each member
+        for step, member in zip(self.steps, members, strict=True):
+            lo, shape = member.piece.offset - self.lo, member.fragment.shape
+            views = {"step": step} if kernel.counts and keys else {}
+            for key, state, stored in zip(keys, self.states, self._stored, strict=True):
+                row = state[lo : lo + member.piece.numel].view(shape)
+                views[key] = row if stored is None else stored.lend(member.piece.offset, shape)
+            self._views.append(views)
 
     @property
     def states(self) -> list[Tensor]:
         """The element-wise states (1D); stored tensors have to be in memory."""
         return self._own or [stored.tensor[self.lo : self.hi] for stored in self._stored if stored is not None]
-
-    def _view(self, number: int, member: Member) -> dict[str, Tensor]:
-        piece, shape = member.piece, member.fragment.shape
-        lo = piece.offset - self.lo
-        rows = [
-            state[lo : lo + piece.numel].view(shape) if stored is None else stored.lend(piece.offset, shape)
-            for state, stored in zip(self.states, self._stored, strict=True)
-        ]
-        count = {"step": self.steps[number]} if self._counting else {}
-        return {**count, **dict(zip(self._keys, rows, strict=True))}
 
     def holds(self, states: list[Options]) -> bool:
         """Whether ``states`` are this run's views, not replaced by others."""
@@ -105,7 +99,7 @@ class Run:
                 continue
             found = state.setdefault(member.fragment, {})
             self._new[number] = all(found.get(key) is None for key in views)
-            if not self._counting and any(found.get(key) is not view for key, view in views.items()):
+            if not self._kernel.counts and any(found.get(key) is not view for key, view in views.items()):
                 self.steps[number] = 0.0 if self._new[number] else 1.0  # only the first step differs from the others
             for key, view in views.items():
                 given = found.get(key)
@@ -125,20 +119,22 @@ class Run:
                     )
                 found[key] = view
 
-    def parts(self, members: list[Member], at: Callable[[float], Options]) -> Iterator[Part]:
-        """The ranges of the run that have a gradient, with the options ``at`` their step number; counts the step."""
-        used = torch.tensor([float(member.used) for member in members], dtype=torch.float32, device=self.steps.device)
-        self.steps += used
-        self._counted = used
+    def parts(self, members: list[Member], group: Options) -> list[Part]:
+        """Count a step with the numbers of a group; returns the ranges that have a gradient, with their options."""
+        used = [member.used for member in members]
+        self._counted = torch.tensor(used, dtype=torch.float32, device="cpu")
+        self.steps += self._counted
         counts = self.steps.tolist()
-        options = {count: at(count) for count in {counts[i] for i, member in enumerate(members) if member.used}}
-        numbered = [(options[counts[i]] if member.used else None, member.piece) for i, member in enumerate(members)]
+        options = {n: self._kernel.options(group, n) for n, has in zip(counts, used, strict=True) if has}
+        numbered = [(options[n] if m.used else None, m.piece) for n, m in zip(counts, members, strict=True)]
+        parts = []
         for found, row in groupby(numbered, key=lambda item: item[0]):
             pieces = [piece for _, piece in row]
             if found is not None:
-                for some in [[piece] for piece in pieces] if self._apart else [pieces]:
+                for some in [[piece] for piece in pieces] if self._kernel.collective else [pieces]:
                     lo, hi = some[0].offset - self.lo, some[-1].offset + some[-1].numel - self.lo
-                    yield Part(self, lo, hi, some[0].index, found)
+                    parts.append(Part(self, lo, hi, some[0].index, found))
+        return parts
 
     def uncount(self, members: list[Member], state: dict[Any, Any]) -> None:
         """Undo the counting of the last step; what had no state before it has none."""
@@ -159,15 +155,20 @@ class FusedStep:
     """The kernel's steps of one optimizer.
 
     Args:
-        optimizer: that ``fits``.
+        fragments: of an optimizer that ``fits``.
         norms: of full parameters, for a kernel that needs them.
     """
 
-    def __init__(self, optimizer: Optimizer, norms: FullNorms | None = None) -> None:
-        self._optimizer, self._kernel, self._norms = optimizer, KERNELS[type(optimizer)], norms
+    def __init__(self, fragments: Fragments, norms: FullNorms | None = None) -> None:
+        self._fragments, self._optimizer, self._norms = fragments, fragments.optimizer, norms
+        self._kernel = KERNELS[type(fragments.optimizer)]
+        # (parameter, group, whether it has states) of the members of a bucket, and their runs, which are valid as long
+        # as these are the same.
         self._runs: dict[Bucket, tuple[list[tuple[int, int, bool]], list[Run]]] = {}
         self._last: list[tuple[Run, list[Member]]] = []  # of the last step
-        self._groups: tuple[dict[int, int], list[Options]] | None = None  # of the running step
+        self._groups: list[Options] | None = None  # numbers of the groups, for the running step
+        self._keys: list[tuple[str, ...]] = []  # of the element-wise states, by group
+        self._number_of: dict[int, int] = {}  # group of a parameter, by id
         self._told = False
 
     @staticmethod
@@ -192,22 +193,23 @@ class FusedStep:
 
     def refusal(self, otherwise: str = "master weights that are not fp32, or kernels that are not available") -> str:
         """Why the optimizer's own step runs; ``otherwise`` if that is because of buckets or the machine."""
-        if self._is_watched():
+        # The kernel runs where torch's step would begin: hooks around it, or a ``GradScaler`` that passes it a scale,
+        # would come too late or find no fragments.
+        if any(getattr(self._optimizer, name, None) is not None for name in ("grad_scale", "found_inf")) or any(
+            type(getattr(h, "__self__", None)).__name__ != "ShardedOptimizer" for h in step_hooks(self._optimizer)
+        ):
             return "hooks or a GradScaler around it"
         if not all(is_plain(self._kernel, group) for group in self._optimizer.param_groups):
             return "options of its groups that the kernel has not, or a learning rate on a GPU"
         return otherwise
 
-    def _is_watched(self) -> bool:
-        """Whether torch's step has to run: for hooks around it, or a ``GradScaler`` that passes it a scale.
+    def begin(self) -> None:
+        """Begin an optimizer step, which may take several calls of ``step``."""
+        self._last, self._groups = [], None
 
-        The kernel runs where torch's step would begin, so such hooks would come too late or find no fragments.
-        """
-        if any(getattr(self._optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
-            return True
-        return any(
-            type(getattr(h, "__self__", None)).__name__ != "ShardedOptimizer" for h in step_hooks(self._optimizer)
-        )
+    def has_same_groups(self) -> bool:
+        """Whether the groups' hyper-parameters are those that the running step was planned with."""
+        return self._groups == [numbers_of(group) for group in self._optimizer.param_groups]
 
     @torch.no_grad()
     def step(self, bucket_members: dict[Bucket, list[Member]], found_inf: Tensor | None = None) -> None:
@@ -218,46 +220,48 @@ class FusedStep:
         """
         if self._norms is not None:
             self._norms.expect(bucket_members)
-        number_of, options = self._groups = self._groups or (self._numbers(), self.options())
-        parts: list[Part] = []
-        for bucket, everyone in bucket_members.items():
-            members = [m for m in everyone if m.used or self._has_state(m.fragment)]
-            numbers = [number_of[id(member.fragment)] for member in members]
-            for number, run, some in self._runs_of(bucket, members, numbers):
-                run.adopt(some, self._optimizer.state)
-                parts += self._parts(run, some, options[number])
+        parts = [part for bucket, members in bucket_members.items() for part in self.plan(bucket, members) or ()]
         self.launch(list(bucket_members), parts, found_inf, norms=self._norms)
 
-    def _numbers(self) -> dict[int, int]:
-        groups = self._optimizer.param_groups
-        return {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+    def plan(self, bucket: Bucket, everyone: list[Member]) -> list[Part] | None:
+        """Count a step of one bucket, to be launched later; None if its states have to be moved into runs first.
 
-    def _has_state(self, parameter: Tensor) -> bool:
-        return any(value is not None for value in self._optimizer.state.get(parameter, {}).values())
-
-    def _parts(self, run: Run, members: list[Member], options: Options) -> Iterator[Part]:
-        self._last.append((run, members))
-        return run.parts(members, partial(self._kernel.at, options))
-
-    def plan(
-        self, bucket: Bucket, everyone: list[Member], number_of: dict[int, int], options: list[Options]
-    ) -> list[Part] | None:
-        """A step of one bucket, to be launched later; None if states have to be moved first.
-
-        Called outside of ``step``: states are keyed by parameter, and ``number_of`` maps their ids to groups.
+        States are moved only during a step, while they are those of fragments.
         """
-        state = self._optimizer.state
-        members = [m for m in everyone if m.used or self._has_state(m.parameter)]
-        numbers = [number_of[id(m.parameter)] for m in members]
+        if self._groups is None:
+            self._groups = [numbers_of(group) for group in self._optimizer.param_groups]
+            self._keys = [self._kernel.keys if self._kernel.has_states(group) else () for group in self._groups]
+            self._number_of = {id(p): n for n, params in enumerate(self._fragments.groups()) for p in params}
+        narrowed, state = self._fragments.narrowed, self._optimizer.state
+        members: list[tuple[int, list[Member]]] = []  # by group, also split where elements in between are not stepped
+        states: list[list[Options]] = []
+        signature, end = [], -1
+        for member in everyone:
+            found = state.get(member.fragment if narrowed else member.parameter, {})
+            if not member.used and all(value is None for value in found.values()):
+                continue
+            number, piece = self._number_of[id(member.parameter)], member.piece
+            if not members or members[-1][0] != number or piece.offset - end >= ALIGN:
+                members.append((number, []))
+                states.append([])
+            members[-1][1].append(member)
+            states[-1].append(found)
+            signature.append((piece.index, number, bool(self._keys[number])))
+            end = piece.offset + piece.numel
         known, runs = self._runs.get(bucket, ([], []))
-        neighbours = _neighbours(members, numbers)
-        if known != self._signature(members, numbers) or not all(
-            run.holds([state.get(m.parameter, {}) for m in some])
-            for run, (_, some) in zip(runs, neighbours, strict=True)
-        ):
+        if not narrowed and (known != signature or not all(map(Run.holds, runs, states))):
             return None
-        found = zip(runs, neighbours, strict=True)
-        return [part for run, (number, some) in found for part in self._parts(run, some, options[number])]
+        if known != signature:
+            initial = self._kernel.initial(self._optimizer)
+            runs = [Run(bucket, some, self._keys[number], self._kernel, initial) for number, some in members]
+            self._runs[bucket] = (signature, runs)
+        parts = []
+        for run, (number, some) in zip(runs, members, strict=True):
+            if narrowed:
+                run.adopt(some, state)
+            self._last.append((run, some))
+            parts += run.parts(some, self._groups[number])
+        return parts
 
     @torch.no_grad()
     def launch(
@@ -277,13 +281,11 @@ class FusedStep:
         for part in parts:
             bucket = part.run.bucket
             factor, out = bucket.grads.factor, targets[bucket]
-            options = tuple(part.options.values())
-            key = (*options, bucket.grads.read().dtype, out is None or out.dtype, id(factor))
+            key = (*part.options.values(), bucket.grads.read().dtype, out is None or out.dtype, id(factor))
             if key not in calls:
                 calls[key] = Rows(self._kernel, factor, part.options)
-            first, last = part.run.lo + part.lo, part.run.lo + part.hi
             states = [state[part.lo : part.hi] for state in part.run.states]
-            calls[key].add(bucket, part.index, (first, last), states, out)
+            calls[key].add(bucket, part.index, part.run.lo + part.lo, part.run.lo + part.hi, states, out)
         for bucket, target in targets.items():
             bucket.weights.written = target is not None
         try:
@@ -300,41 +302,11 @@ class FusedStep:
             self._told = True
             log.info("%s is stepped by lt_zero's kernel; fused_step=false turns it off", type(self._optimizer).__name__)
 
-    def options(self) -> list[Options]:
-        """The current options of each parameter group, for the kernel."""
-        return [self._kernel.options(group) for group in self._optimizer.param_groups]
-
-    def begin(self) -> None:
-        """Begin an optimizer step, which may take several calls of ``step``."""
-        self._last, self._groups = [], None
-
     def uncount(self) -> None:
         """Restore step counters and states after the last step was skipped on the device."""
         for run, members in self._last:
             run.uncount(members, self._optimizer.state)
         self._last = []
-
-    def _runs_of(
-        self, bucket: Bucket, members: list[Member], numbers: list[int]
-    ) -> Iterator[tuple[int, Run, list[Member]]]:
-        """(group's number, run, its members), in order; runs are rebuilt if groups or parameters changed."""
-        signature, neighbours = self._signature(members, numbers), _neighbours(members, numbers)
-        known, runs = self._runs.get(bucket, ([], []))
-        if known != signature:
-            initial = self._kernel.initial(self._optimizer)
-            keys = [self._kernel.keys if has else () for has in self._has_states()]
-            runs = [Run(bucket, some, keys[number], self._kernel, initial) for number, some in neighbours]
-            self._runs[bucket] = (signature, runs)
-        for run, (number, some) in zip(runs, neighbours, strict=True):
-            yield number, run, some
-
-    def _signature(self, members: list[Member], numbers: list[int]) -> list[tuple[int, int, bool]]:
-        """(parameter, group, whether it has states) of each member: runs are valid as long as this is the same."""
-        has = self._has_states()
-        return [(member.piece.index, number, has[number]) for member, number in zip(members, numbers, strict=True)]
-
-    def _has_states(self) -> list[bool]:
-        return [self._kernel.has_states(group) for group in self._optimizer.param_groups]
 
 
 def _covers(bucket: Bucket, parts: list[Part]) -> bool:
@@ -345,15 +317,3 @@ def _covers(bucket: Bucket, parts: list[Part]) -> bool:
         if before < 0 or mine[before][1] < piece.offset + piece.numel:
             return False
     return True
-
-
-def _neighbours(members: list[Member], numbers: list[int]) -> list[tuple[int, list[Member]]]:
-    """The members, split where the group changes or elements in between are not stepped."""
-    parts: list[tuple[int, list[Member]]] = []
-    end = -1
-    for member, number in zip(members, numbers, strict=True):
-        if not parts or parts[-1][0] != number or member.piece.offset - end >= ALIGN:
-            parts.append((number, []))
-        parts[-1][1].append(member)
-        end = member.piece.offset + member.piece.numel
-    return parts

@@ -1,18 +1,24 @@
-"""Which kernel computes the step of which optimizer, and with which options."""
+"""Which kernel computes the step of which optimizer, with which options, on which rows of memory.
+
+LAMB's trust ratios need norms of full parameters, of which a rank has fragments (optim/lamb.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lt_zero import ops
+from lt_zero.comm.communicator import Comm
 from lt_zero.engine.bucket import Bucket
-from lt_zero.optim.lamb import Lamb, corrected_rate
+from lt_zero.optim.lamb import Lamb, corrected_rate, trust_rates
 from lt_zero.optim.lion import Lion
+from lt_zero.step.fragments import Member
 
 Options = dict[str, Any]
 
@@ -24,19 +30,17 @@ class Kernel:
     Attributes:
         operation: its name in ``lt_zero.ops``.
         keys: of the element-wise states, in the operation's order.
-        options: the operation's options out of a group.
-        at: the options of a step, out of these and the number of the step of the elements, from 1.
+        options: the operation's options out of a group and the number of the elements' step, from 1.
         takes: whether the operation computes the update of such a group.
         has_states: whether such a group has states.
         counts: whether the state holds the number of steps, as ``step``.
         initial: what a state begins with.
-        collective: whether a step needs norms over all ranks (lamb.py).
+        collective: whether a step needs norms over all ranks.
     """
 
     operation: str
     keys: tuple[str, ...]
-    options: Callable[[Options], Options]
-    at: Callable[[Options, float], Options]
+    options: Callable[[Options, float], Options]
     takes: Callable[[Options], bool] = lambda group: True
     has_states: Callable[[Options], bool] = lambda group: True
     counts: bool = True
@@ -44,40 +48,38 @@ class Kernel:
     collective: bool = False
 
 
-def _adam_options(group: Options) -> Options:
-    beta1, beta2 = map(float, group["betas"])
-    options = {"lr": float(group["lr"]), "beta1": beta1, "beta2": beta2}
-    return {**options, **_same(group, "eps", "weight_decay", "maximize"), "decoupled": group["decoupled_weight_decay"]}
+def numbers_of(group: Options) -> Options:
+    """A copy of a group's hyper-parameters, with numbers for tensors."""
+    numbers = {key: value for key, value in group.items() if key != "params"}
+    numbers["lr"] = float(group["lr"])
+    if "betas" in group:
+        numbers["beta1"], numbers["beta2"] = numbers["betas"] = tuple(map(float, group["betas"]))
+    return numbers
 
 
-def _sgd_options(group: Options) -> Options:
-    numbers = _same(group, "momentum", "dampening", "weight_decay", "nesterov", "maximize")
-    return {"lr": float(group["lr"]), **numbers}
+def _adam_options(group: Options, step: float) -> Options:
+    options = _same(group, "lr", "beta1", "beta2", "eps", "weight_decay", "maximize")
+    return {**options, "decoupled": group["decoupled_weight_decay"], "step": step}
 
 
-def _adagrad_options(group: Options) -> Options:
-    return {"lr": float(group["lr"]), **_same(group, "lr_decay", "eps", "weight_decay", "maximize")}
+def _sgd_options(group: Options, step: float) -> Options:
+    options = _same(group, "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+    return {**options, "first": step == 1}
 
 
-def _adagrad_at(options: Options, step: float) -> Options:
-    rest = {key: value for key, value in options.items() if key != "lr_decay"}
-    return {**rest, "lr": options["lr"] / (1 + (step - 1) * options["lr_decay"])}
+def _adagrad_options(group: Options, step: float) -> Options:
+    rate = group["lr"] / (1 + (step - 1) * group["lr_decay"])
+    return {**_same(group, "eps", "weight_decay", "maximize"), "lr": rate}
 
 
-def _lion_options(group: Options) -> Options:
-    beta1, beta2 = map(float, group["betas"])
-    return {"lr": float(group["lr"]), "beta1": beta1, "beta2": beta2, **_same(group, "weight_decay", "maximize")}
+def _lion_options(group: Options, step: float) -> Options:
+    return _same(group, "lr", "beta1", "beta2", "weight_decay", "maximize")
 
 
-def _lamb_options(group: Options) -> Options:
-    numbers = _same(group, "bias_correction", "eps", "weight_decay", "min_coeff", "max_coeff")
-    return {"lr": float(group["lr"]), "betas": tuple(map(float, group["betas"])), **numbers}
-
-
-def _lamb_at(options: Options, step: float) -> Options:
-    (beta1, beta2), rate = options["betas"], corrected_rate(options, step)
-    bounds = {"lower": options["min_coeff"], "upper": options["max_coeff"]}
-    return {"beta1": beta1, "beta2": beta2, **_same(options, "eps", "weight_decay"), "lr": rate, **bounds}
+def _lamb_options(group: Options, step: float) -> Options:
+    options = _same(group, "beta1", "beta2", "eps", "weight_decay")
+    bounds = {"lower": group["min_coeff"], "upper": group["max_coeff"]}
+    return {**options, "lr": corrected_rate(group, step), **bounds}
 
 
 def _same(group: Options, *keys: str) -> Options:
@@ -90,7 +92,6 @@ _ADAM = Kernel(
     "adam_step",
     ("exp_avg", "exp_avg_sq"),
     options=_adam_options,
-    at=lambda options, step: {**options, "step": step},
     takes=lambda group: group["eps"] > 0 and not group["amsgrad"],
 )
 KERNELS: dict[type[Optimizer], Kernel] = {
@@ -100,7 +101,6 @@ KERNELS: dict[type[Optimizer], Kernel] = {
         "sgd_step",
         ("momentum_buffer",),
         options=_sgd_options,
-        at=lambda options, step: {**options, "first": step == 1},
         has_states=lambda group: group["momentum"] != 0,
         counts=False,
     ),
@@ -108,22 +108,14 @@ KERNELS: dict[type[Optimizer], Kernel] = {
         "adagrad_step",
         ("sum",),
         options=_adagrad_options,
-        at=_adagrad_at,
         takes=lambda group: group["eps"] > 0,
         initial=lambda optimizer: float(optimizer.defaults["initial_accumulator_value"]),
     ),
-    Lion: Kernel(
-        "lion_step",
-        ("exp_avg",),
-        options=_lion_options,
-        at=lambda options, step: options,
-        counts=False,
-    ),
+    Lion: Kernel("lion_step", ("exp_avg",), options=_lion_options, counts=False),
     Lamb: Kernel(
         "lamb",
         ("exp_avg", "exp_avg_sq"),
         options=_lamb_options,
-        at=_lamb_at,
         takes=lambda group: not group["eps_inside_sqrt"],
         collective=True,
     ),
@@ -154,11 +146,8 @@ class Rows:
         self.states: list[list[Tensor]] = [[] for _ in kernel.keys]
         self.outs: list[Tensor] = []
 
-    def add(
-        self, bucket: Bucket, index: int, elements: tuple[int, int], states: list[Tensor], out: Tensor | None
-    ) -> None:
+    def add(self, bucket: Bucket, index: int, lo: int, hi: int, states: list[Tensor], out: Tensor | None) -> None:
         """Add elements [lo, hi) of this rank's shard; ``out`` (1D, as the shard) takes their compute copy."""
-        lo, hi = elements
         self.places.append((bucket, index))
         self.params.append(bucket.weights.master_rows[lo:hi])
         self.grads.append(bucket.grads.read()[lo:hi])
@@ -176,3 +165,73 @@ class Rows:
         """Run the kernel; it writes nothing if ``found_inf`` (0D fp32) is not zero."""
         rows = (self.params, self.grads, *self.states, self.outs)
         getattr(ops, self.kernel.operation)(*rows, **self.options, scale=self.factor, found_inf=found_inf)
+
+
+# ---- LAMB ------------------------------------------------------------------------------------------------------------
+
+
+class FullNorms:
+    """Adds up squared norms of fragments over the ranks, in one all-reduce for all parameters of a step.
+
+    The table that is reduced has a row for each parameter of the stepped buckets, zero where a rank has no fragment.
+    Parameters that every rank has in full, or that the engine does not own, have no row.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._first: dict[Bucket, int] = {}  # row of a bucket's first parameter
+        self._row_of: dict[int, int] = {}  # of a fragment, by id
+        self._count = 0  # rows
+
+    def expect(self, members: Mapping[Bucket, Sequence[Member]]) -> None:
+        """Prepare for a step of these buckets, the same ones in the same order on all ranks."""
+        self._first, self._row_of, self._count = {}, {}, 0
+        for bucket, mine in members.items():
+            if bucket.shard_range != (0, bucket.layout.numel):
+                self._row_of.update({id(member.fragment): self._count + member.piece.index for member in mine})
+                self._first[bucket] = self._count
+                self._count += len(bucket.params)
+
+    def __call__(self, fragments: list[Tensor], squares: Tensor) -> Tensor:
+        """Squared norms (fp64, [fragments, any]) of the parameters that these are fragments of. Collective."""
+        return self._summed([self._row_of.get(id(fragment)) for fragment in fragments], squares)
+
+    def at(self, places: list[tuple[Bucket, int]], squares: Tensor) -> Tensor:
+        """The same for fragments of these (bucket, index of a parameter). Collective."""
+        return self._summed([self._first[b] + index if b in self._first else None for b, index in places], squares)
+
+    def _summed(self, rows: list[int | None], squares: Tensor) -> Tensor:
+        if self._count == 0:
+            return squares
+        table = torch.zeros(self._count, squares.shape[1], dtype=torch.float64, device=self._comm.device)
+        held = [(number, row) for number, row in enumerate(rows) if row is not None]
+        numbers, places = torch.tensor(held, dtype=torch.int64).view(-1, 2).unbind(1)
+        table[places.to(table.device)] = squares[numbers.to(squares.device)].to(table.device)
+        table = self._comm.sum_scalar(table, "norms of full parameters")
+        full = squares.clone()
+        full[numbers.to(squares.device)] = table[places.to(table.device)].to(squares.device)
+        return full
+
+
+def launch_lamb(calls: Sequence[Rows], norms: FullNorms | None, found_inf: Tensor | None) -> None:
+    """Step LAMB by its two kernels, one fragment per row.
+
+    Args:
+        calls: the rows; may be none.
+        norms: adds up norms over the ranks, once for all calls; None: all rows are full parameters.
+        found_inf: 0D fp32; if it is not zero, nothing is written.
+    """
+    parts = [torch.zeros(0, 2, dtype=torch.float64)]
+    for rows in calls:
+        options = _same(rows.options, "beta1", "beta2", "eps", "weight_decay")
+        tensors = (rows.params, rows.grads, *rows.states)
+        parts.append(ops.lamb_update(*tensors, **options, scale=rows.factor, found_inf=found_inf))
+    squares = torch.cat([part.to(parts[-1].device) for part in parts])
+    if norms is not None:
+        squares = norms.at([place for rows in calls for place in rows.places], squares)
+    for rows, mine in zip(calls, squares.split([len(rows.params) for rows in calls]), strict=True):
+        count, bounds = len(rows.params), (rows.options["lower"], rows.options["upper"])
+        rates = trust_rates(mine, [rows.options["lr"]] * count, [bounds] * count)
+        rates = rates.to(rows.params[0].device, torch.float32)
+        rule, (first, second) = _same(rows.options, "eps", "weight_decay"), rows.states
+        ops.lamb_apply(rows.params, first, second, rates, rows.outs, **rule, found_inf=found_inf)

@@ -89,36 +89,30 @@ class LossScaler:
 
     def update(self, overflow: bool) -> bool:
         """Account for one step; returns False if the scale should have dropped but is at its minimum."""
-        if not self.rules.dynamic:
+        rules, possible = self.rules, True
+        if not rules.dynamic:
             return True
-        dropped = self._drop() if overflow else self._rise()
-        self._steps += 1
-        return dropped
-
-    def _drop(self) -> bool:
-        rules = self.rules
-        self._last_overflow = self._steps
-        if rules.hysteresis != 1 and self._patience != 1:
-            self._patience -= 1
-            return True
-        possible = self.scale > rules.minimum
-        self.scale = max(self.scale * rules.backoff, rules.minimum)
-        return possible
-
-    def _rise(self) -> bool:
-        rules = self.rules
-        if rules.consecutive_hysteresis:
-            self._patience = rules.hysteresis
         stable = self._steps - self._last_overflow - 1
-        if stable > 0 and stable % rules.window == 0:
-            self._patience = rules.hysteresis
-            self.scale *= rules.growth
-        return True
+        if overflow:
+            self._last_overflow = self._steps
+            if rules.hysteresis != 1 and self._patience != 1:
+                self._patience -= 1
+            else:
+                possible = self.scale > rules.minimum
+                self.scale = max(self.scale * rules.backoff, rules.minimum)
+        else:
+            grows = stable > 0 and stable % rules.window == 0
+            if grows or rules.consecutive_hysteresis:
+                self._patience = rules.hysteresis
+            if grows:
+                self.scale *= rules.growth
+        self._steps += 1
+        return possible
 
     def state_dict(self) -> dict[str, Any]:
         """Scale and counters, numbers only; the rules are the running configuration's."""
-        memory = {"steps": self._steps, "last_overflow": self._last_overflow, "patience": self._patience}
-        return {"scale": self.scale, **memory}
+        counts = {"steps": self._steps, "last_overflow": self._last_overflow, "patience": self._patience}
+        return {"scale": self.scale, **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore ``state_dict``; a static scale stays as configured."""
@@ -146,15 +140,11 @@ class _SkipFlag:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def take(self) -> bool:
-        """Wait for the flag and correct the counters; returns whether the step was skipped."""
+    def wait(self) -> bool:
+        """Whether the step was skipped."""
         if self._copied is not None:
             self._copied.synchronize()
-        skipped = bool(self._value)
-        if skipped:
-            self.sharded.uncount_step()
-        self.counter.decide(skipped)
-        return skipped
+        return bool(self._value)
 
 
 class LossScaleController:
@@ -237,7 +227,7 @@ class LossScaleController:
         if self.checks:
             self._some = sharded.grads.exist()
             self.norm = sharded.grads.norm() / sharded.grads.loss_scale
-            if self._some and self._leaves_it_to_the_device(sharded):
+            if self._some and self._skips_on_device(sharded):
                 sharded.found_inf = torch.isfinite(self.norm).logical_not().float()
             else:
                 self.skip = not bool(torch.isfinite(self.norm))
@@ -256,7 +246,7 @@ class LossScaleController:
             self._examined.found_inf = None
         self.norm, self.skip, self._examined, self._some = None, False, None, False
 
-    def _leaves_it_to_the_device(self, sharded: ShardedOptimizer) -> bool:
+    def _skips_on_device(self, sharded: ShardedOptimizer) -> bool:
         wanted = self.on_device if self.on_device is not None else sharded.engine.comm.device.type == "cuda"
         if not wanted or self._watch is not None or not sharded.skips_on_device():
             return False
@@ -325,20 +315,40 @@ class LossScaleController:
         flag, self._open = self._open, None
         if flag is None:
             return False
-        skip = flag.take()
-        watched = self._watch is not None
+        skip, watched = flag.wait(), self._watch is not None
+        if skip:
+            flag.sharded.uncount_step()
+        flag.counter.decide(skip)
         self._account(flag.sharded.engine, flag.counter, skip)
         self._watching_late = not watched
         return skip
 
     def _account(self, engine: Engine, counter: SkipCounter, skip: bool) -> None:
-        before = self.scale
-        possible = self.scaler.update(skip) if self.scaler is not None else True
+        """Adapt the loss scale to a counted step, and watch modules if the next overflow has to be explained."""
+        scaler, before = self.scaler, self.scale
+        possible = scaler.update(skip) if scaler is not None else True
         if skip:
-            self._tell(engine, counter, before, possible)
-        self._keep_watch(engine, counter)
+            self._report(engine, counter, before, possible)
+        if scaler is not None and scaler.rules.dynamic:
+            wanted = scaler.at_minimum
+        else:
+            wanted = self._raises or counter.consecutive > 0
+        if wanted:  # it costs a pass over the outputs of modules
+            self._watch = self._watch or FiniteWatch(engine.root, training_only=True)
+            self._watch.open()
+            self._watch.reset()
+        elif self._watch is not None:
+            self.stop_watching()
 
-    def _tell(self, engine: Engine, counter: SkipCounter, before: float, possible: bool) -> None:
+    def _report(self, engine: Engine, counter: SkipCounter, before: float, possible: bool) -> None:
+        """Log, warn or raise after a skipped step.
+
+        Args:
+            engine: of the optimizer.
+            counter: its skipped steps.
+            before: the loss scale of the step.
+            possible: whether the scale could be lowered.
+        """
         log.info("Gradients overflowed: step skipped, loss scale %g -> %g", before, self.scale)
         fatal = self._raises or (not possible and self._on_min_scale == "raise")
         # Where no lower scale helps, warn at the 2nd, 4th, 8th, ... skip in a row. In fp32 the first is unusual.
@@ -357,19 +367,6 @@ class LossScaleController:
             raise LossScaleError(f"{report} The scale is at its minimum; on_min_scale=hold or warn goes on.")
         if engine.comm.rank == 0:
             warnings.warn(report, stacklevel=2)
-
-    def _keep_watch(self, engine: Engine, counter: SkipCounter) -> None:
-        """Watch module outputs while the next overflow would have to be explained; it costs a pass over them."""
-        stuck = self.scaler is None or not self.scaler.rules.dynamic
-        wanted = (
-            self._raises or counter.consecutive > 0 if stuck else self.scaler is not None and self.scaler.at_minimum
-        )
-        if wanted:
-            self._watch = self._watch or FiniteWatch(engine.root, training_only=True)
-            self._watch.open()
-            self._watch.reset()
-        elif self._watch is not None:
-            self.stop_watching()
 
     def stop_watching(self) -> None:
         """Remove the hooks that watch module outputs."""

@@ -99,8 +99,8 @@ class FiniteWatch:
 
     def _ignores(self, module: nn.Module) -> bool:
         """Whether to skip this call: of a shallow copy, which shares the hooks, or of recomputation in backward."""
-        idle = self._training_only and not torch.is_grad_enabled()
-        return idle or module not in self._names or in_running_backward()
+        untrained = self._training_only and not torch.is_grad_enabled()
+        return untrained or module not in self._names or in_running_backward()
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._ignores(module):
@@ -123,18 +123,13 @@ def _bad(flag: Tensor | None) -> bool:
     return flag is not None and not flag.item()
 
 
-def _readable(tensor: Tensor) -> bool:
-    if is_guarded(tensor) or not tensor.is_floating_point() or tensor.itemsize < 2:
-        return False
-    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta and tensor.numel() > 0
-
-
 @torch.no_grad()
 def _finite(value: Any) -> Tensor | None:
     """Whether all floating-point tensors in ``value`` are finite (0D), None if there are none."""
     total = None
     for tensor in iter_tensors(value):
-        if _readable(tensor):
+        readable = not is_guarded(tensor) and tensor.is_floating_point() and tensor.itemsize >= 2
+        if readable and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta) and tensor.numel():
             finite, low, high = _extremes(tensor)
             if not tensor.requires_grad:  # an additive attention mask is full of -inf by design
                 finite = finite | ((low == -torch.inf) & (high <= 0))
@@ -214,9 +209,17 @@ def overflow_report(parameters: list[str], culprits: Sequence[str | None], skipp
     ranks: dict[str | None, list[str]] = {}
     for rank, culprit in enumerate(culprits):
         ranks.setdefault(culprit, []).append(str(rank))
-    places = [_place(culprit) for culprit in ranks]
-    if len(ranks) > 1:
-        places = [f"on rank {_some(r)}: {place}" for r, place in zip(ranks.values(), places, strict=True)]
+    places = []
+    for culprit in ranks:
+        if culprit is None:
+            found = (
+                "every module's output was finite: the gradients overflowed in backward (or a loss outside of modules)"
+            )
+        elif culprit.startswith(_INPUT):
+            found = f"{culprit} was not finite"
+        else:
+            found = f"the first output that was not finite is that of {culprit}"
+        places.append(f"on rank {_some(ranks[culprit])}: {found}" if len(ranks) > 1 else found)
     if places:
         what += f" In forward: {_some(places, '; ')}."
     return f"{what} {_remedy([c for c in ranks if c is not None], scale)}"
@@ -225,14 +228,6 @@ def overflow_report(parameters: list[str], culprits: Sequence[str | None], skipp
 def _some(items: Sequence[str], separator: str = ", ") -> str:
     more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
     return separator.join(items[:_SHOWN]) + more
-
-
-def _place(culprit: str | None) -> str:
-    if culprit is None:
-        return "every module's output was finite: the gradients overflowed in backward (or a loss outside of modules)"
-    if culprit.startswith(_INPUT):
-        return f"{culprit} was not finite"
-    return f"the first output that was not finite is that of {culprit}"
 
 
 def _remedy(culprits: list[str], scale: float | None) -> str:

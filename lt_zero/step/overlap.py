@@ -24,7 +24,6 @@ from lt_zero.engine.bucket import Bucket
 from lt_zero.offload.background import Job
 from lt_zero.step.fragments import Fragments, Member
 from lt_zero.step.fused_step import FusedStep, Part
-from lt_zero.step.kernels import Options
 from lt_zero.step.reduced_grads import ReducedGrads
 
 _WAITING = 1  # if gradients are in files: most buckets that are queued with their gradients in memory
@@ -44,11 +43,10 @@ class Overlap:
         self._engine, self._offload_manager = fragments.engine, fragments.engine.offload_manager
         self._early: dict[Bucket, int] = {}  # stepped beside the last backward -> ``Accumulator.changes`` then
         self._backwards = 0  # ``Engine.backwards`` after that backward
-        self._late: set[Bucket] = set()  # handed over by the running step
+        self.early: set[Bucket] = set()  # of the running step: buckets that were stepped beside backward
+        self.late: set[Bucket] = set()  # of the running step: buckets that the background thread publishes
         self._members: dict[Bucket, list[Member]] = {}
         self._indices: dict[Bucket, set[int]] = {}  # this optimizer's parameters in a bucket
-        self._number_of: dict[int, int] = {}  # group of a parameter, by id
-        self._options: list[Options] = []  # of the groups when the step was planned
         self._steady: dict[Bucket, list[int]] = {}  # used parameters of a bucket in the last step
 
     # ---- beside backward ---------------------------------------------------------------------------------------
@@ -59,6 +57,7 @@ class Overlap:
 
         No effect where nothing can be stepped early. See Note [Beside backward].
         """
+        self._end_early()  # if no step followed the last backward, the engine stays partially stepped
         if not self._can_begin():
             yield
             return
@@ -77,29 +76,19 @@ class Overlap:
                 bucket.stepped_early = False  # later forwards may gather it
 
     def _can_begin(self) -> bool:
-        self._end_early()  # if no step followed the last backward, the engine stays partially stepped
-        if self._offload_manager.partially_stepped:
+        fused, manager = self._fused, self._offload_manager
+        if manager.partially_stepped or manager.background is None or fused is None:
             return False
-        if self._offload_manager.background is None or self._fused is None or self._grads.loss_scale != 1.0:
-            return False
-        if not self._engine.reducer.sync:
+        if self._grads.loss_scale != 1.0 or not self._engine.reducer.sync:
             return False
         # Frozen parameters have no gradient; ``_landed`` checks that the others have one.
-        members = self._fragments.members(lambda bucket, index: bucket.params[index].requires_grad)
+        places = self._fragments.places()
+        members = self._fragments.members({(bucket, index) for bucket, index, p in places if p.requires_grad})
         self._indices = self._fragments.indices()
-        taken = self._fused.takes(b for b in members if b.can_step_early and self._fused.steps_alone(b))
+        taken = fused.takes(b for b in members if b.can_step_early and fused.steps_alone(b))
         self._members = {bucket: found for bucket, found in members.items() if bucket in taken}
-        if self._members:
-            self._read_groups()
-            self._fused.begin()
+        fused.begin()
         return bool(self._members)
-
-    def _read_groups(self) -> None:
-        self._options = self._options_now()
-        self._number_of = {id(p): number for number, params in enumerate(self._fragments.groups()) for p in params}
-
-    def _options_now(self) -> list[Options]:
-        return self._fused.options() if self._fused is not None else []
 
     def _landed(self, bucket: Bucket) -> bool:
         """Called when the gradients of ``bucket`` are reduced; returns whether it is stepped now."""
@@ -111,7 +100,7 @@ class Overlap:
         if not bucket.sharding.params and bucket.edits.seen():
             return False
         assert fused is not None
-        parts = fused.plan(bucket, members, self._number_of, self._options)  # counts the step
+        parts = fused.plan(bucket, members)  # counts the step
         if parts is None:
             return False
         self._early[bucket] = bucket.grads.changes
@@ -120,9 +109,8 @@ class Overlap:
         self._offload_manager.partially_stepped = (
             f"{len(self._early)} of {len(self._engine.buckets)} buckets ({names}, ...)"
         )
-        self._hand_over(
-            bucket, lambda: self._step_early(bucket, parts), None, _WAITING if bucket.grads.streamed else None
-        )
+        limit = _WAITING if bucket.grads.streamed else None
+        self._submit(bucket, lambda: self._step_early(bucket, parts), None, limit)
         return True
 
     def _step_early(self, bucket: Bucket, parts: list[Part]) -> None:
@@ -132,20 +120,22 @@ class Overlap:
         if bucket.sharding.params:
             bucket.weights.refresh()
         if bucket.streamed:
-            bucket.grads.discard()  # saves a write and a read; ``forget_early`` clears it
+            bucket.grads.discard()  # saves a write and a read; ``end_step`` clears it
 
     def take_early(self, used: dict[Bucket, list[int]]) -> set[Bucket]:
-        """The buckets that were stepped beside backward; forgets them. Collective.
+        """The buckets that were stepped beside backward. Collective.
 
         Raises:
             SwapError: on all ranks, if gradients or hyper-parameters have changed since on one.
         """
         same = all(bucket in used and bucket.grads.changes == then for bucket, then in self._early.items())
-        early = self._end_early()
-        if early and same and self._backwards == self._engine.backwards and self._options == self._options_now():
-            self._offload_manager.partially_stepped = ""
+        self.early = self._end_early()
+        if self.early and same and self._backwards == self._engine.backwards:
+            assert self._fused is not None
+            if self._fused.has_same_groups():
+                self._offload_manager.partially_stepped = ""
         self._offload_manager.refuse_partially_stepped(self._engine.comm)
-        return early
+        return self.early
 
     def _end_early(self) -> set[Bucket]:
         early, self._early = set(self._early), {}
@@ -153,19 +143,7 @@ class Overlap:
             bucket.stepped_early = False
         return early
 
-    def forget_early(self, early: set[Bucket]) -> None:
-        """After the step: clear gradients whose files were discarded."""
-        for bucket in early:
-            if bucket.grads.streamed:
-                for index in bucket.grads.valid:
-                    bucket.params[index].grad = None
-                bucket.grads.clear(set(bucket.grads.valid))
-
     # ---- beside the next forward -------------------------------------------------------------------------------
-
-    @property
-    def _publishes_late(self) -> bool:
-        return self._offload_manager.background is not None and self._offload_manager.how.overlap_step is True
 
     def plan_late(
         self, members: dict[Bucket, list[Member]], early: set[Bucket], used: dict[Bucket, list[int]]
@@ -173,31 +151,25 @@ class Overlap:
         """The buckets that the background thread steps and publishes, in the same order on all ranks.
 
         None instead of a plan: the thread only publishes, because the bucket is in ``early``, or because this rank has
-        to move states first. Planned buckets are removed from ``members``.
+        to move states first.
         """
-        if not self._publishes_late or self._fused is None:
+        fused, manager = self._fused, self._offload_manager
+        if fused is None or manager.background is None or manager.how.overlap_step is not True:
             return {}
-        taken = self._fused.takes(b for b in used if b.offloaded and self._fused.steps_alone(b))
-        if taken:
-            self._read_groups()
+        taken = fused.takes(b for b in used if b.offloaded and fused.steps_alone(b))
         plans: dict[Bucket, list[Part] | None] = {}
         for bucket, indices in used.items():
             steady, self._steady[bucket] = self._steady.get(bucket) == indices, indices
-            if not steady or bucket not in taken:
-                continue
-            plans[bucket] = None
-            if bucket not in early:
-                plans[bucket] = self._fused.plan(bucket, members.get(bucket, []), self._number_of, self._options)
-            if plans[bucket] is not None:
-                members.pop(bucket, None)
+            if steady and bucket in taken:
+                plans[bucket] = None if bucket in early else fused.plan(bucket, members.get(bucket, []))
         return plans
 
     def hand_over(self, bucket: Bucket, parts: list[Part] | None) -> None:
         """Have the background thread step (with ``parts``) and publish a bucket."""
         bucket.release()
         bucket.await_publication()
-        self._late.add(bucket)
-        self._hand_over(bucket, lambda: self._step_late(bucket, parts), bucket.publication(), None)
+        self.late.add(bucket)
+        self._submit(bucket, lambda: self._step_late(bucket, parts), bucket.publication(), None)
 
     def _step_late(self, bucket: Bucket, parts: list[Part] | None) -> None:
         if parts is not None:
@@ -207,7 +179,7 @@ class Overlap:
                 bucket.weights.refresh()
         bucket.refresh_after_step()
 
-    def _hand_over(
+    def _submit(
         self, bucket: Bucket, step: Callable[[], None], publish: Callable[[], object] | None, limit: int | None
     ) -> None:
         background = self._offload_manager.background
@@ -218,10 +190,16 @@ class Overlap:
         bucket.hand_over(job)
         background.hand_over(job, limit)
 
-    def take_late(self) -> set[Bucket]:
-        """The buckets of this step that the background thread publishes; forgets them."""
-        late, self._late = self._late, set()
-        return late
+    # ---- after a step ------------------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """Forget the buckets of the step; clears gradients whose files were discarded."""
+        for bucket in self.early:
+            if bucket.grads.streamed:
+                for index in bucket.grads.valid:
+                    bucket.params[index].grad = None
+                bucket.grads.clear(set(bucket.grads.valid))
+        self.early, self.late = set(), set()
 
     def forget_states(self) -> None:
         """After states were loaded: the next step is not a background step, and moves states to the bucket stores."""

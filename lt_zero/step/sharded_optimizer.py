@@ -21,7 +21,7 @@ from lt_zero.io.thread_pool import SwapError
 from lt_zero.optim.lamb import Lamb
 from lt_zero.step.fragments import Fragments
 from lt_zero.step.fused_step import FusedStep
-from lt_zero.step.lamb import FullNorms
+from lt_zero.step.kernels import FullNorms
 from lt_zero.step.overlap import Overlap
 from lt_zero.step.reduced_grads import ReducedGrads
 from lt_zero.step.stepper import RanClosure, Stepper
@@ -44,10 +44,11 @@ class ShardedOptimizer(ProcessLocal):
     """
 
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
+        manager = engine.offload_manager
         whole = engine.config.zero_optimization.shard_along == "parameter" or not engine.sharded_optim
-        check_supported(optimizer, engine.sharded_optim or engine.offload_manager.optim is not None, whole)
-        if engine.offload_manager.optim is not None:
-            engine.offload_manager.require(engine.comm, states_per_element(optimizer))
+        check_supported(optimizer, engine.sharded_optim or manager.optim is not None, whole)
+        if manager.optim is not None:
+            manager.require(engine.comm, states_per_element(optimizer))
         engine.begin_training()
         self.engine, self.optimizer = engine, optimizer
         self.fragments = Fragments(engine, optimizer)
@@ -56,36 +57,30 @@ class ShardedOptimizer(ProcessLocal):
         self.by_bucket = False  # the caller of ``state_dict`` reads stored states bucket by bucket
         self._depth = 0  # nested calls of step
         self._entered = 0  # ``Engine.backwards`` when the running step began
-        self._early: set[Bucket] = set()  # buckets of the running step that were stepped beside backward
-        fused = engine.config.fused_step and FusedStep.fits(optimizer)
         norms = None  # for an optimizer whose step is collective
         if isinstance(optimizer, Lamb):
             optimizer.full_norms = norms = FullNorms(engine.comm)
-        self.fused = FusedStep(optimizer, norms) if fused else None
+        fused = engine.config.fused_step and FusedStep.fits(optimizer)
+        self.fused = FusedStep(self.fragments, norms) if fused else None
         self.grads = ReducedGrads(self.fragments, self.fused)
         self.overlap = Overlap(self.fragments, self.fused, self.grads)
         self.stepper = Stepper(self.fragments, self.fused, self.overlap, norms)
-        if engine.offload_manager.partially_stepped:
+        if manager.partially_stepped:
             warnings.warn(
-                f"Training goes on although the weights of {engine.offload_manager.partially_stepped} are a step ahead "
+                f"Training goes on although the weights of {manager.partially_stepped} are a step ahead "
                 "of the others: load a checkpoint.",
                 stacklevel=3,
             )
-            engine.offload_manager.partially_stepped = ""
-        self._handles: list[RemovableHandle] = []
+            manager.partially_stepped = ""
         self.fragments.adopt_state()
-        self._install()
-
-    def _install(self) -> None:
-        """Install hooks and one attribute; the optimizer keeps its class, and copies and pickles have neither."""
-        optimizer = self.optimizer
+        # Hooks and one attribute: the optimizer keeps its class, and copies and pickles have neither.
         before = ShardedOptimizer.of(optimizer)
         for handle in before._handles if before is not None else ():
             handle.remove()  # of an earlier engine
-        self._handles = [
+        self._handles: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_pre_hook(self._on_state_dict),
+            optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
         ]
         setattr(optimizer, _ATTRIBUTE, self)
@@ -122,8 +117,7 @@ class ShardedOptimizer(ProcessLocal):
 
     def skips_on_device(self) -> bool:
         """Whether kernels that take ``found_inf`` do all of a step."""
-        places = self.fragments.places()
-        buckets = {bucket for bucket, _, _ in places}
+        places, buckets = self.fragments.places(), self._buckets()
         if any(bucket.offloaded for bucket in buckets):
             return False  # a skipped step would still be copied to the device or written to files
         return len(places) == len(self.parameters()) and self.stepper.taken(buckets) == buckets
@@ -133,15 +127,19 @@ class ShardedOptimizer(ProcessLocal):
         assert self.fused is not None
         self.fused.uncount()
 
+    def _buckets(self) -> set[Bucket]:
+        return {bucket for bucket, _, _ in self.fragments.places()}
+
     # ---- step --------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.stepper.staging:
+        stepper = self.stepper
+        if stepper.staging:
             return None
         if self.fragments.narrowed and self._entered == self.engine.backwards:
             self._depth += 1  # a subclass calls its parent's step; torch runs the hooks for both
-            if self.stepper.closure is not None:
-                self.stepper.closure.renew()
+            if stepper.closure is not None:
+                stepper.closure.called_now = False
             return None
         if self.grads.loss_scale != 1.0:
             raise RuntimeError(
@@ -149,31 +147,27 @@ class ShardedOptimizer(ProcessLocal):
                 f"{self.grads.loss_scale:g}. In manual optimization step the optimizer that `self.optimizers()` "
                 "returns: it unscales first."
             )
-        args, kwargs = self._run_closure(args, kwargs)
-        plan, self._early = self.stepper.plan_step(self.grads.used())
-        self.fragments.narrow()
-        self._depth, self._entered = 1, self.engine.backwards
-        self.engine.comm.before_write()
-        try:
-            self.stepper.run(plan, self.found_inf)
-        except SwapError:
-            self.widen()
-            raise
-        self.fragments.drop(self._early)
-        return args, kwargs
-
-    def _run_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Run the closure now, because the step needs its gradients on fragments."""
+        # The closure runs now, because the step needs its gradients on fragments.
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         if callable(closure) and not isinstance(closure, RanClosure):
             with torch.enable_grad():
-                closure = RanClosure(type(self.optimizer).__name__, closure())
+                closure = RanClosure(type(optimizer).__name__, closure())
             if "closure" in kwargs:
                 kwargs = {**kwargs, "closure": closure}
             else:
                 args = (args[0], closure, *args[2:])
-        self.stepper.closure = closure if isinstance(closure, RanClosure) else None
-        self.stepper.arguments = args[1:], kwargs
+        stepper.closure = closure if isinstance(closure, RanClosure) else None
+        stepper.arguments = args[1:], kwargs
+        plan = stepper.plan_step(self.grads.used())
+        self.fragments.narrow()
+        self._depth, self._entered = 1, self.engine.backwards
+        self.engine.comm.before_write()
+        try:
+            stepper.run(plan, self.found_inf)
+        except SwapError:
+            self.widen()
+            raise
+        self.fragments.drop(self.overlap.early)
         return args, kwargs
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -184,9 +178,8 @@ class ShardedOptimizer(ProcessLocal):
             return
         self.stepper.finish()
         self.widen()
-        self.engine.publish({bucket for bucket, _, _ in self.fragments.places()} - self.overlap.take_late())
-        self.overlap.forget_early(self._early)
-        self._early = set()
+        self.engine.publish(self._buckets() - self.overlap.late)
+        self.overlap.end_step()
 
     def widen(self) -> None:
         """Put the module's parameters back into the groups; no-op outside of a step."""
@@ -196,7 +189,7 @@ class ShardedOptimizer(ProcessLocal):
         """Call a method of the optimizer that changes weights, on fragments as in ``step``. Collective."""
         self.before_state_dict()
         self.engine.finish_steps()
-        buckets = {bucket for bucket, _, _ in self.fragments.places()}
+        buckets = self._buckets()
         self.fragments.narrow()
         self.engine.comm.before_write()
         try:
@@ -206,16 +199,14 @@ class ShardedOptimizer(ProcessLocal):
         self.engine.publish(buckets)
         return result
 
-    # ---- state dicts -------------------------------------------------------------------------------------------
-
     def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         self.engine.finish_steps()
 
-    def _on_state_dict(self, optimizer: Optimizer) -> None:
+    def _before_state_dict(self, optimizer: Optimizer) -> None:
         self.before_state_dict()
         self.engine.finish_steps()
         if not self.by_bucket:
-            for bucket in {bucket for bucket, _, _ in self.fragments.places()}:
+            for bucket in self._buckets():
                 for store in bucket.step_stores():
                     store.write()  # the caller may edit it
 

@@ -97,8 +97,8 @@ class _Hold:
 
     def waits(self, scheduler: Any) -> bool:
         """Whether this call of the scheduler does nothing: all steps since its last call were skipped."""
-        if self.counter.assumed and not _restorable(scheduler):
-            self.counter.find_out()
+        if not all(hasattr(scheduler, name) for name in ("optimizer", "state_dict", "load_state_dict")):
+            self.counter.find_out()  # it cannot be restored
         mark, self.mark = self.mark, self.counter.attempts
         if self.counter.assumed and mark < self.mark:
             restore = _snapshot(scheduler)
@@ -106,12 +106,8 @@ class _Hold:
         return self.counter.only_skips_after(mark)
 
 
-def _restorable(scheduler: Any) -> bool:
-    return all(hasattr(scheduler, name) for name in ("optimizer", "state_dict", "load_state_dict"))
-
-
 def _snapshot(scheduler: Any) -> Callable[[], None]:
-    """Returns a callable that restores the current state of a scheduler and of the hyper-parameters that it sets."""
+    """A callable that restores the current state of a scheduler and of the hyper-parameters that it sets."""
     state = copy.deepcopy(scheduler.state_dict())
     groups = scheduler.optimizer.param_groups
     numbers = [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in groups]

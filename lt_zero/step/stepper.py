@@ -27,7 +27,7 @@ from lt_zero.engine.layout import Piece
 from lt_zero.engine.shard import Accumulator
 from lt_zero.step.fragments import Fragments, Member
 from lt_zero.step.fused_step import FusedStep, Part
-from lt_zero.step.lamb import FullNorms
+from lt_zero.step.kernels import FullNorms
 from lt_zero.step.overlap import Overlap
 
 log = logging.getLogger("lt_zero")
@@ -75,17 +75,13 @@ class RanClosure:
     def __init__(self, name: str, result: Any) -> None:
         self.name, self.result = name, result
         self.called = False
-        self._called_now = False  # in the running step
+        self.called_now = False  # in the running step
         self._before: list[tuple[Parameter, int, Tensor | None]] = []  # fragment, version, gradient
 
     def expect(self, fragments: Iterable[Parameter]) -> None:
         """Begin a step of ``fragments``."""
         self._before = [(fragment, version_of(fragment), fragment.grad) for fragment in fragments]
-        self.renew()
-
-    def renew(self) -> None:
-        """Allow another call: ``step`` calls the ``step`` of its parent class."""
-        self._called_now = False
+        self.called_now = False
 
     def __call__(self) -> Any:
         """The result of the user's closure.
@@ -94,13 +90,13 @@ class RanClosure:
             RuntimeError: on a second call, or if weights or gradients have changed: the optimizer needs another pass.
         """
         changed = any(version_of(f) != version or f.grad is not grad for f, version, grad in self._before)
-        if changed or self._called_now:
+        if changed or self.called_now:
             raise RuntimeError(
                 f"{self.name}.step evaluates its closure {'again' if self.called else 'at other weights'}, but "
                 "ZeRO runs forward and backward once per step, before the optimizer gets this rank's shard of weights "
                 "and gradients. Use an optimizer that needs one pass per step, such as AdamW, or train with DDP."
             )
-        self.called = self._called_now = True
+        self.called = self.called_now = True
         return self.result
 
 
@@ -127,13 +123,12 @@ class Stepper:
 
     # ---- the plan ----------------------------------------------------------------------------------------------
 
-    def plan_step(self, used: dict[Bucket, list[int]]) -> tuple[list[BucketStep], set[Bucket]]:
-        """Plan the step of these parameters; returns it, and the buckets that were stepped beside backward. Collective.
+    def plan_step(self, used: dict[Bucket, list[int]]) -> list[BucketStep]:
+        """Plan the step of these parameters. Collective.
 
         Waits for background steps of the buckets that this thread steps or publishes.
         """
-        known = {(bucket, index) for bucket, indices in used.items() for index in indices}
-        members = self._fragments.members(lambda bucket, index: (bucket, index) in known)
+        members = self._fragments.members({(bucket, index) for bucket, indices in used.items() for index in indices})
         early = self._overlap.take_early(used)
         for bucket in early:
             members.pop(bucket, None)
@@ -153,25 +148,24 @@ class Stepper:
             mine, stored = members.pop(bucket, []), bucket.streamed
             idle = parts is not None or bucket in early or (stored and not any(member.used for member in mine))
             plan.append(BucketStep(bucket, By.BACKGROUND, mine, idle, True, parts))
-        return plan + self._plan(members, used if self._norms is not None else (), self.taken(members)), early
+        return plan + self._plan(members, used if self._norms is not None else (), self.taken(members))
 
     def _plan(
         self, members: dict[Bucket, list[Member]], together: Collection[Bucket], taken: set[Bucket]
     ) -> list[BucketStep]:
         """``together``: buckets that all ranks step, also those without a fragment: the step is collective."""
-        return [
-            BucketStep(bucket, self._by(bucket, bucket in taken), mine, not used, bucket in taken)
-            for bucket, mine in members.items()
-            for used in [bucket in together or any(member.used for member in mine)]
-        ]
-
-    @staticmethod
-    def _by(bucket: Bucket, kernel: bool) -> By:
-        if bucket.streamed:
-            return By.STREAMED
-        if kernel:
-            return By.HOST if bucket.offloaded else By.KERNEL
-        return By.STAGED if bucket.staged else By.TORCH
+        plan = []
+        for bucket, mine in members.items():
+            kernel = bucket in taken
+            if bucket.streamed:
+                by = By.STREAMED
+            elif kernel:
+                by = By.HOST if bucket.offloaded else By.KERNEL
+            else:
+                by = By.STAGED if bucket.staged else By.TORCH
+            idle = bucket not in together and not any(member.used for member in mine)
+            plan.append(BucketStep(bucket, by, mine, idle, kernel))
+        return plan
 
     def taken(self, buckets: Iterable[Bucket]) -> set[Bucket]:
         """The ``buckets`` that the kernel steps."""
@@ -194,65 +188,60 @@ class Stepper:
             SwapError: on all ranks, if states of one cannot be read or written.
         """
         steps = {by: [step for step in plan if step.by is by] for by in By}
-        self._hand_over(steps[By.BACKGROUND])
-        self._step_streamed(steps[By.STREAMED], method)
-        self._step_host(steps[By.HOST])
-        self._engine.offload_manager.check(self._engine.comm, "states in files")
-        self._step_kernel(steps[By.KERNEL], found_inf)
-        if steps[By.STAGED] or steps[By.TORCH]:
-            self._tell_of_torch()
-        for step in steps[By.STAGED]:
-            self._step_staged(step.bucket, step.members, method)
-        if method is None:
-            self._prepare(steps[By.TORCH])
-        self._torch = steps[By.TORCH]
-
-    def _hand_over(self, steps: list[BucketStep]) -> None:
-        """Give buckets to the background thread. See overlap.py, Note [Beside the next forward]."""
-        for step in steps:
-            bucket = step.bucket
-            assert self._fused is not None
-            if not step.idle and bucket.streamed:
+        for step in steps[By.BACKGROUND]:
+            if not step.idle and step.bucket.streamed:
                 self._step_streamed([step], None)
             elif not step.idle:
-                self._fused.step({bucket: step.members})
-                bucket.weights.refresh()  # frees its staging buffer, which earlier jobs wait for
-            self._overlap.hand_over(bucket, step.parts)
-        self._fragments.drop({step.bucket for step in steps})
+                self._step_kernel([step])
+                step.bucket.weights.refresh()  # frees its staging buffer, which earlier jobs wait for
+            self._overlap.hand_over(step.bucket, step.parts)  # overlap.py, Note [Beside the next forward]
+        self._step_streamed(steps[By.STREAMED], method)
+        for step in steps[By.HOST]:
+            if not step.idle:
+                self._step_kernel([step])
+                step.bucket.weights.refresh()
+        self._engine.offload_manager.check(self._engine.comm, "states in files")
+        self._step_kernel(steps[By.KERNEL], found_inf)
+        self._fragments.drop({step.bucket for step in plan if step.by not in (By.STAGED, By.TORCH)})
+        if (steps[By.STAGED] or steps[By.TORCH]) and not self._told:
+            self._told = True
+            name, on = type(self._optimizer).__name__, self._engine.config.fused_step
+            why = self._fused.refusal() if self._fused is not None else "it has no kernel" if on else "by fused_step"
+            log.info("%s is stepped by its own step, not by a kernel of lt_zero: %s", name, why)
+        for step in steps[By.STAGED]:
+            self._step_staged(step.bucket, step.members, method)
+        self._torch = steps[By.TORCH]
+        if method is None:
+            for step in self._torch:
+                for member in step.members:
+                    member.fragment.grad = _grad_of(step.bucket, member)
+            if self._norms is not None:
+                self._norms.expect({step.bucket: step.members for step in self._torch})
+            if self.closure is not None:
+                self.closure.expect(member.fragment for step in self._torch for member in step.members)
+
+    def _step_kernel(self, steps: list[BucketStep], found_inf: Tensor | None = None) -> None:
+        if steps:
+            assert self._fused is not None
+            self._fused.step({step.bucket: step.members for step in steps}, found_inf)
 
     def _step_streamed(self, steps: list[BucketStep], method: Callable[[], Any] | None) -> None:
         """Step the buckets whose states are in files one by one: offload/store.py, ``stream``."""
         stepped = {step.bucket: step for step in steps if not step.idle}
         for bucket in self._engine.offload_manager.stream_buckets(list(stepped)) if stepped else ():
-            members = stepped[bucket].members
-            holders = [(member.fragment, member.piece) for member in members]
-            self._shelve_state(bucket, holders)
-            if self._fused is not None and stepped[bucket].kernel and method is None:
-                self._fused.step({bucket: members})
+            step = stepped[bucket]
+            holders = [(member.fragment, member.piece) for member in step.members]
+            self._store_states(bucket, holders)
+            if step.kernel and method is None:
+                self._step_kernel([step])
             else:
                 if bucket.grads.streamed:
                     bucket.grads.write()  # torch's step may change gradients in place
-                self._step_staged(bucket, members, method)
-            self._shelve_state(bucket, holders)
+                self._step_staged(bucket, step.members, method)
+            self._store_states(bucket, holders)
             bucket.weights.refresh()
-        self._fragments.drop({step.bucket for step in steps})
 
-    def _step_host(self, steps: list[BucketStep]) -> None:
-        for step in steps:
-            assert self._fused is not None
-            if not step.idle:
-                self._fused.step({step.bucket: step.members})
-                step.bucket.weights.refresh()
-        self._fragments.drop({step.bucket for step in steps})
-
-    def _step_kernel(self, steps: list[BucketStep], found_inf: Tensor | None) -> None:
-        if steps:
-            assert self._fused is not None
-            self._fused.step({step.bucket: step.members for step in steps}, found_inf)
-            self._fragments.drop({step.bucket for step in steps})
-
-    @torch.no_grad()
-    def _step_staged(self, bucket: Bucket, members: list[Member], method: Callable[[], Any] | None = None) -> None:
+    def _step_staged(self, bucket: Bucket, members: list[Member], method: Callable[[], Any] | None) -> None:
         """Step the fragments of one bucket, and take them out of the groups. See Note [Staged buckets].
 
         ``method`` is called instead of ``step``.
@@ -261,11 +250,10 @@ class Stepper:
         # Counters in groups are restored, so that only the step of the remaining fragments advances them.
         numbers = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         others = [[p for p in group["params"] if id(p) not in mine] for group in groups]
-        weights, grads = bucket.weights, bucket.grads
-        rows = [_row_of(weights.master_rows, member).view(member.fragment.shape) for member in members]
+        rows = [_row_of(bucket, member) for member in members]
         for member, row in zip(members, rows, strict=True):
             member.fragment.data = row.to(bucket.step_dtype, copy=True) if bucket.staged else row
-            grad = _grad_of(grads, member)
+            grad = _grad_of(bucket, member)
             member.fragment.grad = grad.to(bucket.step_dtype) if grad is not None else None
         for group in groups:
             group["params"] = [p for p in group["params"] if id(p) in mine]
@@ -273,7 +261,13 @@ class Stepper:
         if self._norms is not None:
             self._norms.expect({bucket: members})
         try:
-            method() if method is not None else self._step_alone(members)
+            if method is not None:
+                method()
+            else:
+                if self.closure is not None:
+                    self.closure.expect(member.fragment for member in members)
+                args, kwargs = self.arguments
+                bare_step(self._optimizer)(self._optimizer, *args, **kwargs)  # hooks run once, around the whole step
             for member, row in zip(members, rows, strict=True):
                 _keep(member.fragment, row)
         finally:
@@ -285,43 +279,19 @@ class Stepper:
                 group.clear()
                 group.update(saved, params=rest)
 
-    def _step_alone(self, members: list[Member]) -> None:
-        if self.closure is not None:
-            self.closure.expect(member.fragment for member in members)
-        args, kwargs = self.arguments
-        bare_step(self._optimizer)(self._optimizer, *args, **kwargs)  # hooks run once, around the whole step
-
-    def _tell_of_torch(self) -> None:
-        if not self._told:
-            self._told = True
-            name, on = type(self._optimizer).__name__, self._engine.config.fused_step
-            why = self._fused.refusal() if self._fused is not None else "it has no kernel" if on else "by fused_step"
-            log.info("%s is stepped by its own step, not by a kernel of lt_zero: %s", name, why)
-
-    def _prepare(self, steps: list[BucketStep]) -> None:
-        """Give gradients to what the optimizer's own ``step`` updates."""
-        for step in steps:
-            grads = step.bucket.grads
-            for member in step.members:
-                member.fragment.grad = _grad_of(grads, member)
-        if self._norms is not None:
-            self._norms.expect({step.bucket: step.members for step in steps})
-        if self.closure is not None:
-            self.closure.expect(member.fragment for step in steps for member in step.members)
-
     @torch.no_grad()
     def finish(self) -> None:
         """After the optimizer's own ``step``: copy weights that it assigned (``p.data``) to the master weights."""
         for step in self._torch:
             for member in step.members:
-                row = _row_of(step.bucket.weights.master_rows, member).view(member.fragment.shape)
+                row = _row_of(step.bucket, member)
                 if _keep(member.fragment, row):
                     member.fragment.data = row
         self._torch, self.closure, self.arguments = [], None, ((), {})
 
     def switch(self, method: Callable[[], Any]) -> Any:
         """Call a method of the optimizer that changes weights on fragments, which the groups hold. Collective."""
-        members = self._fragments.members(lambda bucket, index: False)
+        members = self._fragments.members(())
         self.run(self._plan(members, members, set()), method=method)
         result = method()
         self.finish()
@@ -330,7 +300,7 @@ class Stepper:
     # ---- states ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def shelve_states(self) -> None:
+    def store_states(self) -> None:
         """Move loaded states to the bucket stores, bucket by bucket. Not collective."""
         self._engine.finish_steps()
         self._overlap.forget_states()
@@ -341,10 +311,10 @@ class Stepper:
         for bucket, holders in places.items():
             for store in bucket.step_stores():
                 store.write()
-            self._shelve_state(bucket, holders)
+            self._store_states(bucket, holders)
             bucket.put_away()
 
-    def _shelve_state(self, bucket: Bucket, holders: list[tuple[Parameter, Piece]]) -> None:
+    def _store_states(self, bucket: Bucket, holders: list[tuple[Parameter, Piece]]) -> None:
         """Move element-wise states from a first step or a checkpoint to the bucket's stored tensors."""
         for holder, piece in holders:
             state = self._optimizer.state.get(holder, {})
@@ -365,10 +335,12 @@ def _keep(fragment: Parameter, row: Tensor) -> bool:
     return moved
 
 
-def _row_of(flat: Tensor, member: Member) -> Tensor:
-    return flat[member.piece.offset : member.piece.offset + member.piece.numel]
+def _row_of(bucket: Bucket, member: Member) -> Tensor:
+    """The master weights of a fragment, in its shape."""
+    lo = member.piece.offset
+    return bucket.weights.master_rows[lo : lo + member.piece.numel].view(member.fragment.shape)
 
 
-def _grad_of(grads: Accumulator, member: Member) -> Tensor | None:
+def _grad_of(bucket: Bucket, member: Member) -> Tensor | None:
     """The gradient of a fragment, in its shape; None: no rank used it (reduced_grads.py, Note [Unused parameters])."""
-    return grads.of(member.piece, write=False).view(member.fragment.shape) if member.used else None
+    return bucket.grads.of(member.piece, write=False).view(member.fragment.shape) if member.used else None

@@ -1,9 +1,9 @@
 """Which optimizers compute the same on flat pieces of parameters as on full parameters.
 
-A class that is not torch's or ours is tried out: some steps of one optimizer on a small matrix are compared with the
-steps of two optimizers on a piece each, with the hyper-parameters of every group. The same with two matrices shows
-whether it needs all parameters at once. The trial is inconclusive if the optimizer draws random numbers, or its
-constructor needs other arguments than groups and defaults; then its name decides.
+A class that is neither torch's nor this package's is tried out: some steps of one optimizer on a small matrix are
+compared with the steps of two optimizers on a piece each, with the hyper-parameters of every group. The same with two
+matrices shows whether it needs all parameters at once. The trial is inconclusive if the optimizer draws random numbers,
+or its constructor needs other arguments than groups and defaults; then its name decides.
 """
 
 from __future__ import annotations
@@ -22,37 +22,11 @@ from torch.optim import Optimizer
 from lt_zero.common.compat import bare_step
 from lt_zero.optim.lamb import Lamb
 
-_ELEMENTWISE = {
-    "SGD",
-    "Adam",
-    "AdamW",
-    "Adagrad",
-    "Adadelta",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "ASGD",
-    "Lion",
-}
-_WHOLE_MATRICES = {
-    "Muon",
-    "Adafactor",
-    "Shampoo",
-    "SOAP",
-    "DistributedShampoo",
-    "Kron",
-    "PSGD",
-    "Lamb",
-    "LAMB",
-    "Lars",
-    "LARS",
-}
+# Names of classes, which decide where a trial is inconclusive.
+_FLAT = {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Lion"}
+_WHOLE = {"Muon", "Adafactor", "Shampoo", "SOAP", "DistributedShampoo", "Kron", "PSGD", "Lamb", "LAMB", "Lars", "LARS"}
 _CUT = 5000  # of 10,240 elements: 8-bit optimizers keep tensors of less than 4096 in 32 bits
 _STEPS = 8  # rectified optimizers (RAdam) do not move before the sixth
-_CLOSURES = {"LBFGS"}
-_SPARSE = {"SparseAdam"}
 
 
 def check_supported(optimizer: Optimizer, sharded: bool, whole: bool = False) -> None:
@@ -68,13 +42,13 @@ def check_supported(optimizer: Optimizer, sharded: bool, whole: bool = False) ->
     """
     names = {cls.__name__ for cls in type(optimizer).__mro__}
     name = type(optimizer).__name__
-    if names & _CLOSURES:
+    if "LBFGS" in names:
         raise TypeError(f"{name} evaluates its closure several times per step, which ZeRO does not support. Use AdamW.")
-    if names & _SPARSE:
+    if "SparseAdam" in names:
         raise TypeError(f"{name} needs sparse gradients; ZeRO reduces dense buckets. Use Adam and sparse=False.")
-    if not sharded or isinstance(optimizer, Lamb):  # ours asks for the norms of full parameters
+    if not sharded or isinstance(optimizer, Lamb):  # asks for the norms of full parameters
         return
-    if names & _WHOLE_MATRICES and not whole:
+    if names & _WHOLE and not whole:
         ours = "lt_zero.optim.Lamb" if names & {"Lamb", "LAMB"} else "stage 0"
         raise TypeError(
             f"{name} computes its update from whole matrices or per-parameter norms, but at this stage a rank holds "
@@ -84,9 +58,19 @@ def check_supported(optimizer: Optimizer, sharded: bool, whole: bool = False) ->
     if type(optimizer).__module__.startswith(("torch.optim.", "lt_zero.optim.")):
         return
     found = divides(optimizer, whole)
+    if found is False and (whole or divides(optimizer, whole=True) is False):
+        raise TypeError(
+            f"{name} computes its update from all parameters at once (found out by a trial with two small matrices), "
+            "but at this stage each rank holds a part of them. Use stage 0, or take an element-wise optimizer such as "
+            "AdamW."
+        )
     if found is False:
-        _refuse(optimizer, whole)
-    if found is None and not names & (_ELEMENTWISE | _WHOLE_MATRICES):
+        raise TypeError(
+            f"{name} computes something else on pieces of a parameter than on all of it (found out by a trial with a "
+            "small matrix), but at this stage a rank holds flat pieces. Set zero_optimization.shard_along=parameter, "
+            "which gives it whole parameters, or use stage 0, or take an element-wise optimizer such as AdamW."
+        )
+    if found is None and not names & (_FLAT | _WHOLE):
         held = "a part of the parameters" if whole else "flat pieces of parameters"
         why = "treats parameters one by one" if whole else "is element-wise (zero_optimization.shard_along=parameter "
         why += "" if whole else "gives it whole parameters)"
@@ -96,27 +80,15 @@ def check_supported(optimizer: Optimizer, sharded: bool, whole: bool = False) ->
         )
 
 
-def _refuse(optimizer: Optimizer, whole: bool) -> None:
-    name = type(optimizer).__name__
-    if whole or divides(optimizer, whole=True) is False:
-        raise TypeError(
-            f"{name} computes its update from all parameters at once (found out by a trial with two small matrices), "
-            "but at this stage each rank holds a part of them. Use stage 0, or take an element-wise optimizer such as "
-            "AdamW."
-        )
-    raise TypeError(
-        f"{name} computes something else on pieces of a parameter than on all of it (found out by a trial with a small "
-        "matrix), but at this stage a rank holds flat pieces. Set zero_optimization.shard_along=parameter, which gives "
-        "it whole parameters, or use stage 0, or take an element-wise optimizer such as AdamW."
-    )
-
-
 def divides(optimizer: Optimizer, whole: bool) -> bool | None:
     """Whether two optimizers with a part of the elements each compute what one with all of them does; None: unknown.
 
     ``whole``: the parts are full parameters.
     """
-    found = [_group_divides(optimizer, group, whole) for group in _distinct(optimizer)]
+    other = ("params", "param_names", "initial_lr", "name")  # keys that do not affect the update
+    groups = [{k: v for k, v in group.items() if k not in other} for group in optimizer.param_groups]
+    distinct = {repr(group): group for group in groups}.values()
+    found = [_group_divides(optimizer, group, whole) for group in distinct]
     return False if False in found else None if None in found else True
 
 
@@ -177,13 +149,6 @@ def _stepped(optimizer: Optimizer, group: dict[str, Any], rows: Sequence[Sequenc
     return [parameter.detach() for parameter in parameters]
 
 
-def _distinct(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The groups with different hyper-parameters, without keys that do not affect the update."""
-    own = ("params", "param_names", "initial_lr", "name")
-    groups = [{k: v for k, v in group.items() if k not in own} for group in optimizer.param_groups]
-    return list({repr(group): group for group in groups}.values())
-
-
 def _trial(optimizer: Optimizer, group: dict[str, Any], parameters: list[Parameter]) -> Any:
     """A new optimizer of the same class and hyper-parameters."""
     cls: Any = type(optimizer)
@@ -201,18 +166,20 @@ def states_by_group(optimizer: Optimizer) -> list[int]:
 
     A group of vectors, such as Adafactor's of biases, may keep more.
     """
-    found: dict[str, int] = {}
-    groups = [{k: v for k, v in g.items() if k not in ("params", "initial_lr")} for g in optimizer.param_groups]
-    return [found[k] if (k := repr(g)) in found else found.setdefault(k, _tried(optimizer, g)) for g in groups]
-
-
-def _tried(optimizer: Optimizer, group: dict[str, Any]) -> int:
-    parameter = Parameter(torch.zeros(3, 5, dtype=torch.float32, device="cpu"))
-    parameter.grad = torch.ones_like(parameter)
-    try:
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            trial = _trial(optimizer, group, [parameter])
-            trial.step()
-    except Exception:  # the constructor or ``step`` needs other arguments
-        return 2
-    return sum(isinstance(v, Tensor) and v.shape == parameter.shape for v in trial.state[parameter].values())
+    known: dict[str, int] = {}
+    found = []
+    for own in optimizer.param_groups:
+        group = {k: v for k, v in own.items() if k not in ("params", "initial_lr")}
+        if repr(group) not in known:
+            parameter = Parameter(torch.zeros(3, 5, dtype=torch.float32, device="cpu"))
+            parameter.grad = torch.ones_like(parameter)
+            try:
+                with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+                    trial = _trial(optimizer, group, [parameter])
+                    trial.step()
+                states = trial.state[parameter].values()
+                known[repr(group)] = sum(isinstance(v, Tensor) and v.shape == parameter.shape for v in states)
+            except Exception:  # the constructor or ``step`` needs other arguments
+                known[repr(group)] = 2
+        found.append(known[repr(group)])
+    return found
