@@ -24,7 +24,6 @@ from torch.nn import Parameter
 from lt_zero.common.compat import bare_step, version_of
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.layout import Piece
-from lt_zero.engine.shard import Accumulator
 from lt_zero.step.fragments import Fragments, Member
 from lt_zero.step.fused_step import FusedStep, Part
 from lt_zero.step.kernels import FullNorms
