@@ -50,7 +50,7 @@ gpu: $(STAMP) ## On a machine with a GPU: build the CUDA kernels, test them agai
 	$(BIN)/python benchmarks/ops.py --device cuda
 
 docs: $(DOCS_STAMP) ## Write docs/config.md from the schema and the table of keys, build the documentation into site/
-	$(BIN)/python -m lt_zero.config.docs
+	$(BIN)/python -m lt_zero.config.catalog
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Other versions of torch and lightning than constraints.txt: make compat WITH="torch==2.10.0 lightning==2.5.6"

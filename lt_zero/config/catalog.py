@@ -1,19 +1,26 @@
-"""All supported keys, read from the JSON Schema that pydantic makes: type, default, bounds and description of each."""
+"""All supported keys, from the JSON Schema that pydantic makes: as a list, explained in text, and as a page.
+
+``python -m lt_zero.config.catalog [FILE]`` writes ``docs/config.md``.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
 from lt_zero.config.fields import scalars
-from lt_zero.config.keys import AUTO
+from lt_zero.config.keys import AUTO, FORMS, aliases, lookup, nearest, rows
 from lt_zero.config.load import ZeroConfig
 
 _NAMES = {"boolean": "true, false", "integer": "whole number", "number": "number", "string": "text", "null": ""}
@@ -39,6 +46,11 @@ class Entry:
     bounds: str
     description: str
 
+    @property
+    def value(self) -> str:
+        """Type and bounds."""
+        return f"{self.type}, {self.bounds}" if self.bounds else self.type
+
 
 class _Generator(GenerateJsonSchema):
     def encode_default(self, dft: Any) -> Any:
@@ -52,7 +64,7 @@ def _schema() -> dict[str, Any]:
 
 
 def _standard(node: Any) -> Any:
-    """Bounds in the words of JSON Schema; behind a validator of ours pydantic leaves its own."""
+    """Bounds in the words of JSON Schema; for a type with a validator before it, pydantic writes its own words."""
     if isinstance(node, dict):
         return {_WORDS.get(word, word): _standard(entry) for word, entry in node.items()}
     return [_standard(entry) for entry in node] if isinstance(node, list) else node
@@ -126,3 +138,156 @@ def json_schema() -> str:
             meaning = {word: entry.pop(word) for word in ("title", "description", "default") if word in entry}
             node["properties"][last] = {**meaning, "anyOf": [entry, {"const": "auto"}]}
     return json.dumps(schema, indent=2, default=str)
+
+
+# ---- explanations ----------------------------------------------------------------------------------------------------
+
+_SAYS = {
+    "no_effect": "has no effect here",
+    "later": "is not available yet",
+    "unsupported": "is not supported",
+}
+
+
+def explain(key: str) -> str:
+    """Explain a key.
+
+    Args:
+        key: dotted, or any part of it ("bucket"); an old spelling; or a pattern ("offload_*.device").
+
+    Returns:
+        text: about the key, or a list if several match.
+    """
+    key = key.strip().strip(".")
+    names = dict.fromkeys([*(entry.key for entry in entries()), *(row.key for row in rows())])
+    if key and ("*" not in key or key in names) and (text := _about(key)):
+        return text
+    if any(sign in key for sign in "*?["):
+        found = [name for name in names if fnmatchcase(name, key) or fnmatchcase(name, f"*.{key}")]
+    else:
+        found = [name for name in names if name.startswith(f"{key}.")]
+        found = found or [name for name in names if key.lower() in name.lower()]
+    if len(found) == 1:
+        return _about(found[0]) or found[0]
+    lines = []
+    for name in found:
+        row, entry = lookup(tuple(name.split("."))), _entry(name)
+        says = entry.description if entry is not None else ""
+        if row is not None:
+            says = f"read as {row.to}" if row.status == "alias" else f"{_SAYS[row.status]}. {row.note}"
+        lines.append(f"{name}: {says}")
+    if lines:
+        return "\n".join(lines)
+    near = nearest(key, names)
+    hint = f" Did you mean {near}?\n\n{explain(near)}" if near else " See docs/config.md for all keys."
+    return f"{key} is not a key of lt_zero or DeepSpeed.{hint}"
+
+
+def _entry(key: str) -> Entry | None:
+    for entry in entries():
+        stem = entry.key.removesuffix("<name>")
+        if key == entry.key or (stem != entry.key and key.startswith(stem)):
+            return entry
+    return None
+
+
+def _about(key: str) -> str:
+    """The text about one key, from the schema and from the table; empty for an unknown key."""
+    entry, row = _entry(key), lookup(tuple(key.split(".")))
+    if row is not None and row.status == "alias":
+        targets = row.targets(tuple(key.split(".")))
+        texts = [f"{key} is read as {' and '.join(targets)}. {row.note}", *map(_about, targets)]
+        return "\n\n".join(filter(None, texts))
+    lines = []
+    if entry is not None:
+        spellings = [alias.key for alias in aliases() if entry.key in alias.to.split(" and ")]
+        lines = [entry.key, f"    {entry.description}", f"    value: {entry.value}"]
+        lines += [f"    default: {entry.default}"] if entry.default else []
+        lines += [f"    also written: {', '.join(spellings)}"] if spellings else []
+    if row is not None:
+        lines += [f"{key} {_SAYS[row.status]}.", f"    {row.note}"]
+        lines += [f"    accepted with: null, {row.off.replace('|', ', ')}"] if row.off else []
+    return "\n".join(lines)
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+_HEAD = """\
+<!-- Generated by `make docs` from lt_zero/config. Change the schema or keys.tsv, not this file. -->
+
+# Configuration keys
+
+Keys are those of DeepSpeed 0.19.8, so its files work unchanged; some are lt_zero's own. Each key of
+DeepSpeed has one of five statuses, and a key that is not on this page is an error. `a.b` is the key `b` in the block
+`a`. `*` stands for any name, `a.**` for the block `a` and everything in it, `<name>` for names of your choice. null is
+the same as leaving a key out. `lt-zero config explain KEY` shows a part of this page.
+"""
+_AUTO = """\
+"auto" is resolved as by Hugging Face's Trainer. `fp16.enabled` and `bf16.enabled` follow `Trainer(precision=...)`,
+`zero_optimization.stage` follows `ZeroStrategy(stage=...)`; a few keys have "auto" as a value of their own, see above.
+Anywhere else it is an error. The hidden size is `hidden_size`, or the largest of `hidden_sizes`, in the `config` of the
+model or one of its modules, or in its `text_config`; without one, the most frequent size among the model's matrices
+(the smaller in a tie).
+"""
+_ALIASES = """\
+Each is read as the key next to it, with a warning. Writing both is an error if they contradict each other.
+"""
+_NO_EFFECT = """\
+They are accepted and ignored: training, memory and files are the same without them.
+"""
+_LATER = """\
+They are planned. Until then they are an error, unless they are switched off: by a value in the middle column, or by
+`enabled: false` in a block.
+"""
+_UNSUPPORTED = """\
+They are an error, unless they are switched off: by a value in the middle column, or by `enabled: false` in a block.
+"""
+
+
+def working() -> list[Entry]:
+    """The supported keys of the schema, which also parses some that are not available yet; top-level keys first."""
+    found = [entry for entry in entries() if lookup(tuple(entry.key.split("."))) is None]
+    return sorted(found, key=lambda entry: "." in entry.key)
+
+
+def generate() -> str:
+    """The whole page."""
+    parts = [_HEAD, "## Keys that work\n"]
+    lines: list[Sequence[str]]
+    for block, found in groupby(working(), key=lambda entry: entry.key.split(".")[0] if "." in entry.key else ""):
+        lines = [(_code(entry.key), entry.value, _code(entry.default), entry.description) for entry in found]
+        parts += [f"### {_code(block) or 'Outside of blocks'}\n", _table(("key", "value", "default", "meaning"), lines)]
+    parts += ['## "auto"\n', _AUTO, _table(("key", "becomes"), [(_code(key), rule) for key, rule in AUTO.items()])]
+    lines = [(_code(written), _code(meant), "") for written, meant in FORMS.items()]
+    for row in aliases():
+        rest = ".**" if row.key.endswith(".**") else ""
+        lines.append((_code(row.key), " and ".join(_code(to + rest) for to in row.to.split(" and ")), row.note))
+    parts += ["## Other spellings\n", _ALIASES, _table(("written", "read as", ""), lines)]
+    lines = [(keys, why) for keys, _, why in _rows("no_effect")]
+    parts += ["## No effect\n", _NO_EFFECT, _table(("key", "why"), lines)]
+    header = ("key", "accepted with", "")
+    parts += ["## Not available yet\n", _LATER, _table(header, _rows("later"))]
+    parts += ["## Not supported\n", _UNSUPPORTED, _table(header, _rows("unsupported"))]
+    return "\n".join(parts)
+
+
+def _rows(status: str) -> Iterator[tuple[str, str, str]]:
+    """Keys, values that switch them off, and note; rows with the same text are one, at the place of the first."""
+    same: dict[tuple[str, str], list[str]] = {}
+    for row in rows():
+        if row.status == status:
+            same.setdefault((_code(row.off.replace("|", ", ")), row.note), []).append(_code(row.key))
+    return ((", ".join(keys), off, note) for (off, note), keys in same.items())
+
+
+def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    cells = [header, ["---"] * len(header), *lines]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in cells)
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+if __name__ == "__main__":
+    Path(*sys.argv[1:] or ["docs/config.md"]).write_text(generate(), encoding="utf-8")

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path as File
 from typing import Annotated, Any
 
 import typer
+import yaml
 from rich.console import Console
 from rich.markup import escape
 
-from lt_zero.common.errors import ConfigError, dotted
-from lt_zero.config.catalog import json_schema
-from lt_zero.config.document import HIDDEN, leaves
-from lt_zero.config.explain import explain as explanation
+from lt_zero.common.errors import ConfigError, Path, dotted
+from lt_zero.config import catalog
+from lt_zero.config.document import HIDDEN, Document, leaves
+from lt_zero.config.fields import scalars
 from lt_zero.config.keys import AUTO, lookup
-from lt_zero.config.load import Loaded, ZeroConfig, examine
+from lt_zero.config.load import Loaded, ZeroConfig, examine, plain, resolved
 from lt_zero.config.rules import switched_off
-from lt_zero.config.show import clean, with_origins
 
 _WIDE = 16  # width of the column of values; longer values shift only their own line
 
@@ -32,7 +32,7 @@ Stage = Annotated[int | None, typer.Option(help="The stage, as in ZeroStrategy(s
 @config_command.command()
 def check(file: Source, overrides: Changes = None, stage: Stage = None) -> None:
     """Print the status of each key. Exits with 1 if the file cannot be used, else 0."""
-    loaded = _read(file, overrides, stage)
+    loaded = _read(file, overrides, stage, must_work=False)
     console = Console(soft_wrap=True, highlight=False)  # one line per key at any width: never cut or folded
     colours = {"works": "green", "auto": "green", "error": "red"}
     rows = list(key_statuses(loaded))
@@ -58,7 +58,7 @@ def show(
     everything: Annotated[bool, typer.Option("--all", help="Also show keys that have their defaults.")] = False,
 ) -> None:
     """Print the resolved configuration and the source of each value."""
-    print(with_origins(_usable(_read(file, overrides, stage)), everything))
+    print(with_origins(_read(file, overrides, stage), everything))
 
 
 @config_command.command()
@@ -69,11 +69,11 @@ def convert(
     out: Annotated[File | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
 ) -> None:
     """Write the configuration as YAML with current keys, without keys that have no effect."""
-    text = clean(_usable(_read(file, overrides, stage)))
+    text = clean(_read(file, overrides, stage))
     if out is None:
         print(text)
     elif out.exists():
-        _stop(f"{out} exists. Remove it, or name another file.")
+        raise _stopped(f"{out} exists. Remove it, or name another file.")
     else:
         out.write_text(text, encoding="utf-8")
 
@@ -81,13 +81,13 @@ def convert(
 @config_command.command()
 def explain(key: Annotated[str, typer.Argument(help="A key, or a part of one.")]) -> None:
     """Tell what a key does."""
-    print(explanation(key))
+    print(catalog.explain(key))
 
 
 @config_command.command()
 def schema() -> None:
     """Print the JSON Schema of all supported keys, for editors."""
-    print(json_schema())
+    print(catalog.json_schema())
 
 
 def key_statuses(loaded: Loaded) -> Iterator[tuple[str, str, str, str]]:
@@ -96,7 +96,7 @@ def key_statuses(loaded: Loaded) -> Iterator[tuple[str, str, str, str]]:
     wrong = {problem.key for problem in loaded.problems}
     for path, value in leaves(loaded.written, lists=False):
         key = dotted(path)
-        secret = loaded.hides(path) or any(found[: len(path)] == path for found in loaded.secret)  # in a list
+        secret = any(found[: len(path)] == path[: len(found)] for found in loaded.secret)  # also a part of a list
         shown = HIDDEN if secret else _short(value)
         around = [dotted(path[:length]) for length in range(len(path), 0, -1)]
         if any(name in wrong for name in around):
@@ -133,20 +133,82 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _read(file: File, overrides: list[str] | None, stage: int | None) -> Loaded:
+def _read(file: File, overrides: list[str] | None, stage: int | None, must_work: bool = True) -> Loaded:
     try:
-        return examine(file, stage, overrides or ())
+        loaded = examine(file, stage, overrides or ())
+        if must_work:
+            loaded.usable()
     except ConfigError as error:
-        _stop(str(error))
-        raise AssertionError from None  # _stop does not return
-
-
-def _usable(loaded: Loaded) -> Loaded:
-    if loaded.config is None:
-        _stop(str(ConfigError(loaded.problems)))
+        raise _stopped(str(error)) from None
     return loaded
 
 
-def _stop(message: str) -> None:
+def _stopped(message: str) -> typer.Exit:
     Console(stderr=True).print(escape(message), style="red", soft_wrap=True)
-    raise typer.Exit(1)
+    return typer.Exit(1)
+
+
+# ---- YAML ------------------------------------------------------------------------------------------------------------
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Blocks in block style, lists in flow style."""
+
+
+_Dumper.add_representer(list, lambda dumper, values: dumper.represent_sequence("tag:yaml.org,2002:seq", values, True))
+
+
+def to_yaml(values: Mapping[str, Any]) -> str:
+    """YAML with two spaces of indentation and keys in order; ``read`` returns the same values."""
+    text = yaml.dump(scalars(values), Dumper=_Dumper, sort_keys=False, width=1000, allow_unicode=True)
+    return str(text)
+
+
+def clean(loaded: Loaded) -> str:
+    """The written keys as YAML with current spellings, preceded by comments on the changes."""
+    assert loaded.config is not None
+    lines = [f"# {notice.message}" for notice in loaded.notices if notice.kind in ("alias", "no effect")]
+    values = _masked(plain(loaded.config), loaded.secret, to_give := "???")
+    if to_give in (leaf for _, leaf in leaves(values)):
+        lines.append(f"# {to_give}: a secret, or from an environment variable; write ${{oc.env:NAME}} for it")
+    return "\n".join([*lines, to_yaml(values)])
+
+
+def with_origins(loaded: Loaded, everything: bool) -> str:
+    """YAML of the validated configuration with the source of each value.
+
+    Args:
+        loaded: must have no problems.
+        everything: include keys that have their defaults.
+    """
+    assert loaded.config is not None
+    written = Document(plain(loaded.config), dict(loaded.marks))
+    values = resolved(loaded.config) if everything else written.values
+    lines = list(_lines(_masked(values, loaded.secret), written, ()))
+    width = max((len(text) for text, origin in lines if origin), default=0)
+    return "\n".join(f"{text.ljust(width)}  # {origin}" if origin else text for text, origin in lines)
+
+
+def _lines(values: Mapping[str, Any], written: Document, path: Path) -> Iterator[tuple[str, str]]:
+    """The lines of a block, each with the source of its value."""
+    indent = "  " * len(path)
+    for key, value in values.items():
+        here = (*path, key)
+        if isinstance(value, Mapping) and value:
+            yield f"{indent}{key}:", ""
+            yield from _lines(value, written, here)
+            continue
+        block = written.get(path)
+        origin = str(written.mark(here) or "given") if isinstance(block, Mapping) and key in block else "default"
+        rule = AUTO.get(dotted(here), "") if value == "auto" else ""
+        yield f"{indent}{to_yaml({key: value}).rstrip()}", f"{origin}; becomes {rule}" if rule else origin
+
+
+def _masked(value: Any, secret: frozenset[Path], sign: str = HIDDEN, path: Path = ()) -> Any:
+    if path in secret:
+        return sign
+    if isinstance(value, Mapping):
+        return {key: _masked(entry, secret, sign, (*path, key)) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_masked(entry, secret, sign, (*path, number)) for number, entry in enumerate(value)]
+    return value

@@ -16,7 +16,7 @@ from pydantic import PrivateAttr, ValidationError, model_validator
 from lt_zero.common.errors import BLOCK_CHECKS, Check, ConfigError, Mark, Path, Problem, dotted, path_of
 from lt_zero.config.blocks import ActivationCheckpointing
 from lt_zero.config.document import MISSING, Document, Mask, Notice
-from lt_zero.config.fields import Block, block_of, keys_of, thawed
+from lt_zero.config.fields import Block, block_of, keys_of, scalars, thawed
 from lt_zero.config.keys import classify, rename
 from lt_zero.config.overrides import apply, resolve
 from lt_zero.config.read import read
@@ -81,7 +81,8 @@ class ZeroConfig(Schema):
         Raises:
             ConfigError: names every problem.
         """
-        made, loaded = load(config, stage, overrides, default_stage, activations)
+        loaded = examine(config, stage, overrides, default_stage, activations)
+        made = loaded.usable()
         loaded.announce()
         return made
 
@@ -110,9 +111,11 @@ class Loaded:
     marks: Mapping[Path, Mark] = field(default_factory=dict)
     secret: frozenset[Path] = frozenset()
 
-    def hides(self, path: Path) -> bool:
-        """Whether the value at ``path`` must not be shown."""
-        return any(path[:length] in self.secret for length in range(1, len(path) + 1))
+    def usable(self) -> ZeroConfig:
+        """The configuration; a ``ConfigError`` that names every problem if there is none."""
+        if self.config is None:
+            raise ConfigError(self.problems)
+        return self.config
 
     def announce(self) -> None:
         """Warn of each notice, on the first rank only; of all keys that have no effect at once."""
@@ -133,40 +136,22 @@ class Loaded:
             warnings.warn(text, ConfigWarning, stacklevel=level)
 
 
-def load(
+def examine(
     config: Given = None,
     stage: int | None = None,
     overrides: Sequence[str] = (),
     default_stage: int | None = None,
     activations: Activations = None,
-) -> tuple[ZeroConfig, Loaded]:
-    """``ZeroConfig.of`` without its warnings, which are returned.
-
-    Raises:
-        ConfigError: names every problem.
-    """
-    if isinstance(config, ZeroConfig):
-        if stage is None and not overrides and activations is None:
-            return config, Loaded(config)
-        config = plain(config)
-    loaded = examine(config, stage, overrides, default_stage, activations)
-    if loaded.config is None:
-        raise ConfigError(loaded.problems)
-    return loaded.config, loaded
-
-
-def examine(
-    config: Mapping[str, Any] | str | os.PathLike[str] | None,
-    stage: int | None = None,
-    overrides: Sequence[str] = (),
-    default_stage: int | None = None,
-    activations: Activations = None,
 ) -> Loaded:
-    """Read and validate; problems with keys and values are returned.
+    """``ZeroConfig.of`` whose warnings, and problems with keys and values, are returned.
 
     Raises:
         ConfigError: the configuration cannot be read at all.
     """
+    if isinstance(config, ZeroConfig):
+        if stage is None and not overrides and activations is None:
+            return Loaded(config)
+        config = plain(config)
     document = resolve(apply(read(config), overrides))
     written, mask = document.values, Mask(document.values, document.secret)
     document = _with_arguments(document, stage, default_stage, activations)
@@ -179,7 +164,10 @@ def examine(
             document.notices.append(Notice("inactive", dotted(path), why, document.mark(path)))
     return Loaded(
         None if document.problems else made,
-        sorted(dict.fromkeys(replace(p, message=mask(p.message)) for p in document.problems), key=_place),
+        sorted(
+            dict.fromkeys(replace(p, message=mask(p.message)) for p in document.problems),
+            key=lambda p: ("", 0, 0) if p.mark is None else (p.mark.source, p.mark.line or 0, p.mark.column or 0),
+        ),
         tuple(dict.fromkeys(replace(n, message=mask(n.message)) for n in document.notices)),
         written,
         document.marks,
@@ -187,17 +175,21 @@ def examine(
     )
 
 
-def _place(problem: Problem) -> tuple[str, int, int]:
-    mark = problem.mark
-    return ("", 0, 0) if mark is None else (mark.source, mark.line or 0, mark.column or 0)
-
-
 def plain(config: ZeroConfig) -> dict[str, Any]:
-    """The written keys as plain containers, from which ``load`` makes the same configuration."""
-    document = Document(_written(config))
+    """The written keys as plain containers, from which ``ZeroConfig.of`` makes the same configuration."""
+    return _with_autos(config, _written(config))
+
+
+def resolved(config: ZeroConfig) -> dict[str, Any]:
+    """All keys with their values in plain containers, readable by ``ZeroConfig.of``. Secrets are left out."""
+    return _with_autos(config, scalars(config.model_dump()))
+
+
+def _with_autos(config: ZeroConfig, values: dict[str, Any]) -> dict[str, Any]:
+    document = Document(values)
     for path in sorted(config.autos, key=dotted):
         document.put(path, "auto")
-    return document.values
+    return values
 
 
 def _written(block: Block) -> dict[str, Any]:
@@ -216,10 +208,13 @@ def _with_arguments(
 ) -> Document:
     """Add the keys that are arguments of ``ZeroStrategy``; a contradiction is a problem."""
     document = document.copy()
-    _set_stage(document, stage)
-    block = document.get(("zero_optimization",))
-    if not isinstance(block, bool) and document.get(("zero_optimization", "stage")) is MISSING:
-        _set_stage(document, default_stage)
+    zero = document.get(("zero_optimization",))
+    if isinstance(zero, bool) and stage is not None:  # an old spelling
+        document.put(("zero_optimization",), {"stage": int(zero)})
+    path: Path = ("zero_optimization", "stage")
+    if not isinstance(zero, bool) and stage is None and document.get(path) is MISSING:
+        stage = default_stage
+    wanted = [] if stage is None else [(path, stage, f"stage={stage}", f"stage={stage}")]
     given: Any = {True: "full", False: "none"}[activations] if isinstance(activations, bool) else activations
     given = {"mode": given} if isinstance(given, str) else _written(given) if isinstance(given, Block) else given
     if given is not None and not isinstance(given, Mapping):
@@ -227,30 +222,16 @@ def _with_arguments(
         document.problem(("activation_checkpointing",), text)
         return document
     for key, value in (given or {}).items():
-        path: Path = ("activation_checkpointing", str(key))
+        says = f"ZeroStrategy(activation_checkpointing=...) says {key}={value!r}, which"
+        wanted.append((("activation_checkpointing", str(key)), value, says, f"activation_checkpointing={given!r}"))
+    for path, value, says, source in wanted:
         there = document.get(path)
-        if there is MISSING or there is None:
-            document.put(path, value)
-            document.marks[path] = Mark(f"activation_checkpointing={given!r}")
-        elif _texts(there) != _texts(value):
-            text = f"ZeroStrategy(activation_checkpointing=...) says {key}={value!r}, which contradicts {dotted(path)}="
-            document.problem(path, f"{text}{there!r}. Remove one of them.")
+        if there is MISSING or there is None or (there == "auto" and path[-1] == "stage"):
+            if document.put(path, value):
+                document.marks[path] = Mark(source)
+        elif there != value and _texts(there) != _texts(value):
+            document.problem(path, f"{says} contradicts {dotted(path)}={there!r}. Remove one of them.")
     return document
-
-
-def _set_stage(document: Document, stage: int | None) -> None:
-    path: Path = ("zero_optimization", "stage")
-    if stage is None:
-        return
-    block = document.get(path[:1])
-    if isinstance(block, bool):  # an old spelling
-        document.pop(path[:1])
-    there = int(block) if isinstance(block, bool) else document.get(path)
-    if there is MISSING or there is None or there == "auto":
-        if document.put(path, stage):
-            document.marks[path] = Mark(f"stage={stage}")
-    elif there != stage and str(there) != str(stage):
-        document.problem(path, f"stage={stage} contradicts zero_optimization.stage={there}. Remove one of them.")
 
 
 def _texts(value: Any) -> list[str]:
@@ -290,11 +271,11 @@ def _check_blocks(document: Document, checks: Mapping[str, Check]) -> None:
     """Check the arguments of optimizers and schedulers, which the schema leaves to their classes."""
     for block, check in checks.items():
         kind, params = document.get((block, "type")), document.get((block, "params"))
-        if isinstance(kind, str) and kind and (params is MISSING or params is None or isinstance(params, Mapping)):
-            later = {str(path[-1]): "auto" for path in document.autos if path[:-1] == (block, "params")}
+        params = {} if params is MISSING or params is None else params
+        if isinstance(kind, str) and kind and isinstance(params, Mapping):
+            autos = {str(path[-1]): "auto" for path in document.autos if path[:-1] == (block, "params")}
             groups = document.get((block, "param_groups"))
-            given = [{**(params if isinstance(params, Mapping) else {}), **later}]
-            for problem in check(kind, *given, *([] if groups is MISSING else [groups])):
+            for problem in check(kind, {**params, **autos}, *([] if groups is MISSING else [groups])):
                 document.problems.append(replace(problem, mark=document.mark(path_of(problem.key))))
 
 
@@ -306,7 +287,7 @@ def _add_problems(document: Document, error: ValidationError, schema: type[Block
         if isinstance(inner, ConfigError):
             document.problems += [replace(p, mark=document.mark(path_of(p.key))) for p in inner.problems]
             continue
-        path, message = message_of(document, entry, schema)
+        path, message = _message_of(document, entry, schema)
         if entry["type"] == "missing":
             path = path[:-1]
         if path not in wrong:
@@ -333,7 +314,7 @@ _REQUIREMENTS = {
 }
 
 
-def message_of(document: Document, entry: Mapping[str, Any], schema: type[Block]) -> tuple[Path, str]:
+def _message_of(document: Document, entry: Mapping[str, Any], schema: type[Block]) -> tuple[Path, str]:
     """The path of one of pydantic's errors, and a message for authors of configuration files."""
     path: list[str | int] = []
     block: type[Block] | None = schema
@@ -349,17 +330,14 @@ def message_of(document: Document, entry: Mapping[str, Any], schema: type[Block]
     if entry["type"] == "missing":
         return tuple(path), f"{key} is missing: {description}."
     item = bool(entry["loc"]) and isinstance(entry["loc"][-1], int)  # an item of a list: the input shows which one
-    shown = "..." if secret else _shown(entry["input"] if item or value is entry["input"] else value)
+    value = entry["input"] if item or value is entry["input"] else value
+    try:
+        shown = json.dumps(value)
+    except (TypeError, ValueError):
+        shown = str(value)
+    shown = "..." if secret else shown if len(shown) <= 80 else f"{shown[:77]}..."
     if entry["type"] in _REQUIREMENTS:
         what = _REQUIREMENTS[entry["type"]].format(**entry.get("ctx", {}))
         return tuple(path), f"{key}={shown} is wrong: it must be {what}. Meaning: {description}."
     text = entry["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     return tuple(path), f"{key}={shown} is wrong: {text.removesuffix('.')}."
-
-
-def _shown(value: Any) -> str:
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError):
-        text = str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

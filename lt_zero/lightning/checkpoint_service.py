@@ -60,7 +60,7 @@ from lt_zero.checkpoint.open import is_directory, open_source
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
-from lt_zero.config.show import resolved
+from lt_zero.config.load import resolved
 from lt_zero.engine.full_params import full_state_dict
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.lazy_tensor import LazyTensor, read_now

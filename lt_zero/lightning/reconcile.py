@@ -31,8 +31,7 @@ from lt_zero.common.tensor_tree import sizes_of
 from lt_zero.config import ZeroConfig
 from lt_zero.config.auto import Facts, Resolution, resolve, resolve_batch
 from lt_zero.config.document import Document, leaves
-from lt_zero.config.load import ConfigWarning
-from lt_zero.config.show import resolved
+from lt_zero.config.load import ConfigWarning, resolved
 from lt_zero.engine.partition import hidden_size
 from lt_zero.optim import grouping
 from lt_zero.optim.from_config import build_grouped, build_optimizer, build_scheduler

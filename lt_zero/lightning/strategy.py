@@ -30,7 +30,7 @@ from lt_zero.comm.communicator import Comm
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ActivationCheckpointing
-from lt_zero.config.load import load
+from lt_zero.config.load import examine
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_state_dict, restore_whole, sync_buffers
 from lt_zero.engine.materialize import ConstructionSharder
@@ -92,7 +92,8 @@ class ZeroStrategy(DDPStrategy):
         | None = None,
     ) -> None:
         default = 3 if config is None else None
-        self.config, loaded = load(config, stage, overrides, default, activation_checkpointing)
+        loaded = examine(config, stage, overrides, default, activation_checkpointing)
+        self.config = loaded.usable()
         loaded.announce()
         self._reconciler = Reconciler(self.config, loaded.marks)
         self._begin()

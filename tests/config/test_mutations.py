@@ -16,8 +16,8 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
 from lt_zero.config import keys as key_table
 from lt_zero.config.catalog import entries, json_schema
-from lt_zero.config.load import load, plain
-from lt_zero.config.show import resolved, to_yaml
+from lt_zero.config.cli import to_yaml
+from lt_zero.config.load import examine, plain, resolved
 from tests.support.paths import DATA
 
 BASES = [json.loads(path.read_text()) for path in sorted((DATA / "configs").glob("hf_*.json"))]
@@ -70,7 +70,7 @@ def mutated(draw: Any) -> dict[str, Any]:
 
 def caught(config: dict[str, Any]) -> ZeroConfig | ConfigError:
     try:
-        return load(config)[0]
+        return examine(config).usable()
     except ConfigError as error:
         return error
 
@@ -85,9 +85,10 @@ def check(config: dict[str, Any]) -> bool:
         return False
     made = found
     assert isinstance(made, ZeroConfig)
-    again, _ = load(plain(made))
+    again = examine(plain(made)).usable()
     assert again == made, "a configuration that was understood is understood in its own words"
-    whole, told = load(json.loads(json.dumps(resolved(made))))
+    told = examine(json.loads(json.dumps(resolved(made))))
+    whole = told.usable()
     assert whole.zero_optimization == made.zero_optimization
     assert not [notice for notice in told.notices if notice.kind == "alias"]
     assert isinstance(to_yaml(resolved(made)), str)

@@ -9,9 +9,8 @@ import pytest
 
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
-from lt_zero.config.cli import key_statuses
+from lt_zero.config.cli import clean, key_statuses, with_origins
 from lt_zero.config.load import examine
-from lt_zero.config.show import clean, with_origins
 
 SECRET = "hunter2-abcdefghijklmnopqrstuvwxyz-0123456789-and-more-of-it-so-that-it-is-cut-somewhere"
 FROM = "${oc.env:LT_ZERO_TEST_SECRET}"

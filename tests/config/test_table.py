@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from lt_zero.config import ZeroConfig, catalog, docs
+from lt_zero.config import ZeroConfig, catalog
 from lt_zero.config import keys as key_table
-from lt_zero.config.explain import explain
+from lt_zero.config.catalog import explain
 from lt_zero.config.keys import KeyStatus, accepted, is_off, lookup, nearest
 from tests.support.paths import DATA, ROOT
 
@@ -334,12 +334,12 @@ def test_the_catalog_has_the_whole_schema() -> None:
 
 def test_the_page_is_fresh() -> None:
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-    assert page == docs.generate(), "run `make docs`"
+    assert page == catalog.generate(), "run `make docs`"
 
 
 def test_the_page_has_every_key() -> None:
-    page = docs.generate()
-    for key in (*(entry.key for entry in docs.working()), *(row.key for row in key_table.rows())):
+    page = catalog.generate()
+    for key in (*(entry.key for entry in catalog.working()), *(row.key for row in key_table.rows())):
         assert f"`{key}`" in page, key
 
 

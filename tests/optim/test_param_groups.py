@@ -20,9 +20,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from examples.gpt import GPT as Example
 from lt_zero import ZeroConfig
 from lt_zero.common.errors import ConfigError
+from lt_zero.config.cli import clean, to_yaml, with_origins
 from lt_zero.config.load import examine
 from lt_zero.config.overrides import group_values
-from lt_zero.config.show import clean, to_yaml, with_origins
 from lt_zero.optim import build_grouped, check_optimizer, param_groups
 from tests.support.lightning_tools import GPT, assert_same, sharded_trainer, single_trainer, weights
 from tests.support.matrix import only_rows
