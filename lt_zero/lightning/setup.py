@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -30,6 +30,7 @@ from lt_zero.engine.full_params import check_identity, owns_all, restore_whole
 from lt_zero.engine.guard import owner_of
 from lt_zero.lightning.model_report import dtype_table, unit_table
 from lt_zero.lightning.precision import sharded_of
+from lt_zero.memory.check import check_optimizers
 from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.step.skipped_steps import hold_schedule
@@ -122,11 +123,7 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 def find_engine(module: nn.Module, config: ZeroConfig, policy: DtypePolicy, last: Engine | None) -> Engine | None:
     """The engine of an earlier run if it can be reused; else its module is unsharded. Collective.
 
-    Args:
-        module: the model.
-        config: of the new run.
-        policy: its dtypes.
-        last: the strategy's engine, reusable while the module is the same.
+    ``last`` is the strategy's engine, reusable while the module is the same.
     """
     owners = {id(e): e for e in map(owner_of, module.parameters()) if isinstance(e, Engine) and e.attached}
     for engine in owners.values():
@@ -139,46 +136,46 @@ def find_engine(module: nn.Module, config: ZeroConfig, policy: DtypePolicy, last
     return None
 
 
-def show_tables(engine: Engine) -> None:
-    """Print the model's units and dtypes."""
-    if engine.comm.rank == 0:
+def show_model(engine: Engine, new: bool) -> None:
+    """Print which modules are recomputed in backward, if any; of a ``new`` engine also its units and dtypes."""
+    if engine.comm.rank != 0:
+        return
+    if new:
         unit_table(engine)
         dtype_table(engine)
-        show_checkpointing(engine)
-
-
-def show_checkpointing(engine: Engine) -> None:
-    """Print which modules are recomputed in backward, if any."""
-    if engine.comm.rank == 0 and (checkpointing := installed(engine)) is not None:
+    if (checkpointing := installed(engine)) is not None:
         Console().print(str(checkpointing))
 
 
-def shard_optimizers(engine: Engine, optimizers: Iterable[Optimizer], loss_scale: LossScaleController) -> None:
-    """Shard the optimizers that step the engine's parameters, or all if steps are checked."""
-    for optimizer in optimizers:
+def shard_optimizers(run: Run, trainer: pl.Trainer, schedules: Iterable[LRSchedulerConfig]) -> None:
+    """Shard the optimizers that step the engine's parameters, or all if steps are checked, and hold their schedules.
+
+    A schedule is held while steps of its optimizer are skipped, unless ``on_skipped_step`` says to advance it.
+    Collective.
+
+    Raises:
+        NotEnoughMemory: the host has no memory for the states.
+    """
+    engine, checks = run.engine, run.loss_scale.checks
+    for optimizer in run.optimizers:
         known = sharded_of(optimizer)
         owned = any(id(p) in engine.owner for group in optimizer.param_groups for p in group["params"])
-        if (owned or loss_scale.checks) and (known is None or known.engine is not engine):
+        if (owned or checks) and (known is None or known.engine is not engine):
             ShardedOptimizer(engine, optimizer)
+    saves = bool(trainer.checkpoint_callbacks)
+    check_optimizers(engine, list(run.optimizers), trainer.accumulate_grad_batches > 1, saves)
+    if checks and run.config.on_skipped_step != "advance":
+        numbers = {id(optimizer): number for number, optimizer in enumerate(run.optimizers)}
+        for schedule in schedules:
+            number = numbers.get(id(getattr(schedule.scheduler, "optimizer", None)), 0)
+            hold_schedule(schedule.scheduler, run.loss_scale.counter(number))
 
 
-def hold_schedules(
-    configs: Iterable[LRSchedulerConfig], optimizers: Sequence[Optimizer], loss_scale: LossScaleController
-) -> None:
-    """Hold schedules while steps of their optimizer are skipped, if steps are checked."""
-    if not loss_scale.checks:
-        return
-    numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
-    for config in configs:
-        number = numbers.get(id(getattr(config.scheduler, "optimizer", None)), 0)
-        hold_schedule(config.scheduler, loss_scale.counter(number))
-
-
-def announce_offload(engine: Engine, optimizers: Iterable[Optimizer]) -> None:
+def announce_offload(run: Run) -> None:
     """Print the cost of a step with states on NVMe, if any. Collective."""
-    states = max([states_per_element(o) for o in optimizers], default=0)
-    line = engine.offload_manager.announce(engine.buckets, states)
-    if line and engine.comm.rank == 0:
+    states = max([states_per_element(optimizer) for optimizer in run.optimizers], default=0)
+    line = run.engine.offload_manager.announce(run.engine.buckets, states)
+    if line and run.rank == 0:
         Console().print(line)
 
 
@@ -189,12 +186,8 @@ class Signals:
     """Defers SIGTERM and SLURM's requeue signal to the end of the same batch on all ranks.
 
     Lightning's handlers broadcast, save and log when the signal arrives, possibly inside a collective. Here they only
-    record it. All ranks agree on a point (comm/agreement.py) and do there what Lightning does: stop after the batch
-    with SIGTERMException, on which callbacks may save, or save a checkpoint and requeue the job.
-
-    Args:
-        trainer: its handlers are replaced until ``give_back``.
-        agreement: agrees with all ranks on a batch.
+    record it, until ``give_back``. All ranks agree on a point (comm/agreement.py) and do there what Lightning does:
+    stop after the batch with SIGTERMException, on which callbacks may save, or save a checkpoint and requeue the job.
     """
 
     def __init__(self, trainer: pl.Trainer, agreement: Agreement) -> None:
@@ -209,8 +202,6 @@ class Signals:
     def pass_point(self, trains: bool) -> None:
         """Called by all ranks during a batch; ``trains``: of training. Collective if there was a signal."""
         agreed = self._agreement.pass_point(trains)
-        if not agreed:
-            return
         self._agreed += agreed
         if _STOP in agreed:
             if self._trainer.is_global_zero:
@@ -220,9 +211,7 @@ class Signals:
     def begin_batch(self, trains: bool, saving: Callable[[], AbstractContextManager[object]]) -> None:
         """Between batches: save and requeue if that was agreed on. Collective if there was a signal.
 
-        Args:
-            trains: whether the batch is one of training.
-            saving: a context in which saves are synchronous, as the job ends soon.
+        ``trains``: the batch is one of training. ``saving``: a context in which saves are synchronous, as the job ends.
 
         Raises:
             SIGTERMException: where Lightning does not check whether to stop.

@@ -25,7 +25,7 @@ from lt_zero.activation.checkpointing import install, installed, uninstall
 from lt_zero.build import shard
 from lt_zero.checkpoint.export import Format
 from lt_zero.checkpoint.live_weights import export_engine
-from lt_zero.comm.comm_log import CommRecord
+from lt_zero.comm.comm_log import CommRecord, LoggedComm
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
@@ -38,11 +38,10 @@ from lt_zero.lightning import setup as set_up
 from lt_zero.lightning.checkpoint_service import CheckpointService
 from lt_zero.lightning.data_position.position import DataPosition
 from lt_zero.lightning.model_report import memory_report
-from lt_zero.lightning.monitor.run_monitor import RunMonitor, comm_log
+from lt_zero.lightning.monitor.run_monitor import RunMonitor
 from lt_zero.lightning.precision import ZeroPrecision, sharded_of
 from lt_zero.lightning.reconcile import Reconciler, check_same
 from lt_zero.lightning.setup import Run, Signals
-from lt_zero.memory.check import check_optimizers
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -109,7 +108,6 @@ class ZeroStrategy(DDPStrategy):
         )
 
     def _begin(self) -> None:
-        """Have nothing of a run yet."""
         self._engine: Engine | None = None
         self._comm: Comm | None = None
         self._signals: Signals | None = None
@@ -205,7 +203,12 @@ class ZeroStrategy(DDPStrategy):
         Raises:
             RuntimeError: nothing is recorded.
         """
-        return comm_log(self._comm).records()
+        if not isinstance(self._comm, LoggedComm):
+            raise RuntimeError(
+                "Collectives are only recorded with comms_logger.enabled: true, once Trainer.fit, validate, test or "
+                "predict has begun. Enable it and start a run first."
+            )
+        return self._comm.log.records()
 
     # ---- precision ---------------------------------------------------------------------------------------------
 
@@ -232,12 +235,11 @@ class ZeroStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.monitor.attach(self._module.trainer, self.global_rank, self.local_rank)
-        made = self._comm is None
-        if self._comm is None:
-            check = self.config.zero_optimization.enable_sanity_checks
-            self._comm = self.monitor.comm_class.for_world(self.root_device, check=check)
-        self.monitor.record(self._comm, made)
-        if made:
+        known = self._comm
+        check = self.config.zero_optimization.enable_sanity_checks
+        self._comm = known or self.monitor.comm_class.for_world(self.root_device, check=check)
+        self.monitor.record(self._comm, new=known is None)
+        if known is None:
             check_same(self.config, self._comm)
         self._comm.begin_run()
 
@@ -262,42 +264,32 @@ class ZeroStrategy(DDPStrategy):
         self.precision_plugin.convert_module(self._module)
         self.model_to_device()
         before = self._engine
-        self._find_or_build(fitting)
-        plugin = self.precision_plugin
+        plugin, module = self.precision_plugin, self._module
+        known = set_up.find_engine(module, self.config, plugin.policy, before)
+        self._engine = known or shard(module, self.config, self.root_device, plugin.policy, self._comm, fitting)
+        self.checkpoints.load_deferred(self.run)
+        if known is None:
+            sync_buffers(self._engine)
+            set_up.show_model(self._engine, new=True)
+        elif fitting and installed(known) is None and install(known) is not None:
+            set_up.show_model(known, new=False)
         plugin.engine, plugin.device_type = self._engine, self.root_device.type
         if fitting:
             self.data.watch(trainer)
             self.setup_optimizers(trainer)
-            set_up.announce_offload(self.engine, self.optimizers)
-            plugin.loss_scale_controller.start_watching(self.engine)
-            self.monitor.start(self.run, self.root_device, new=self._engine is not before)
+            set_up.announce_offload(self.run)
+            plugin.loss_scale_controller.start_watching(self._engine)
+            self.monitor.start(self.run, new=self._engine is not before)
         self.setup_precision_plugin()
         self._signals = Signals(trainer, self._comm.agreement)
-
-    def _find_or_build(self, fitting: bool) -> None:
-        """Have an engine for the module, with the weights that Lightning has restored."""
-        module, policy = self._module, self.precision_plugin.policy
-        known = set_up.find_engine(module, self.config, policy, self._engine)
-        self._engine = known or shard(module, self.config, self.root_device, policy, self._comm, fitting)
-        self.checkpoints.load_deferred(self.run)
-        if known is None:
-            sync_buffers(self._engine)
-            set_up.show_tables(self._engine)
-        elif fitting and installed(known) is None and install(known) is not None:
-            set_up.show_checkpointing(known)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         self._reset_optimizers_and_schedulers()  # those of an earlier run refer to freed fragments
         self._reconciler.lend_optimizers(trainer.lightning_module)
         super().setup_optimizers(trainer)
-        self._reconciler.take_back()  # copies of the module made during training must not contain our hook
-        loss_scale = self.precision_plugin.loss_scale_controller
-        set_up.shard_optimizers(self.engine, self.optimizers, loss_scale)
-        accumulates, saves = trainer.accumulate_grad_batches > 1, bool(trainer.checkpoint_callbacks)
-        check_optimizers(self.engine, self.optimizers, accumulates, saves)
-        if self.config.on_skipped_step != "advance":
-            set_up.hold_schedules(self.lr_scheduler_configs, self.optimizers, loss_scale)
+        self._reconciler.take_back()  # copies of the module made during training must not contain the replacement
+        set_up.shard_optimizers(self.run, trainer, self.lr_scheduler_configs)
 
     @override
     def model_to_device(self) -> None:
@@ -332,14 +324,6 @@ class ZeroStrategy(DDPStrategy):
 
     # ---- running -----------------------------------------------------------------------------------------------
 
-    def _scope(self) -> AbstractContextManager[None]:
-        """Make parameters of the LightningModule itself readable inside its steps."""
-        return self._engine.forward_scope() if self._engine is not None else nullcontext()
-
-    def _begin_batch(self, trains: bool) -> None:
-        if self._signals is not None:
-            self._signals.begin_batch(trains, self.checkpoints.foreground)
-
     @override
     def process_dataloader(self, dataloader: object) -> object:
         return self.data.process(super().process_dataloader(dataloader), self._module.trainer)
@@ -351,7 +335,8 @@ class ZeroStrategy(DDPStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self._begin_batch(True)
+        if self._signals is not None:
+            self._signals.begin_batch(True, self.checkpoints.foreground)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -359,7 +344,7 @@ class ZeroStrategy(DDPStrategy):
         assert self._comm is not None
         self.checkpoints.check_pending(self.run)
         self.config = self._reconciler.see(batch, module.trainer, self._comm, self.is_global_zero)
-        with phase("forward"), self._scope():
+        with phase("forward"), self.engine.forward_scope():
             return self.monitor.training_step(module, batch, partial(super().training_step, *args, **kwargs))
 
     @override
@@ -391,8 +376,10 @@ class ZeroStrategy(DDPStrategy):
             return super().predict_step(*args, **kwargs)
 
     def _evaluating(self) -> AbstractContextManager[None]:
-        self._begin_batch(False)
-        return self._scope()
+        """Handle signals, and make parameters of the LightningModule itself readable inside a step."""
+        if self._signals is not None:
+            self._signals.begin_batch(False, self.checkpoints.foreground)
+        return self._engine.forward_scope() if self._engine is not None else nullcontext()
 
     @contextmanager
     @override
@@ -483,17 +470,16 @@ class ZeroStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         """Stop all threads; keep the shards. No collectives after an error: other ranks may be gone."""
-        module = self.lightning_module
-        trainer = module._trainer if module is not None else None
+        module, trainer, engine = self.lightning_module, self.run.trainer, self._engine
         clean = trainer is not None and trainer.state.status != TrainerStatus.INTERRUPTED
         self.monitor.stop(clean)
-        if self._engine is not None:
-            uninstall(self._engine)
+        if engine is not None:
+            uninstall(engine)
         self.checkpoints.close(self.run, clean)
-        if self._engine is not None and clean and self._start_method != "popen":
-            restore_whole(self._engine)  # the launcher sends rank 0's state dict to the parent process
+        if engine is not None and clean and self._start_method != "popen":
+            restore_whole(engine)  # the launcher sends rank 0's state dict to the parent process
         fitted = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-        if self._engine is not None and module is not None and fitted and self._layer_sync:
+        if engine is not None and module is not None and fitted and self._layer_sync:
             self._layer_sync.revert(module)
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
@@ -506,8 +492,8 @@ class ZeroStrategy(DDPStrategy):
         if self._signals is not None:
             self._signals.give_back()
             self._signals = None
-        if self._engine is not None:
-            self._engine.offload_manager.rest()
+        if engine is not None:
+            engine.offload_manager.rest()
         if self._comm is not None:
             self._comm.end_run()
 

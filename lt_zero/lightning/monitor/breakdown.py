@@ -1,7 +1,4 @@
-"""``wall_clock_breakdown`` and ``memory_breakdown``: print the time and memory of the phases of a step.
-
-The observers are not Callbacks, see step_metrics.py, Note [Printing without a Callback].
-"""
+"""``wall_clock_breakdown`` and ``memory_breakdown``: print the time and memory of the phases of a step."""
 
 from __future__ import annotations
 
@@ -19,12 +16,15 @@ from torch.optim import Optimizer
 
 from lt_zero.common.compat import logged_step
 from lt_zero.common.timing import NOTHING, PARTS, STAGES, Clock, Span, Times, phase
-from lt_zero.lightning.monitor.run_observer import RunInfo, RunObserver
+from lt_zero.lightning.model_report import memory_report
+from lt_zero.lightning.monitor.step_metrics import RunObserver
+from lt_zero.lightning.setup import Run
 
 EVERY = 10  # optimizer steps between lines without steps_per_print
 _WAITS = ("gather", "reduce", "offload")
 _LINE = "line"  # the part of ``rest`` in which ranks exchange their times
-_COLLECTIVE = ("gather", "reduce", "publish", _LINE)  # parts in which a fast rank waits for a slow one
+# All stages without the parts in which a fast rank waits for a slow one.
+_BUSY = [(kind, 1) for kind in STAGES] + [(kind, -1) for kind in ("gather", "reduce", "publish", _LINE)]
 
 
 class StepClock(RunObserver):
@@ -48,9 +48,9 @@ class StepClock(RunObserver):
         self._clock: Clock | None = None
         self._pause: Span = NOTHING
 
-    def start(self, info: RunInfo) -> None:
-        self._info = info
-        self._clock = Clock(info.device)
+    def start(self, run: Run) -> None:
+        self._comm = run.engine.comm
+        self._clock = Clock(self._comm.device)
         self._clock.start()
 
     def stop(self) -> None:
@@ -75,13 +75,13 @@ class StepClock(RunObserver):
             return
         own = tuple(self._clock.times)
         with phase(_LINE):  # counted: the wait of a fast rank is part of its run
-            times = [Times(*rank) for rank in self._info.gather(own, "times of steps")]
+            times = [Times(*rank) for rank in self._comm.host_gather(own, "times of steps")]
         if not all(time.steps for time in times):
             return
         self._clock.reset()
         with self._clock.paused():
             module.print(time_line(number, times))
-            for logger in self._info.loggers:
+            for logger in module.trainer.loggers:
                 logger.log_metrics(metrics(times), step=logged_step(module.trainer))
 
 
@@ -102,14 +102,10 @@ def time_line(number: int, ranks: list[Times]) -> str:
     line = f"step {number}, ms per step (mean of {steps}): total={values['total']}, {stages}; including {parts}"
     if len(ranks) == 1:
         return line
-    busy = [(_sum(t, STAGES) - _sum(t, _COLLECTIVE)) / t.steps * 1e3 for t in ranks]
+    busy = [sum(t.seconds.get(kind, 0.0) * sign for kind, sign in _BUSY) / t.steps * 1e3 for t in ranks]
     slowest = max(range(len(busy)), key=lambda rank: busy[rank])
     own = f"{busy[slowest]:.1f} without gather, reduce and publish, mean {_mean(busy):.1f}"
     return f"{line}; slowest rank {slowest}: {own}"
-
-
-def _sum(times: Times, kinds: tuple[str, ...]) -> float:
-    return sum(times.seconds.get(kind, 0.0) for kind in kinds)
 
 
 def _mean(values: list[float]) -> float:
@@ -133,8 +129,8 @@ class MemoryPhases(RunObserver):
     def __init__(self, every: int) -> None:
         self.every = every
 
-    def start(self, info: RunInfo) -> None:
-        self._info = info
+    def start(self, run: Run) -> None:
+        self._run = run
         self._rows: dict[str, dict[str, int]] = {}
         self._shown = False
 
@@ -149,27 +145,26 @@ class MemoryPhases(RunObserver):
 
     def after_step(self, module: pl.LightningModule, optimizer: Optimizer) -> None:
         self._note("after step", module)
-        if not self._rows or not self._due(module.trainer.global_step + 1):
-            return
-        self._shown = True
-        console = Console()
-        with console.capture() as text:
-            console.print(memory_table(module.trainer.global_step + 1, self._rows))
-        module.print(text.get())
-        self._rows = {}
+        number = module.trainer.global_step + 1
+        if self._rows and self._due(number):
+            console = Console()
+            with console.capture() as text:
+                console.print(memory_table(number, self._rows))
+            module.print(text.get())
+            self._shown, self._rows = True, {}
 
     def _due(self, number: int) -> bool:
         return not self._shown or number % self.every == 0
 
     def _note(self, moment: str, module: pl.LightningModule) -> None:
-        if self._info.rank != 0:
+        if self._run.rank != 0:
             return
         following = module.trainer.global_step + 1
         # With manual optimization each optimizer may step after a forward.
         if any(self._due(following + index) for index in range(max(1, len(module.trainer.strategy.optimizers)))):
-            states = {kind: here for kind, (here, _) in self._info.model_states().items()}
+            states = {kind: here for kind, (here, _) in memory_report(self._run.engine, self._run.sharded).items()}
             self._rows.pop(moment, None)  # rows stay in the order of their last update
-            self._rows[moment] = {**memory_now(self._info.device), **states}
+            self._rows[moment] = {**memory_now(self._run.engine.comm.device), **states}
 
 
 def memory_now(device: torch.device) -> dict[str, int]:

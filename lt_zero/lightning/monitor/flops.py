@@ -22,7 +22,7 @@ Note [The first micro-batch]
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,11 +72,6 @@ class Flops:
         """Without recomputation."""
         return self.forward + self.backward
 
-    def add(self, other: Flops) -> None:
-        self.forward += other.forward
-        self.backward += other.backward
-        self.recomputed += other.recomputed
-
 
 @dataclass
 class Counted:
@@ -100,7 +95,10 @@ class Counted:
         for name, flops in self.own.items():
             parts = name.split(".") if name else []
             for end in range(len(parts) + 1):
-                found[".".join(parts[:end])].add(flops)
+                total = found[".".join(parts[:end])]
+                total.forward += flops.forward
+                total.backward += flops.backward
+                total.recomputed += flops.recomputed
         return found
 
 
@@ -115,27 +113,23 @@ class FlopCount:
             cannot be counted.
         counted: the operations by module.
         problem: why nothing can be counted.
+        rows: of the counted micro-batch.
     """
 
     def __init__(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
-        self.flops_per_micro_batch: float | None = None
-        self.counted: Counted | None = None
-        self.problem: str | None = None
-        self.requested = False
-        self.rows: int | None = None  # of the counted micro-batch
-        self._past_first = self._observes = False
-        self._compiles = False  # whether something was compiled before or in the first micro-batch
-        self._running: Counted | None = None
-        self._counter: _Counter | None = None
-        self._names: Mapping[nn.Module, str] = {}
+        self.start(True)
 
     def start(self, new: bool) -> None:
         """A fit begins; ``new``: of another model, so that former counts are invalid."""
         if new:
-            self._reset()
+            self.flops_per_micro_batch: float | None = None
+            self.counted: Counted | None = None
+            self.problem: str | None = None
+            self.requested = False
+            self.rows: int | None = None
+            self._batches = 0
+            self._compiles = False  # whether something was compiled before or in the first micro-batch
+            self._counter: _Counter | None = None  # of the micro-batch that is counted
 
     def request(self) -> None:
         """Count the next micro-batch."""
@@ -156,35 +150,34 @@ class FlopCount:
             rows: of the micro-batch.
             manual: backward runs inside (manual optimization).
         """
-        self._running = None
-        self._observes, self._past_first = not self._past_first, True
-        if self.requested and not self._observes:
+        self._counter, self._batches = None, self._batches + 1
+        if self.requested and self._batches > 1:
             self.problem = self._problem(root)
             self.requested = self.problem is None
-        if self._observes:
-            with self._observing():
+        if self._batches == 1:
+            with self._watching_compiler():
                 yield
         elif not self.requested:
             yield
         else:
-            self._names = {module: name for name, module in root.named_modules()}
-            counted = Counted()
-            with self._counting(counted):
+            self._counter = _Counter(root)
+            with self._counter:
                 yield
-            self._running, self.rows = counted, rows
+            self.rows = rows
             if manual:
-                self._finish(counted)
+                self._finish(self._counter.counted)
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:
         """Context of a backward from ``loss``; a backward inside ``forward`` is counted there."""
-        if self._running is not None and self._counter is None:
-            with self._counting(self._running):
+        counter = self._counter
+        if counter is not None and not counter.entered:
+            with counter:
                 yield
-            self._finish(self._running)
-        elif self._observes:
+            self._finish(counter.counted)
+        elif self._batches == 1:
             self._compiles = self._compiles or has_compiled_nodes(loss)
-            with self._observing():
+            with self._watching_compiler():
                 yield
         else:
             yield
@@ -202,21 +195,13 @@ class FlopCount:
                 counter.counting = True
 
     @contextmanager
-    def _observing(self) -> Iterator[None]:
+    def _watching_compiler(self) -> Iterator[None]:
         before = compiled_frames()
         yield
         self._compiles = self._compiles or compiled_frames() > before
 
-    @contextmanager
-    def _counting(self, counted: Counted) -> Iterator[None]:
-        with _Counter(counted, self._names) as self._counter:
-            try:
-                yield
-            finally:
-                self._counter = None
-
     def _finish(self, counted: Counted) -> None:
-        self.counted, self._running, self.requested, self._names = counted, None, False, {}
+        self.counted, self._counter, self.requested = counted, None, False
         flops, unseen = counted.total.model, counted.unseen
         if unseen:
             self.problem = f"{', '.join(sorted(unseen))}: no formula for floating-point operations"
@@ -224,24 +209,20 @@ class FlopCount:
 
     def _problem(self, root: nn.Module) -> str | None:
         names = [name or type(root).__name__ for name, module in root.named_modules() if is_compiled(module)]
-        what = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}: compiled"
-        if not names and self._compiles:
-            what = "the model calls functions compiled"
-        return f"{what} by torch.compile, whose graphs cannot be counted" if names or self._compiles else None
+        if not names and not self._compiles:
+            return None
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        what = f"{', '.join(names[:3])}{more}:" if names else "the model calls functions"
+        return f"{what} compiled by torch.compile, whose graphs cannot be counted"
 
 
 class _Counter(DispatchMode):
-    """Dispatch mode that attributes each operation to a module. See Note [Attribution to modules].
+    """Dispatch mode that attributes each operation to a module of ``root``. See Note [Attribution to modules]."""
 
-    Args:
-        counted: receives the operations.
-        names: of the modules.
-    """
-
-    def __init__(self, counted: Counted, names: Mapping[nn.Module, str]) -> None:
+    def __init__(self, root: nn.Module) -> None:
         super().__init__()
-        self.counting = True
-        self._counted, self._names = counted, names
+        self.counted, self.counting, self.entered = Counted(), True, False
+        self._root = root
         self._stack: list[tuple[str, bool]] = []  # running modules: name, whether in backward
         self._builds_graph: dict[int, bool] = {}  # by ID of the backward
         self._mode = FlopCounterMode(display=False, custom_mapping=FORMULAS)
@@ -251,16 +232,17 @@ class _Counter(DispatchMode):
         self._exit = ExitStack()
 
     def __enter__(self) -> _Counter:
-        for module, name in self._names.items():
-            entering = module.register_forward_pre_hook(Hook(partial(self._enter, name)), with_kwargs=True)
-            leaving = module.register_forward_hook(Hook(self._leave), always_call=True)
-            self._exit.callback(entering.remove)
-            self._exit.callback(leaving.remove)
+        for name, module in self._root.named_modules():
+            entering = Hook(partial(self._enter, name))
+            self._exit.callback(module.register_forward_pre_hook(entering, with_kwargs=True).remove)
+            self._exit.callback(module.register_forward_hook(Hook(self._leave), always_call=True).remove)
         self._exit.enter_context(self._mode)
         super().__enter__()
+        self.entered = True
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self.entered = False
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._exit.close()
 
@@ -270,11 +252,12 @@ class _Counter(DispatchMode):
         if self.counting:
             flops = self._mode.get_total_flops() - before
             owner, kind = self._owner()
+            namespace, _, name = str(op).partition(".")
             if flops:
-                found = self._counted.own.setdefault(owner, Flops())
+                found = self.counted.own.setdefault(owner, Flops())
                 setattr(found, kind, getattr(found, kind) + flops)
-            elif _is_unseen(op):
-                self._counted.unseen[str(op).removesuffix(".default")] += 1
+            elif is_higher_order(op) or namespace not in _OWN_NAMESPACES or name.startswith(_HEAVY):
+                self.counted.unseen[str(op).removesuffix(".default")] += 1  # it may have multiplied matrices
         return out
 
     def _safely(self, name: str, formula: Callable[..., int], *args: Any, **kwargs: Any) -> int:
@@ -283,7 +266,7 @@ class _Counter(DispatchMode):
             return formula(*args, **kwargs)
         except Exception:
             if self.counting:
-                self._counted.unseen[name] += 1
+                self.counted.unseen[name] += 1
             return 0
 
     def _owner(self) -> tuple[str, str]:
@@ -329,34 +312,24 @@ class _NoModules:
     def __exit__(self, *error: Any) -> None: ...
 
 
-def _is_unseen(op: Any) -> bool:
-    """Whether an operator without a count may have multiplied matrices."""
-    namespace, _, name = str(op).partition(".")
-    return is_higher_order(op) or namespace not in _OWN_NAMESPACES or name.startswith(_HEAVY)
-
-
-def _matrix_vector(matrix: Any, vector: Any, *_: Any, **__: Any) -> int:
-    return int(2 * prod(matrix))
+def _dot(first: Any, *_: Any, **__: Any) -> int:
+    return int(2 * prod(first))
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     """Two matrix products per head; a causal mask saves nothing, as in torch's own formula."""
-    *batch, rows, width = query
-    return int(2 * prod(batch) * rows * key[-2] * (width + value[-1]))
+    return int(2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
 
 
 def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     """Five matrix products per head: scores again, and gradients of scores, values, queries and keys."""
-    *batch, rows, width = query
-    return int(2 * prod(batch) * rows * key[-2] * (3 * width + 2 * value[-1]))
+    return int(2 * prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1]))
 
 
 # Formulas that torch lacks; their arguments are the shapes of tensors.
 FORMULAS: dict[Any, Callable[..., int]] = {
-    torch.ops.aten.mv: _matrix_vector,
+    **dict.fromkeys((torch.ops.aten.mv, torch.ops.aten.dot, torch.ops.aten.vdot), _dot),
     torch.ops.aten.addmv: lambda bias, matrix, vector, *_, **__: 2 * prod(matrix),
-    torch.ops.aten.dot: lambda a, b, *_, **__: 2 * prod(a),
-    torch.ops.aten.vdot: lambda a, b, *_, **__: 2 * prod(a),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }

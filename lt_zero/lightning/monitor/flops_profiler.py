@@ -27,6 +27,7 @@ from lt_zero.config.blocks import FlopsProfiler
 from lt_zero.lightning.monitor.flops import ROOT, Counted, FlopCount
 
 _WIDTH = 160  # columns of files and pipes
+_WHAT_IS_COUNTED = "a multiply-add is two operations; only matrix products, convolutions and attention are counted"
 
 
 class Profiler:
@@ -48,7 +49,8 @@ class Profiler:
             OSError: rank 0 cannot write to ``output_file``.
         """
         self._shown, self._requested, self._steps = False, False, 0
-        self._profile: Profile | None = None
+        self._modules: list[Module] = []  # of the counted micro-batch, after ``_steps_before`` optimizer steps
+        self._steps_before = 0
         self._times: _Stopwatch | None = None
         self._rank = comm.rank
         name = self._block.output_file
@@ -56,8 +58,7 @@ class Profiler:
             if name is not None and self._rank == 0:
                 try:
                     Path(name).absolute().parent.mkdir(parents=True, exist_ok=True)
-                    with open(name, "a", encoding="utf-8"):
-                        pass
+                    open(name, "a", encoding="utf-8").close()
                 except OSError as error:
                     raise OSError(
                         f"flops_profiler.output_file={name!r} cannot be written ({error.strerror}: {error.filename}). "
@@ -75,7 +76,7 @@ class Profiler:
         if self._shown or not self._requested:
             yield
         elif self._count.requested:  # counts this micro-batch, or the next one
-            self._profile = Profile.of(root, step)
+            self._steps_before, self._modules = step, [Module.of(name, m) for name, m in root.named_modules()]
             yield
         else:
             self._times = _Stopwatch(device)
@@ -88,7 +89,7 @@ class Profiler:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Context of a backward."""
-        if self._times is None or self._shown or not self._times.has("forward"):
+        if self._times is None or self._shown or not self._times.forward_done:
             yield
             return
         with self._times.measure("backward"):
@@ -101,20 +102,18 @@ class Profiler:
         Args:
             clean: False after an error: times may be incomplete, and a missing profile is not worth a warning.
         """
-        if self._shown:
+        shown, self._shown = self._shown, True
+        if shown or self._rank != 0:
             return
-        self._shown = True
-        count, profile, file = self._count, self._profile, self._block.output_file
-        if self._rank != 0:
-            return
-        if profile is not None and (count.counted is not None or count.problem is not None):
-            profile.counted, profile.problem, profile.rows = count.counted, count.problem, count.rows
-            profile.times = self._times.read() if self._times is not None and clean else None
+        count, file = self._count, self._block.output_file
+        if self._modules and (count.counted is not None or count.problem is not None):
+            times = self._times.read() if self._times is not None and clean else None
+            profile = Profile(self._block, self._steps_before, self._modules, count, times)
             if file is None:
-                write(profile, self._block, Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH))
+                profile.write(Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH))
                 return
             with open(file, "w", encoding="utf-8") as stream:
-                write(profile, self._block, Console(file=stream, width=_WIDTH, color_system=None, highlight=False))
+                profile.write(Console(file=stream, width=_WIDTH, color_system=None, highlight=False))
         elif clean:
             warnings.warn(
                 f"flops_profiler counted nothing: flops_profiler.profile_step={self._block.profile_step}, and the last "
@@ -124,20 +123,6 @@ class Profiler:
             )
 
 
-class Times(NamedTuple):
-    """Seconds of a micro-batch.
-
-    Attributes:
-        modules: of forwards, by module name, including submodules; "" is the training step.
-        forward: of the training step.
-        backward: None with manual optimization, where the training step includes it.
-    """
-
-    modules: dict[str, float]
-    forward: float
-    backward: float | None
-
-
 class _Stopwatch:
     """Times one micro-batch, on a GPU by events that only ``read`` waits for."""
 
@@ -145,9 +130,7 @@ class _Stopwatch:
         self._device = device if device.type == "cuda" else None
         self._intervals: list[tuple[str, Any, Any]] = []  # name, start, end
         self._starts: list[Any] = []  # of running modules, innermost last
-
-    def has(self, name: str) -> bool:
-        return any(measured == name for measured, _, _ in self._intervals)
+        self.forward_done = False
 
     def _now(self) -> Any:
         if self._device is None:
@@ -161,6 +144,7 @@ class _Stopwatch:
         start = self._now()
         yield
         self._intervals.append((name, start, self._now()))
+        self.forward_done = True
 
     @contextmanager
     def measure_modules(self, names: dict[nn.Module, str]) -> Iterator[None]:
@@ -179,145 +163,143 @@ class _Stopwatch:
         if self._starts:
             self._intervals.append((f".{name}", self._starts.pop(), self._now()))
 
-    def read(self) -> Times:
-        """The times; synchronizes with the GPU."""
+    def read(self) -> dict[str, float]:
+        """Seconds of "forward", of "backward" if it ran outside of it, and of module forwards by "." and their name.
+
+        Synchronizes with the GPU.
+        """
         seconds: dict[str, float] = defaultdict(float)
         for name, start, end in self._intervals:
             if self._device is not None:
                 end.synchronize()
             seconds[name] += end - start if self._device is None else start.elapsed_time(end) / 1e3
-        modules = {name[1:]: value for name, value in seconds.items() if name.startswith(".")}
-        return Times(modules | {ROOT: seconds["forward"]}, seconds["forward"], seconds.get("backward"))
+        return {f".{ROOT}": seconds["forward"], **seconds}
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------
 
 
 class Module(NamedTuple):
-    """A module's class and parameters; a shared parameter counts in each module, and once in their parent."""
+    """A module's class and full parameters, sharded or not; a shared parameter counts once in a common parent."""
 
     name: str
     kind: str
     parameters: int
+    level: int  # 0 is the trained module
 
-    @property
-    def level(self) -> int:
-        return self.name.count(".") + 1 if self.name else 0
+    @classmethod
+    def of(cls, name: str, module: nn.Module) -> Module:
+        numel = sum(p.numel() for p in module.parameters())
+        return cls(name, type(module).__name__, numel, name.count(".") + 1 if name else 0)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Profile:
     """The profile of a micro-batch.
 
     Attributes:
         step: number of optimizer steps before it.
-        modules: all modules with their full parameters, sharded or not; the trained module first.
+        modules: the trained module first.
+        count: its operations.
+        times: seconds of the next micro-batch, see ``_Stopwatch.read``.
     """
 
+    block: FlopsProfiler
     step: int
     modules: list[Module]
-    counted: Counted | None = None
-    problem: str | None = None
-    rows: int | None = None
-    times: Times | None = None
+    count: FlopCount
+    times: dict[str, float] | None
 
-    @classmethod
-    def of(cls, root: nn.Module, step: int) -> Profile:
-        sizes = ((name, m, sum(p.numel() for p in m.parameters())) for name, m in root.named_modules())
-        return cls(step, [Module(name, type(module).__name__, size) for name, module, size in sizes])
+    def write(self, console: Console) -> None:
+        """Print totals, the heaviest module classes per level, a row per module, notes."""
+        block = self.block
+        for line in self._totals():
+            console.print(line, markup=False, soft_wrap=True)
+        modules = [m for m in self.modules if block.module_depth == -1 or m.level <= block.module_depth]
+        console.print(self._aggregate(modules))
+        if block.detailed:
+            console.print(self._details(modules))
+        notes = [f"not counted: {self.count.problem}"] if self.count.problem is not None else []
+        if self.count.counted is not None:
+            notes.append(
+                "a multiply-add is two operations; only matrix products, convolutions and attention are counted"
+            )
+            if block.recompute_fwd_factor and self.count.counted.total.recomputed:
+                notes.append("recomputation was measured, so flops_profiler.recompute_fwd_factor is not used")
+            if self.times is None:
+                notes.append("no times: no micro-batch followed the counted one")
+        for note in notes:
+            console.print(f"* {note}", markup=False, soft_wrap=True)
 
-
-def write(profile: Profile, block: FlopsProfiler, console: Console) -> None:
-    """Print a profile: totals, the heaviest module classes per level, a row per module, notes."""
-    for line in _totals(profile, block):
-        console.print(line, markup=False, soft_wrap=True)
-    modules = [m for m in profile.modules if block.module_depth == -1 or m.level <= block.module_depth]
-    console.print(_aggregate(profile, modules, block.top_modules))
-    if block.detailed:
-        console.print(_details(profile, modules))
-    for note in _notes(profile, block):
-        console.print(f"* {note}", markup=False, soft_wrap=True)
-
-
-def _totals(profile: Profile, block: FlopsProfiler) -> Iterator[str]:
-    rows = f", {profile.rows} rows" if profile.rows is not None else ""
-    root, times = profile.modules[0], profile.times
-    yield f"flops_profiler: a micro-batch of {root.kind} on rank 0 after {profile.step} optimizer steps{rows}"
-    yield f"  parameters: {root.parameters:,}"
-    if profile.counted is not None:
-        total = profile.counted.total
-        yield f"  forward: {si(total.forward)}FLOP"
-        yield f"  backward: {si(total.backward)}FLOP"
-        recomputed = total.recomputed or round(block.recompute_fwd_factor * total.forward)
-        if recomputed:
-            yield f"  recomputed in backward: {si(recomputed)}FLOP{'' if total.recomputed else ' (assumed)'}"
-        yield f"  forward and backward: {total.model:,} FLOP, {total.model + recomputed:,} with recomputation"
-    if times is not None:
-        if times.backward is None:
-            yield f"  training step of the next micro-batch, with backward and optimizer steps: {_ms(times.forward)}"
-        else:
-            yield f"  next micro-batch: forward {_ms(times.forward)}, backward {_ms(times.backward)}"
-        seconds = times.forward + (times.backward or 0.0)
-        if profile.counted is not None and seconds > 0:
-            yield f"  {profile.counted.total.model / seconds / 1e12:.4g} TFLOP/s without recomputation"
-
-
-def _aggregate(profile: Profile, modules: list[Module], top: int) -> Table:
-    """The heaviest module classes of each level by parameters, operations and time."""
-    table = Table(title=f"Top {top} classes of modules per level", title_justify="left")
-    for title in ("level", "parameters", "FLOP, forward and backward", "forward time"):
-        table.add_column(title, overflow="fold")
-    flops = (profile.counted or Counted()).by_module()
-    seconds = profile.times.modules if profile.times is not None else {}
-    columns: tuple[tuple[Callable[[Module], float], Callable[[float], str]], ...] = (
-        (lambda module: module.parameters, "{:,}".format),
-        (lambda module: flops[module.name].model, si),
-        (lambda module: seconds.get(module.name, 0.0), _ms),
-    )
-    for level in sorted({module.level for module in modules}):
-        cells = []
-        for value, show in columns:
-            sums: dict[str, float] = defaultdict(int)
-            for module in modules:
-                if module.level == level:
-                    sums[module.kind] += value(module)
-            heaviest = sorted((pair for pair in sums.items() if pair[1]), key=lambda pair: -pair[1])[:top]
-            cells.append(", ".join(f"{kind} {show(number)}".rstrip() for kind, number in heaviest))
-        table.add_row(str(level), *cells)
-    return table
-
-
-def _details(profile: Profile, modules: list[Module]) -> Table:
-    table = Table(title="Modules", title_justify="left")
-    counted, times = profile.counted, profile.times
-    columns = ["parameters"]
-    if counted is not None:
-        columns += ["forward", "backward", *["recomputed"] * (counted.total.recomputed > 0), "share"]
-    table.add_column("module", overflow="fold")
-    table.add_column("class", overflow="fold")
-    for column in [*columns, *["forward time"] * (times is not None)]:
-        table.add_column(column, justify="right", no_wrap=True)
-    by_module = (counted or Counted()).by_module()
-    for module in modules:
-        flops, cells = by_module[module.name], {"parameters": f"{module.parameters:,}"}
-        cells |= {kind: si(getattr(flops, kind)) for kind in ("forward", "backward", "recomputed")}
-        cells["share"] = f"{flops.model / by_module[ROOT].model:.1%}" if by_module[ROOT].model else ""
-        row = [cells[column] for column in columns]
+    def _totals(self) -> Iterator[str]:
+        root, times, counted = self.modules[0], self.times, self.count.counted
+        rows = f", {self.count.rows} rows" if self.count.rows is not None else ""
+        yield f"flops_profiler: a micro-batch of {root.kind} on rank 0 after {self.step} optimizer steps{rows}"
+        yield f"  parameters: {root.parameters:,}"
+        if counted is not None:
+            total = counted.total
+            yield f"  forward: {si(total.forward)}FLOP"
+            yield f"  backward: {si(total.backward)}FLOP"
+            recomputed = total.recomputed or round(self.block.recompute_fwd_factor * total.forward)
+            if recomputed:
+                yield f"  recomputed in backward: {si(recomputed)}FLOP{'' if total.recomputed else ' (assumed)'}"
+            yield f"  forward and backward: {total.model:,} FLOP, {total.model + recomputed:,} with recomputation"
         if times is not None:
-            row.append(_ms(times.modules[module.name]) if module.name in times.modules else "")
-        table.add_row(module.name or "(training step)", module.kind, *row)
-    return table
+            forward, backward = times["forward"], times.get("backward")
+            if backward is None:
+                yield f"  training step of the next micro-batch, with backward and optimizer steps: {_ms(forward)}"
+            else:
+                yield f"  next micro-batch: forward {_ms(forward)}, backward {_ms(backward)}"
+            seconds = forward + (backward or 0.0)
+            if counted is not None and seconds > 0:
+                yield f"  {counted.total.model / seconds / 1e12:.4g} TFLOP/s without recomputation"
 
+    def _aggregate(self, modules: list[Module]) -> Table:
+        """The heaviest module classes of each level by parameters, operations and time."""
+        table = Table(title=f"Top {self.block.top_modules} classes of modules per level", title_justify="left")
+        for title in ("level", "parameters", "FLOP, forward and backward", "forward time"):
+            table.add_column(title, overflow="fold")
+        flops, times = (self.count.counted or Counted()).by_module(), self.times or {}
+        columns: tuple[tuple[Callable[[Module], float], Callable[[float], str]], ...] = (
+            (lambda module: module.parameters, "{:,}".format),
+            (lambda module: flops[module.name].model, si),
+            (lambda module: times.get(f".{module.name}", 0.0), _ms),
+        )
+        for level in sorted({module.level for module in modules}):
+            cells = []
+            for value, show in columns:
+                sums: dict[str, float] = defaultdict(int)
+                for module in modules:
+                    if module.level == level:
+                        sums[module.kind] += value(module)
+                heaviest = sorted((pair for pair in sums.items() if pair[1]), key=lambda pair: -pair[1])
+                top = heaviest[: self.block.top_modules]
+                cells.append(", ".join(f"{kind} {show(number)}".rstrip() for kind, number in top))
+            table.add_row(str(level), *cells)
+        return table
 
-def _notes(profile: Profile, block: FlopsProfiler) -> Iterator[str]:
-    if profile.problem is not None:
-        yield f"not counted: {profile.problem}"
-    if profile.counted is not None:
-        yield "a multiply-add is two operations; only matrix products, convolutions and attention are counted"
-        if block.recompute_fwd_factor and profile.counted.total.recomputed:
-            yield "recomputation was measured, so flops_profiler.recompute_fwd_factor is not used"
-        if profile.times is None:
-            yield "no times: no micro-batch followed the counted one"
+    def _details(self, modules: list[Module]) -> Table:
+        table = Table(title="Modules", title_justify="left")
+        by_module = (self.count.counted or Counted()).by_module()
+        total = by_module[ROOT]
+        columns = ["parameters"]
+        if self.count.counted is not None:
+            columns += ["forward", "backward", *["recomputed"] * (total.recomputed > 0), "share"]
+        columns += ["forward time"] * (self.times is not None)
+        table.add_column("module", overflow="fold")
+        table.add_column("class", overflow="fold")
+        for column in columns:
+            table.add_column(column, justify="right", no_wrap=True)
+        for module in modules:
+            flops, seconds = by_module[module.name], (self.times or {}).get(f".{module.name}")
+            cells = {
+                "parameters": f"{module.parameters:,}",
+                **{kind: si(getattr(flops, kind)) for kind in ("forward", "backward", "recomputed")},
+                "share": f"{flops.model / total.model:.1%}" if total.model else "",
+                "forward time": _ms(seconds) if seconds is not None else "",
+            }
+            table.add_row(module.name or "(training step)", module.kind, *[cells[column] for column in columns])
+        return table
 
 
 def si(value: float) -> str:

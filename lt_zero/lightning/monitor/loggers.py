@@ -47,9 +47,9 @@ def _make(block: MonitorBlock, root: str) -> Logger:
         return logger(_folder(block, root), name=block.job_name)
     local = "." if "://" in root else root
     if isinstance(block, Wandb):
-        optional = {"group": block.group, "entity": block.team}
-        options: dict[str, Any] = {name: value for name, value in optional.items() if value is not None}
-        return WandbLogger(project=block.project, save_dir=local, **options)
+        optional: dict[str, Any] = {"group": block.group, "entity": block.team}
+        given = {name: value for name, value in optional.items() if value is not None}
+        return WandbLogger(project=block.project, save_dir=local, **given)
     if block.samples_log_interval != type(block)().samples_log_interval:
         rank_zero_info(
             f"comet.samples_log_interval={block.samples_log_interval} is not used. Set Trainer(log_every_n_steps=...), "

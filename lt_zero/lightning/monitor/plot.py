@@ -7,9 +7,8 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -26,22 +25,19 @@ class PlotError(ValueError):
     """There is nothing to plot, or it cannot be plotted. Names the file and the remedy."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """One file of metrics: its number of rows, and for each column the logged steps and values."""
+class Run(NamedTuple):
+    """One file of metrics."""
 
-    name: str
+    name: str  # as the user wrote the path
     path: Path
     rows: int
     columns: Columns
 
 
-@dataclass(frozen=True)
-class _Panel:
-    """One of the stacked plots.
+class _Panel(NamedTuple):
+    """One of the stacked plots, with the patterns of its columns.
 
-    ``ours``, ``others`` and ``points`` are patterns of columns. Columns of ``others`` are drawn if there are none of
-    ``ours``; those of ``points`` are always drawn, as points.
+    Columns of ``others`` are drawn if there are none of ``ours``; those of ``points`` are always drawn, as points.
     """
 
     label: str
@@ -49,6 +45,16 @@ class _Panel:
     others: str = "(?!)"
     points: str = "(?!)"
     log: bool = False
+
+    def kind(self, name: str) -> str | None:
+        """The pattern that the column matches, if any."""
+        return next((kind for kind in ("ours", "others", "points") if re.fullmatch(getattr(self, kind), name)), None)
+
+    def drawn(self, run: Run) -> dict[str, bool]:
+        """The columns of a run that are drawn, and whether as points."""
+        kinds = {name: self.kind(name) for name in sorted(run.columns)}
+        lines = "ours" if "ours" in kinds.values() else "others"
+        return {name: kind == "points" for name, kind in kinds.items() if kind in (lines, "points")}
 
 
 _PANELS = (
@@ -84,12 +90,12 @@ def find_metrics(path: str | os.PathLike[str]) -> Path:
             f"No {_NAME} in {path} or below. Set csv_monitor.enabled=true, or use Lightning's CSVLogger, to write one."
         )
     newest = max(found, key=lambda file: file.stat().st_mtime)
-    return max((file for file in found if file.parent.parent == newest.parent.parent), key=_version)
 
+    def version(file: Path) -> tuple[int, float]:
+        number = re.fullmatch(r"version_(\d+)", file.parent.name)
+        return int(number[1]) if number else -1, file.stat().st_mtime
 
-def _version(file: Path) -> tuple[int, float]:
-    number = re.fullmatch(r"version_(\d+)", file.parent.name)
-    return int(number[1]) if number else -1, file.stat().st_mtime
+    return max((file for file in found if file.parent.parent == newest.parent.parent), key=version)
 
 
 def read_run(run: str | os.PathLike[str]) -> Run:
@@ -126,10 +132,9 @@ def read_run(run: str | os.PathLike[str]) -> Run:
 def _add(columns: Columns, header: list[str], row: list[str], where: str) -> None:
     if row and len(row) != len(header):
         raise PlotError(f"{where}: {len(row)} values for {len(header)} columns. Repair the line or remove it.")
-    cells = dict(zip(header, row, strict=False))
     numbers = {}
-    for name, cell in cells.items():
-        if name == _STEP or (cell and any(_kind(panel, name) for panel in _PANELS)):
+    for name, cell in zip(header, row, strict=False):
+        if name == _STEP or (cell and any(panel.kind(name) for panel in _PANELS)):
             try:
                 numbers[name] = float(cell)
             except ValueError:
@@ -139,18 +144,6 @@ def _add(columns: Columns, header: list[str], row: list[str], where: str) -> Non
         steps, values = columns.setdefault(name, ([], []))
         steps.append(numbers[_STEP])
         values.append(numbers[name])
-
-
-def _kind(panel: _Panel, name: str) -> str | None:
-    """The pattern of ``panel`` that the column matches, if any."""
-    return next((kind for kind in ("ours", "others", "points") if re.fullmatch(getattr(panel, kind), name)), None)
-
-
-def _drawn(run: Run, panel: _Panel) -> dict[str, bool]:
-    """The columns of a run that ``panel`` shows, and whether as points."""
-    kinds = {name: _kind(panel, name) for name in sorted(run.columns)}
-    lines = "ours" if "ours" in kinds.values() else "others"
-    return {name: kind == "points" for name, kind in kinds.items() if kind in (lines, "points")}
 
 
 # ---- drawing -------------------------------------------------------------------------------------------------------
@@ -175,28 +168,31 @@ def draw(runs: Sequence[Run]) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise PlotError(f"Plotting needs matplotlib ({error}). Run: pip install 'lt-zero[plot]'") from error
-    panels = [panel for panel in _PANELS if any(_drawn(run, panel) for run in runs)]
+    panels = [panel for panel in _PANELS if any(panel.drawn(run) for run in runs)]
     figure = Figure(figsize=(8, 0.8 + 1.7 * len(panels)), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)
+    labels = [os.path.basename(os.path.normpath(run.name)) for run in runs]
+    if len(set(labels)) < len(labels):
+        labels = [run.name for run in runs]
     for panel, axes in zip(panels, grid[:, 0], strict=True):
-        _fill(axes, panel, runs)
+        _fill(axes, panel, runs, labels)
     grid[-1, 0].set_xlabel(_STEP)
     if len(runs) == 1:
         figure.suptitle(runs[0].name, fontsize="medium", parse_math=False)
     return figure
 
 
-def _fill(axes: Any, panel: _Panel, runs: Sequence[Run]) -> None:
-    drawn = [_drawn(run, panel) for run in runs]
+def _fill(axes: Any, panel: _Panel, runs: Sequence[Run], run_labels: Sequence[str]) -> None:
+    drawn = [panel.drawn(run) for run in runs]
     names = {name for columns in drawn for name in columns}
     lines = sorted({name for columns in drawn for name, points in columns.items() if not points})
     styles = {name: ("-", "--", ":", "-.")[number % 4] for number, name in enumerate(lines)}
     several, handles = len(runs) > 1, list[Any]()
-    for number, (run, columns, run_name) in enumerate(zip(runs, drawn, _names(runs), strict=True)):
+    for number, (run, columns, run_label) in enumerate(zip(runs, drawn, run_labels, strict=True)):
         for order, (name, points) in enumerate(columns.items()):
             steps, values = run.columns[name]
-            label = " ".join([run_name] * several + [name] * (len(names) > 1 or not several))
+            label = " ".join([run_label] * several + [name] * (len(names) > 1 or not several))
             style = {"linestyle": "", "marker": "o", "markersize": 4} if points else {"linestyle": styles[name]}
             # A single value makes no line, so it gets a marker. Values that are not finite leave a gap.
             marker = {"marker": "."} if not points and len(values) == 1 else {}
@@ -210,12 +206,6 @@ def _fill(axes: Any, panel: _Panel, runs: Sequence[Run]) -> None:
     labels = [handle.get_label() for handle in handles]  # given, as matplotlib leaves out those that start with "_"
     for text in axes.legend(handles=handles, labels=labels, fontsize="x-small", loc="best").get_texts():
         text.set_parse_math(False)  # names may contain dollar signs
-
-
-def _names(runs: Sequence[Run]) -> list[str]:
-    """The last parts of the runs' paths, or the full paths if those are not unique."""
-    short = [os.path.basename(os.path.normpath(run.name)) for run in runs]
-    return short if len(set(short)) == len(short) else [run.name for run in runs]
 
 
 def plot(runs: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> Path:

@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lt_zero.comm.comm_log import CommLog, LoggedComm, comm_table
+from lt_zero.comm.comm_log import LoggedComm, comm_table
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.progress_bar import set_local_rank
 from lt_zero.common.tensor_tree import rows_of
@@ -36,8 +36,7 @@ from lt_zero.lightning.monitor.breakdown import EVERY, MemoryPhases, StepClock
 from lt_zero.lightning.monitor.flops import FlopCount
 from lt_zero.lightning.monitor.flops_profiler import Profiler
 from lt_zero.lightning.monitor.loggers import attach_loggers
-from lt_zero.lightning.monitor.run_observer import RunInfo, RunObserver
-from lt_zero.lightning.monitor.step_metrics import StepPrinter
+from lt_zero.lightning.monitor.step_metrics import RunObserver, StepPrinter
 from lt_zero.lightning.setup import Run
 
 T = TypeVar("T")
@@ -92,27 +91,19 @@ class RunMonitor:
         if isinstance(comm, LoggedComm):
             comm.log.configure(self._config.comms_logger) if new else comm.log.clear()
 
-    def start(self, run: Run, device: torch.device, new: bool) -> None:
+    def start(self, run: Run, new: bool) -> None:
         """Start the monitors of a fit; ``new``: its engine was just built. Collective."""
-        config, engine = run.config, run.engine
+        config, comm = run.config, run.engine.comm
         if self.flops is not None:
             self.flops.start(new)
-        if config.comms_logger.enabled:
-            self._for_this_run.callback(self._show_comms, engine.comm)
+        if isinstance(comm, LoggedComm):
+            self._for_this_run.callback(self._show_comms, comm)
         if self._profiler is not None:
-            self._profiler.start(engine.comm)
-            self._for_this_run.callback(self._show_profile)
-        trainer = run.trainer
-        info = RunInfo(
-            device,
-            engine.comm.rank,
-            engine.comm.world,
-            tuple(trainer.loggers) if trainer is not None else (),
-            gather=engine.comm.host_gather,
-            model_states=lambda: memory_report(engine, run.sharded),
-        )
+            profiler = self._profiler
+            profiler.start(comm)
+            self._for_this_run.callback(lambda: profiler.show(self._clean))
         for observer in self._observers:
-            observer.start(info)
+            observer.start(run)
             self._for_this_run.callback(observer.stop)
         self._for_this_run.enter_context(gc_disabled(config.disable_python_gc))
         if config.dump_state and new:
@@ -123,13 +114,9 @@ class RunMonitor:
         self._clean = clean
         self._for_this_run.close()
 
-    def _show_comms(self, comm: Comm) -> None:
-        if comm.rank == 0 and (records := comm_log(comm).records(wait=self._clean)):
+    def _show_comms(self, comm: LoggedComm) -> None:
+        if comm.rank == 0 and (records := comm.log.records(wait=self._clean)):
             Console(width=None if sys.stdout.isatty() else 160).print(comm_table(records))
-
-    def _show_profile(self) -> None:
-        if self._profiler is not None:
-            self._profiler.show(self._clean)
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -137,16 +124,14 @@ class RunMonitor:
         """Run a training step, counting or timing this micro-batch if it was requested."""
         for observer in self._observers:
             observer.before_forward(module)
-        if self.flops is None:
-            output = call()
-        else:
-            manual = not module.automatic_optimization
-            with ExitStack() as measured:
-                if self._profiler is not None:
-                    step, device = module.trainer.global_step, module.trainer.strategy.root_device
-                    measured.enter_context(self._profiler.forward(module, step, device, manual))
+        manual = not module.automatic_optimization
+        with ExitStack() as measured:
+            if self._profiler is not None:
+                step, device = module.trainer.global_step, module.trainer.strategy.root_device
+                measured.enter_context(self._profiler.forward(module, step, device, manual))
+            if self.flops is not None:
                 measured.enter_context(self.flops.forward(module, rows_of(batch), manual))
-                output = call()
+            output = call()
         for observer in self._observers:
             observer.after_forward(module, batch, output)
         return output
@@ -181,20 +166,6 @@ class RunMonitor:
             observer.resume()
 
 
-def comm_log(comm: Comm | None) -> CommLog:
-    """The log of recorded collectives.
-
-    Raises:
-        RuntimeError: nothing is recorded.
-    """
-    if not isinstance(comm, LoggedComm):
-        raise RuntimeError(
-            "Collectives are only recorded with comms_logger.enabled: true, once Trainer.fit, validate, test or "
-            "predict has begun. Enable it and start a run first."
-        )
-    return comm.log
-
-
 # ---- dump_state, log_level, disable_python_gc ----------------------------------------------------------------------
 
 
@@ -224,14 +195,9 @@ def config_lines(block: BaseModel, indent: str = "") -> list[str]:
         if isinstance(value, BaseModel):
             lines += [f"{indent}{name}:", *config_lines(value, indent + "  ")]
         else:
-            lines.append(f"{indent}{name}: {_shown(value)}")
+            shown = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
+            lines.append(f"{indent}{name}: {shown or json.dumps(value, default=str)}")
     return lines
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    return json.dumps(value, default=str)
 
 
 @contextmanager

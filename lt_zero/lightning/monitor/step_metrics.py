@@ -1,7 +1,7 @@
-"""``steps_per_print``: metrics of optimizer steps, as a printed line and for loggers.
+"""Observers of a fit, and ``steps_per_print``: metrics of optimizer steps, as a printed line and for loggers.
 
 Note [Printing without a Callback]
-    The printer is not a Callback: it would appear in ``trainer.callbacks``, and its hooks around backward would look
+    An observer is not a Callback: it would appear in ``trainer.callbacks``, and its hooks around backward would look
     like user code that reads gradients. Metrics stay on the device until a line is due; then all ranks read them in
     the same step, since means over ranks and the skip flag are collective.
 """
@@ -23,8 +23,37 @@ from torch.optim import Optimizer
 from lt_zero.common.compat import logged_step
 from lt_zero.common.tensor_tree import rows_of
 from lt_zero.lightning.monitor.flops import FlopCount
-from lt_zero.lightning.monitor.run_observer import RunInfo, RunObserver
 from lt_zero.lightning.precision import ZeroPrecision
+from lt_zero.lightning.setup import Run
+
+
+class RunObserver:
+    """What is called during a fit, on every rank; no-ops by default. See Note [Printing without a Callback]."""
+
+    def start(self, run: Run) -> None:
+        """A fit begins."""
+
+    def stop(self) -> None:
+        """The fit has ended, maybe with an error."""
+
+    def before_forward(self, module: pl.LightningModule) -> None: ...
+
+    def after_forward(self, module: pl.LightningModule, batch: Any, output: Any) -> None:
+        """``training_step`` has returned; with manual optimization backward and steps ran inside."""
+
+    def before_backward(self, module: pl.LightningModule) -> None: ...
+
+    def after_backward(self, module: pl.LightningModule) -> None:
+        """Gradients are reduced."""
+
+    def after_step(self, module: pl.LightningModule, optimizer: Optimizer) -> None:
+        """An optimizer has stepped or skipped its step; schedules and ``trainer.global_step`` are not updated yet."""
+
+    def pause(self) -> None:
+        """Validation begins."""
+
+    def resume(self) -> None:
+        """Training continues."""
 
 
 @dataclass(frozen=True)
@@ -50,20 +79,20 @@ class StepMetrics:
 
     def line(self) -> str:
         """The printed line, ``step 10: loss=2.31, lr=0.001, ...``."""
-        same = len(set(self.rates)) == 1
-        rates = [_digits(rate) for rate in self.rates]
-        parts = {
-            "optimizer": None if self.optimizer is None else str(self.optimizer),
-            "loss": _digits(self.loss),
-            "lr": rates[0] if same else f"[{', '.join(map(str, rates))}]" if rates else None,
-            "grad_norm": _digits(self.grad_norm),
-            "loss_scale": _digits(self.loss_scale, 10),
-            "skipped_steps": None if self.skipped_steps is None else str(self.skipped_steps),
-            "samples/s": _digits(self.samples_per_s, 4),
-            "TFLOP/s": _digits(self.tflops, 4),
-            "memory_gb": _digits(self.memory_gb, 4),
-        }
-        return f"step {self.step}: " + ", ".join(f"{name}={text}" for name, text in parts.items() if text is not None)
+        rates = [f"{rate:.6g}" for rate in self.rates]
+        several = f"[{', '.join(rates)}]" if rates else None
+        parts: list[tuple[str, Any, str]] = [
+            ("optimizer", self.optimizer, ""),
+            ("loss", self.loss, ".6g"),
+            ("lr", rates[0] if len(set(self.rates)) == 1 else several, ""),
+            ("grad_norm", self.grad_norm, ".6g"),
+            ("loss_scale", self.loss_scale, ".10g"),
+            ("skipped_steps", self.skipped_steps, ""),
+            ("samples/s", self.samples_per_s, ".4g"),
+            ("TFLOP/s", self.tflops, ".4g"),
+            ("memory_gb", self.memory_gb, ".4g"),
+        ]
+        return f"step {self.step}: " + ", ".join(f"{name}={v:{form}}" for name, v, form in parts if v is not None)
 
     def metrics(self, split_rates: bool = False) -> dict[str, float]:
         """The logged metrics, under ``zero/``.
@@ -99,8 +128,6 @@ class StepPrinter(RunObserver):
     Unknown metrics are left out. The Trainer's loggers get ``zero/loss``, ``zero/lr``, ... under
     Lightning's own step, which counts batches that step, from 0.
 
-    See Note [Printing without a Callback].
-
     Args:
         every: optimizer steps, counted as ``trainer.global_step`` does: of all optimizers, including skipped ones.
             None: no line is printed, and metrics are logged every ``trainer.log_every_n_steps``.
@@ -116,24 +143,19 @@ class StepPrinter(RunObserver):
         self._split_rates: set[int] = set()  # optimizers whose groups had different rates
         self.start()
 
-    def start(self, info: RunInfo | None = None) -> None:
-        """A fit begins."""
+    def start(self, run: Run | None = None) -> None:
         self._due: list[tuple[StepMetrics, int, Tensor | None, int]] = []  # see ``after_step``
         self._stepped = False
         self._since: float | None = None  # seconds; start of the interval that samples/s covers
         self._paused: float | None = None
         self._samples: int | None = 0  # None: a batch had no tensor
         self._batches = 0  # micro-batches
-        self._reset_losses()
+        self._loss: Tensor | None = None  # 0D, sum of the losses since the last step
+        self._losses = 0
         if self.count is not None:
             self.count.request()
 
-    def _reset_losses(self) -> None:
-        self._loss: Tensor | None = None  # 0D, sum over the window
-        self._losses = 0
-
     def before_forward(self, module: pl.LightningModule) -> None:
-        """Start the interval of samples/s at the first forward."""
         if self._since is None:
             self._since = time.perf_counter()
 
@@ -175,11 +197,9 @@ class StepPrinter(RunObserver):
         return bool(trainer.loggers) and every > 0 and (logged_step(trainer) + 1) % every == 0
 
     def pause(self) -> None:
-        """Validation begins; its time is not counted."""
         self._paused = time.perf_counter()
 
     def resume(self) -> None:
-        """Training continues."""
         if self._paused is not None and self._since is not None:
             self._since += time.perf_counter() - self._paused
         self._paused = None
@@ -189,8 +209,7 @@ class StepPrinter(RunObserver):
             self._print_due(module)
             self._due.clear()
         if self._stepped:
-            self._stepped = False
-            self._reset_losses()
+            self._stepped, self._loss, self._losses = False, None, 0
 
     def _print_due(self, module: pl.LightningModule) -> None:
         trainer, plugin = module.trainer, _plugin(module)
@@ -241,10 +260,6 @@ def _plugin(module: pl.LightningModule) -> ZeroPrecision:
     plugin = module.trainer.precision_plugin
     assert isinstance(plugin, ZeroPrecision)
     return plugin
-
-
-def _digits(value: float | None, digits: int = 6) -> str | None:
-    return None if value is None else f"{value:.{digits}g}"
 
 
 def memory_gb(device: torch.device) -> float:
