@@ -63,7 +63,8 @@ def shard(
         NotEnoughMemory: a machine has too little memory; the module is unchanged.
     """
     config = with_sizes(config if isinstance(config, ZeroConfig) else ZeroConfig.of(config), module)
-    device = with_index(device or _device_of(module))
+    placed = (t.device for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta")
+    device = with_index(device or next(placed, torch.device("cpu")))
     comm = comm or Comm.for_world(device, check=config.zero_optimization.enable_sanity_checks)
     policy = policy or dtype_policy(config, resolve_mode(config, "32-true", device.type))
     zero = config.zero_optimization
@@ -174,10 +175,3 @@ def _cast_buffers(root: nn.Module, dtype: torch.dtype, fp32_modules: Fp32Modules
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point() and module not in kept:
                 setattr(module, name, buffer.to(dtype))
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    for tensor in [*module.parameters(), *module.buffers()]:
-        if tensor.device.type != "meta":
-            return tensor.device
-    return torch.device("cpu")

@@ -17,6 +17,7 @@ they shared the flat tensor's counter, autograd would report "modified by an inp
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from enum import Enum, auto
 from functools import partial
 
@@ -31,7 +32,7 @@ from lt_zero.common.flat_storage import FlatStorage, flat_empty
 from lt_zero.common.timing import phase
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.guard import Owner, guard, own, sentinel, unguard
-from lt_zero.engine.layout import Piece
+from lt_zero.engine.layout import Piece, gaps_between
 from lt_zero.engine.lazy_tensor import elements_of, whole
 from lt_zero.engine.partition import BucketPlan
 from lt_zero.engine.shard import Accumulator, Weights
@@ -75,12 +76,10 @@ class Bucket:
         if self._storage is not None:
             self._storage.free()  # until ``adopt``: all buckets are made before the first is filled
         self.shard = self.flat[self.shard_range[0] : self.shard_range[1]]  # 1D, elements [shard_range) of ``flat``
-        self._background = background = BackgroundStep()
-        self.weights = Weights(self.shard, policy.master_of(dtype), sharding.params, self._pieces, background)
-        accumulate, wire = policy.accumulate_of(dtype), policy.wire_of(dtype)
-        self.grads = Accumulator(
-            self.name, self.params, self.layout, self.shard_range, comm, accumulate, wire, sharding.optim, background
-        )
+        self._background = BackgroundStep()
+        gaps = gaps_between(((p.offset, p.offset + p.numel) for p in self._pieces), self.shard.numel())
+        self.weights = Weights(self.shard, policy.master_of(dtype), sharding.params, gaps, self._background)
+        self.grads = Accumulator(plan, self.layout, self.shard_range, comm, policy, self._background)
         self.states: dict[str, Store] = {}  # optimizer states that are kept in stores
         allocate = partial(flat_empty, device=comm.device)
         self.memory = DevicePlace(allocate, self._readable_by_peers if sharding.params else None)
@@ -158,7 +157,9 @@ class Bucket:
         with torch.inference_mode(False), torch.no_grad(), phase("gather", self.name):
             assert self._storage is not None
             self._storage.allocate()
-            self._pending = self.weights.launch_gather(lambda own: self.comm.all_gather(self.flat, self.name, own))
+            self._background.wait()
+            gather = self.weights.gather_source.launch_gather
+            self._pending = gather(self.shard, lambda own: self.comm.all_gather(self.flat, self.name, own))
         self.state = State.GATHERING
 
     def gather(self) -> None:
@@ -305,7 +306,7 @@ class Bucket:
         """What the background calls after this rank's shard was stepped; None if nothing is sharded. Collective."""
 
         def publish() -> None:
-            with self.weights.publishing():
+            with self.weights.copy.publishing() if self.weights.copy is not None else nullcontext():
                 sharded = self.sharding.params
                 (self.comm.background_fence() if sharded else self.comm.background_gather(self.flat)).wait()
 

@@ -59,20 +59,15 @@ from lt_zero.engine.guard import is_guarded
 from lt_zero.engine.offload_manager import OffloadManager
 from lt_zero.engine.visible_grads import UsedParameters
 
+_MODULE_INTERNALS = frozenset(vars(nn.Module()))
+
 
 class Engine(ProcessLocal):
     """Runs one model with sharded optimizer states, gradients and parameters. Built by ``lt_zero.build``.
 
     Args:
-        root: the model.
         units: all units but the root, in registration order.
         root_unit: parameters that belong to no unit, are shared by several, or are too small to shard.
-        comm: the collectives.
-        reducer: gradient reductions of all buckets.
-        residency: limits on what stays gathered.
-        config: the configuration that the engine was built from.
-        policy: dtypes of weights, gradients and master weights.
-        offload_manager: where the tensors of the buckets are kept.
         training: train from the start; otherwise from ``begin_training`` on.
     """
 
@@ -194,8 +189,10 @@ class Engine(ProcessLocal):
         given, call.inputs = call.inputs, None
         written = given.write_back() if given is not None else []
         if torch.is_grad_enabled():
-            seen = (output, written, side_outputs(unit.module)) if unit.sharded else (output, written)
-            hook_nodes(seen, lambda: self._pre_backward(unit, call), given)
+            # With values that the forward stored in attributes of the module or its children (auxiliary losses).
+            modules = unit.module.modules() if unit.sharded else ()
+            stored = [value for m in modules for key, value in vars(m).items() if key not in _MODULE_INTERNALS]
+            hook_nodes((output, written, stored), lambda: self._pre_backward(unit, call), given)
         if not unit.sharded:
             return
         tensors = list(iter_tensors((output, written)))
@@ -421,14 +418,6 @@ def hook_nodes(output: Any, fn: Callable[[], None], given: ReplacedTensors | Non
             if node is not None and node not in seen:
                 seen.add(node)
                 node.register_prehook(partial(_call_uncompiled, fn))
-
-
-_MODULE_INTERNALS = frozenset(vars(nn.Module()))
-
-
-def side_outputs(module: nn.Module) -> list[Any]:
-    """Values that the forward stored in attributes of the module or its children (auxiliary losses)."""
-    return [value for m in module.modules() for key, value in vars(m).items() if key not in _MODULE_INTERNALS]
 
 
 def shares_storage(tensor: Tensor, flat: Tensor) -> bool:

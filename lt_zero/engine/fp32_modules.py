@@ -37,15 +37,10 @@ DEFAULT_ISLANDS_MIXED: tuple[type, ...] = (*DEFAULT_ISLANDS_TRUE, *INSTANCE_NORM
 
 @dataclass(frozen=True)
 class Fp32Modules:
-    """The modules and parameters that stay in fp32.
+    """The modules and parameters that stay in fp32."""
 
-    Attributes:
-        modules: names and modules that run in fp32, in registration order, without modules inside others.
-        parameters: all parameters that stay fp32, including those of ``modules``.
-    """
-
-    modules: tuple[tuple[str, nn.Module], ...]
-    parameters: frozenset[Parameter]
+    modules: tuple[tuple[str, nn.Module], ...]  # with names, in registration order, without modules inside others
+    parameters: frozenset[Parameter]  # all that stay in fp32, including those of ``modules``
 
 
 def find_fp32_modules(
@@ -144,13 +139,8 @@ def install_fp32_modules(
 ) -> list[RemovableHandle]:
     """Hook the forwards of fp32 modules; a deep copy of a module shares the hooks, which ignore it.
 
-    Tensors in nested tuples, lists and dicts are cast; those in other objects are not.
-
-    Args:
-        fp32_modules: from ``find_fp32_modules``.
-        dtype: dtype of activations outside.
-        device_type: device type whose autocast is switched off.
-        cast_back: whether fp32 outputs are cast to ``dtype``.
+    Inputs are cast to fp32, autocast on ``device_type`` is off inside, and with ``cast_back`` outputs are cast to
+    ``dtype``. Tensors in nested tuples, lists and dicts are cast; those in other objects are not.
     """
     calls, back = _Calls(), dtype if cast_back else None
     return [handle for _, module in fp32_modules.modules for handle in _install(module, calls, device_type, back)]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
 
 from torch import nn
 
@@ -21,8 +20,6 @@ from lt_zero.common.tensor_tree import ReplacedTensors
 from lt_zero.common.timing import NOTHING, Span
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.offload_manager import OffloadManager
-
-T = TypeVar("T")
 
 
 class Unit:
@@ -54,12 +51,12 @@ class Call:
         self.done = False  # its backward has ended
 
 
-class Order(Generic[T]):
+class Order:
     """The sequence of a repeated pass (all gathers of a forward, or of a backward)."""
 
     def __init__(self) -> None:
-        self._last: list[T] = []
-        self._now: list[T] = []
+        self._last: list[Unit] = []
+        self._now: list[Unit] = []
         self._cursor = 0
 
     def start(self) -> None:
@@ -67,7 +64,7 @@ class Order(Generic[T]):
         self._last = self._now or self._last
         self._now, self._cursor = [], 0
 
-    def visit(self, item: T) -> Sequence[T]:
+    def visit(self, item: Unit) -> Sequence[Unit]:
         """Record the use of ``item``; returns what followed it in the last pass."""
         self._now.append(item)
         if item in self._last[self._cursor :]:  # else the sequence has changed
@@ -77,19 +74,12 @@ class Order(Generic[T]):
 
 @dataclass(frozen=True)
 class Residency:
-    """How many parameters may stay gathered, in elements (``stage3_*`` keys of the same names).
+    """How many parameters may stay gathered, in elements (``stage3_*`` keys of the same names)."""
 
-    Attributes:
-        max_live: no prefetch, and no keeping after forward, beyond this many gathered elements.
-        max_reuse_distance: a unit stays gathered after its forward if fewer elements are used before its next use.
-        prefetch: how many elements to gather ahead of their use.
-        ahead: the most units that these may belong to.
-    """
-
-    max_live: int = 1_000_000_000
-    max_reuse_distance: int = 1_000_000_000
-    prefetch: int = 50_000_000
-    ahead: float = float("inf")
+    max_live: int = 1_000_000_000  # no prefetch, and no keeping after forward, beyond this many gathered elements
+    max_reuse_distance: int = 1_000_000_000  # a unit stays gathered if fewer elements are used before its next use
+    prefetch: int = 50_000_000  # elements to gather ahead of their use
+    ahead: float = float("inf")  # the most units that these may belong to
 
     def without_training(self) -> Residency:
         """Limits for evaluation: no unit stays gathered, and one is prefetched."""
@@ -109,15 +99,7 @@ class Residency:
 
 
 class Gatherer:
-    """Gathers and releases the units of one engine.
-
-    Args:
-        units: all units but the root, in registration order.
-        root_unit: the unit that stays gathered during a pass.
-        comm: the collectives.
-        residency: limits on what stays gathered.
-        offload_manager: of the engine.
-    """
+    """Gathers and releases the ``units`` of one engine; ``root_unit`` stays gathered during a pass."""
 
     def __init__(
         self, units: list[Unit], root_unit: Unit, comm: Comm, residency: Residency, offload_manager: OffloadManager
@@ -126,8 +108,8 @@ class Gatherer:
         self._comm, self._offload_manager = comm, offload_manager
         self.limit(residency)
         root_unit.keep = True
-        self._forward: Order[Unit] = Order()
-        self._backward: Order[Unit] = Order()
+        self._forward = Order()
+        self._backward = Order()
         self._pinned: set[Bucket] = set()
         self._held: set[Bucket] = set()  # held by user code
         self._outside: dict[Bucket, None] = {}  # used outside of their unit since the last step: pinned in backward
@@ -141,8 +123,6 @@ class Gatherer:
         total = sum(numels) + self._root_unit.numel
         # Whether all units may stay gathered from one evaluation batch to the next.
         self.fits_whole = total <= residency.max_live and total < residency.max_reuse_distance
-
-    # ---- passes ------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
         self._forward.start()
@@ -188,8 +168,6 @@ class Gatherer:
         """After a step: no backward of earlier forwards will follow."""
         self._outside.clear()
 
-    # ---- units -------------------------------------------------------------------------------------------------
-
     def gather(self, unit: Unit) -> None:
         """Make the parameters of ``unit`` readable, without a guard."""
         if self._offload_manager.overlaps:
@@ -220,8 +198,6 @@ class Gatherer:
                 self.guard(unit)
             else:
                 self.release(unit)
-
-    # ---- pins --------------------------------------------------------------------------------------------------
 
     def pin(self, bucket: Bucket, again: bool = False) -> None:
         """Gather ``bucket`` until the end of the next backward, or of a forward without gradients.

@@ -33,14 +33,7 @@ from lt_zero.offload.store import Waits
 
 
 class Reducer:
-    """Launches and finishes the gradient reductions of one engine.
-
-    Args:
-        comm: the collectives.
-        buckets: all buckets, in the order of the first backward.
-        overlap: whether backward goes on while a reduction runs.
-        max_buffer: elements of the largest bucket that is reduced in reusable buffers.
-    """
+    """Launches and finishes the gradient reductions of one engine."""
 
     def __init__(self, comm: Comm, buckets: list[Bucket], overlap: bool, max_buffer: int) -> None:
         self._comm, self._overlap = comm, overlap
@@ -100,7 +93,10 @@ class Reducer:
             self._launch(bucket)
         else:
             bucket.weights.enable_training()
-            bucket.grads.accumulate_local()
+            grads, add = bucket.grads, bucket.grads.local is not None
+            if grads.local is None:
+                grads.local = torch.empty(bucket.layout.numel, dtype=grads.dtype, device=self._comm.device)
+            grads.take(grads.local, add)
 
     def flush(self) -> None:
         """Reduce gradients that were accumulated locally without a final synchronised backward."""

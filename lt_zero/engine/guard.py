@@ -44,17 +44,12 @@ _METHODS = (
     ("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__len__", "__hash__"),
 )
 _FUNCTIONS = (torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like)
-_PASSING: set[Any] = {*_FUNCTIONS, torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}
-_PASSING |= {getattr(Tensor, name).__get__ for row in _GETTERS for name in row if hasattr(Tensor, name)}
-_PASSING |= {getattr(Tensor, name) for row in _METHODS for name in row if hasattr(Tensor, name)}
-_PASSING |= {getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")}
+PASSING: set[Any] = {*_FUNCTIONS, torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}
+PASSING |= {getattr(Tensor, name).__get__ for row in _GETTERS for name in row if hasattr(Tensor, name)}
+PASSING |= {getattr(Tensor, name) for row in _METHODS for name in row if hasattr(Tensor, name)}
+PASSING |= {getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")}
 # Writes to the results of these do not change the parameter's version counter.
 HANDS_OUT = {Tensor.detach, getattr(Tensor, "data").__get__}  # noqa: B009
-
-
-def passes(func: Any) -> bool:
-    """Whether a torch function needs only metadata."""
-    return func in _PASSING
 
 
 def _guarded_parameters(value: Any) -> Iterator[Tensor]:
@@ -70,7 +65,7 @@ def _guarded_function(
     cls: type, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     kwargs = kwargs or {}
-    if func in _PASSING:
+    if func in PASSING:
         with without_torch_function():
             return func(*args, **kwargs)
     parameters = []

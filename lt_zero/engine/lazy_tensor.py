@@ -32,6 +32,11 @@ class _Values:
     kept: Tensor | None = None
 
 
+def _on_kept(name: str) -> Any:
+    """A method of ``LazyTensor`` that reads the values, keeps them, and calls theirs."""
+    return lambda self, *args, **kwargs: getattr(self.keep(), name)(*args, **kwargs)
+
+
 class LazyTensor(Tensor):
     """A tensor of this shape, dtype and device whose values are read when they are needed."""
 
@@ -93,8 +98,6 @@ class LazyTensor(Tensor):
                 )
         return kept.get(id(out), out) if isinstance(out, Tensor) else out
 
-    # ---- what torch does not dispatch --------------------------------------------------------------------------------
-
     @property
     def data(self) -> Tensor:
         return self._with(self._held)
@@ -108,27 +111,19 @@ class LazyTensor(Tensor):
             )
         self._held.kept = whole(value).detach().clone()
 
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.keep().numpy(force=force)
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.keep().__array__(*args, **kwargs)
+    # What torch does not dispatch, and what may be written to.
+    numpy = _on_kept("numpy")
+    data_ptr = _on_kept("data_ptr")
+    untyped_storage = _on_kept("untyped_storage")
+    __array__ = _on_kept("__array__")
+    __dlpack__ = _on_kept("__dlpack__")
 
     def tolist(self) -> Any:
         return self.whole().tolist()
 
-    def data_ptr(self) -> int:
-        return self.keep().data_ptr()
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        return self.keep().untyped_storage()
-
     def share_memory_(self) -> LazyTensor:
         self.keep().share_memory_()
         return self
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.keep().__dlpack__(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.whole().__reduce_ex__(protocol)

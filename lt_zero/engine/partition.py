@@ -35,21 +35,13 @@ Named = tuple[str, Parameter]
 
 @dataclass(frozen=True, eq=False)
 class BucketPlan:
-    """Parameters of one dtype and one kind (trainable or frozen) that are gathered and reduced together.
+    """Parameters of one dtype and one kind (trainable or frozen) that are gathered and reduced together."""
 
-    Attributes:
-        name: name of the unit, for messages.
-        parameters: parameters and their names; they may be on the meta device.
-        dtype: dtype of the gathered weights.
-        sharding: what is sharded.
-        owners: the rank that owns each parameter; None: shards cut through parameters.
-    """
-
-    name: str
-    parameters: tuple[Named, ...]
-    dtype: torch.dtype
+    name: str  # of the unit, for messages
+    parameters: tuple[Named, ...]  # they may be on the meta device
+    dtype: torch.dtype  # of the gathered weights
     sharding: Sharding
-    owners: tuple[int, ...] | None = None
+    owners: tuple[int, ...] | None = None  # the rank that owns each parameter; None: shards cut through parameters
 
     @property
     def trains(self) -> bool:
@@ -78,18 +70,11 @@ class PlannedUnit:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """All buckets of a model in the order of construction: those of ``units``, then ``rest``.
-
-    Attributes:
-        root: the model.
-        units: in registration order, the root last.
-        rest: buckets of the unsharded small parameters of all units; they belong to the root.
-        fp32_modules: modules and parameters that stay in fp32.
-    """
+    """All buckets of a model in the order of construction: those of ``units``, then ``rest``."""
 
     root: nn.Module
-    units: tuple[PlannedUnit, ...]
-    rest: tuple[BucketPlan, ...]
+    units: tuple[PlannedUnit, ...]  # in registration order, the root last
+    rest: tuple[BucketPlan, ...]  # of the unsharded small parameters of all units; they belong to the root
     fp32_modules: Fp32Modules
 
     @property

@@ -2,60 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from lt_zero import ops
 from lt_zero.comm.communicator import Comm
-from lt_zero.engine.layout import BucketLayout, Piece, gaps_between
+from lt_zero.config.precision import DtypePolicy
+from lt_zero.engine.layout import BucketLayout, Piece
+from lt_zero.engine.partition import BucketPlan
 from lt_zero.offload.background import BackgroundStep
-from lt_zero.offload.store import DeviceStore, Gather, Place, Store, Waits, put_away
+from lt_zero.offload.store import DeviceStore, Gap, Place, Store, Waits, put_away
 
 
+@dataclass(eq=False)
 class Weights:
-    """The weights of one bucket on this rank: what the optimizer updates, and what gathers read.
+    """The weights of one bucket on this rank: what the optimizer updates, and what gathers read."""
 
-    ``master``  master weights: this rank's shard, or all elements if the optimizer is not sharded. They are a slice of
-                the compute copy where that stays in memory and has the master's dtype.
-    ``frozen``  the shard of a frozen bucket, or its values in a wider dtype.
-    ``copy``    the compute copy that a step has to update: this rank's elements of the flat tensor, or what gathers
-                read while the master weights are offloaded. None: the master weights serve.
-
-    Args:
-        shard: this rank's elements (1D) of the flat tensor.
-        master_dtype: dtype of the master weights.
-        sharded: whether parameters are sharded, so that the flat tensor is released at times.
-        pieces: of parameters in ``shard``.
-        background: the background step of the bucket.
-    """
-
-    def __init__(
-        self,
-        shard: Tensor,
-        master_dtype: torch.dtype,
-        sharded: bool,
-        pieces: tuple[Piece, ...],
-        background: BackgroundStep,
-    ) -> None:
-        self.master_dtype, self._background = master_dtype, background
-        self.shard, self.sharded = shard, sharded
-        self._gaps = gaps_between(((p.offset, p.offset + p.numel) for p in pieces), shard.numel())
-        self.master: Store | None = None
-        self.frozen: Store | None = None
-        self.copy: Store | None = None
-        self.written = False  # the running step has written the compute copy already
+    shard: Tensor  # this rank's elements (1D) of the flat tensor
+    master_dtype: torch.dtype
+    sharded: bool  # parameters are sharded, so that the flat tensor is released at times
+    gaps: Sequence[Gap]  # elements [lo, hi) of ``shard`` that belong to no parameter
+    background: BackgroundStep  # of the bucket
+    # This rank's shard, or all elements if the optimizer is not sharded: a slice of the compute copy where that stays
+    # in memory and has the master's dtype.
+    master: Store | None = None
+    frozen: Store | None = None  # the shard of a frozen bucket, or its values in a wider dtype
+    # The compute copy that a step has to update: this rank's elements of the flat tensor, or what gathers read while
+    # the master weights are offloaded. None: the master weights serve.
+    copy: Store | None = None
+    written: bool = False  # the running step has written the compute copy already
 
     def use(self, optim: Place, params: Place) -> None:
         """Keep master weights in ``optim``, and what gathers read in ``params``."""
         self._optim, self._params = optim, params
         # Whether the master weights are a slice of the compute copy.
         self.master_is_view = not self.sharded and self.master_dtype == self.shard.dtype and not optim.offloads
-
-    # ---- construction ------------------------------------------------------------------------------------------
 
     def keep(self, values: Tensor, train: bool) -> None:
         """Store this rank's ``values`` (1D, as ``shard``): as master weights if ``train``, as frozen weights if not."""
@@ -94,8 +78,6 @@ class Weights:
             frozen.discard()
         put_away(self.stores())  # the bucket may never be stepped
 
-    # ---- what there is -----------------------------------------------------------------------------------------
-
     @property
     def trains(self) -> bool:
         """Whether there are master weights."""
@@ -128,25 +110,18 @@ class Weights:
 
     @property
     def precision(self) -> torch.dtype:
-        """Dtype of ``master_or_shard()``, without reading it."""
+        """Dtype of ``values()``, without reading them."""
         return self._kept.dtype if self._kept is not None else self.shard.dtype
 
     def values(self) -> Tensor:
-        """Master or frozen weights (1D, as ``shard``), read-only."""
-        self._background.wait()
-        assert self._kept is not None
-        return self._kept.read()
-
-    def master_or_shard(self) -> Tensor:
-        """``values()``, or the flat tensor's elements if there are none (1D, as ``shard``), read-only."""
-        return self.values() if self._kept is not None else self.shard
+        """Master or frozen weights, or the flat tensor's elements if there are none (1D, as ``shard``), read-only."""
+        self.background.wait()
+        return self._kept.read() if self._kept is not None else self.shard
 
     def writable_values(self) -> Tensor:
-        """``master_or_shard()``, for writing."""
-        self._background.wait()
+        """``values()``, for writing."""
+        self.background.wait()
         return self._kept.write() if self._kept is not None else self.shard
-
-    # ---- the copy that gathers read ----------------------------------------------------------------------------
 
     @property
     def gather_source(self) -> Store:
@@ -154,11 +129,6 @@ class Weights:
         source = self.copy or self._kept
         assert source is not None
         return source
-
-    def launch_gather(self, gather: Gather) -> Waits:
-        """Start filling ``shard``, and the ``gather`` of it."""
-        self._background.wait()
-        return self.gather_source.launch_gather(self.shard, gather)
 
     def kernel_target(self, covers: Callable[[], bool]) -> Tensor | None:
         """Where the kernel can write the compute copy while it updates the master weights; None: ``refresh`` does.
@@ -176,9 +146,9 @@ class Weights:
 
     def refresh(self) -> None:
         """Copy the master weights, which are in memory, to the compute copy."""
-        self._background.wait()
+        self.background.wait()
         if self.copy is not None and self.master is not None:
-            self.copy.refresh(self.master, self.written, self._gaps)
+            self.copy.refresh(self.master, self.written, self.gaps)
         self.written = True
 
     def note_readers(self) -> None:
@@ -191,17 +161,13 @@ class Weights:
         if self.copy is not None:
             self.copy.wait_copied()
 
-    def publishing(self) -> AbstractContextManager[object]:
-        """Context in which the background thread gathers the copies of all ranks."""
-        return self.copy.publishing() if self.copy is not None else nullcontext()
-
     def follow_edit(self) -> None:
         """After an edit of ``writable_values()``: update what gathers read, and write streamed stores."""
         if self.copy is not None and self.sharded:
             self.written = False
             self.refresh()
             self.written = False
-            self.wait_copied()
+            self.copy.wait_copied()
         put_away(self.stores())
 
     @torch.no_grad()
@@ -210,16 +176,12 @@ class Weights:
         if not self.has_master:
             return
         # Only edited elements: the others are more precise in the master weights.
-        compute = self.shard.dtype
-        if not self._optim.offloads:
-            master = self.writable_values()
-            edited = master.to(compute) != self.shard
-            master.copy_(torch.where(edited, self.shard.to(master.dtype), master))  # does not wait for the GPU
-            return
         kept = self.values()
         shown = self.shard.to(kept.device)
-        edited = kept.to(compute) != shown
-        if bool(edited.any()):
+        edited = kept.to(shown.dtype) != shown
+        if not self._optim.offloads:
+            self.writable_values().copy_(torch.where(edited, shown.to(kept.dtype), kept))  # does not wait for the GPU
+        elif bool(edited.any()):
             master = self.writable_values()
             master[edited] = shown[edited].to(master.dtype)
             self.follow_edit()
@@ -235,34 +197,28 @@ class Accumulator:
     one. Those of an accumulation window that were not reduced yet are in ``local`` (all elements).
 
     Args:
-        name: name of the bucket's unit, for messages.
-        params: parameters of the bucket, in order.
-        layout: their offsets in the bucket.
+        plan: the bucket.
+        layout: the offsets of its parameters.
         shard_range: the elements [lo, hi) that this rank accumulates.
         comm: the collectives.
-        dtype: dtype of the accumulator.
-        wire: dtype of gradients in collectives; None: chosen by ``send_dtype``.
-        sharded: whether optimizer states are sharded, so that each rank needs only the sum of its shard.
+        policy: dtypes of accumulators and of gradients in collectives.
         background: the background step of the bucket.
     """
 
     def __init__(
         self,
-        name: str,
-        params: list[Parameter],
+        plan: BucketPlan,
         layout: BucketLayout,
         shard_range: tuple[int, int],
         comm: Comm,
-        dtype: torch.dtype,
-        wire: torch.dtype | None,
-        sharded: bool,
+        policy: DtypePolicy,
         background: BackgroundStep,
     ) -> None:
-        self.dtype = dtype
-        self._name, self._params, self._layout, self._comm = name, params, layout, comm
+        self._name, self._params, self._layout, self._comm = plan.name, [p for _, p in plan.parameters], layout, comm
         self._numel, self._pieces = shard_range[1] - shard_range[0], layout.pieces(*shard_range)
         self._whole = shard_range == (0, layout.numel)
-        self._wire, self._sharded, self._background = wire, sharded, background
+        self.dtype, self._wire = policy.accumulate_of(plan.dtype), policy.wire_of(plan.dtype)
+        self._sharded, self._background = plan.sharding.optim, background
         self._store: Store | None = None  # of the place, kept from step to step
         self._values: Store | None = None  # ``_store``, or what replaces it in this step; None: nothing is accumulated
         self.changes = 0  # counts changes of the gradients
@@ -276,25 +232,15 @@ class Accumulator:
         """Keep the accumulator in ``place``."""
         self._place, self._store = place, None
 
-    # ---- from the parameters to the accumulator ----------------------------------------------------------------
-
     def send_dtype(self, have: torch.dtype) -> torch.dtype:
         """Dtype in which gradients of dtype ``have`` are sent: as configured, else ``have`` if that is as precise."""
         if self._wire is not None:
             return self._wire
         return have if self._sharded and self._comm.sums_wide else self.dtype
 
-    def used_flags(self) -> list[bool]:
-        """Whether each parameter has a gradient on this rank, in ``p.grad`` or in the accumulator."""
-        used = self.used
-        return [index in used or p.grad is not None for index, p in enumerate(self._params)]
-
     @torch.no_grad()
     def take(self, out: Tensor, add: bool, factor: float = 1.0) -> None:
-        """Move the parameters' gradients times ``factor`` into ``out`` (1D, all elements), or add them to it.
-
-        Absent gradients count as zeros.
-        """
+        """Move the parameters' gradients times ``factor``, or zeros, into ``out`` (1D, all elements), or add them."""
         targets, grads = [], []  # for the kernel: torch would need two passes
         for index, (parameter, span) in enumerate(zip(self._params, self._layout.spans, strict=True)):
             grad, target = parameter.grad, out[span.lo : span.hi].view(span.shape)
@@ -322,13 +268,6 @@ class Accumulator:
         for lo, hi in self._layout.gaps if not add else ():
             out[lo:hi].zero_()
 
-    def accumulate_local(self) -> None:
-        """Add the parameters' gradients to ``local``."""
-        add = self.local is not None
-        if self.local is None:
-            self.local = torch.empty(self._layout.numel, dtype=self.dtype, device=self._comm.device)
-        self.take(self.local, add)
-
     def launch_reduce(self, send: Tensor, scratch: Tensor) -> Waits:
         """Start averaging ``send`` (1D, all elements) over the ranks into the accumulator."""
         self.apply_deferred_scale()
@@ -340,8 +279,6 @@ class Accumulator:
         self.valid.update(i for i, p in enumerate(self._params) if p.requires_grad)
         collective, name = self._comm.all_reduce if self._whole else self._comm.reduce_scatter, self._name
         return self._values.launch_reduce(lambda out, add: collective(out, send, scratch, add, name), add)
-
-    # ---- the accumulator ---------------------------------------------------------------------------------------
 
     @property
     def accumulated(self) -> bool:
@@ -409,8 +346,6 @@ class Accumulator:
         if self._values is not None:
             self._values.discard()
 
-    # ---- its store ---------------------------------------------------------------------------------------------
-
     def stores(self) -> list[Store]:
         """The stores of gradients."""
         return list({id(store): store for store in (self._store, self._values) if store is not None}.values())
@@ -436,8 +371,6 @@ class Accumulator:
     def nbytes(self) -> int:
         """Bytes of memory that the accumulator takes now."""
         return sum(store.nbytes for store in self.stores())
-
-    # ---- deferred scale ----------------------------------------------------------------------------------------
 
     def defer(self, factor: Tensor) -> None:
         """Multiply the accumulated gradients by ``factor`` (0D fp32) later, when they are read."""

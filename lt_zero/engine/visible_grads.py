@@ -28,11 +28,11 @@ from lt_zero.comm.communicator import Comm
 from lt_zero.comm.shared_memory import wide
 from lt_zero.comm.work import Work
 from lt_zero.common.compat import TRACED, without_torch_function
-from lt_zero.common.tensor_tree import map_tensors
+from lt_zero.common.tensor_tree import iter_tensors, map_tensors
 from lt_zero.common.timing import phase
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.grad_bucket import Reducer
-from lt_zero.engine.guard import passes
+from lt_zero.engine.guard import PASSING
 from lt_zero.io.thread_pool import SwapError
 
 Place = tuple[Bucket, int]
@@ -145,12 +145,13 @@ class ShardedGrad(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if passes(func) or func in TRACED:
+        if func in PASSING or func in TRACED:
             with without_torch_function():
                 return func(*args, **kwargs)
         if func is Tensor.__repr__:
             return f"ShardedGrad(shape={tuple(args[0].shape)}, dtype={args[0].dtype}, device={str(args[0].device)!r})"
-        if all(_is_whole(grad._owners()[0]) for grad in _stand_ins(args)):  # no view only because of its dtype
+        stand_ins = [t for t in iter_tensors(args) if isinstance(t, ShardedGrad)]
+        if all(_is_whole(grad._owners()[0]) for grad in stand_ins):  # no view only because of its dtype
             return func(*_open(args), **_open(kwargs))
         if getattr(func, "__name__", "") == "_foreach_zero_":  # optimizer.zero_grad(set_to_none=False)
             for grad in args[0]:
@@ -175,11 +176,6 @@ class ShardedGrad(Tensor):
 def _nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """One NaN expanded to the shape of a gradient; stand-ins are aliases of it, and it is never written."""
     return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
-
-
-def _stand_ins(value: Any) -> list[ShardedGrad]:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [value] if isinstance(value, ShardedGrad) else [g for item in items for g in _stand_ins(item)]
 
 
 def _open(value: Any) -> Any:

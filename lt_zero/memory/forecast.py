@@ -199,7 +199,7 @@ def spare(rows: Sequence[Row], setup: Setup) -> list[Part]:
 
 
 def local(trained: Sequence[Row], setup: Setup) -> list[Part]:
-    """Gradients of an accumulation window before they are reduced (``Accumulator.accumulate_local``)."""
+    """Gradients of an accumulation window before they are reduced (``Accumulator.local``)."""
     whole = [row for row in trained if not row.sharding.grads] if setup.accumulates else []
     return [(DEVICE, LOCAL, row.numel * row.accum.itemsize) for row in whole]
 

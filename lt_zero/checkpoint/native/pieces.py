@@ -203,7 +203,7 @@ def _weight(bucket: Bucket, index: int) -> Fragment:
 
     def local() -> Tensor:
         assert piece is not None
-        return weights.master_or_shard()[piece.offset : piece.offset + piece.numel]
+        return weights.values()[piece.offset : piece.offset + piece.numel]
 
     return _fragment(bucket, index, piece, local, weights.precision, resting)
 
