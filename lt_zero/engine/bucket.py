@@ -387,7 +387,6 @@ class InplaceEdits:
         self.lost: list[str] = []  # names of parameters whose edits are lost
         self.handed_out = False  # user code got a tensor whose writes change no version counter
         self._versions: list[int] = []
-        self._addresses = [] if self._sharded else [view.data_ptr() for view in bucket.param_views]
         self._digest: Tensor | None = None  # of this rank's shard
         self._paused = False  # master weights are ahead of the compute copy
 
@@ -448,16 +447,15 @@ class InplaceEdits:
     def _put_back(self) -> list[str]:
         """Copy parameters that were assigned other tensors back to their views; returns their names."""
         found, bucket = [], self._bucket
-        for index, (parameter, address) in enumerate(zip(bucket.params, self._addresses, strict=True)):
-            if parameter.data_ptr() == address:
+        for parameter, view, span in zip(bucket.params, bucket.param_views, bucket.layout.spans, strict=True):
+            if parameter.data_ptr() == view.data_ptr():
                 continue
-            view, name = bucket.param_views[index], bucket.layout.spans[index].name
             if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, view.dtype, view.device):
-                self.lost.append(name)
+                self.lost.append(span.name)
                 continue
             view.copy_(parameter)
             parameter.data = view
-            found.append(name)
+            found.append(span.name)
         return found
 
 

@@ -95,22 +95,16 @@ class ConstructionSharder:
 
     @torch.no_grad()
     def whole(self, parameter: Parameter) -> Tensor:
-        """The full value of a parameter. Collective, unless it is gathered."""
+        """The full value of a parameter; frees this rank's slice. Collective, unless the parameter is gathered."""
         if not is_guarded(parameter):
             return parameter.detach()
-        piece: Tensor = self._slices[parameter]
+        piece: Tensor = self._slices.pop(parameter)
         layout = plan_bucket([("", tuple(parameter.shape))], self._comm.world)
         flat = torch.empty(layout.numel, dtype=piece.dtype, device=self._comm.device)
         lo, hi = layout.shard(self._comm.rank)
         flat[lo:hi].copy_(piece)
         self._comm.all_gather(flat, "a parameter at construction").wait()
         return flat[: parameter.numel()].view(parameter.shape).to(piece.device, copy=True)
-
-    def hand_over(self, parameter: Parameter) -> Tensor:
-        """As ``whole``, and free this rank's slice."""
-        value = self.whole(parameter)
-        self._slices.pop(parameter, None)
-        return value
 
     def on_guarded_use(self, parameters: list[Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Gather parameters that initialisation code uses, and call it."""
@@ -133,7 +127,7 @@ class Materializer:
     def fetch(self, parameter: Parameter) -> Tensor:
         """The full value of ``parameter``. Collective if it was sharded at construction."""
         owner = owner_of(parameter)
-        return owner.hand_over(parameter) if isinstance(owner, ConstructionSharder) else parameter.detach()
+        return owner.whole(parameter) if isinstance(owner, ConstructionSharder) else parameter.detach()
 
     def fill(self, parameters: Iterable[Parameter]) -> None:
         """Initialise the ``parameters`` that are on the meta device, and their modules' buffers.
@@ -150,7 +144,7 @@ class Materializer:
                 self._fill_module(module)
 
     def fill_buffers(self) -> None:
-        """Initialise meta buffers of modules without parameters."""
+        """Initialise the meta buffers of modules without parameters."""
         for module in self._paths:
             if any(b.is_meta for b in module.buffers(recurse=False)):
                 self._fill_module(module)
