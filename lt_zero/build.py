@@ -26,8 +26,7 @@ from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.fp32_modules import Fp32Modules, find_fp32_modules, install_fp32_modules
 from lt_zero.engine.full_params import install_load_hooks, use_outside
-from lt_zero.engine.gather import Residency, Unit
-from lt_zero.engine.grad_bucket import Reducer
+from lt_zero.engine.gather import Unit
 from lt_zero.engine.guard import Owner
 from lt_zero.engine.materialize import Materializer
 from lt_zero.engine.offload_manager import open_offload_manager
@@ -90,12 +89,7 @@ def shard(
     if policy.buffers is not None:
         names = config.data_types.keep_in_fp32_modules if policy.low or policy.compute is None else ()
         _cast_buffers(module, policy.buffers, plan.fp32_modules, names)
-    buckets = [b for u in reversed(units) for b in u.buckets] + root.buckets
-    reducer = Reducer(comm, buckets, zero.overlap_comm, zero.reduce_bucket_size)
-    residency = Residency(
-        zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size
-    )
-    engine = Engine(module, units, root, comm, reducer, residency, config, policy, offload_manager, training)
+    engine = Engine(module, units, root, comm, config, policy, offload_manager, training)
     engine.on_guarded_use = partial(use_outside, engine)
     offload_manager.check(comm, "the files of states")
     engine.kept = find_fp32_modules(module, policy.keep_fp32).parameters

@@ -79,21 +79,23 @@ class Engine(ProcessLocal):
         units: list[Unit],
         root_unit: Unit,
         comm: Comm,
-        reducer: Reducer,
-        residency: Residency,
         config: ZeroConfig,
         policy: DtypePolicy,
         offload_manager: OffloadManager,
         training: bool = True,
     ) -> None:
-        self.residency, self.training = residency, training
-        self.config, self.policy, self.offload_manager = config, policy, offload_manager
+        self.config, self.policy, self.offload_manager, self.training = config, policy, offload_manager, training
         self.kept: frozenset[Parameter] = frozenset()  # parameters that the user keeps in fp32, in exports as well
         self.root, self.units, self.root_unit = root, units, root_unit
-        self.comm, self.reducer = comm, reducer
+        self.comm, zero = comm, config.zero_optimization
         self.buckets = [b for u in [*units, root_unit] for b in u.buckets]
         self.owner = {id(p): (b, i) for b in self.buckets for i, p in enumerate(b.params)}
-        limits = residency if training else residency.without_training()
+        first_order = [b for u in reversed(units) for b in u.buckets] + root_unit.buckets  # in the first backward
+        self.reducer = Reducer(comm, first_order, zero.overlap_comm, zero.reduce_bucket_size)
+        self._residency = Residency(
+            zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size
+        )
+        limits = self._residency if training else self._residency.without_training()
         self.gatherer = Gatherer(units, root_unit, comm, limits, offload_manager)
         self.in_backward = False
         self.backwards = 0  # backwards that have ended
@@ -102,7 +104,7 @@ class Engine(ProcessLocal):
         self._depth = 0  # nested forward scopes
         self._span: Span = NOTHING  # timing of a backward without a backward_pass context
         self._ranges = UnitRanges()  # timing of units in the running backward
-        self.used_parameters = UsedParameters(comm, reducer, self.buckets, offload_manager.find_problem)
+        self.used_parameters = UsedParameters(comm, self.reducer, self.buckets, offload_manager.find_problem)
         self.after_backward: list[Callable[[], None]] = []  # called at the end of a backward, also of a failed one
         self.after_step: list[Callable[[], None]] = []  # called when the compute copies are up to date
         self.handles = hook_bare_parameters(root, self.owner, self._arm)
@@ -325,7 +327,7 @@ class Engine(ProcessLocal):
         """Make master weights, and keep weights gathered as the limits allow. No-op if done before."""
         if not self.training:
             self.training = True
-            self.gatherer.limit(self.residency)
+            self.gatherer.limit(self._residency)
             for bucket in self.buckets:
                 if bucket.wants_grad:
                     bucket.weights.enable_training()

@@ -41,14 +41,14 @@ class Unit:
         return all(b.state is not State.RELEASED for b in self.sharded)
 
 
+@dataclass(eq=False)
 class Call:
     """One forward of a unit, until its backward."""
 
-    def __init__(self, range: Span = NOTHING) -> None:
-        self.range = range  # in a profiler, while it runs
-        self.inputs: ReplacedTensors | None = None  # the arguments with aliases, while it runs
-        self.held = False  # it has a lease
-        self.done = False  # its backward has ended
+    range: Span = NOTHING  # in a profiler, while it runs
+    inputs: ReplacedTensors | None = None  # the arguments with aliases, while it runs
+    held: bool = False  # it has a lease
+    done: bool = False  # its backward has ended
 
 
 class Order:
