@@ -52,8 +52,6 @@ class Bucket:
     """Parameters of one dtype that are gathered, reduced and released together.
 
     Args:
-        plan: the parameters, their dtype and what is sharded.
-        comm: the collectives.
         owner: returns the engine that handles uses of released parameters.
         policy: dtypes of master weights, accumulators and gradients in collectives.
     """
@@ -109,11 +107,9 @@ class Bucket:
 
     @torch.no_grad()
     def adopt(self, fetch: Callable[[Parameter], Tensor], training: bool = True) -> None:
-        """Copy the parameters' values into the bucket, broadcast them from rank 0, and keep this rank's shard.
+        """Copy the parameters' full values from ``fetch``, broadcast them from rank 0, and keep this rank's shard.
 
-        Args:
-            fetch: returns a parameter's full value.
-            training: make master weights; without it they are made by ``Weights.enable_training``.
+        Without ``training``, master weights are made later, by ``Weights.enable_training``.
         """
         train = training and self.wants_grad
         # Values wider than the compute dtype are kept: in the master weights, or in a copy of frozen weights.
@@ -266,7 +262,6 @@ class Bucket:
         return store
 
     def stores(self) -> list[Store]:
-        """All stores of this bucket."""
         return [*self.weights.stores(), *self.grads.stores(), *self.states.values()]
 
     def step_stores(self) -> list[Store]:

@@ -168,8 +168,7 @@ def restore_whole(engine: Engine) -> None:
         flat = full_flat(bucket)
         bucket.gather()
         with torch.no_grad():
-            rows = zip(bucket.params, bucket.layout.spans, bucket.original, strict=True)
-            for parameter, span, dtype in rows:
+            for parameter, span, dtype in zip(bucket.params, bucket.layout.spans, bucket.original, strict=True):
                 parameter.data = flat[span.lo : span.hi].view(span.shape).to(dtype, copy=True)
     engine.detach()
     engine.offload_manager.rest()  # reading files has started threads

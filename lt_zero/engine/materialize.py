@@ -46,11 +46,9 @@ def parameters_in(dtype: torch.dtype) -> Generator[None, None, None]:
 
 
 class ConstructionSharder:
-    """Context in which modules are built with their parameters sharded over the ranks of ``comm``.
+    """Context in which modules, the same on every rank, are built with their parameters sharded over ``comm``.
 
-    Args:
-        comm: the collectives; every rank must build the same modules.
-        threshold: parameters with fewer elements are not sharded.
+    Parameters with fewer than ``threshold`` elements are not sharded.
     """
 
     def __init__(self, comm: Comm, threshold: int = 0) -> None:

@@ -69,24 +69,14 @@ class OffloadManager:
         return self.failure or next(filter(None, problems), None)
 
     def check(self, comm: Comm, name: str) -> None:
-        """Raise on all ranks if one of them has an error. Collective if there are files or a background step.
-
-        Raises:
-            SwapError: on all ranks, naming ranks, files and remedies.
-        """
+        """Raise SwapError on all ranks if one has an error. Collective if there are files or a background step."""
         if self.optim is not None or self.params is not None or self.background is not None:
             with comm.agree(name, SwapError):
                 if (problem := self.find_problem()) is not None:
                     raise problem
 
     def refuse_partially_stepped(self, comm: Comm) -> None:
-        """Raise on all ranks if one is partially stepped: buckets were stepped in a backward that no step followed.
-
-        Collective.
-
-        Raises:
-            SwapError: naming the ranks.
-        """
+        """Raise SwapError on all ranks if one stepped buckets in a backward that no step followed. Collective."""
         if not self.overlaps:
             return
         with comm.agree("checking steps beside backward", SwapError):
@@ -98,24 +88,15 @@ class OffloadManager:
                 )
 
     def require(self, comm: Comm, states: int) -> None:
-        """Check that the disk has room for ``states`` fp32 states per element. Collective if there are files.
-
-        Raises:
-            SwapError: it has not, on some rank.
-        """
+        """Raise SwapError if a disk has no room for ``states`` fp32 states per element. Collective with files."""
         if self.optim is not None:
             with comm.agree("reserving room for optimizer states", SwapError):
                 self.optim.require(states * 4)
 
     def announce(self, buckets: Sequence[Bucket], states: int) -> str:
-        """Measure the disks on all ranks at once, and estimate their time per step. Collective.
+        """Measure the disks on all ranks at once: a line for the user, '' if there are no files. Collective.
 
-        Args:
-            buckets: all buckets of the engine.
-            states: number of element-wise fp32 states of the optimizer.
-
-        Returns:
-            A line for the user; '' if there are no files.
+        ``states``: number of element-wise fp32 states of the optimizer.
         """
         tier = self.optim or self.params
         if tier is None:
@@ -224,10 +205,7 @@ def _open_tiers(manager: OffloadManager, config: ZeroConfig, numels: list[int], 
 def resting(numels: Sequence[int], sharded: Sequence[bool], zero: ZeroOptimization) -> list[tuple[bool, bool]]:
     """Which buckets are offloaded: (master weights and states, weights that gathers read) of each.
 
-    Args:
-        numels: number of elements of each bucket.
-        sharded: whether each bucket's parameters are sharded.
-        zero: ``offload_optimizer.ratio`` and ``offload_param.max_in_cpu`` (for nvme only) limit what is offloaded.
+    ``offload_optimizer.ratio`` and ``offload_param.max_in_cpu`` (for nvme only) limit what is offloaded.
     """
     optim, params = zero.offload_optimizer, zero.param_offload
     room = optim.ratio * sum(numels) if optim.device != "none" else -1.0

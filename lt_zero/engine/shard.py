@@ -80,7 +80,6 @@ class Weights:
 
     @property
     def trains(self) -> bool:
-        """Whether there are master weights."""
         return self.master is not None
 
     @property
@@ -93,7 +92,6 @@ class Weights:
         return not self.master_is_view and self._kept is not None
 
     def stores(self) -> list[Store]:
-        """The stores of weights."""
         return [store for store in (self.master, self.frozen, self.copy) if store is not None]
 
     @property
@@ -197,11 +195,7 @@ class Accumulator:
     one. Those of an accumulation window that were not reduced yet are in ``local`` (all elements).
 
     Args:
-        plan: the bucket.
-        layout: the offsets of its parameters.
         shard_range: the elements [lo, hi) that this rank accumulates.
-        comm: the collectives.
-        policy: dtypes of accumulators and of gradients in collectives.
         background: the background step of the bucket.
     """
 
@@ -282,7 +276,6 @@ class Accumulator:
 
     @property
     def accumulated(self) -> bool:
-        """Whether there is an accumulator."""
         return self._values is not None
 
     @property
@@ -291,13 +284,13 @@ class Accumulator:
         return self._values.dtype if self._values is not None else self.dtype
 
     def read(self) -> Tensor:
-        """The accumulator (1D, elements [shard_range)), read-only; there must be one."""
+        """The accumulator (1D, elements [shard_range)), read-only."""
         self._background.wait()
         assert self._values is not None
         return self._values.read()
 
     def write(self) -> Tensor:
-        """The accumulator (1D, elements [shard_range)), for writing; there must be one."""
+        """The accumulator (1D, elements [shard_range)), for writing."""
         self._background.wait()
         self.changes += 1
         assert self._values is not None
@@ -347,7 +340,6 @@ class Accumulator:
             self._values.discard()
 
     def stores(self) -> list[Store]:
-        """The stores of gradients."""
         return list({id(store): store for store in (self._store, self._values) if store is not None}.values())
 
     @property
@@ -356,7 +348,7 @@ class Accumulator:
         return self._values is not None and self._values.streamed
 
     def end_use(self) -> None:
-        """Start writing a streamed accumulator; ``put_away`` completes that."""
+        """Start writing a streamed accumulator; ``put_away`` completes it."""
         self._background.wait()
         if self._values is not None:
             self._values.end_use()
