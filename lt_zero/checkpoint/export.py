@@ -9,29 +9,20 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
 
-from lt_zero.checkpoint.export_formats import (
-    Cast,
-    check_training_state,
-    plan_shards,
-    state_bytes,
-    write_ckpt,
-    write_index,
-    write_pt,
-    write_safetensors,
-)
+from lt_zero.checkpoint.export_formats import Cast, plan_shards, write_ckpt, write_index, write_pt, write_safetensors
 from lt_zero.checkpoint.native.directory import find, is_url
 from lt_zero.checkpoint.open import open_source
-from lt_zero.checkpoint.output import bar, check_space, whole_file, whole_folder
-from lt_zero.checkpoint.source import SavedOptimizer, Source, Spec
+from lt_zero.checkpoint.output import check_space, whole_file, whole_folder
+from lt_zero.checkpoint.source import Source, Spec
 from lt_zero.common.errors import CheckpointError
+from lt_zero.common.progress_bar import progress_bar
 
 Format = Literal["auto", "pt", "ckpt", "safetensors"]
 
@@ -94,65 +85,49 @@ def export(
         ValueError: arguments contradict each other.
         CheckpointError: the checkpoint cannot be read, or the files cannot be written; existing files are unchanged.
     """
-    kind = _dtype(dtype)
+    kind = _DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if kind is None or kind not in _DTYPES.values():
+        raise ValueError(f"dtype must be fp16, bf16, fp32 or fp64, not {dtype}.")
     target = _target(out, format, shard_size)
     if training_state and (target.format != "ckpt" or kind != torch.float32):
-        raise ValueError(f"training_state requires format ckpt and dtype fp32, not {target.format} and {_name(kind)}.")
+        raise ValueError(f"training_state requires format ckpt and dtype fp32, not {target.format} and {dtype}.")
     if training_state and strip_prefix:
         raise ValueError("strip_prefix cannot be combined with training_state: runs resume under the saved names.")
     _check_target(checkpoint, target)
     source = open_source(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint
-    if strip_prefix:
-        source, keep_fp32 = _Stripped(source, strip_prefix), [name.removeprefix(strip_prefix) for name in keep_fp32]
-    elif strip_prefix is None and (target.format == "safetensors" or target.shard_size is not None):
+    if strip_prefix is None and (target.format == "safetensors" or target.shard_size is not None):
         _warn_of_prefix(source.weights)
-    with bar(f"Exporting {target.path.name}", progress) as (begin, tick):
-        cast = Cast(source, kind, keep_fp32, tick)
-        if training_state:
-            check_training_state(cast)
-        needs = sum(cast.spec(name).nbytes for name in cast.names) + (state_bytes(cast) if training_state else 0)
-        begin(needs)
+    with progress_bar(f"Exporting {target.path.name}", rank=0, in_bytes=True, shown=progress) as work:
+        cast = Cast(source, kind, keep_fp32, work.advance, strip_prefix or "")
+        needs = sum(cast.spec(name).nbytes for name in cast.names)
+        needs += _check_training_state(source) if training_state else 0
+        work.expect(needs)
         tensors = len(source.weights) + sum(len(e) for saved in source.optimizers for e in saved.state.values())
         check_space(target.path if target.shard_size else target.path.parent, needs + _PER_TENSOR * (tensors + 16))
-        files = _one(cast, target, training_state, needs) if target.shard_size is None else _several(cast, target)
+        if target.shard_size is None:
+            _write_file(cast, target, training_state, needs)
+            files = [target.path]
+        else:
+            files = _write_folder(cast, target, target.shard_size)
     cast.warn(stacklevel=2)
     return files
 
 
-class _Stripped:
-    """The weights of ``source`` under names without ``prefix``.
+def _check_training_state(source: Source) -> int:
+    """Bytes of the element-wise optimizer states.
 
     Raises:
-        ValueError: no name begins with it, or names are not unique without it.
+        CheckpointError: the source lacks what training resumes from.
     """
-
-    optimizers: Sequence[SavedOptimizer] = ()
-
-    def __init__(self, source: Source, prefix: str) -> None:
-        self._source = source
-        self.meta = source.meta
-        self._names = {name.removeprefix(prefix) or name: name for name in source.weights}
-        others = [name for name in source.weights if not name.startswith(prefix)]
-        if len(others) == len(source.weights):
-            raise ValueError(f"strip_prefix: no name begins with {prefix!r}. Names are {_some(source.weights)}.")
-        if len(self._names) < len(source.weights):
-            twice = set(source.weights) - set(self._names.values())
-            raise ValueError(
-                f"strip_prefix={prefix!r}: without it, {_some(sorted(twice))} would have the name of another weight."
-            )
-        if others:
-            warnings.warn(f"These names do not begin with {prefix!r} and are kept: {_some(others)}.", stacklevel=3)
-        self.weights: Mapping[str, Spec] = {short: source.weights[name] for short, name in self._names.items()}
-        short_of = {name: short for short, name in self._names.items()}
-        self.aliases: Mapping[str, str] = {
-            short_of[tied]: short_of.get(name, name) for tied, name in source.aliases.items() if tied in short_of
-        }
-
-    def read(self, name: str) -> Tensor:
-        return self._source.read(self._names[name])
-
-    def read_state(self, optimizer: int, name: str, key: str) -> Tensor:
-        return self._source.read_state(optimizer, self._names[name], key)
+    missing = [] if source.optimizers else ["optimizer states"]
+    missing += [key for key in ("loops",) if key not in source.meta]
+    if missing:
+        raise CheckpointError(
+            f"The checkpoint has no {' and no '.join(missing)}, so training cannot resume from it. Export without"
+            " training_state."
+        )
+    states = (entry for saved in source.optimizers for entry in saved.state.values())
+    return sum(value.nbytes for entry in states for value in entry.values() if isinstance(value, Spec))
 
 
 def _warn_of_prefix(names: Iterable[str]) -> None:
@@ -166,27 +141,19 @@ def _warn_of_prefix(names: Iterable[str]) -> None:
         )
 
 
-def _some(names: Iterable[str]) -> str:
-    shown = list(names)
-    return ", ".join(shown[:5]) + (", ..." if len(shown) > 5 else "")
-
-
-def _one(cast: Cast, target: _Target, training_state: bool, needs: int) -> list[Path]:
-    names = list(cast.source.weights)
-    with whole_file(target.path, needs) as write:
+def _write_file(cast: Cast, target: _Target, training_state: bool, expected: int) -> None:
+    with whole_file(target.path, expected) as write:
         if target.format == "ckpt":
             write_ckpt(write, cast, training_state)
         elif target.format == "pt":
-            write_pt(write, cast, names)
+            write_pt(write, cast, list(cast.weights))
         else:
-            write_safetensors(write, cast, names)
-    return [target.path]
+            write_safetensors(write, cast, list(cast.weights))
 
 
-def _several(cast: Cast, target: _Target) -> list[Path]:
-    assert target.shard_size is not None
+def _write_folder(cast: Cast, target: _Target, limit: int) -> list[Path]:
     stem, suffix = _STEMS[target.format]
-    shards = plan_shards(cast, target.shard_size)
+    shards = plan_shards(cast, limit)
     count = len(shards)
     names = [f"{stem}-{number:05d}-of-{count:05d}.{suffix}" for number in range(1, count + 1)]
     index = [f"{stem}.{suffix}.index.json"]
@@ -212,9 +179,9 @@ def _earlier(target: _Target) -> list[str]:
     if not target.path.exists():
         return []
     stem, suffix = _STEMS[target.format]
-    ours = re.compile(rf"{stem}(-\d{{5,}}-of-\d{{5,}})?\.{suffix}(\.index\.json)?")
+    pattern = re.compile(rf"{stem}(-\d{{5,}}-of-\d{{5,}})?\.{suffix}(\.index\.json)?")
     found = sorted(os.listdir(target.path), key=lambda name: (not name.endswith(".json"), name))
-    earlier = [name for name in found if ours.fullmatch(name) and (target.path / name).is_file()]
+    earlier = [name for name in found if pattern.fullmatch(name) and (target.path / name).is_file()]
     others = [name for name in found if name not in earlier and name.lower().endswith(_WEIGHTS)]
     if others:
         raise CheckpointError(
@@ -279,15 +246,3 @@ def parse_size(size: int | str) -> int:
     if nbytes <= 0 or isinstance(size, bool):
         raise ValueError(f"shard_size must be a size such as 5GB or 500MB or a number of bytes, not {size!r}.")
     return nbytes
-
-
-def _dtype(dtype: torch.dtype | str) -> torch.dtype:
-    found = _DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-    if found not in _DTYPES.values():
-        raise ValueError(f"dtype must be fp16, bf16, fp32 or fp64, not {dtype}.")
-    assert found is not None
-    return found
-
-
-def _name(dtype: torch.dtype) -> str:
-    return next(name for name, known in _DTYPES.items() if known == dtype)

@@ -6,13 +6,14 @@ import importlib.metadata
 import json
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lt_zero.checkpoint.formats.reading import VERSION
 from lt_zero.checkpoint.formats.torch_file import SAFETENSORS
 from lt_zero.checkpoint.native.torchfile import Stored, TorchFile, Write
 from lt_zero.checkpoint.source import SavedOptimizer, Source, Spec
@@ -20,16 +21,18 @@ from lt_zero.common.errors import CheckpointError
 
 _CHUNK = 1 << 20  # elements that are cast at a time
 _SHOWN = 8  # names in a warning
-
-
 _SAFETENSORS = {dtype: name for name, dtype in SAFETENSORS.items()}
+# Keys that Lightning omits with `save_weights_only`.
+_TRAINING = ("optimizer_states", "lr_schedulers", "callbacks")
+_OWN = "lt_zero"  # the key that only this package reads
 
 
 class Cast:
     """The tensors of a source as they are exported: floating-point ones in ``dtype``, others unchanged.
 
     Attributes:
-        names: of the tensors that are not aliases, in the source's order.
+        weights: all exported names and their saved specs, in the source's order.
+        names: those of ``weights`` that are not aliases.
         owner: tied name -> the one of ``names`` with its values.
 
     Args:
@@ -37,34 +40,49 @@ class Cast:
         dtype: for floating-point tensors.
         keep_fp32: patterns (``*``, ``?``) for names that stay in fp32. ``blocks.0`` includes all names below it.
         tick: called with the bytes of each chunk.
+        prefix: to remove from names, also from those in ``keep_fp32``.
 
     Raises:
-        ValueError: a pattern matches no name.
+        ValueError: a pattern matches no name; no name begins with ``prefix``, or names are not unique without it.
         CheckpointError: the source's aliases are inconsistent.
     """
 
     def __init__(
-        self, source: Source, dtype: torch.dtype, keep_fp32: Sequence[str], tick: Callable[[int], object]
+        self,
+        source: Source,
+        dtype: torch.dtype,
+        keep_fp32: Sequence[str],
+        tick: Callable[[int], object],
+        prefix: str = "",
     ) -> None:
         self.source, self.dtype, self._tick = source, dtype, tick
-        self.owner = {name: _owner(source, name) for name in source.weights if name in source.aliases}
-        self.names = [name for name in source.weights if name not in self.owner]
-        self._kept = self._find(keep_fp32)
-        self._overflows: dict[str, tuple[int, float, torch.dtype]] = {}  # by name: count, largest value, dtype
-
-    def _find(self, patterns: Sequence[str]) -> set[str]:
-        kept: set[str] = set()
-        for pattern in patterns:
-            found = {n for n in self.source.weights if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")}
+        self._saved = {name.removeprefix(prefix) or name: name for name in source.weights}
+        others = [name for name in source.weights if not name.startswith(prefix)]
+        if prefix and len(others) == len(source.weights):
+            raise ValueError(f"strip_prefix: no name begins with {prefix!r}. Names are {some(source.weights)}.")
+        if len(self._saved) < len(source.weights):
+            twice = set(source.weights) - set(self._saved.values())
+            raise ValueError(
+                f"strip_prefix={prefix!r}: without it, {some(sorted(twice))} would have the name of another weight."
+            )
+        if others:
+            warnings.warn(f"These names do not begin with {prefix!r} and are kept: {some(others)}.", stacklevel=3)
+        self.weights = {name: source.weights[saved] for name, saved in self._saved.items()}
+        exported = {saved: name for name, saved in self._saved.items()}
+        self.owner = {exported[tied]: exported[_owner(source, tied)] for tied in exported if tied in source.aliases}
+        self.names = [name for name in self.weights if name not in self.owner]
+        self._kept: set[str] = set()
+        for pattern in [pattern.removeprefix(prefix) for pattern in keep_fp32]:
+            found = {n for n in self.weights if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")}
             if not found:
                 raise ValueError(f"keep_fp32: {pattern!r} matches no weight of the checkpoint. Correct or remove it.")
-            kept |= {self.owner.get(name, name) for name in found}
-        return kept
+            self._kept |= {self.owner.get(name, name) for name in found}
+        self._overflows: dict[str, tuple[int, float, torch.dtype]] = {}  # by name: count, largest value, dtype
 
     def spec(self, name: str) -> Spec:
         """Shape and dtype of an exported tensor; of a tied name those of its owner."""
         name = self.owner.get(name, name)
-        saved = self.source.weights[name]
+        saved = self.weights[name]
         if not saved.dtype.is_floating_point:
             return saved
         return Spec(saved.shape, torch.float32 if name in self._kept else self.dtype)
@@ -78,7 +96,7 @@ class Cast:
             CheckpointError: the source cannot read them, or their shape or dtype differs from its spec.
         """
         target = self.spec(name)
-        flat = _checked(self.source.read(name), self.source.weights[name], f"Weight {name!r}").reshape(-1)
+        flat = _checked(self.source.read(self._saved[name]), self.weights[name], f"Weight {name!r}").reshape(-1)
         if flat.dtype == target.dtype:
             self._tick(target.nbytes)
             yield flat
@@ -112,24 +130,23 @@ class Cast:
         """Warn of finite values that overflowed."""
         if not self._overflows:
             return
-        shown = [
-            f"{name} ({count}, the largest {largest:.4g})"
-            for name, (count, largest, _) in list(self._overflows.items())[:_SHOWN]
-        ]
-        more = f" and {len(self._overflows) - _SHOWN} more tensors" if len(self._overflows) > _SHOWN else ""
-        total = sum(count for count, *_ in self._overflows.values())
         kinds = {dtype for *_, dtype in self._overflows.values()}
-        limits = " and ".join(sorted(f"{_name(kind)} (at most {torch.finfo(kind).max:.4g})" for kind in kinds))
+        shown = [f"{name} ({count}, the largest {size:.4g})" for name, (count, size, _) in self._overflows.items()]
+        more = f" and {len(shown) - _SHOWN} more tensors" if len(shown) > _SHOWN else ""
+        total = sum(count for count, *_ in self._overflows.values())
+        limits = sorted(f"{str(k).removeprefix('torch.')} (at most {torch.finfo(k).max:.4g})" for k in kinds)
         remedy = "bf16 or fp32" if kinds == {torch.float16} else "fp32" if kinds == {torch.bfloat16} else "fp64"
         warnings.warn(
-            f"{total} finite values overflow {limits} and were exported as inf: {', '.join(shown)}{more}."
-            f" Export with dtype {remedy}.",
+            f"{total} finite values overflow {' and '.join(limits)} and were exported as inf: "
+            f"{', '.join(shown[:_SHOWN])}{more}. Export with dtype {remedy}.",
             stacklevel=stacklevel + 1,
         )
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def some(names: Iterable[str]) -> str:
+    """The first names, for a message."""
+    shown = list(names)
+    return ", ".join(shown[:5]) + (", ..." if len(shown) > 5 else "")
 
 
 def _owner(source: Source, name: str) -> str:
@@ -155,11 +172,6 @@ def _checked(tensor: Tensor, saved: Spec, what: str) -> Tensor:
     return tensor.detach().to("cpu").contiguous()
 
 
-# Keys that Lightning omits with `save_weights_only`.
-_TRAINING = ("optimizer_states", "lr_schedulers", "callbacks")
-_OWN = "lt_zero"  # the key that only this package reads
-
-
 def write_pt(write: Write, cast: Cast, names: Sequence[str]) -> None:
     """A flat state dict of ``names`` for ``torch.load(path, weights_only=True)``; tied names share storage."""
     file = TorchFile(write)
@@ -170,16 +182,14 @@ def write_ckpt(write: Write, cast: Cast, training_state: bool) -> None:
     """A Lightning checkpoint that is readable without this package.
 
     Raises:
-        CheckpointError: the source lacks the ``training_state``, or its other values cannot be pickled.
+        CheckpointError: its values besides weights cannot be pickled, or its optimizer states are damaged.
     """
     file, source = TorchFile(write), cast.source
-    meta = {key: value for key, value in source.meta.items() if training_state or key not in _TRAINING}
-    meta.pop(_OWN, None)
+    meta = {k: v for k, v in source.meta.items() if k != _OWN and (training_state or k not in _TRAINING)}
     if training_state:
-        check_training_state(cast)
         meta.setdefault("lr_schedulers", [])
-    meta.setdefault("pytorch-lightning_version", _lightning_version())
-    value = {**meta, "state_dict": _weights(file, cast, list(source.weights))}
+    meta.setdefault(VERSION, _lightning_version())
+    value = {**meta, "state_dict": _weights(file, cast, list(cast.weights))}
     if training_state:
         value["optimizer_states"] = [_optimizer(file, cast, i, saved) for i, saved in enumerate(source.optimizers)]
     try:
@@ -189,27 +199,6 @@ def write_ckpt(write: Write, cast: Cast, training_state: bool) -> None:
             f"The checkpoint's values besides its weights ({', '.join(meta)}) cannot be pickled: {error}. Export the"
             " weights alone, with format pt or safetensors."
         ) from error
-
-
-def check_training_state(cast: Cast) -> None:
-    """Check that the source has what training resumes from.
-
-    Raises:
-        CheckpointError: something is missing.
-    """
-    missing = [] if cast.source.optimizers else ["optimizer states"]
-    missing += [key for key in ("loops",) if key not in cast.source.meta]
-    if missing:
-        raise CheckpointError(
-            f"The checkpoint has no {' and no '.join(missing)}, so training cannot resume from it. Export without"
-            " training_state."
-        )
-
-
-def state_bytes(cast: Cast) -> int:
-    """Bytes of the element-wise optimizer states."""
-    states = (entry for saved in cast.source.optimizers for entry in saved.state.values())
-    return sum(value.nbytes for entry in states for value in entry.values() if isinstance(value, Spec))
 
 
 def _weights(file: TorchFile, cast: Cast, names: Sequence[str]) -> dict[str, Stored]:
@@ -231,17 +220,16 @@ def _optimizer(file: TorchFile, cast: Cast, index: int, saved: SavedOptimizer) -
         raise CheckpointError(
             f"Optimizer {index} has {wrong[:5]} not once in its groups: the checkpoint is damaged. Use another copy."
         )
-    state: dict[int, dict[str, Any]] = {}
-    for name in names:
-        if name in saved.state:
-            entries = saved.state[name]
-            state[numbers[name]] = {key: _entry(file, cast, index, name, key, v) for key, v in entries.items()}
+    state = {
+        numbers[name]: {
+            key: file.add(cast.state(index, name, key, value)) if isinstance(value, Spec) else value
+            for key, value in saved.state[name].items()
+        }
+        for name in names
+        if name in saved.state
+    }
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved.groups]
     return {"state": state, "param_groups": groups}
-
-
-def _entry(file: TorchFile, cast: Cast, index: int, name: str, key: str, value: Any) -> Any:
-    return file.add(cast.state(index, name, key, value)) if isinstance(value, Spec) else value
 
 
 def _lightning_version() -> str:
@@ -262,10 +250,7 @@ def write_safetensors(write: Write, cast: Cast, names: Sequence[str]) -> None:
     """
     # Larger elements first, as the library does, which aligns all values.
     own = sorted((name for name in names if name not in cast.owner), key=lambda name: -cast.spec(name).dtype.itemsize)
-    metadata = {"format": "pt"}
-    for alias in names:
-        if alias in cast.owner:
-            metadata.setdefault(alias, cast.owner[alias])
+    metadata = {**{name: cast.owner[name] for name in names if name in cast.owner}, "format": "pt"}
     header: dict[str, Any] = {"__metadata__": metadata}
     at = 0
     for name in own:

@@ -25,7 +25,7 @@ from lt_zero.checkpoint.native.load import as_lightning, beginning_of_epoch, num
 from lt_zero.checkpoint.native.pieces import Fragment
 from lt_zero.checkpoint.native.save import KEY, bundle, write
 from lt_zero.checkpoint.open import found_at, open_source
-from lt_zero.checkpoint.output import bar, check_space
+from lt_zero.checkpoint.output import check_space
 from lt_zero.checkpoint.source import Source, Spec
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import CheckpointError
@@ -79,9 +79,9 @@ def import_checkpoint(
         "torch": str(torch.__version__),
     }
     comm = Comm(None, None, torch.device("cpu"))
-    with bar(f"Importing {os.path.basename(target)}", progress) as (begin, tick):
-        begin(sum(spec.nbytes for spec in specs))
-        checkpoint, names, config, left_out = _content(opened, target, tick)
+    with progress_bar(f"Importing {os.path.basename(target)}", rank=0, in_bytes=True, shown=progress) as work:
+        work.expect(sum(spec.nbytes for spec in specs))
+        checkpoint, names, config, left_out = _content(opened, target, work.advance)
         content = bundle(checkpoint, names, comm, run, config, left_out)
         place = Place.make(target)
         try:

@@ -12,14 +12,13 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from lt_zero.checkpoint.native.directory import sync_folder
 from lt_zero.checkpoint.native.torchfile import Write
 from lt_zero.common.errors import CheckpointError
-from lt_zero.common.progress_bar import progress_bar
 from lt_zero.io.checked_file import Blocks, FileSink
 from lt_zero.io.direct_file import free_bytes, in_words
 
@@ -132,10 +131,3 @@ def _move(moves: Sequence[tuple[Path, Path, str]]) -> None:
 
 def _stamp() -> str:
     return f"tmp-{os.getpid()}-{secrets.token_hex(4)}"
-
-
-@contextmanager
-def bar(what: str, shown: bool) -> Iterator[tuple[Callable[[int], object], Callable[[int], object]]]:
-    """Context with a progress bar; yields functions to set the total bytes, and to add bytes."""
-    with progress_bar(what, rank=0, in_bytes=True, shown=shown) as work:
-        yield work.expect, work.advance

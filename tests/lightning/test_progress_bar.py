@@ -19,13 +19,14 @@ from rich.progress import Progress
 from torch import nn
 
 import lt_zero
-from lt_zero.checkpoint import output
+from lt_zero.checkpoint.export import export
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.open import verify
 from lt_zero.common import progress_bar as room
 from lt_zero.common.progress_bar import ProgressBar, duration, follow_lines, progress_bar
 from lt_zero.config import ZeroConfig
 from lt_zero.lightning.monitor.run_monitor import logger_level
+from tests.support.export_tools import Memory
 from tests.support.lightning_tools import GPT, sharded_trainer
 from tests.support.pool import Pool
 
@@ -319,12 +320,10 @@ def test_saving_and_loading_count(pool: Pool, tmp_path: Path) -> None:
     assert lines.far("Reading all of") == [(total, total)]
 
 
-def test_bar_of_exports_knows_all_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bar_of_exports_knows_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Seen()
     monkeypatch.setattr(room, "_watch", seen.watch)
-    with output.bar("Exporting x", True) as (begin, tick):
-        begin(10)
-        tick(7)
-    with output.bar("Exporting y", False) as (begin, _):
-        begin(10)
-    assert seen.far("Exporting") == [(7, 10)]
+    source = Memory({"a": torch.ones(4), "b": torch.ones(6)})
+    for shown in (True, False):
+        export(source, tmp_path / "x.pt", progress=shown)
+    assert seen.far("Exporting") == [(20, 20)]
