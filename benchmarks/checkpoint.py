@@ -24,8 +24,7 @@ from torch import Tensor
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place
 from lt_zero.checkpoint.native.pieces import Fragment
-from lt_zero.checkpoint.native.save import stage, write
-from lt_zero.checkpoint.native.writer import Bundle
+from lt_zero.checkpoint.native.save import Bundle, stage, write
 from lt_zero.comm.communicator import Comm
 
 MIB = 1 << 20

@@ -54,8 +54,7 @@ from lt_zero.checkpoint.native.load import (
 )
 from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names, weight_fragments
 from lt_zero.checkpoint.native.plain import plain, put_back
-from lt_zero.checkpoint.native.save import KEY, bundle, stage, write
-from lt_zero.checkpoint.native.writer import Bundle
+from lt_zero.checkpoint.native.save import KEY, Bundle, bundle, stage, write
 from lt_zero.checkpoint.open import is_directory, open_source
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import CheckpointError

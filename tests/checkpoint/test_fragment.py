@@ -25,7 +25,7 @@ from lt_zero.checkpoint.native import manifest, pieces
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place
 from lt_zero.checkpoint.native.pieces import Box, Fragment, boxes, flat_index
-from lt_zero.checkpoint.native.writer import Bundle, DirectoryWriter
+from lt_zero.checkpoint.native.save import Bundle, DirectoryWriter
 from lt_zero.io import checked_file
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)

@@ -1,4 +1,8 @@
-"""Saves a sharded checkpoint: divides a Lightning checkpoint into tensors, plain containers and other objects.
+"""Saves a sharded checkpoint: sorts Lightning's dictionary into parts, and writes each rank's tensors.
+
+torch.distributed.checkpoint plans what each rank writes. Each rank writes two files, ``weights-<rank>.pt`` and
+``moments-<rank>.pt``. Each is an ordinary file of ``torch.save``, and each tensor in it is one, too, so that torch's
+own reader of such directories can read them (torchfile.py). Rank 0 adds what is the same on all ranks.
 
 Note [Rank 0 decides the names]
     Hooks may change the state dict, often on rank 0 only. The names and ties of rank 0 are saved; other ranks drop
@@ -8,28 +12,69 @@ Note [Rank 0 decides the names]
 
 from __future__ import annotations
 
+import io
 import pickle
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
 
 from lt_zero.checkpoint.native.directory import Place
+from lt_zero.checkpoint.native.manifest import Chunk, Entry, Manifest
 from lt_zero.checkpoint.native.pieces import Fragment, parameter_numbers
 from lt_zero.checkpoint.native.plain import Path, plain, where
-from lt_zero.checkpoint.native.writer import Bundle, DirectoryWriter, local_bytes
+from lt_zero.checkpoint.native.torchfile import Stored, TorchFile
 from lt_zero.comm.communicator import Comm
+from lt_zero.common.compat import storage_info
 from lt_zero.common.errors import CheckpointError
 from lt_zero.engine.lazy_tensor import LazyTensor
+from lt_zero.io.checked_file import FileRecord, Sink
+from lt_zero.io.direct_file import in_words
 
 KEY = "lt_zero"  # key of this package's entries in a Lightning checkpoint
 REFERENCE = "lt_zero.tensor"  # key of a reference to a sharded tensor
+_OVERHEAD = 4096  # maximum bytes per tensor beside its values: in its file, in ``.metadata`` and in the manifest
+_T = TypeVar("_T")
+
+
+@dataclass
+class Bundle:
+    """A checkpoint that is ready to be written.
+
+    ``tensors``: of this rank, by full name. The rest is on rank 0: ``meta`` in plain containers, ``objects`` without a
+    plain form (pickled), ``others`` for readers of ``.metadata`` (torch, Lightning), ``manifest``: arguments of it.
+    """
+
+    tensors: dict[str, Any]
+    meta: dict[str, Any] = field(default_factory=dict)
+    manifest: dict[str, Any] = field(default_factory=dict)
+    others: dict[tuple[str, ...], Any] = field(default_factory=dict)
+    objects: bytes | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's tensors."""
+        return sum(map(_local_bytes, self.tensors.values()))
 
 
 def bundle(
@@ -45,7 +90,6 @@ def bundle(
     Args:
         checkpoint: Lightning's dictionary, with a ``Fragment`` for each sharded tensor.
         names: of each optimizer's parameters, by group.
-        comm: the collectives.
         run: facts about the run, for the manifest.
         config: of the run.
         left_out: names of frozen parameters that are deliberately not saved.
@@ -56,30 +100,163 @@ def bundle(
     rest = dict(checkpoint)
     weights: dict[str, Any] = dict(rest.pop("state_dict", {}))
     optimizers: list[Any] = list(rest.pop("optimizer_states", []))
-    flat = [[name for group in groups for name in group] for groups in names]
-    made = Bundle({})
     order, aliases = _agreed(weights, comm)
+    made = Bundle({})
+
+    def swap(path: Path, value: Tensor) -> Any:
+        if not isinstance(value, Fragment):
+            return value.detach()
+        name = f"extra.{where(path)}"
+        made.tensors[name] = value
+        return {REFERENCE: name}
+
     with comm.agree("reading the checkpoint's content", CheckpointError):  # values of hooks may fail
-        extra_state = _take_weights(made, weights, order, aliases, comm.rank)
-        packed = [_take_optimizer(made, i, state, flat[i], comm.rank) for i, state in enumerate(optimizers)]
-        made.meta, left = plain(rest, lambda path, value: _swap(made, path, value))
+        for name, is_sharded in order.items():
+            if isinstance(weights[name], Tensor) and name not in aliases and (is_sharded or comm.rank == 0):
+                made.tensors[f"model.{name}"] = weights[name]
+        packed = [_take_optimizer(made, i, state, names[i], comm.rank) for i, state in enumerate(optimizers)]
+        made.meta, left = plain(rest, swap)
         if comm.rank == 0:
-            others, left_state = plain(extra_state)
+            extra, left_state = plain({name: weights[name] for name in order if not isinstance(weights[name], Tensor)})
             left |= {(KEY, "extra_state", *path): value for path, value in left_state.items()}
             made.meta[KEY] = {
                 **made.meta.get(KEY, {}),
                 "optimizers": packed,
-                "extra_state": others,
+                "extra_state": extra,
                 "left_out": [list(path) for path in left],
                 "frozen_left_out": list(left_out),
                 "config": plain(config)[0],
+                **({"has_optimizers": True} if "optimizer_states" in checkpoint else {}),
             }
-            if "optimizer_states" in checkpoint:
-                made.meta[KEY]["has_optimizers"] = True
             made.objects = _pickled(left) if left else None
-            made.others = {("model", name): value for name, value in others.items()} | _others(packed)
+            made.others = _others(extra, packed)
             made.manifest = {"order": tuple(order), "aliases": aliases, "left_out": tuple(left_out), "run": dict(run)}
     return made
+
+
+def _agreed(weights: Mapping[str, Any], comm: Comm) -> tuple[dict[str, bool], dict[str, str]]:
+    """Rank 0's names, each with whether it is sharded, and its tied names. See Note [Rank 0 decides the names]."""
+    tied: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, value in weights.items():
+        if isinstance(value, Tensor):
+            key: Any = id(value)
+            if not isinstance(value, Fragment) and value.numel():
+                key = (value.device, value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
+            if (known := first.setdefault(key, name)) != name:
+                tied[name] = known
+    own = ({name: isinstance(value, Fragment) for name, value in weights.items()}, tied)
+    order, aliases = comm.host_broadcast(own, "names of the state dict")
+    problem = None
+    for name, is_sharded in order.items():
+        if name not in weights:
+            problem = f"the state dict has no {name!r}, which rank 0 has. Change it in the same way on all ranks."
+        elif is_sharded and not isinstance(weights[name], Fragment):
+            problem = f"{name!r} was replaced in the state dict, and not on rank 0. Replace it on all ranks."
+    if found := comm.problems(problem, "the state dict"):
+        raise CheckpointError(" ".join(found))
+    return order, aliases
+
+
+def _take_optimizer(made: Bundle, number: int, state: Any, groups: Sequence[Sequence[str]], rank: int) -> Any:
+    """Move the fragments of an optimizer's state dict to the tensors; returns the rest on rank 0, keyed by name."""
+    state = {"state": {}, "param_groups": [], **state}  # Lightning's mock optimizer has an empty state
+    by_number = dict(zip(parameter_numbers(state), chain.from_iterable(groups), strict=True))
+    kept: dict[str, dict[str, Any]] = {}
+    for parameter, entries in state["state"].items():
+        name = by_number[parameter]
+        for key, value in entries.items():
+            if isinstance(value, Fragment):
+                made.tensors[f"optimizer_{number}.state.{name}.{key}"] = value
+            elif rank == 0:
+                # Copy counters: torch.save would write a shared storage with each of them.
+                copied = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+                kept.setdefault(name, {})[key] = copied
+    named = [{**group, "params": [by_number[n] for n in group["params"]]} for group in state["param_groups"]]
+    return plain({"param_groups": named, "state": kept})[0] if rank == 0 else {}
+
+
+def _pickled(left: Mapping[Path, Any]) -> bytes | None:
+    """The values without a plain form, as far as they can be pickled; warns of them."""
+    kept, failed = {}, []
+    for path, value in left.items():
+        try:
+            pickle.dumps(value)
+            kept[path] = value
+        except Exception as error:  # any class may fail in any way here
+            failed.append(f"{where(path)!r} ({error})")
+    places = ", ".join(repr(where(path)) for path in list(left)[:5])
+    text = f"The checkpoint has entries without a plain form: {places}. They are in objects.pkl, which is only read "
+    warnings.warn(text + "with weights_only=False.", stacklevel=2)
+    if failed:
+        warnings.warn(f"Entries that cannot be pickled are not saved: {', '.join(failed)}.", stacklevel=2)
+    return pickle.dumps(kept) if kept else None
+
+
+def _others(extra: Mapping[str, Any], packed: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Any]:
+    """Extra states, groups and counters of optimizers, by path."""
+    found: dict[tuple[str, ...], Any] = {("model", name): value for name, value in extra.items()}
+    for number, optimizer in enumerate(packed):
+        head = f"optimizer_{number}"
+        found[head, "param_groups"] = optimizer["param_groups"]
+        for name, entries in optimizer["state"].items():
+            found |= {(head, "state", name, key): value for key, value in entries.items()}
+    return found
+
+
+def stage(made: Bundle, buffer: Tensor | None) -> Tensor:
+    """Copy all tensors of a bundle to host memory, so that training can continue. Not collective.
+
+    Args:
+        made: all its tensors are replaced by copies, also step counters, which change in place.
+        buffer: of an earlier call, to be reused.
+
+    Returns:
+        The buffer (1D uint8).
+    """
+    starts, end = {}, 0
+    for name, value in made.tensors.items():
+        starts[name] = end
+        end += -(-_local_bytes(value) // 64) * 64
+    if buffer is None or buffer.numel() < end:
+        buffer = torch.empty(end, dtype=torch.uint8)
+    for name, value in _releasing(list(made.tensors.items())):
+        copy = buffer[starts[name] : starts[name] + _local_bytes(value)].view(value.dtype)
+        if not isinstance(value, Fragment):
+            made.tensors[name] = copy.view(value.shape).copy_(value)
+            continue
+        if copy.numel():
+            copy.copy_(value.local())
+        made.tensors[name] = Fragment(partial(copy.view, -1), tuple(value.shape), value.lo, value.hi, value.dtype)
+    made.meta, made.others = _copied(made.meta), _copied(made.others)
+    return buffer
+
+
+def _copied(value: Any) -> Any:
+    """Plain containers with copies of their tensors."""
+    if isinstance(value, Tensor):
+        return value if isinstance(value, LazyTensor) else value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return type(value)((key, _copied(inner)) for key, inner in value.items())
+    return type(value)(_copied(inner) for inner in value) if type(value) in (list, tuple) else value
+
+
+def _releasing(
+    items: Iterable[tuple[_T, Any]], before: Callable[[], object] = lambda: None
+) -> Iterator[tuple[_T, Any]]:
+    """Yield items with their tensors. Between two that are held by different buckets, and at the end, call ``before``
+    and release the first one's stored tensors, whose buffers the next bucket needs."""
+    done: Callable[[], object] | None = None
+    for item, value in items:
+        needs = value.done if isinstance(value, Fragment) else None
+        if done is not None and needs != done:
+            before()
+            done()
+        done = needs
+        yield item, value
+    if done is not None:
+        before()
+        done()
 
 
 def write(
@@ -103,175 +280,220 @@ def write(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns if there is no process group
             state_dict_saver.save(
-                made.tensors,
-                storage_writer=writer,
-                planner=planner,
-                process_group=group,
-                no_dist=group is None,
+                made.tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None
             )
     except CheckpointException as error:
-        raise CheckpointError(" ".join(_reasons(error, comm))) from None
+        reasons = []
+        for rank, (cause, trace) in sorted(error.failures.items()):
+            text = str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause} ({trace})"
+            reasons.append(f"rank {rank}: {text}" if comm.world > 1 else text)
+        raise CheckpointError(" ".join(reasons)) from None
 
 
-def _reasons(error: CheckpointException, comm: Comm) -> list[str]:
-    reasons = []
-    for rank, (cause, trace) in sorted(error.failures.items()):
-        text = str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause} ({trace})"
-        reasons.append(f"rank {rank}: {text}" if comm.world > 1 else text)
-    return reasons
+@dataclass(frozen=True)
+class _Placed:
+    """The location of a chunk: file, first byte of its values, and (offset, length) of the embedded torch.save file."""
+
+    file: str
+    start: int
+    blob: tuple[int, int]
 
 
-def _agreed(weights: Mapping[str, Any], comm: Comm) -> tuple[dict[str, bool], dict[str, str]]:
-    """Rank 0's names, each with whether it is sharded, and its tied names. See Note [Rank 0 decides the names]."""
-    own = ({name: isinstance(value, Fragment) for name, value in weights.items()}, _tied(weights))
-    order, aliases = comm.host_broadcast(own, "names of the state dict")
-    problem = None
-    for name, is_sharded in order.items():
-        if name not in weights:
-            problem = f"the state dict has no {name!r}, which rank 0 has. Change it in the same way on all ranks."
-        elif is_sharded and not isinstance(weights[name], Fragment):
-            problem = f"{name!r} was replaced in the state dict, and not on rank 0. Replace it on all ranks."
-    if found := comm.problems(problem, "the state dict"):
-        raise CheckpointError(" ".join(found))
-    return order, aliases
-
-
-def _tied(weights: Mapping[str, Any]) -> dict[str, str]:
-    aliases: dict[str, str] = {}
-    first: dict[Any, str] = {}
-    for name, value in weights.items():
-        if isinstance(value, Tensor) and (known := first.setdefault(_identity(value), name)) != name:
-            aliases[name] = known
-    return aliases
-
-
-def _take_weights(
-    made: Bundle, weights: Mapping[str, Any], order: Mapping[str, bool], aliases: Mapping[str, str], rank: int
-) -> dict[str, Any]:
-    """Take the tensors of the state dict; returns its other values."""
-    extra: dict[str, Any] = {}
-    for name, is_sharded in order.items():
-        value = weights[name]
-        if not isinstance(value, Tensor):
-            extra[name] = value
-        elif name not in aliases and (is_sharded or rank == 0):
-            made.tensors[f"model.{name}"] = value
-    return extra
-
-
-def _identity(value: Tensor) -> Any:
-    """Equal for two names of one tensor."""
-    if isinstance(value, Fragment) or value.numel() == 0:
-        return id(value)
-    return value.device, value.data_ptr(), tuple(value.shape), value.stride(), value.dtype
-
-
-def _take_optimizer(made: Bundle, number: int, state: Any, names: Sequence[str], rank: int) -> dict[str, Any]:
-    """Move the fragments of an optimizer's state dict to the tensors; returns the rest, keyed by name."""
-    state = {"state": {}, "param_groups": [], **state}  # Lightning's mock optimizer has an empty state
-    by_number = dict(zip(parameter_numbers(state), names, strict=True))
-    kept: dict[str, dict[str, Any]] = {}
-    for parameter, entries in state["state"].items():
-        name = by_number[parameter]
-        for key, value in entries.items():
-            if isinstance(value, Fragment):
-                made.tensors[f"optimizer_{number}.state.{name}.{key}"] = value
-            elif rank == 0:
-                # Copy counters: torch.save would write a shared storage with each of them.
-                copied = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-                kept.setdefault(name, {})[key] = copied
-    groups = [{**group, "params": [by_number[n] for n in group["params"]]} for group in state["param_groups"]]
-    return plain({"param_groups": groups, "state": kept})[0] if rank == 0 else {}
-
-
-def _swap(made: Bundle, path: Path, value: Tensor) -> Any:
-    """Replace a fragment in another entry of the checkpoint by a reference."""
-    if not isinstance(value, Fragment):
-        return value.detach()
-    name = f"extra.{where(path)}"
-    made.tensors[name] = value
-    return {REFERENCE: name}
-
-
-def _pickled(left: Mapping[Path, Any]) -> bytes | None:
-    places = ", ".join(repr(where(path)) for path in list(left)[:5])
-    kept = {}
-    failed = []
-    for path, value in left.items():
-        try:
-            pickle.dumps(value)
-            kept[path] = value
-        except Exception as error:  # any class may fail in any way here
-            failed.append(f"{where(path)!r} ({error})")
-    text = f"The checkpoint has entries without a plain form: {places}. They are in objects.pkl, which is only read "
-    warnings.warn(text + "with weights_only=False.", stacklevel=2)
-    if failed:
-        warnings.warn(f"Entries that cannot be pickled are not saved: {', '.join(failed)}.", stacklevel=2)
-    return pickle.dumps(kept) if kept else None
-
-
-def _others(packed: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Any]:
-    """Groups and counters of optimizers, for readers of ``.metadata`` (torch, Lightning)."""
-    found: dict[tuple[str, ...], Any] = {}
-    for number, optimizer in enumerate(packed):
-        head = f"optimizer_{number}"
-        found[head, "param_groups"] = optimizer["param_groups"]
-        for name, entries in optimizer["state"].items():
-            for key, value in entries.items():
-                found[head, "state", name, key] = value
-    return found
-
-
-def stage(made: Bundle, buffer: Tensor | None) -> Tensor:
-    """Copy all tensors of a bundle to host memory, so that training can continue. Not collective.
+class DirectoryWriter(StorageWriter):
+    """Writes the tensors of one rank, and on rank 0 the rest and the manifest.
 
     Args:
-        made: all its tensors are replaced by copies, also step counters, which change in place.
-        buffer: of an earlier call, to be reused.
+        place: the (temporary) directory.
+        made: the content. On rank 0, what is not tensors is read when all tensors are written.
+        rank: of this process.
+        then: called on rank 0 when the checkpoint is complete.
+        tick: called with the bytes of each written tensor.
 
-    Returns:
-        The buffer (1D uint8).
+    Raises:
+        CheckpointError: there is too little space, or a file cannot be written.
     """
-    raw: dict[str, tuple[int, int]] = {}
-    end = 0
-    for name, value in made.tensors.items():
-        nbytes = local_bytes(value)
-        raw[name] = (end, nbytes)
-        end += -(-nbytes // 64) * 64
-    if buffer is None or buffer.numel() < end:
-        buffer = torch.empty(end, dtype=torch.uint8)
-    holder: Callable[[], object] | None = None
-    for name, (start, nbytes) in raw.items():
-        value = made.tensors[name]
-        needs = value.done if isinstance(value, Fragment) else None
-        if holder is not None and needs != holder:
-            holder()
-        holder = needs
-        copy = buffer[start : start + nbytes].view(value.dtype)
-        if not isinstance(value, Fragment):
-            made.tensors[name] = copy.view(value.shape).copy_(value)
-            continue
-        if nbytes:
-            copy.copy_(value.local())
-        made.tensors[name] = Fragment(partial(_same, copy), tuple(value.shape), value.lo, value.hi, value.dtype)
-    if holder is not None:
-        holder()
-    made.meta, made.others = _copied(made.meta), _copied(made.others)
-    return buffer
+
+    def __init__(
+        self,
+        place: Place,
+        made: Bundle,
+        rank: int,
+        then: Callable[[], object] = lambda: None,
+        tick: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        self._place, self._made, self._rank, self._then, self._tick = place, made, rank, then, tick
+        self._files: dict[str, FileRecord] = {}  # that are complete
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Does nothing: a writer is used once."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: the directory exists already."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False  # torch must not select this class by itself
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        need = sum(_nbytes(item) + _OVERHEAD for plan in plans for item in plan.items)
+        free = self._place.free_bytes()
+        if free is not None and free < need:
+            raise CheckpointError(
+                f"{self._place.name} needs {in_words(need)}, but {in_words(free)} are free. Nothing was written. "
+                "Free space, lower ModelCheckpoint's save_top_k, or save to another disk."
+            )
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results: list[WriteResult] = []
+        is_moment = [item.index.fqn.startswith("optimizer_") for item in plan.items]
+        try:
+            for kind, wanted in (("weights", False), ("moments", True)):
+                items = [item for item, found in zip(plan.items, is_moment, strict=True) if found == wanted]
+                if items:
+                    results += self._write_file(f"{kind}-{self._rank:05d}.pt", items, planner)
+        finally:
+            self._place.close()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _write_file(self, name: str, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        content: dict[str, Stored] = {}
+        results = []
+        with self._file(name, sum(_nbytes(item) + _OVERHEAD // 2 for item in items)) as sink:
+            file = TorchFile(sink.write, blobs=True)
+            tensors = ((item, self._made.tensors[item.index.fqn]) for item in items)
+            for item, _ in _releasing(tensors, sink.wait_written):
+                tensor = planner.resolve_data(item)
+                assert isinstance(tensor, Tensor)
+                assert item.tensor_data is not None
+                chunk, key = item.tensor_data.chunk, item.index.fqn
+                if chunk.sizes != item.tensor_data.size:  # ``name[2:3, 0:8]`` of a part
+                    ranges = (f"{o}:{o + s}" for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+                    key = f"{key}[{', '.join(ranges)}]"
+                stored = content[key] = file.add(tensor.detach().cpu().contiguous())
+                results.append(WriteResult(item.index, tensor.nbytes, _Placed(name, stored.start, stored.blob)))
+                self._tick(tensor.nbytes)
+            file.finish(content)
+        record = self._files[name]
+        return [*results, WriteResult(MetadataIndex(f"file:{name}"), record.nbytes, record)]
+
+    @contextmanager
+    def _file(self, name: str, expected: int = 0) -> Iterator[Sink]:
+        """A file to write, which is in ``_files`` when it is complete."""
+        sink = self._place.sink(name, expected)
+        try:
+            yield sink
+            self._files[name] = sink.close()
+        except BaseException:
+            sink.abandon()
+            raise
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Add the content of rank 0 and the manifest, then publish the directory."""
+        made, placed = self._made, {}
+        for result in chain.from_iterable(results):
+            if isinstance(result.storage_data, FileRecord):
+                self._files[result.index.fqn.removeprefix("file:")] = result.storage_data
+            else:
+                placed[result.index] = result.storage_data
+        try:
+            tensors = _describe(metadata, placed, made.manifest.get("aliases", {}))
+            if made.others:
+                with self._file("extras.pt") as sink:
+                    _add_others(sink, metadata, made.others)
+            with self._file("meta.pt") as sink:
+                TorchFile(sink.write).finish(made.meta)
+            if made.objects is not None:
+                with self._file("objects.pkl") as sink:
+                    sink.write(made.objects)
+            with self._file(".metadata") as sink:
+                sink.write(pickle.dumps(metadata))
+            self._place.seal(Manifest(tensors, self._files, **made.manifest))
+            self._place.commit()
+            self._then()
+        finally:
+            self._place.close()
 
 
-def _copied(value: Any) -> Any:
-    """Plain containers with copies of their tensors."""
-    if isinstance(value, LazyTensor):
-        return value
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return type(value)((key, _copied(inner)) for key, inner in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(_copied(inner) for inner in value)
-    return value
+def _local_bytes(value: Any) -> int:
+    return (value.hi - value.lo) * value.dtype.itemsize if isinstance(value, Fragment) else int(value.nbytes)
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+def _nbytes(item: WriteItem) -> int:
+    return item.tensor_storage_size() or 0
+
+
+def _describe(
+    metadata: Metadata, placed: Mapping[MetadataIndex, _Placed], aliases: Mapping[str, str]
+) -> dict[str, Entry]:
+    """The tensors for the manifest. Adds to ``metadata`` what torch's FileSystemReader needs: locations of chunks,
+    nesting of names, and tied names."""
+    known = metadata.state_dict_metadata
+    metadata.storage_data = {index: storage_info(place.file, *place.blob) for index, place in placed.items()}
+    metadata.planner_data = {name: path_of(name) for name in known}
+    tensors = {}
+    for name, entry in known.items():
+        assert isinstance(entry, TensorStorageMetadata), name
+        chunks = []
+        for chunk in entry.chunks:
+            place = placed[MetadataIndex(name, chunk.offsets)]
+            chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), place.file, place.start))
+        tensors[name] = Entry(tuple(entry.size), entry.properties.dtype, tuple(chunks))
+    for alias, name in aliases.items():
+        owner = known.get(f"model.{name}")
+        if isinstance(owner, TensorStorageMetadata):
+            known[f"model.{alias}"] = owner
+            metadata.planner_data[f"model.{alias}"] = ("model", alias)
+            for chunk in owner.chunks:
+                of_name, of_alias = (MetadataIndex(f"model.{n}", chunk.offsets) for n in (name, alias))
+                metadata.storage_data[of_alias] = metadata.storage_data[of_name]
+    return tensors
+
+
+def _add_others(sink: Sink, metadata: Metadata, others: Mapping[tuple[str, ...], Any]) -> None:
+    """Write values for readers of ``.metadata``, each as a torch.save file within ``extras.pt``."""
+    file = TorchFile(sink.write)
+    content: dict[str, Stored] = {}
+    known: dict[Any, Stored] = {}  # equal values are stored once: thousands of equal step counters
+    for path, value in others.items():
+        name = ".".join(path)
+        key: Any = name  # equal for values with equal bytes
+        if isinstance(value, Tensor):
+            if value.dim() == 0 and value.dtype in (torch.float32, torch.float64, torch.int64):
+                key = value.dtype, repr(value.item())
+        elif isinstance(value, bool | int | float | str | None):
+            key = type(value), repr(value)
+        stored = known.get(key)
+        if stored is None:
+            data = io.BytesIO()
+            torch.save(value, data)
+            stored = content[name] = known[key] = file.add(torch.frombuffer(data.getbuffer(), dtype=torch.uint8))
+        index = MetadataIndex(name)
+        metadata.state_dict_metadata[name] = BytesStorageMetadata()
+        if isinstance(value, Tensor):
+            whole = ChunkStorageMetadata(torch.Size([0] * value.dim()), value.size())
+            properties = TensorProperties(dtype=value.dtype)
+            metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, value.size(), [whole])
+            index = MetadataIndex(name, whole.offsets)
+        metadata.planner_data[name] = path
+        metadata.storage_data[index] = storage_info("extras.pt", stored.start, stored.nbytes)
+    file.finish(content)
+
+
+def path_of(name: str) -> tuple[str, ...]:
+    """The path of a full name, in which parameter names contain dots.
+
+    >>> path_of("model.a.weight"), path_of("optimizer_0.state.a.weight.exp_avg")
+    (('model', 'a.weight'), ('optimizer_0', 'state', 'a.weight', 'exp_avg'))
+    """
+    head, rest = name.split(".", 1)
+    if not head.startswith("optimizer_"):
+        return head, rest
+    kind, rest = rest.split(".", 1)
+    parameter, key = rest.rsplit(".", 1)
+    return head, kind, parameter, key

@@ -1,20 +1,20 @@
 """Files that ``torch.load`` reads, written as a stream: one tensor at a time, and what holds them last.
 
 Note [Order in the file]
-    ``torch.save`` wants the whole object first. A zip has its directory at the end, so the records can come in any
-    order: here the tensors' values come first, each when it is there, and the pickle that refers to them by number
-    comes last. ``torch.load`` finds all of it through the directory, also with ``mmap=True`` and ``weights_only=True``.
+    ``torch.save`` needs the whole object first. A zip has its directory at the end, so the records may have any order:
+    here the tensors' values come first, and the pickle that refers to them by number comes last. ``torch.load`` finds
+    them through the directory, also with ``mmap=True`` and ``weights_only=True``.
 
 Note [Each tensor a file]
-    ``torch.distributed.checkpoint`` reads a tensor as bytes ``[offset, offset + length)`` of a file and expects them to
-    be a file of ``torch.save`` of their own. With ``blobs=True`` they are: what torch.save writes before and behind the
-    values of such a tensor (``_frame``) stands around them, and the directory at the end points to the header that is
-    directly before the values, so the whole is a file of ``torch.save``, too.
+    ``torch.distributed.checkpoint`` reads a tensor as bytes ``[offset, offset + length)`` of a file, which must be a
+    file of ``torch.save``. With ``blobs=True`` they are: the values stand between the bytes that torch.save writes
+    before and behind them (``_frame``). The directory at the end points to the header directly before the values, so
+    the whole is a file of ``torch.save``, too.
 
 Note [Checksums of values]
-    A zip has a CRC of each record. torch does not look at it, other readers do. It costs a pass over the values, so
-    with ``blobs=True`` it is 0 (as with ``torch.serialization.set_crc32_options(False)``): there the manifest has
-    checksums. Otherwise it stands behind the values, in a data descriptor.
+    A zip has a CRC of each record. torch does not check it, other readers do. It costs a pass over the values, so with
+    ``blobs=True`` it is 0 (as with ``torch.serialization.set_crc32_options(False)``): the manifest has checksums there.
+    Otherwise it stands behind the values, in a data descriptor.
 """
 
 from __future__ import annotations
@@ -75,11 +75,7 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        return _nbytes(self.shape, self.dtype)
-
-
-def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return math.prod(shape) * dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class TorchFile:
@@ -100,28 +96,12 @@ class TorchFile:
         self.position = 0  # bytes written so far
 
     def add(self, tensor: Tensor) -> Stored:
-        """Write a tensor's values now. Parameters are saved as plain tensors.
-
-        Args:
-            tensor: dense, contiguous and on the CPU.
+        """Write a tensor's values now: dense, contiguous and on the CPU. Parameters are saved as plain tensors.
 
         Raises:
-            ValueError: it is not, or the file is finished.
+            ValueError: the tensor is not, or the file is finished.
         """
-        data = _bytes_of(tensor)
-        if not self._blobs:
-            return self._add(tuple(tensor.shape), tensor.dtype, [data])
-        self._require_open()
-        record = self._record(data.numel())
-        head, tail, header = _frame(tuple(tensor.shape), tensor.dtype)
-        self._put(bytes(-self.position % ALIGNMENT))
-        first = self.position
-        record.header_offset = first + header
-        self._put(head)
-        start = self.position
-        self._put(data)
-        self._put(tail)
-        return self._added(record, start, (first, self.position - first), tuple(tensor.shape), tensor.dtype)
+        return self._add(tuple(tensor.shape), tensor.dtype, [_bytes_of(tensor)])
 
     def add_parts(self, shape: Sequence[int], dtype: torch.dtype, parts: Iterable[Tensor]) -> Stored:
         """Write a tensor whose values come one part after the other, row-major: contiguous CPU tensors of any shape.
@@ -129,47 +109,44 @@ class TorchFile:
         Raises:
             ValueError: a part has another dtype, or all of them another number of elements. The file is of no use then.
         """
-        assert not self._blobs
         return self._add(tuple(shape), dtype, (_bytes_of(part, dtype) for part in parts))
 
     def _add(self, shape: tuple[int, ...], dtype: torch.dtype, parts: Iterable[Tensor]) -> Stored:
-        self._require_open()
-        record = self._record(_nbytes(shape, dtype))
-        record.flag_bits = _DESCRIBED
+        if self._finished:
+            raise ValueError("The file is finished: nothing can be added after its directory.")
+        key = len(self._records)
+        record = zipfile.ZipInfo(f"archive/data/{key}")
+        record.file_size = record.compress_size = math.prod(shape) * dtype.itemsize
+        record.CRC = 0
         large = record.file_size >= _U32
-        # The extra field of a record may hold anything that begins with a tag and a length.
-        room = -(self.position + len(record.FileHeader(large)) + 4) % ALIGNMENT
-        record.extra = struct.pack("<HH", _PADDING, room) + bytes(room)
-        record.header_offset = self.position
-        self._put(record.FileHeader(large))
-        record.extra = b""
+        first = self.position
+        if self._blobs:
+            first += -first % ALIGNMENT
+            head, tail, header = _frame(shape, dtype)
+            record.header_offset = first + header
+            self._put(bytes(first - self.position) + head)
+        else:
+            record.flag_bits, record.header_offset = _DESCRIBED, first
+            # The extra field of a record may hold anything that begins with a tag and a length.
+            room = -(first + len(record.FileHeader(large)) + 4) % ALIGNMENT
+            record.extra = struct.pack("<HH", _PADDING, room) + bytes(room)
+            self._put(record.FileHeader(large))
+            record.extra = b""
         start = self.position
         for data in parts:
             self._put(data)
-            record.CRC = zlib.crc32(view_of(data), record.CRC) if len(data) else record.CRC
+            if len(data) and not self._blobs:
+                record.CRC = zlib.crc32(view_of(data), record.CRC)
         written = self.position - start
         if written != record.file_size:
             raise ValueError(f"{written} bytes came of a tensor {shape} of {dtype}, not {record.file_size}.")
-        sizes = "QQ" if large else "LL"
-        self._put(struct.pack(f"<LL{sizes}", 0x08074B50, record.CRC, written, written))
-        return self._added(record, start, (0, 0), shape, dtype)
-
-    def _require_open(self) -> None:
-        if self._finished:
-            raise ValueError("The file is finished: nothing can be added after its directory.")
-
-    def _record(self, nbytes: int) -> zipfile.ZipInfo:
-        record = zipfile.ZipInfo(f"archive/data/{len(self._starts)}")
-        record.file_size = record.compress_size = nbytes
-        record.CRC = 0
-        return record
-
-    def _added(
-        self, record: zipfile.ZipInfo, start: int, blob: tuple[int, int], shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Stored:
+        if not self._blobs:
+            tail = struct.pack(f"<LL{'QQ' if large else 'LL'}", 0x08074B50, record.CRC, written, written)
+        self._put(tail)
         self._records.append(record)
         self._starts.append(start)
-        return Stored(start, blob, shape, dtype, len(self._starts) - 1)
+        blob = (first, self.position - first) if self._blobs else (0, 0)
+        return Stored(start, blob, shape, dtype, key)
 
     def finish(self, value: Any) -> None:
         """Write what ``torch.load`` returns, and the directory.
@@ -185,7 +162,7 @@ class TorchFile:
         if self._finished:
             raise ValueError("The file is finished already.")
         buffer = io.BytesIO()
-        _Pickler(buffer, self).dump(value)
+        _Pickler(buffer, self._own).dump(value)
         self._finished = True
         end = _Behind(self.position)
         with zipfile.ZipFile(end, "w") as archive:  # type: ignore[call-overload]
@@ -194,9 +171,13 @@ class TorchFile:
                 archive.writestr(zipfile.ZipInfo(f"archive/{name}"), content)
         self._put(bytes(end.data))
 
-    def check_own(self, stored: Stored) -> None:
-        if stored.key >= len(self._starts) or self._starts[stored.key] != stored.start:
-            raise ValueError(f"{stored} is of another file: add the tensor to this one.")
+    def _own(self, value: Stored | Tensor) -> Stored:
+        """Where a tensor is in this file; added now if it is not a ``Stored``."""
+        if isinstance(value, Tensor):
+            return self.add(value)
+        if value.key >= len(self._starts) or self._starts[value.key] != value.start:
+            raise ValueError(f"{value} is of another file: add the tensor to this one.")
+        return value
 
     def _put(self, data: bytes | Tensor) -> None:
         if len(data):
@@ -238,9 +219,6 @@ def _bytes_of(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-# ---- the pickle --------------------------------------------------------------------------------------------------
-
-
 class _Storage(NamedTuple):
     """Pickled as a persistent id."""
 
@@ -250,47 +228,34 @@ class _Storage(NamedTuple):
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles each ``Stored`` as torch.save pickles the tensor that it stands for."""
+    """Pickles each ``Stored``, and each tensor once it is in the file, as torch.save pickles a tensor."""
 
-    def __init__(self, buffer: io.BytesIO, file: TorchFile) -> None:
+    def __init__(self, buffer: io.BytesIO, own: Callable[[Stored | Tensor], Stored]) -> None:
         super().__init__(buffer, protocol=2)
-        self._file = file
+        self._own = own
 
     def persistent_id(self, obj: Any) -> Any:
         return ("storage", obj.kind, obj.key, "cpu", obj.numel) if type(obj) is _Storage else None
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, Stored):
-            self._file.check_own(obj)
-            return _reduced(obj)
         if type(obj) in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
-            dense = obj.detach()
-            if dense.layout == torch.strided:  # or `add` names the trouble
-                dense = dense.resolve_conj().resolve_neg().cpu().contiguous()
-            return _reduced(self._file.add(dense))
-        if isinstance(obj, Tensor):
+            obj = obj.detach()
+            if obj.layout == torch.strided:  # otherwise ``add`` raises an error that names the layout
+                obj = obj.resolve_conj().resolve_neg().cpu().contiguous()
+        elif isinstance(obj, Tensor):
             raise ValueError(
                 f"A {type(obj).__module__}.{type(obj).__qualname__} cannot be saved: make it a plain tensor."
             )
-        return NotImplemented
-
-
-def _reduced(stored: Stored) -> tuple[Any, tuple[Any, ...]]:
-    """How torch pickles such a tensor: a function and its arguments."""
-    rebuild, rest = _rebuild(stored.dtype)
-    kind = _STORAGES.get(stored.dtype, torch.UntypedStorage)
-    numel = stored.nbytes // (stored.dtype.itemsize if stored.dtype in _STORAGES else 1)
-    storage = _Storage(kind, str(stored.key), numel)
-    # The hooks are a dict of its own for each tensor: it becomes the tensor's.
-    return rebuild, (
-        storage,
-        0,
-        stored.shape,
-        torch.empty(stored.shape, device="meta").stride(),
-        False,
-        OrderedDict(),
-        *rest,
-    )
+        elif not isinstance(obj, Stored):
+            return NotImplemented
+        stored = self._own(obj)
+        rebuild, rest = _rebuild(stored.dtype)
+        typed = stored.dtype in _STORAGES
+        numel = stored.nbytes // stored.dtype.itemsize if typed else stored.nbytes
+        storage = _Storage(_STORAGES.get(stored.dtype, torch.UntypedStorage), str(stored.key), numel)
+        strides = torch.empty(stored.shape, device="meta").stride()
+        # A new OrderedDict for each tensor, since it becomes the tensor's dict of hooks.
+        return rebuild, (storage, 0, stored.shape, strides, False, OrderedDict(), *rest)
 
 
 @functools.cache
@@ -298,9 +263,6 @@ def _rebuild(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
     """The function that torch pickles tensors of ``dtype`` with, and its arguments after the hooks."""
     function, arguments = torch.empty(0, dtype=dtype, device="cpu").__reduce_ex__(2)
     return function, arguments[6:]
-
-
-# ---- a file of one tensor ----------------------------------------------------------------------------------------
 
 
 class _Recorder:
@@ -323,8 +285,8 @@ class _Recorder:
 def _frame(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes, int]:
     """What torch.save writes before and behind the values of a tensor, and where the header before them begins.
 
-    Without checksums, it does not depend on the values: the template is not even touched. The option is one for the
-    process, so a torch.save of another thread may miss its checksums in this moment.
+    Without checksums it does not depend on the values, which are not read here. The option is one for the process, so a
+    torch.save of another thread may write no checksums at this moment.
     """
     template = torch.empty(shape, dtype=dtype, device="cpu")
     recorder = _Recorder(template.data_ptr())
