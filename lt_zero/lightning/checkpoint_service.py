@@ -45,7 +45,6 @@ from lt_zero.checkpoint.native.directory import Place, is_url, remove
 from lt_zero.checkpoint.native.full_states import full_optimizer_state, load_full_optimizer_state
 from lt_zero.checkpoint.native.load import (
     as_lightning,
-    by_name,
     counted,
     fitting_state,
     load_module,
@@ -359,7 +358,7 @@ class CheckpointService:
                     "checkpoint.load_optimizer_states=false to start with fresh ones."
                 )
             for number, (optimizer, state) in enumerate(zip(run.optimizers, states, strict=True)):
-                if state and by_name(state):
+                if state:
                     state = fitting_state(state, optimizer, run.engine, number, comm.rank == 0)
                 if (sharded := sharded_of(optimizer)) is None:
                     optimizer.load_state_dict(state)

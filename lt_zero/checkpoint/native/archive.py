@@ -1,7 +1,7 @@
-"""A checkpoint directory of ours, for reading: any part of any tensor, with every byte checked.
+"""Reads a checkpoint directory of this package: any part of any tensor, with every byte checked.
 
-Which parts of which chunks make up what is asked for is torch.distributed.checkpoint's reckoning (resharding);
-the bytes come from the manifest's places. Nothing is unpickled but ``meta.pt``, by torch, with weights only.
+The chunks that contain the requested elements are computed by torch.distributed.checkpoint (resharding); the bytes come
+from the places in the manifest. Only ``meta.pt`` is unpickled, by torch with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -22,12 +23,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from lt_zero.checkpoint.native import manifest
 from lt_zero.checkpoint.native.directory import is_url
-from lt_zero.checkpoint.native.manifest import Chunk, Entry, Manifest
+from lt_zero.checkpoint.native.manifest import Chunk, Manifest
 from lt_zero.checkpoint.native.pieces import boxes, flat_index
-from lt_zero.checkpoint.native.plain import put_back
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io.checked_file import BlockReader, FileRecord
+from lt_zero.io.checked_file import BlockReader
 
 
 class Archive:
@@ -42,29 +42,37 @@ class Archive:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._fs: Any = fsspec.core.url_to_fs(path)[0] if is_url(path) else None
-        self._blocks = BlockReader(path, self._fs)
+        fs: Any = fsspec.core.url_to_fs(path)[0] if is_url(path) else None
+        self._blocks = BlockReader(path, fs)
+        place = f"{path}/{manifest.NAME}"
         try:
-            text = self._text(manifest.NAME)
+            data: bytes = Path(place).read_bytes() if fs is None else fs.cat_file(place)
         except OSError as error:
             raise CheckpointError(
                 f"{path} is not a complete checkpoint: {manifest.NAME} cannot be read ({error}). It is written last; "
                 "a kill while saving leaves none. Resume from another checkpoint."
             ) from None
-        except UnicodeDecodeError:
-            text = ""  # its checksum will not match
-        self.manifest = Manifest.parse(text, f"{path}/{manifest.NAME}")
+        self.manifest = Manifest.parse(data.decode(errors="replace"), place)
         self._blocks.files = self.manifest.files
         for name, record in self.manifest.files.items():
-            self._check_size(name, record)
-        tensors = self.manifest.tensors
+            file = f"{path}/{name}"
+            try:
+                size = os.stat(file).st_size if fs is None else fs.size(file)
+            except OSError:
+                raise CheckpointError(
+                    f"{file} is missing. Restore it from a copy, or resume from another checkpoint."
+                ) from None
+            if size != record.nbytes:
+                raise CheckpointError(
+                    f"{file} has {size} bytes, and {record.nbytes} were written: something cut or changed it. Restore "
+                    "it from a copy, or resume from another checkpoint."
+                )
         self.aliases: Mapping[str, str] = self.manifest.aliases
         self.weights: Mapping[str, Spec] = {
             name: Spec(entry.shape, entry.dtype)
             for name in self.manifest.order
-            if (entry := tensors.get(f"model.{self.aliases.get(name, name)}")) is not None
+            if (entry := self.manifest.tensors.get(self._full(name))) is not None
         }
-        self._meta: dict[str, Any] | None = None
 
     @staticmethod
     def is_at(path: str) -> bool:
@@ -73,18 +81,19 @@ class Archive:
             return os.path.isfile(os.path.join(path, manifest.NAME))
         return bool(fsspec.core.url_to_fs(path)[0].exists(f"{path}/{manifest.NAME}"))
 
-    # ---- what it holds -----------------------------------------------------------------------------------------
+    def _full(self, name: str) -> str:
+        return f"model.{self.aliases.get(name, name)}"
 
-    @property
+    @cached_property
     def meta(self) -> Mapping[str, Any]:
         """The Lightning checkpoint without weights and optimizer states; plain containers."""
-        if self._meta is None:
-            try:
-                self._meta = torch.load(io.BytesIO(self.bytes_of("meta.pt")), map_location="cpu", weights_only=True)
-            except (RuntimeError, pickle.UnpicklingError) as error:
-                raise CheckpointError(f"{self.path}/meta.pt cannot be read: {error}") from None
-        assert self._meta is not None
-        return self._meta
+        try:
+            found: dict[str, Any] = torch.load(
+                io.BytesIO(self.bytes_of("meta.pt")), map_location="cpu", weights_only=True
+            )
+        except (RuntimeError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{self.path}/meta.pt cannot be read: {error}") from None
+        return found
 
     @cached_property
     def optimizers(self) -> Sequence[SavedOptimizer]:
@@ -95,9 +104,11 @@ class Archive:
         for name, entry in self.manifest.tensors.items():
             if name.startswith("optimizer_"):
                 number = int(name.split(".", 1)[0].removeprefix("optimizer_"))
-                parameter, key = split_state(name, known[number])
-                state = found.setdefault(number, {}).setdefault(parameter, {})
-                state[key] = Spec(entry.shape, entry.dtype)
+                rest = name.split(".", 2)[2]  # parameter and key, either of which may have dots
+                dots = [i for i, letter in enumerate(rest) if letter == "."]
+                at = next((i for i in reversed(dots) if rest[:i] in known[number]), dots[-1])
+                parameter, key = rest[:at], rest[at + 1 :]
+                found.setdefault(number, {}).setdefault(parameter, {})[key] = Spec(entry.shape, entry.dtype)
         merged = []
         for number, saved in enumerate(packed):
             own = found.get(number, {})
@@ -107,42 +118,31 @@ class Archive:
         return merged
 
     def objects(self) -> dict[Any, Any]:
-        """What had no plain form. Unpickles: only for a checkpoint that is trusted."""
+        """The values without a plain form, by their path in ``meta``. Unpickles: only for a trusted checkpoint."""
         if "objects.pkl" not in self.manifest.files:
             return {}
         found: dict[Any, Any] = pickle.loads(self.bytes_of("objects.pkl"))
         return found
 
-    def meta_with_objects(self) -> dict[str, Any]:
-        """``meta`` with everything that has no plain form. Unpickles: only for a checkpoint that is trusted."""
-        meta = dict(self.meta)
-        put_back(meta, self.objects())
-        return meta
-
-    def left_out(self) -> list[tuple[Any, ...]]:
-        """Where in ``meta`` something without a plain form was taken out."""
-        return [tuple(path) for path in self.meta.get("lt_zero", {}).get("left_out", [])]
-
-    # ---- values ------------------------------------------------------------------------------------------------
-
     def read(self, name: str) -> Tensor:
         """A weight, whole, in its saved dtype."""
-        spec = self.weights[name]
-        return self.read_range(name, 0, spec.numel).view(spec.shape)
+        return self._whole(self._full(name))
 
     def read_range(self, name: str, lo: int, hi: int) -> Tensor:
         """Elements [lo, hi) of a weight in row-major order (1D)."""
-        return self.elements(f"model.{self.aliases.get(name, name)}", lo, hi)
+        return self.elements(self._full(name), lo, hi)
 
     def read_state(self, optimizer: int, name: str, key: str) -> Tensor:
         """An element-wise state of a parameter, whole."""
-        full = f"optimizer_{optimizer}.state.{name}.{key}"
-        entry = self.manifest.tensors[full]
-        return self.elements(full, 0, math.prod(entry.shape)).view(entry.shape)
+        return self._whole(f"optimizer_{optimizer}.state.{name}.{key}")
 
     def read_state_range(self, optimizer: int, name: str, key: str, lo: int, hi: int) -> Tensor:
         """Elements [lo, hi) of an element-wise state in row-major order (1D)."""
         return self.elements(f"optimizer_{optimizer}.state.{name}.{key}", lo, hi)
+
+    def _whole(self, full: str) -> Tensor:
+        entry = self.manifest.tensors[full]
+        return self.elements(full, 0, entry.numel).view(entry.shape)
 
     def elements(self, full: str, lo: int, hi: int) -> Tensor:
         """Elements [lo, hi) (1D) of a tensor by its full name.
@@ -155,11 +155,12 @@ class Archive:
         if hi <= lo:
             return out
         wanted = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in boxes(entry.shape, lo, hi)]
-        items = create_read_items_for_chunk_list(full, _torch_form(entry), wanted)
-        chunks = {chunk.offsets: chunk for chunk in entry.chunks}
+        saved = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
+        saved_form = TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), saved)
+        items = create_read_items_for_chunk_list(full, saved_form, wanted)
+        pairs = [(entry.chunks[item.storage_index.index or 0], item) for item in items]
         covered = 0
-        for item in sorted(items, key=lambda item: chunks[tuple(item.storage_index.offset or ())].start):
-            chunk = chunks[tuple(item.storage_index.offset or ())]
+        for chunk, item in sorted(pairs, key=lambda pair: pair[0].start):
             box = wanted[item.dest_index.index or 0]
             first = flat_index(entry.shape, tuple(box.offsets)) - lo
             target = out[first : first + math.prod(box.sizes)].view(box.sizes)
@@ -178,16 +179,12 @@ class Archive:
         last = flat_index(chunk.sizes, tuple(o + s - 1 for o, s in zip(offsets, sizes, strict=True)))
         start, count = chunk.start + first * size, last + 1 - first
         if out.is_contiguous() and count == out.numel():
-            self._blocks.read(
-                chunk.file, start, out.view(-1).view(torch.uint8) if out.dim() else out.view(1).view(torch.uint8)
-            )
+            self._blocks.read(chunk.file, start, out.view(-1).view(torch.uint8))
             return
         rows = torch.empty(count, dtype=out.dtype)
         self._blocks.read(chunk.file, start, rows.view(torch.uint8))
         strides = [math.prod(chunk.sizes[axis + 1 :]) for axis in range(len(chunk.sizes))]
         out.copy_(rows.as_strided(sizes, strides))
-
-    # ---- files -------------------------------------------------------------------------------------------------
 
     def bytes_of(self, name: str) -> bytes:
         """A whole file, checked."""
@@ -199,7 +196,7 @@ class Archive:
         return out.numpy().tobytes()
 
     def verify(self, tick: Callable[[int], object] = lambda _: None) -> int:
-        """Read every byte; how many there are. ``tick`` is told how many more were read.
+        """Read every byte; returns their number. ``tick`` is called with the bytes of each block.
 
         Raises:
             CheckpointError: one is not what was written; names its file.
@@ -210,37 +207,3 @@ class Archive:
 
     def close(self) -> None:
         self._blocks.close()
-
-    def _text(self, name: str) -> str:
-        if self._fs is not None:
-            data: bytes = self._fs.cat_file(f"{self.path}/{name}")
-            return data.decode()
-        with open(os.path.join(self.path, name), encoding="utf-8") as file:
-            return file.read()
-
-    def _check_size(self, name: str, record: FileRecord) -> None:
-        path = f"{self.path}/{name}"
-        try:
-            size = os.stat(path).st_size if self._fs is None else self._fs.size(path)
-        except OSError:
-            raise CheckpointError(
-                f"{path} is missing. Restore it from a copy, or resume from another checkpoint."
-            ) from None
-        if size != record.nbytes:
-            raise CheckpointError(
-                f"{path} has {size} bytes, and {record.nbytes} were written: something cut or changed it. Restore it "
-                "from a copy, or resume from another checkpoint."
-            )
-
-
-def split_state(full: str, parameters: Collection[str]) -> tuple[str, str]:
-    """Parameter and key of a full name; either may have dots."""
-    _, _, rest = full.split(".", 2)
-    dots = [i for i, letter in enumerate(rest) if letter == "."]
-    at = next((i for i in reversed(dots) if rest[:i] in parameters), dots[-1])
-    return rest[:at], rest[at + 1 :]
-
-
-def _torch_form(entry: Entry) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
-    return TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks)

@@ -38,10 +38,9 @@ from lt_zero.io.checked_file import Blocks, FileSink, Sink, StreamSink, trouble
 from lt_zero.io.direct_file import free_bytes
 
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?:tmp|old)-(?P<host>[^-]+(?:-[^-]+)*)-(?P<pid>\d+)-[0-9a-f]{8}")
-_OURS = re.compile(r"(weights|moments)-\d+\.pt|(meta|extras)\.pt|objects\.pkl|\.metadata|manifest\.json|probe")
+_FILES = re.compile(r"(weights|moments)-\d+\.pt|(meta|extras)\.pt|objects\.pkl|\.metadata|manifest\.json|probe")
 _OLD_AGE = 86400.0  # seconds after which another host's temporary directory is removed
-_EXCHANGE = 2  # RENAME_EXCHANGE
-_AT_FDCWD = -100
+_EXCHANGE, _AT_FDCWD = 2, -100  # of renameat2
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -77,23 +76,21 @@ class Place:
                     _refuse_others(name, [os.path.basename(p.rstrip("/")) for p in place._fs.ls(name, detail=False)])
                 place._fs.rm(name, recursive=True)
             place._fs.makedirs(name, exist_ok=True)
-        else:
-            path = Path(name).absolute()
-            place = cls(str(path), str(_temporary(path)))
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                if path.is_dir() and not path.is_symlink():
-                    ours = manifest.is_ours(path / manifest.NAME)
-                    _refuse_others(name, [] if ours else os.listdir(path))
-                remove_leftovers(path.parent)
-                os.mkdir(place.folder)
-                place._lock = os.open(place.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                with contextlib.suppress(OSError):  # without locks, leftovers are kept for ``_OLD_AGE``
-                    fcntl.flock(place._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                probe = Path(place.folder, "probe")
-                probe.write_text(secrets.token_hex(8), encoding="utf-8")
-            except OSError as error:
-                raise trouble("Cannot make", place.folder, error) from None
+            return place
+        path = Path(name).absolute()
+        place = cls(str(path), str(_temporary(path)))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir() and not path.is_symlink() and not manifest.is_ours(path / manifest.NAME):
+                _refuse_others(name, os.listdir(path))
+            remove_leftovers(path.parent)
+            os.mkdir(place.folder)
+            place._lock = os.open(place.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            with contextlib.suppress(OSError):  # without locks, leftovers are kept for ``_OLD_AGE``
+                fcntl.flock(place._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            Path(place.folder, "probe").write_text(secrets.token_hex(8), encoding="utf-8")
+        except OSError as error:
+            raise trouble("Cannot make", place.folder, error) from None
         return place
 
     def token(self) -> str:
@@ -133,11 +130,10 @@ class Place:
 
     def seal(self, content: Manifest) -> None:
         """Write the manifest, once all files are durable."""
-        data = content.dump().encode()
         if self._fs is None:
             Path(self.folder, "probe").unlink(missing_ok=True)
         sink = self.sink(manifest.NAME)
-        sink.write(data)
+        sink.write(content.dump().encode())
         sink.close()
         if self._fs is None:
             sync_folder(Path(self.folder))
@@ -158,11 +154,6 @@ class Place:
         finally:
             self._unlock()
 
-    def _unlock(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-        self._lock = -1
-
     def discard(self) -> None:
         """Remove the directory after an error."""
         if self._fs is not None:
@@ -172,10 +163,15 @@ class Place:
             shutil.rmtree(self.folder, ignore_errors=True)
             self._unlock()
 
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
+
 
 def _refuse_others(path: str, names: list[str]) -> None:
     """Refuse to replace a directory that has files other than a checkpoint's."""
-    others = sorted(name for name in names if not _OURS.fullmatch(name))
+    others = sorted(name for name in names if not _FILES.fullmatch(name))
     if others:
         raise CheckpointError(
             f"{path} is a directory with {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}, which saving a "
@@ -187,8 +183,7 @@ def remove(path: str | os.PathLike[str]) -> None:
     """Remove a checkpoint directory or file. See Note [Publishing a directory]."""
     target = Path(path)
     if target.is_dir() and not target.is_symlink():
-        gone = _temporary(target, "old")
-        os.rename(target, gone)
+        os.rename(target, gone := _temporary(target, "old"))
         shutil.rmtree(gone, ignore_errors=True)
     else:
         target.unlink(missing_ok=True)
@@ -222,10 +217,7 @@ def remove_leftovers(folder: Path) -> None:
     """Remove temporary directories of dead processes; complete checkpoints among them are published."""
     for path in folder.glob(".*-*-*"):
         match = _TEMPORARY.fullmatch(path.name)
-        if match is None or not path.is_dir():
-            continue
-        ours = match["host"] == socket.gethostname()
-        if not (ours and _is_free(path)) and time.time() - path.stat().st_mtime < _OLD_AGE:
+        if match is None or not path.is_dir() or _may_be_in_use(path, match["host"]):
             continue
         named = folder / match["name"]
         if (path / manifest.NAME).is_file() and ".tmp-" in path.name and not named.exists():
@@ -234,34 +226,31 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_free(folder: Path) -> bool:
-    """Whether no process of this host holds a directory's lock."""
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return True
+def _may_be_in_use(folder: Path, host: str) -> bool:
+    """Whether a process of this host holds a directory's lock, or the directory is too young to tell."""
+    if host == socket.gethostname():
+        with contextlib.suppress(OSError):
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return False
+            finally:
+                os.close(fd)
+    return time.time() - folder.stat().st_mtime < _OLD_AGE
 
 
 def _replace(new: Path, path: Path) -> None:
-    if path.is_symlink() or not path.is_dir():
-        os.rename(path, old := _temporary(path, "old"))
+    """Give ``new`` the name ``path``, and remove the directory or file that has it."""
+    is_folder, old = path.is_dir() and not path.is_symlink(), _temporary(path, "old")
+    if is_folder and _exchange(new, path):
+        os.rename(new, old)  # not to be mistaken for a new checkpoint after a kill
+    else:
+        os.rename(path, old)
         os.rename(new, path)
-        old.unlink()
-        return
-    if not _exchange(new, path):
-        os.rename(path, old := _temporary(path, "old"))
-        os.rename(new, path)
+    if is_folder:
         shutil.rmtree(old, ignore_errors=True)
-        return
-    os.rename(new, old := _temporary(path, "old"))  # not to be mistaken for a new checkpoint after a kill
-    shutil.rmtree(old, ignore_errors=True)
+    else:
+        old.unlink()
 
 
 def _exchange(one: Path, other: Path) -> bool:

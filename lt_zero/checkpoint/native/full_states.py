@@ -6,14 +6,14 @@ number. A plain DDP run can resume from it, and any world size and stage can loa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lt_zero.checkpoint.native.pieces import is_elementwise, is_foreign, packed_states, parameter_numbers
+from lt_zero.checkpoint.native.pieces import is_elementwise, packed_states, parameter_numbers
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.full_params import gather_own
@@ -26,7 +26,6 @@ def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
     """The optimizer's ``state_dict`` with full tensors on the CPU of rank 0, {} elsewhere. Collective."""
     optimizer, engine = sharded.optimizer, sharded.engine
     packed, numbers = packed_states(sharded)
-    keep = engine.comm.rank == 0
     state: dict[int, dict[str, Any]] = {}
     with progress_bar("Gathering optimizer states", len(engine.buckets), rank=engine.comm.rank) as work:
         for bucket in engine.buckets:
@@ -34,54 +33,48 @@ def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
             local = {i: optimizer.state[p] for i, p in mine.items() if p in optimizer.state}
             for store in bucket.step_stores() if local else ():
                 store.read()
-            for key, dtype in sorted(_keys(bucket, local).items()):
-                for index, value in _collect(bucket, local, key, dtype).items():
-                    if keep and index in mine:
-                        state.setdefault(numbers[id(mine[index])], {})[key] = value
+            for index, entries in _gathered(bucket, local).items():
+                if index in mine:
+                    state[numbers[id(mine[index])]] = entries
             bucket.put_away()
             work.advance()
     engine.offload_manager.check(engine.comm, "optimizer states in files")
-    if not keep:
+    if engine.comm.rank != 0:
         return {}
-    foreign = {numbers[id(p)]: optimizer.state[p] for p in sharded.parameters() if is_foreign(engine, p, optimizer)}
-    return {**packed, "state": {**foreign, **dict(sorted(state.items()))}}
+    return {**packed, "state": {**packed["state"], **dict(sorted(state.items()))}}
 
 
-def _keys(bucket: Bucket, local: dict[int, dict[str, Any]]) -> dict[str, str]:
-    """The state keys of all ranks, each with the dtype of its element-wise tensors, '' if it has scalars only."""
-    found: dict[str, str] = {}
-    for index, state in local.items():
-        for key, value in state.items():
+def _gathered(bucket: Bucket, local: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The states of a bucket's parameters; element-wise ones, on rank 0, in full on the CPU. Collective."""
+    rows: dict[str, dict[int, Tensor]] = {}
+    others: dict[int, dict[str, Any]] = {}
+    for index, entries in local.items():
+        for key, value in entries.items():
             if is_elementwise(bucket, index, value):
-                found[key] = str(value.dtype).removeprefix("torch.")
-            found.setdefault(key, "")
-    merged: dict[str, str] = {}
-    for keys in bucket.comm.host_gather(found, f"optimizer state of {bucket.name}"):
-        merged |= {key: dtype for key, dtype in keys.items() if dtype or key not in merged}
-    return merged
-
-
-def _collect(bucket: Bucket, local: dict[int, dict[str, Any]], key: str, dtype: str) -> dict[int, Any]:
-    """One entry of the state of all parameters of the bucket. Collective."""
-    mine = {index: state[key] for index, state in local.items() if key in state}
-    rows = {index: value for index, value in mine.items() if is_elementwise(bucket, index, value)}
-    scalars = {index: value for index, value in mine.items() if index not in rows}
-    every: dict[int, Any] = {}
-    holders: set[int] = set()
-    for other_scalars, other_rows in bucket.comm.host_gather((scalars, list(rows)), f"{key} of {bucket.name}"):
-        every |= other_scalars
-        holders |= set(other_rows)
-    if not dtype:
-        return every
-    own = torch.zeros(
-        bucket.shard_range[1] - bucket.shard_range[0], dtype=getattr(torch, dtype), device=bucket.flat.device
-    )
-    for index, value in rows.items():
-        (piece,) = bucket.pieces_of(index)
-        own[piece.offset : piece.offset + piece.numel] = value.reshape(-1)
-    flat, spans = gather_own(bucket, own), bucket.layout.spans
-    rest = {i: flat[spans[i].lo : spans[i].hi].view(spans[i].shape).to("cpu", copy=True) for i in sorted(holders)}
-    return {**every, **rest}
+                rows.setdefault(key, {})[index] = value
+            else:
+                others.setdefault(index, {})[key] = value
+    facts = {key: (next(iter(values.values())).dtype, list(values)) for key, values in rows.items()}
+    state: dict[int, dict[str, Any]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    holders: dict[str, set[int]] = {}  # parameters that have a state, which a rank may own no element of
+    for found, held in bucket.comm.host_gather((others, facts), f"optimizer state of {bucket.name}"):
+        for index, entries in found.items():
+            state.setdefault(index, {}).update(entries)
+        for key, (dtype, indices) in held.items():
+            dtypes[key] = dtype
+            holders.setdefault(key, set()).update(indices)
+    lo, hi = bucket.shard_range
+    for key, dtype in sorted(dtypes.items(), key=lambda item: item[0]):
+        own = torch.zeros(hi - lo, dtype=dtype, device=bucket.flat.device)
+        for index, value in rows.get(key, {}).items():
+            (piece,) = bucket.pieces_of(index)
+            own[piece.offset : piece.offset + piece.numel] = value.reshape(-1)
+        flat = gather_own(bucket, own)
+        for index in sorted(holders[key]) if bucket.comm.rank == 0 else ():
+            span = bucket.layout.spans[index]
+            state.setdefault(index, {})[key] = flat[span.lo : span.hi].view(span.shape).to("cpu", copy=True)
+    return state
 
 
 def load_full_optimizer_state(
@@ -90,14 +83,13 @@ def load_full_optimizer_state(
     """Load this rank's pieces of a full state dict, which all ranks pass. Not collective.
 
     Args:
-        sharded: the optimizer.
         full: as ``Optimizer.state_dict`` returns it; of lazy tensors only this rank's pieces are read.
         tick: called for each parameter whose state was read.
 
     Raises:
         ValueError: the optimizer's parameters differ from the saved ones.
     """
-    engine, parameters = sharded.engine, sharded.parameters()
+    engine, optimizer, parameters = sharded.engine, sharded.optimizer, sharded.parameters()
     numbers = parameter_numbers(full)
     if len(numbers) != len(parameters):
         raise ValueError(
@@ -105,48 +97,46 @@ def load_full_optimizer_state(
             "`configure_optimizers` return the same parameters in the same order as when the checkpoint was saved."
         )
     cut: dict[int, Any] = {}
-    resting: dict[Bucket, list[_Resting]] = {}
+    streamed: dict[Bucket, list[tuple[Parameter, Piece, str, Tensor]]] = {}  # element-wise states stored in files
     for number, parameter in zip(numbers, parameters, strict=True):
-        state = full["state"].get(number)
-        place = engine.owner.get(id(parameter))
+        state, place = full["state"].get(number), engine.owner.get(id(parameter))
+        if state is not None and place is None:
+            cut[number] = {key: whole(value) for key, value in state.items()}
         if state is None or place is None:
-            if state is not None:
-                cut[number] = {key: whole(value) for key, value in state.items()}
             continue
         bucket, index = place
+        shape = tuple(bucket.shapes[index])
         for piece in bucket.pieces_of(index):
             cut[number] = {}
             for key, value in state.items():
-                if not (
-                    isinstance(value, Tensor) and value.dim() and tuple(value.shape) == tuple(bucket.shapes[index])
-                ):
+                if not (isinstance(value, Tensor) and value.dim() and tuple(value.shape) == shape):
                     cut[number][key] = whole(value)
                 elif bucket.step_place.streamed:
-                    resting.setdefault(bucket, []).append(_Resting(parameter, piece, key, value))
+                    streamed.setdefault(bucket, []).append((parameter, piece, key, value))
                 else:
                     cut[number][key] = _piece_of(bucket, piece, value)
-        if bucket not in resting:
+        if bucket not in streamed:
             tick()
-    sharded.optimizer.load_state_dict({**full, "state": cut})
+    optimizer.load_state_dict({**full, "state": cut})
     for number, parameter in zip(numbers, parameters, strict=True):
+        place = engine.owner.get(id(parameter))
+        moves = place is not None and place[0].offloaded
         for key, value in cut.get(number, {}).items():
-            # torch casts states to the parameter's dtype, but ours have that of the master weights.
-            loaded = sharded.optimizer.state[parameter]
-            place = engine.owner.get(id(parameter))
-            moves = place is not None and place[0].offloaded
+            # torch casts states to the parameter's dtype, but here they have that of the master weights.
+            loaded = optimizer.state[parameter]
             if isinstance(value, Tensor) and (loaded[key].dtype != value.dtype or moves):
                 loaded[key] = value.to("cpu" if moves else loaded[key].device, copy=True)
-    _load_resting(sharded, resting, tick)
+    for bucket, states in streamed.items():  # one bucket in memory at a time
+        for parameter, piece, key, value in states:
+            row = _piece_of(bucket, piece, value)
+            store = bucket.state_store(key, row.dtype)
+            assert store is not None
+            store.write()
+            optimizer.state[parameter][key] = store.lend(piece.offset, row.shape).copy_(row)
+        bucket.put_away()
+        for _ in {id(state[0]) for state in states}:
+            tick()
     sharded.stepper.store_states()
-
-
-class _Resting(NamedTuple):
-    """An element-wise state that is stored in a file."""
-
-    parameter: Parameter
-    piece: Piece
-    key: str
-    value: Tensor
 
 
 def _piece_of(bucket: Bucket, piece: Piece, value: Tensor) -> Tensor:
@@ -156,20 +146,3 @@ def _piece_of(bucket: Bucket, piece: Piece, value: Tensor) -> Tensor:
     shape = bucket.shapes[piece.index]
     row = row if isinstance(value, LazyTensor) or row.dtype != value.dtype else row.clone()
     return row.view(shape) if piece.numel == torch.Size(shape).numel() else row
-
-
-def _load_resting(
-    sharded: ShardedOptimizer, resting: Mapping[Bucket, Sequence[_Resting]], tick: Callable[[], object]
-) -> None:
-    """Write loaded states to their files, with one bucket in memory at a time."""
-    for bucket, states in resting.items():
-        for state in states:
-            row = _piece_of(bucket, state.piece, state.value)
-            store = bucket.state_store(state.key, row.dtype)
-            assert store is not None
-            store.write()
-            kept = store.lend(state.piece.offset, row.shape).copy_(row)
-            sharded.optimizer.state[state.parameter][state.key] = kept
-        bucket.put_away()
-        for _ in {id(state.parameter) for state in states}:
-            tick()

@@ -11,16 +11,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_zero.checkpoint.formats.reading import VERSION
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.pieces import parameter_names
-from lt_zero.checkpoint.native.plain import where
+from lt_zero.checkpoint.native.plain import put_back, where
 from lt_zero.checkpoint.native.save import KEY, REFERENCE
 from lt_zero.checkpoint.source import Source, Spec
 from lt_zero.common.errors import CheckpointError
@@ -108,49 +108,18 @@ def settings_here(
         saved: groups of an optimizer in another format.
         running: ``param_groups`` of the running optimizer. If there are fewer, further saved groups are unchanged.
     """
-    groups: list[dict[str, Any]] = []
+    groups: list[dict[str, Any]] = [dict(group) for group in saved]
     dropped: dict[str, None] = {}
-    for group, own in zip_longest(saved, running[: len(saved)]):
-        if own is None:
-            groups.append(dict(group))
-            continue
-        rest = {key: value for key, value in group.items() if key not in _COMPUTED}
-        taken = {key: value for key, value in rest.items() if key in own or key in ("params", "initial_lr")}
-        groups.append({**own, **taken})
-        for key, value in rest.items():
-            if key not in taken and (key, value) != ("bias_correction", True):  # torch's Adam always corrects
+    for i, (group, own) in enumerate(zip(saved, running, strict=False)):
+        groups[i] = dict(own)
+        for key, value in group.items():
+            if key in _COMPUTED:
+                continue
+            if key in own or key in ("params", "initial_lr"):
+                groups[i][key] = value
+            elif (key, value) != ("bias_correction", True):  # torch's Adam always corrects
                 dropped[f"{key}={value!r}"] = None
     return groups, list(dropped)
-
-
-def saved_weights(source: Source) -> dict[str, Tensor]:
-    """The state dict of a source with lazy tensors; tied names share an object."""
-    weights: dict[str, Tensor] = {}
-    for name, spec in source.weights.items():
-        first = source.aliases.get(name, name)
-        lazy = weights.get(first)
-        weights[name] = lazy if lazy is not None else LazyTensor(spec.shape, spec.dtype, _reader(source, "read", first))
-    return weights
-
-
-def saved_state(source: Source, optimizer: int) -> dict[str, dict[str, Any]]:
-    """The states of one optimizer of a source, by parameter name; element-wise ones are lazy."""
-    states: dict[str, dict[str, Any]] = {}
-    for name, state in source.optimizers[optimizer].state.items():
-        states[name] = dict(state)
-        for key, value in state.items():
-            if isinstance(value, Spec):
-                read = _reader(source, "read_state", optimizer, name, key)
-                states[name][key] = LazyTensor(value.shape, value.dtype, read)
-    return states
-
-
-def _reader(source: Source, method: str, *place: Any) -> Reader:
-    """Reads elements with ``<method>_range`` if the source has it, else all with ``method``."""
-    ranges = getattr(source, f"{method}_range", None)
-    if ranges is not None:
-        return partial(ranges, *place)
-    return lambda lo, hi: getattr(source, method)(*place).reshape(-1)[lo:hi]
 
 
 def as_lightning(source: Source, weights_only: bool | None = None) -> dict[str, Any]:
@@ -160,7 +129,7 @@ def as_lightning(source: Source, weights_only: bool | None = None) -> dict[str, 
         source: an open checkpoint.
         weights_only: False also unpickles values without a plain form; use it for trusted checkpoints only.
     """
-    ours = isinstance(source, Archive)
+    native = isinstance(source, Archive)
     meta = _whole_meta(source, weights_only) if isinstance(source, Archive) else lightning_meta(source)
     own = meta.pop(KEY, {})
     meta[KEY] = {
@@ -169,57 +138,72 @@ def as_lightning(source: Source, weights_only: bool | None = None) -> dict[str, 
         "path": str(getattr(source, "folder", getattr(source, "path", ""))),
     }
     meta.setdefault(VERSION, "2.5.0")
-    meta["state_dict"] = {**saved_weights(source), **own.get("extra_state", {})}
-    has_optimizers = own.get("has_optimizers", False) or bool(source.optimizers)
-    foreign = not ours or own.get("foreign", False)
-    if has_optimizers:
+    weights: dict[str, Any] = {}
+    for name, spec in source.weights.items():  # tied names share an object
+        first = source.aliases.get(name, name)
+        lazy = weights.get(first)
+        weights[name] = lazy if lazy is not None else _lazy(spec, source, "read", first)
+    meta["state_dict"] = {**weights, **own.get("extra_state", {})}
+    if own.get("has_optimizers", False) or source.optimizers:
+        foreign = not native or own.get("foreign", False)
         meta["optimizer_states"] = [
-            {"state": saved_state(source, number), "param_groups": saved.groups, "foreign": foreign}
-            for number, saved in enumerate(source.optimizers)
+            {"state": _lazy_states(source, i, saved.state), "param_groups": saved.groups, "foreign": foreign}
+            for i, saved in enumerate(source.optimizers)
         ]
     return meta
 
 
+def _lazy_states(source: Source, optimizer: int, states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The states of one optimizer by parameter name; element-wise ones are lazy."""
+    return {
+        name: {
+            key: _lazy(value, source, "read_state", optimizer, name, key) if isinstance(value, Spec) else value
+            for key, value in state.items()
+        }
+        for name, state in states.items()
+    }
+
+
+def _lazy(spec: Spec, source: Source, method: str, *place: Any) -> LazyTensor:
+    """A tensor that reads elements with ``<method>_range`` if the source has it, else all with ``method``."""
+    ranges: Reader | None = getattr(source, f"{method}_range", None)
+    if ranges is not None:
+        return LazyTensor(spec.shape, spec.dtype, partial(ranges, *place))
+    return LazyTensor(spec.shape, spec.dtype, lambda lo, hi: getattr(source, method)(*place).reshape(-1)[lo:hi])
+
+
 def _whole_meta(archive: Archive, weights_only: bool | None) -> dict[str, Any]:
+    """``meta`` with lazy tensors for references, and with values without a plain form if they may be unpickled."""
+
+    def resolve(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            if set(value) == {REFERENCE}:
+                entry = archive.manifest.tensors[value[REFERENCE]]
+                return LazyTensor(entry.shape, entry.dtype, partial(archive.elements, value[REFERENCE]))
+            return type(value)((k, resolve(v)) for k, v in value.items())  # type: ignore[call-arg]
+        return type(value)(resolve(v) for v in value) if type(value) in (list, tuple) else value
+
+    meta = dict(archive.meta)
+    left: list[Any] = meta.get(KEY, {}).get("left_out", [])
     if weights_only is False:
-        meta = archive.meta_with_objects()
-    else:
-        meta = dict(archive.meta)
-        if left := archive.left_out():
-            places = ", ".join(repr(where(path)) for path in left[:5])
-            warnings.warn(
-                f"{archive.path} has entries without a plain form, which are left out: {places}. If you trust the "
-                "checkpoint and need them, pass weights_only=False.",
-                stacklevel=2,
-            )
-    found = _resolve(archive, meta)
-    assert isinstance(found, dict)
+        put_back(meta, archive.objects())
+    elif left:
+        places = ", ".join(repr(where(path)) for path in left[:5])
+        warnings.warn(
+            f"{archive.path} has entries without a plain form, which are left out: {places}. If you trust the "
+            "checkpoint and need them, pass weights_only=False.",
+            stacklevel=2,
+        )
+    found: dict[str, Any] = resolve(meta)
     return found
 
 
-def _resolve(archive: Archive, value: Any) -> Any:
-    """Replace references by lazy tensors."""
-    if isinstance(value, Mapping):
-        if set(value) == {REFERENCE}:
-            name = value[REFERENCE]
-            entry = archive.manifest.tensors[name]
-            return LazyTensor(entry.shape, entry.dtype, partial(archive.elements, name))
-        return type(value)((k, _resolve(archive, v)) for k, v in value.items())  # type: ignore[call-arg]
-    if type(value) in (list, tuple):
-        return type(value)(_resolve(archive, v) for v in value)
-    return value
-
-
 def number_states(
-    saved: Mapping[str, Any],
-    names: Sequence[Sequence[str]],
-    number: int,
-    frozen: Collection[str] = (),
+    saved: Mapping[str, Any], names: Sequence[Sequence[str]], number: int, frozen: Collection[str] = ()
 ) -> dict[str, Any]:
     """Convert an optimizer's saved state from parameter names to torch's numbers.
 
     Args:
-        saved: groups and states by name.
         names: of the running optimizer's parameters, by group.
         number: of the optimizer, for messages.
         frozen: names of frozen parameters; those without a saved state may be missing on either side.
@@ -260,19 +244,19 @@ def number_states(
 
 def fitting_state(
     saved: Mapping[str, Any], optimizer: Optimizer, engine: Engine, number: int, tell: bool
-) -> dict[str, Any]:
+) -> Mapping[str, Any]:
     """Convert a saved state of ``as_lightning`` to torch's form, for the running optimizer.
 
     Args:
-        saved: groups and states by name.
-        optimizer: the running optimizer.
-        engine: of its parameters.
+        saved: groups and states by name; by number it is returned unchanged.
         number: of the optimizer, for messages.
         tell: warn of options that are left out.
 
     Raises:
         CheckpointError: the saved parameters or their groups differ from the running ones.
     """
+    if not any(isinstance(name, str) for group in saved["param_groups"] for name in group["params"]):
+        return saved
     if saved.get("foreign"):
         groups, dropped = settings_here(saved["param_groups"], optimizer.param_groups)
         saved = {**saved, "param_groups": groups}
@@ -286,41 +270,32 @@ def fitting_state(
     return number_states(saved, parameter_names(optimizer, engine), number, frozen)
 
 
-def by_name(state: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's saved state is keyed by names."""
-    return any(isinstance(name, str) for group in state["param_groups"] for name in group["params"])
-
-
 def rounded_weights(engine: Engine, state: Mapping[str, Any]) -> dict[str, Any]:
     """The state dict with the engine's parameters rounded to their compute dtype."""
     named = engine.root.named_parameters(remove_duplicate=False)  # a tied name would restore the exact values
     dtypes = {name: engine.owner[id(p)][0].dtype for name, p in named if id(p) in engine.owner}
 
-    def rounding(value: Tensor, name: str) -> Tensor:
-        lazy = value if isinstance(value, LazyTensor) else None
-        if lazy is None:
-            return value.to(dtypes[name]).to(value.dtype)
-        return LazyTensor(
-            tuple(lazy.shape),
-            lazy.dtype,
-            lambda lo, hi: lazy.elements(lo, hi).to(dtypes[name]).to(lazy.dtype),
-        )
+    def rounding(value: Tensor, dtype: torch.dtype) -> Tensor:
+        if not isinstance(value, LazyTensor):
+            return value.to(dtype).to(value.dtype)
+        exact = value.dtype
+        return LazyTensor(tuple(value.shape), exact, lambda lo, hi: value.elements(lo, hi).to(dtype).to(exact))
 
-    return {name: rounding(value, name) if name in dtypes else value for name, value in state.items()}
+    return {name: rounding(value, dtypes[name]) if name in dtypes else value for name, value in state.items()}
 
 
 def counted(state: Mapping[str, Any], reach: Callable[[int], object]) -> dict[str, Any]:
     """The state dict; ``reach`` is called with the number (from 1) of each tensor that is read from a checkpoint."""
 
-    def counting(lazy: LazyTensor, number: int) -> LazyTensor:
-        def read(lo: int, hi: int) -> Tensor:
-            reach(number)
-            return lazy.elements(lo, hi)
+    def read(lazy: LazyTensor, number: int, lo: int, hi: int) -> Tensor:
+        reach(number)
+        return lazy.elements(lo, hi)
 
-        return LazyTensor(tuple(lazy.shape), lazy.dtype, read)
-
-    numbered = enumerate(state.items(), 1)
-    return {key: counting(v, number) if isinstance(v, LazyTensor) else v for number, (key, v) in numbered}
+    made = dict(state)
+    for number, (name, value) in enumerate(state.items(), 1):
+        if isinstance(value, LazyTensor):
+            made[name] = LazyTensor(tuple(value.shape), value.dtype, partial(read, value, number))
+    return made
 
 
 def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool, left_out: Sequence[str] = ()) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lt_zero.checkpoint.source import Spec
 from lt_zero.common.errors import CheckpointError
 from lt_zero.io.checked_file import STEP, FileRecord
 
@@ -35,16 +36,10 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A tensor of ``shape`` that is saved in chunks."""
+class Entry(Spec):
+    """A tensor that is saved in chunks."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     chunks: tuple[Chunk, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -118,6 +113,7 @@ class Manifest:
 
     @classmethod
     def _of(cls, body: Mapping[str, Any]) -> Manifest:
+        """Check all that reads do not check: files lie in the directory, chunks in their tensor and their file."""
         if body["block"] != STEP:
             raise ValueError(f"blocks of {body['block']} bytes")
         files = {file["name"]: FileRecord(file["bytes"], tuple(file["sums"])) for file in body["files"]}
@@ -129,28 +125,19 @@ class Manifest:
         names = [file["name"] for file in body["files"]]
         tensors = {}
         for name, entry in body["tensors"].items():
+            shape, dtype = tuple(entry["shape"]), getattr(torch, entry["dtype"])
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"a dtype {entry['dtype']!r}")
             chunks = tuple(Chunk(tuple(o), tuple(s), names[file], start) for o, s, file, start in entry["chunks"])
-            tensors[name] = Entry(tuple(entry["shape"]), _dtype(entry["dtype"]), chunks)
             for chunk in chunks:
-                _check(name, tensors[name], chunk, files[chunk.file].nbytes)
+                axes = zip(shape, chunk.offsets, chunk.sizes, strict=True)
+                inside = all(offset >= 0 and size >= 0 and offset + size <= whole for whole, offset, size in axes)
+                end = chunk.start + math.prod(chunk.sizes) * dtype.itemsize
+                if not inside or not 0 <= chunk.start <= end <= files[chunk.file].nbytes:
+                    raise ValueError(f"{name} of {shape} has a chunk {chunk}")
+            tensors[name] = Entry(shape, dtype, chunks)
         order, left_out = tuple(body["order"]), tuple(body["left_out"])
         return cls(tensors, files, order, body["aliases"], left_out, body["run"])
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"a dtype {name!r}")
-    return dtype
-
-
-def _check(name: str, entry: Entry, chunk: Chunk, nbytes: int) -> None:
-    """Check that a chunk lies within its tensor and its file of ``nbytes``, as reads do not check it."""
-    axes = zip(entry.shape, chunk.offsets, chunk.sizes, strict=True)
-    inside = all(offset >= 0 and size >= 0 and offset + size <= whole for whole, offset, size in axes)
-    end = chunk.start + math.prod(chunk.sizes) * entry.dtype.itemsize
-    if not inside or not 0 <= chunk.start <= end <= nbytes:
-        raise ValueError(f"{name} of {entry.shape} has a chunk {chunk}")
 
 
 def _digest(text: str) -> str:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from lt_zero.common.compat import no_torch_function, wrapper_tensor
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.layout import Piece
+from lt_zero.offload.store import Store
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
@@ -187,8 +187,10 @@ def weight_fragments(engine: Engine) -> dict[str, Any]:
     for bucket in engine.buckets:
         bucket.wait_background_step()
         bucket.edits.check(values=True)
+        streamed = any(store.streamed for store in bucket.stores())
         for index, parameter in enumerate(bucket.params):
-            made[id(parameter)] = _weight(bucket, index)
+            local = partial(_weight, bucket, index)
+            made[id(parameter)] = _fragment(bucket, index, local, bucket.weights.precision, streamed)
     # keep_vars: sharded parameters are not read. On all ranks, as metrics may synchronize in it.
     state: dict[str, Any] = engine.root.state_dict(keep_vars=True)
     for name, value in state.items():
@@ -197,30 +199,18 @@ def weight_fragments(engine: Engine) -> dict[str, Any]:
     return state
 
 
-def _weight(bucket: Bucket, index: int) -> Fragment:
-    weights, piece = bucket.weights, _piece(bucket, index)
-    resting = any(store.streamed for store in bucket.stores())
-
-    def local() -> Tensor:
-        assert piece is not None
-        return weights.values()[piece.offset : piece.offset + piece.numel]
-
-    return _fragment(bucket, index, piece, local, weights.precision, resting)
+def _weight(bucket: Bucket, index: int) -> Tensor:
+    (piece,) = bucket.pieces_of(index)
+    return bucket.weights.values()[piece.offset : piece.offset + piece.numel]
 
 
-def _piece(bucket: Bucket, index: int) -> Piece | None:
-    pieces = bucket.pieces_of(index)
-    return pieces[0] if pieces else None
-
-
-def _fragment(
-    bucket: Bucket, index: int, piece: Piece | None, local: Callable[[], Tensor], dtype: torch.dtype, resting: bool
-) -> Fragment:
-    lo, hi = (piece.lo, piece.hi) if piece is not None else (0, 0)
+def _fragment(bucket: Bucket, index: int, local: Callable[[], Tensor], dtype: torch.dtype, streamed: bool) -> Fragment:
+    """This rank's elements of a parameter, or of a state of its shape. ``streamed``: they are read into a buffer."""
     shape = tuple(bucket.shapes[index])
+    lo, hi = next(((piece.lo, piece.hi) for piece in bucket.pieces_of(index)), (0, 0))
     if 0 in shape:
         local = partial(torch.empty, 0, dtype=dtype)
-    return Fragment(local, shape, lo, hi, dtype, bucket.put_away if resting else None)
+    return Fragment(local, shape, lo, hi, dtype, bucket.put_away if streamed else None)
 
 
 def optimizer_fragments(sharded: ShardedOptimizer) -> dict[str, Any]:
@@ -235,14 +225,36 @@ def optimizer_fragments(sharded: ShardedOptimizer) -> dict[str, Any]:
     for bucket in engine.buckets:
         for index, parameter in enumerate(bucket.params):
             if id(parameter) in numbers and parameter in optimizer.state:
-                held = _states(bucket, index, optimizer.state[parameter])
-                state[numbers[id(parameter)]] = held
+                state[numbers[id(parameter)]] = _states(bucket, index, optimizer.state[parameter])
     own = {n: {k: v for k, v in held.items() if not isinstance(v, Fragment)} for n, held in state.items()}
     for packed_scalars in engine.comm.host_gather(_pack(own), "optimizer states that are no tensors"):
         for number, held in _unpack(*packed_scalars).items():
             state[number] = {**held, **state.get(number, {})}
-    foreign = {numbers[id(p)]: optimizer.state[p] for p in sharded.parameters() if is_foreign(engine, p, optimizer)}
-    return {**packed, "state": {**foreign, **dict(sorted(state.items()))}}
+    return {**packed, "state": {**packed["state"], **dict(sorted(state.items()))}}
+
+
+def _states(bucket: Bucket, index: int, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a parameter on this rank, with fragments."""
+    shared = bucket.shard_range != (0, bucket.layout.numel)
+    alone = shared and any(piece.numel == math.prod(bucket.shapes[index]) for piece in bucket.pieces_of(index))
+    made: dict[str, Any] = {}
+    for key, value in state.items():
+        if is_elementwise(bucket, index, value):
+            stored = bucket.states.get(key)
+            made[key] = _fragment(bucket, index, partial(_row, stored, value), value.dtype, stored is not None)
+        elif alone and isinstance(value, Tensor) and value.dim() > 0:
+            row = value.detach().contiguous().view(-1)
+            made[key] = Fragment(partial(row.view, -1), tuple(value.shape), 0, value.numel(), value.dtype)
+        else:
+            made[key] = value
+    return made
+
+
+def _row(stored: Store | None, value: Tensor) -> Tensor:
+    """A state (1D), which is read from its store first."""
+    if stored is not None:
+        stored.read()
+    return value.detach().reshape(-1)
 
 
 _Scalars = dict[torch.dtype, tuple[list[tuple[int, str]], Tensor]]
@@ -273,46 +285,20 @@ def _unpack(rest: dict[int, dict[str, Any]], scalars: _Scalars) -> dict[int, dic
     return rest
 
 
-def _states(bucket: Bucket, index: int, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a parameter on this rank, with fragments."""
-    piece = _piece(bucket, index)
-    alone = piece is not None and bucket.shard_range != (0, bucket.layout.numel) and _is_whole(bucket, piece)
-    made: dict[str, Any] = {}
-    for key, value in state.items():
-        if piece is not None and is_elementwise(bucket, index, value):
-            made[key] = _state(bucket, index, piece, key, value)
-        elif alone and isinstance(value, Tensor) and value.dim() > 0:
-            row = value.detach().contiguous().view(-1)
-            made[key] = Fragment(partial(row.view, -1), tuple(value.shape), 0, value.numel(), value.dtype)
-        else:
-            made[key] = value
-    return made
-
-
-def _is_whole(bucket: Bucket, piece: Piece) -> bool:
-    """Whether a piece covers its parameter."""
-    return piece.numel == math.prod(bucket.shapes[piece.index])
-
-
-def _state(bucket: Bucket, index: int, piece: Piece, key: str, value: Tensor) -> Fragment:
-    stored = bucket.states.get(key)
-
-    def local() -> Tensor:
-        if stored is not None:
-            stored.read()
-        return value.detach().reshape(-1)
-
-    return _fragment(bucket, index, piece, local, value.dtype, stored is not None)
-
-
 def packed_states(sharded: ShardedOptimizer) -> tuple[dict[str, Any], dict[int, int]]:
-    """The optimizer's own ``state_dict``, without reading states from files, and parameter numbers by id."""
+    """The optimizer's own ``state_dict``, without reading states from files, and parameter numbers by id.
+
+    Its states are those of parameters that the engine does not own.
+    """
+    optimizer, parameters = sharded.optimizer, sharded.parameters()
     sharded.by_bucket = True
     try:
-        packed = sharded.optimizer.state_dict()
+        packed = optimizer.state_dict()
     finally:
         sharded.by_bucket = False
-    return packed, {id(p): n for n, p in zip(parameter_numbers(packed), sharded.parameters(), strict=True)}
+    numbers = {id(p): n for n, p in zip(parameter_numbers(packed), parameters, strict=True)}
+    foreign = (p for p in parameters if id(p) not in sharded.engine.owner and p in optimizer.state)
+    return {**packed, "state": {numbers[id(p)]: optimizer.state[p] for p in foreign}}, numbers
 
 
 def parameter_numbers(packed: Mapping[str, Any]) -> list[int]:
@@ -323,28 +309,18 @@ def parameter_numbers(packed: Mapping[str, Any]) -> list[int]:
 def parameter_names(optimizer: Optimizer, engine: Engine) -> list[list[str]]:
     """The names of the optimizer's parameters, by group; ``#<number>`` for those outside the module."""
     known = {id(p): name for name, p in engine.root.named_parameters()}
-    owner = engine.owner
-    names: list[list[str]] = []
+    known |= {key: bucket.layout.spans[index].name for key, (bucket, index) in engine.owner.items()}
+    groups, first = [], 0
     for group in optimizer.param_groups:
-        places = [(p, owner.get(id(p))) for p in group["params"]]
-        first = sum(map(len, names))
-        names.append(
-            [
-                place[0].layout.spans[place[1]].name if place is not None else known.get(id(p), f"#{first + i}")
-                for i, (p, place) in enumerate(places)
-            ]
-        )
-    return names
-
-
-def is_foreign(engine: Engine, parameter: Any, optimizer: Optimizer) -> bool:
-    """Whether the engine does not own a parameter that has a state."""
-    return id(parameter) not in engine.owner and parameter in optimizer.state
+        groups.append([known.get(id(p), f"#{i}") for i, p in enumerate(group["params"], first)])
+        first += len(group["params"])
+    return groups
 
 
 def is_elementwise(bucket: Bucket, index: int, value: Any) -> bool:
     """Whether a state entry has one element per element of the parameter (0D parameters count as scalars)."""
-    piece = _piece(bucket, index)
-    if piece is None or not isinstance(value, Tensor) or value.dim() == 0 or value.numel() != piece.numel:
-        return False
-    return tuple(value.shape) == tuple(bucket.shapes[index]) or not _is_whole(bucket, piece)
+    for piece in bucket.pieces_of(index):
+        if isinstance(value, Tensor) and value.dim() > 0 and value.numel() == piece.numel:
+            shape = tuple(bucket.shapes[index])
+            return tuple(value.shape) == shape or piece.numel != math.prod(shape)
+    return False

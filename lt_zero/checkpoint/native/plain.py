@@ -27,7 +27,7 @@ from lt_zero.engine.lazy_tensor import AbsentTensor, LazyTensor
 
 Path = tuple[Any, ...]  # keys from the outermost container to a value
 
-_ATOMS = (type(None), bool, int, float, complex, str, bytes)
+_ATOMS: tuple[Any, ...] = (type(None), bool, int, float, complex, str, bytes)
 _TORCH = (torch.dtype, torch.Size, torch.device)
 MISSING = "<left out: not a plain value>"
 
@@ -43,33 +43,39 @@ def plain(value: Any, swap: Callable[[Path, Tensor], Any] | None = None) -> tupl
     {'a': (1, {'b': '<left out: not a plain value>'})}
     """
     rest: dict[Path, Any] = {}
-    return _Sorter(swap or (lambda path, tensor: tensor), rest).sort(value, ()), rest
+    return _Converter(swap or (lambda path, tensor: tensor), rest).convert(value, ()), rest
 
 
-class _Sorter:
+class _Converter:
     """Converts a value recursively; values without a plain form go to ``rest``."""
 
     def __init__(self, swap: Callable[[Path, Tensor], Any], rest: dict[Path, Any]) -> None:
         self._swap, self._rest = swap, rest
         self._open: set[int] = set()  # ids of the containers around the value
 
-    def sort(self, value: Any, path: Path) -> Any:
-        if isinstance(value, Tensor):
-            return self._swap(path, value) if _is_dense(value) else self._aside(value, path)
+    def convert(self, value: Any, path: Path) -> Any:
+        if isinstance(value, Tensor) and _is_dense(value):
+            return self._swap(path, value)
         if isinstance(value, enum.Enum):
-            return self.sort(value.value, path)
-        if isinstance(value, _ATOMS):
-            return value if type(value) in _ATOMS else _base_of(value)
-        if isinstance(value, _TORCH):
+            return self.convert(value.value, path)
+        if type(value) in _ATOMS or isinstance(value, _TORCH):
             return value
+        if isinstance(value, _ATOMS):  # a number or string of a subclass
+            return next(kind(value) for kind in _ATOMS[2:] if isinstance(value, kind))
         if isinstance(value, Container):  # it may contain enums, paths and objects
-            return self.sort(OmegaConf.to_container(value, resolve=not _has_missing(value)), path)
+            return self.convert(OmegaConf.to_container(value, resolve=not _has_missing(value)), path)
         if isinstance(value, os.PathLike):
             return os.fspath(value)
         if isinstance(value, timedelta):
             return value.total_seconds()
-        if isinstance(value, np.generic | np.ndarray):
-            return self._of_numpy(value, path)
+        if isinstance(value, np.generic):
+            item = value.item()
+            return self._aside(value, path) if isinstance(item, np.generic) else self.convert(item, path)
+        if isinstance(value, np.ndarray):
+            try:
+                return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C", copy=True))
+            except TypeError:  # strings, objects, dtypes that torch lacks
+                return self._aside(value, path)
         if not isinstance(value, Mapping | tuple | list | set | frozenset) or id(value) in self._open:
             return self._aside(value, path)
         self._open.add(id(value))
@@ -87,25 +93,16 @@ class _Sorter:
             keys = [_key(key) for key in value]
             if len(set(keys)) < len(keys):  # such as 1.5 and numpy's 1.5, or a path and its text
                 return self._aside(value, path)
-            inner = {key: self.sort(v, (*path, key)) for key, v in zip(keys, value.values(), strict=True)}
+            inner = {key: self.convert(v, (*path, key)) for key, v in zip(keys, value.values(), strict=True)}
             return collections.OrderedDict(inner) if type(value) is collections.OrderedDict else inner
         if isinstance(value, tuple | list):
-            items = [self.sort(v, (*path, i)) for i, v in enumerate(value)]
+            items = [self.convert(v, (*path, i)) for i, v in enumerate(value)]
             return items if isinstance(value, list) else tuple(items)
         parts = [plain(v) for v in sorted(value, key=repr)]
         if any(rest for _, rest in parts):
             return self._aside(value, path)  # ``put_back`` does not support sets
         members = [member for member, _ in parts]
         return set(members) if all(map(_is_hashable, members)) else members
-
-    def _of_numpy(self, value: Any, path: Path) -> Any:
-        if isinstance(value, np.generic):
-            item = value.item()
-            return self._aside(value, path) if isinstance(item, np.generic) else self.sort(item, path)
-        try:
-            return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C", copy=True))
-        except TypeError:  # strings, objects, dtypes that torch lacks
-            return self._aside(value, path)
 
 
 def _is_dense(value: Tensor) -> bool:
@@ -116,12 +113,6 @@ def _is_dense(value: Tensor) -> bool:
         return True
     known = type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
     return known and value.layout == torch.strided and not value.is_quantized and not value.is_meta
-
-
-def _base_of(value: Any) -> Any:
-    """A number or string of a subclass, as its base class."""
-    kinds: tuple[Any, ...] = (int, float, complex, str, bytes)
-    return next(kind(value) for kind in kinds if isinstance(value, kind))
 
 
 def _key(key: Any) -> Any:
