@@ -26,7 +26,7 @@ _THREADS = 3  # threads that write one file
 
 
 @contextmanager
-def told(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
     """Context that turns an OSError into a CheckpointError naming ``path``."""
     try:
         yield
@@ -44,7 +44,7 @@ def check_space(folder: Path, nbytes: int, what: str = "export", instead: str = 
         CheckpointError: they are not; nothing was written.
     """
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    with told(folder):
+    with naming(folder):
         free = free_bytes(existing)
     if nbytes > free:
         raise CheckpointError(
@@ -67,7 +67,7 @@ def whole_file(path: Path, expected: int = 0) -> Iterator[Write]:
     temporary = path.with_name(f".{path.name[:200]}.{_stamp()}")
     blocks = Blocks(_THREADS)
     try:
-        with told(path):
+        with naming(path):
             path.parent.mkdir(parents=True, exist_ok=True)
         sink = FileSink(temporary, blocks, expected, name=path, copies=True)
         try:
@@ -75,7 +75,7 @@ def whole_file(path: Path, expected: int = 0) -> Iterator[Write]:
             sink.close()
         finally:
             sink.abandon()
-        with told(path):
+        with naming(path):
             os.replace(temporary, path)
             sync_folder(path.parent)
     except BaseException:
@@ -97,10 +97,10 @@ def whole_folder(folder: Path, new: Sequence[str], earlier: Sequence[str]) -> It
     created = not folder.exists()
     staging, retired = folder / f".{_stamp()}", folder / f".old-{_stamp()}"
     try:
-        with told(folder):
+        with naming(folder):
             staging.mkdir(parents=True)
         yield staging
-        with told(folder):
+        with naming(folder):
             retired.mkdir()
             _move([(folder, retired, name) for name in earlier] + [(staging, folder, name) for name in new])
             sync_folder(folder)

@@ -50,7 +50,7 @@ _Spans = tuple[tuple[int, int, int], ...]  # (rank, start, stop) in that rank's 
 
 
 class _Place(NamedTuple):
-    """Where a parameter is: the number of its row, and which elements of it on which rank."""
+    """The location of a parameter: the number of its row, and its elements on each rank."""
 
     group: int
     shape: tuple[int, ...]
@@ -317,7 +317,7 @@ def _tag_folder(path: Path, tag: str | None) -> Path:
 
 
 def _spans(start: int, stop: int, part: int, world: int, base: int = 0) -> _Spans:
-    """Where elements ``start`` to ``stop`` of a row are that is cut into ``world`` parts of ``part`` elements.
+    """The spans of elements ``start`` to ``stop`` of a row that is cut into ``world`` parts of ``part`` elements.
 
     ``base``: where these parts begin in the rows of the ranks.
     """
