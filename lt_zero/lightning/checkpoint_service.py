@@ -73,11 +73,7 @@ _HPARAMS_TYPE = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE
 
 
 class CheckpointService:
-    """Saves and loads the checkpoints of one strategy.
-
-    Args:
-        data: the position in the data, which is saved and restored with the optimizers.
-    """
+    """Saves and loads the checkpoints of one strategy, with the position in the ``data``."""
 
     def __init__(self, data: DataPosition) -> None:
         self._data = data
@@ -136,7 +132,10 @@ class CheckpointService:
 
         Returns a new dict, as callbacks may have kept the one passed to their hooks.
         """
-        content = _plain_hparams(checkpoint)
+        content = dict(checkpoint)
+        content.pop(_HPARAMS_TYPE, None)
+        if isinstance(content.get(_HPARAMS), Container):  # it is written as plain containers
+            content[KEY] = {**content.get(KEY, {}), "hparams": "omegaconf"}
         if run.comm is not None and "optimizer_states" in checkpoint:
             content[POSITION] = run.comm.host_gather(self._data.state_dict(), "random states")
         self.wait(run)
@@ -256,7 +255,7 @@ class CheckpointService:
         if self._thread is not None:
             self._thread.shutdown(wait=ended, cancel_futures=True)
         self._thread = self._buffer = None
-        self._forget_weights()
+        self._deferred, self._early = None, {}
 
     def remove(self, run: Run, path: str) -> None:
         """Remove a checkpoint, after the pending save if any: it may be the last good one."""
@@ -278,7 +277,7 @@ class CheckpointService:
             CheckpointError: on all ranks.
         """
         self.wait(run)  # it may be the one being written
-        self._forget_weights()
+        self._deferred, self._early = None, {}
         with run.agree("opening the checkpoint", CheckpointError):
             if is_directory(path):
                 with progress_bar(f"Opening {path}", rank=run.rank):
@@ -318,7 +317,10 @@ class CheckpointService:
         self._deferred = (state, strict, left_out)
         if owned or not (lazy or rounds or meta):
             self.load_deferred(run)
-        elif not meta and _callbacks_restore(run):
+            return
+        callbacks = run.trainer.callbacks if run.trainer is not None else []  # type: ignore[attr-defined]
+        restore = any(is_overridden("on_load_checkpoint", callback, parent=pl.Callback) for callback in callbacks)
+        if restore and not meta:  # see Note [Callbacks that restore]
             with run.agree("loading weights", CheckpointError):
                 load_module(module, state, strict=False)  # a callback may add missing entries
             held = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
@@ -329,9 +331,9 @@ class CheckpointService:
         if self._deferred is None:
             return
         assert run.module is not None
-        (state, strict, left_out), early = self._deferred, self._early
-        self._forget_weights()
-        state = dict(state)
+        (given, strict, left_out), early = self._deferred, self._early
+        self._deferred, self._early = None, {}
+        state = dict(given)
         state |= {name: held for name, (loaded, held) in early.items() if state.get(name) is loaded}
         agreed = run.agree("loading weights", CheckpointError)
         with agreed, progress_bar("Loading weights", len(state), rank=run.rank) as work:
@@ -364,9 +366,6 @@ class CheckpointService:
                     optimizer.load_state_dict(state)
                 else:
                     load_full_optimizer_state(sharded, state, work.advance)
-
-    def _forget_weights(self) -> None:
-        self._deferred, self._early = None, {}
 
 
 def writes_directories(run: Run) -> bool:
@@ -411,10 +410,18 @@ def _make_place(comm: Comm, path: str) -> Place:
 
 def _write(run: Run, made: Bundle, place: Place, group: Any, tick: Callable[[int], object] = lambda _: None) -> None:
     """Write and publish a checkpoint, and export its weights beside it. In any thread. Collective over ``group``."""
-    comm = run.engine.comm
+    comm, engine = run.engine.comm, run.engine
+
+    def export_beside() -> None:
+        """On rank 0: write the weights of the saved directory to one file, without gathering."""
+        if (beside := _file_beside(run, place.name)) is not None:
+            kept = {id(p) for p in engine.kept}
+            names = [name for name, p in engine.root.named_parameters() if id(p) in kept]
+            export(Archive(place.name), *beside, keep_fp32=names, strip_prefix="")
+
     try:
         with comm.explaining():
-            write(made, place, comm, group, lambda: _export_beside(run, place.name), tick)
+            write(made, place, comm, group, export_beside, tick)
     except BaseException:
         if comm.rank == 0:
             place.discard()
@@ -434,39 +441,6 @@ def _file_beside(run: Run, path: str) -> tuple[Path, torch.dtype] | None:
             f"stage3_gather_16bit_weights_on_model_save writes a local file, and {path} is a URL: set it to false "
             "and use `lt-zero export`."
         )
-    dtype = torch.bfloat16 if run.built is not None and run.built.policy.compute == torch.bfloat16 else torch.float16
-    return beside(path, dtype), dtype
-
-
-def beside(path: str, dtype: torch.dtype) -> Path:
-    """The path of the file with all weights next to a checkpoint.
-
-    >>> beside("runs/last.ckpt", torch.float16).name
-    'last-fp16.pt'
-    """
-    name = "bf16" if dtype == torch.bfloat16 else "fp16"
-    return Path(path).with_name(f"{Path(path).name.removesuffix('.ckpt')}-{name}.pt")
-
-
-def _export_beside(run: Run, path: str) -> None:
-    """Write the weights of a saved directory to one file, without gathering. On rank 0, in any thread."""
-    if (found := _file_beside(run, path)) is not None:
-        target, dtype = found
-        kept = {id(p) for p in run.engine.kept}
-        names = [name for name, p in run.engine.root.named_parameters() if id(p) in kept]
-        export(Archive(path), target, dtype, keep_fp32=names, strip_prefix="")
-
-
-def _callbacks_restore(run: Run) -> bool:
-    """See Note [Callbacks that restore]."""
-    callbacks = run.trainer.callbacks if run.trainer is not None else []  # type: ignore[attr-defined]
-    return any(is_overridden("on_load_checkpoint", callback, parent=pl.Callback) for callback in callbacks)
-
-
-def _plain_hparams(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy in which OmegaConf containers are plain ones."""
-    made = dict(checkpoint)
-    made.pop(_HPARAMS_TYPE, None)
-    if isinstance(made.get(_HPARAMS), Container):
-        made[KEY] = {**made.get(KEY, {}), "hparams": "omegaconf"}
-    return made
+    bf16 = run.built is not None and run.built.policy.compute == torch.bfloat16
+    file = Path(path).with_name(f"{Path(path).name.removesuffix('.ckpt')}-{'bf16' if bf16 else 'fp16'}.pt")
+    return file, torch.bfloat16 if bf16 else torch.float16

@@ -40,7 +40,7 @@ def load_from_checkpoint(
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
-        RuntimeError: names or shapes do not agree.
+        RuntimeError: names or shapes do not agree, or frozen parameters were not saved.
     """
     source = open_source(path)
     checkpoint = as_lightning(source, weights_only)
@@ -50,22 +50,12 @@ def load_from_checkpoint(
         checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = hparams = OmegaConf.create(dict(hparams))
         checkpoint[cls.CHECKPOINT_HYPER_PARAMS_TYPE] = type(hparams)
     hparams.update(kwargs)
-    if missing := own.get("frozen_left_out"):
-        raise_or_allow(list(missing), strict, str(path))
-        strict = False
+    if (missing := own.get("frozen_left_out")) and strict is not False:
+        names = f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
+        raise RuntimeError(
+            f"{path} was saved with save_frozen=false: {names} are not in it. Pass strict=False, and load them from "
+            "their original source."
+        )
     module: Module = module_from_checkpoint(cls, checkpoint, strict, kwargs)
     read_now(module)
     return module.to(map_location) if map_location is not None else module
-
-
-def raise_or_allow(missing: list[str], strict: bool | None, path: str) -> None:
-    """Allow frozen parameters that were not saved only if ``strict`` is False.
-
-    Raises:
-        RuntimeError: ``strict`` is not False.
-    """
-    if strict is not False:
-        raise RuntimeError(
-            f"{path} was saved with save_frozen=false: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''} "
-            "are not in it. Pass strict=False, and load them from their original source."
-        )

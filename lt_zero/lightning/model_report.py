@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import torch
 from rich.console import Console
@@ -22,7 +23,9 @@ def unit_table(engine: Engine, console: Console | None = None) -> None:
     """
     rows = [("parameters", "elements", "sharded", "kept after forward", "class", "unit")]
     for cells, group in itertools.groupby([*engine.units, engine.root_unit], key=_cells):
-        rows.append((*cells, _range([_name(unit) for unit in group]) or "(root and small parameters)"))
+        # First and last name of a unit whose buckets are shared with other units.
+        names = [next((b.name for b in unit.buckets if " to " in b.name), unit.name) for unit in group]
+        rows.append((*cells, _range(names) or "(root and small parameters)"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"ZeRO units, {engine.comm.world} rank(s)"]
     for *numbers, kind, name in rows:
@@ -40,11 +43,6 @@ def _range(names: list[str]) -> str:
     return f"{names[0]} ... {last} ({len(names)})"
 
 
-def _name(unit: Unit) -> str:
-    """The name of a unit; first and last name if its buckets are shared with other units."""
-    return next((bucket.name for bucket in unit.buckets if " to " in bucket.name), unit.name)
-
-
 def _cells(unit: Unit) -> tuple[str, str, str, str, str]:
     return (
         str(sum(len(b.params) for b in unit.buckets)),
@@ -60,9 +58,9 @@ def dtype_table(engine: Engine, console: Console | None = None) -> Table:
     table = Table(title=f"Precision {engine.policy.mode}")
     for column in ("kind", "elements", "forward", "gradient", "wire", "accum.", "master", "moments"):
         table.add_column(column, justify="right" if column == "elements" else "left")
-    kinds: dict[tuple[str, ...], int] = {}
+    kinds: Counter[tuple[str, ...]] = Counter()
     for bucket in engine.buckets:
-        kinds[_dtypes(bucket, engine)] = kinds.get(_dtypes(bucket, engine), 0) + sum(p.numel() for p in bucket.params)
+        kinds[_dtypes(bucket, engine)] += sum(p.numel() for p in bucket.params)
     for (kind, *dtypes), numel in kinds.items():
         table.add_row(kind, f"{numel:,}", *dtypes)
     (console or Console()).print(table)
@@ -84,12 +82,6 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
-def _held(bucket: Bucket) -> int:
-    """Bytes of weights: the compute copy if in memory, and master weights if separate."""
-    flat = 0 if bucket.state is State.RELEASED else bucket.flat.nbytes
-    return flat + bucket.weights.nbytes
-
-
 def memory_report(engine: Engine, optimizers: list[ShardedOptimizer]) -> dict[str, tuple[int, int]]:
     """Bytes per kind: (on this rank now, what a replicated run holds).
 
@@ -99,7 +91,8 @@ def memory_report(engine: Engine, optimizers: list[ShardedOptimizer]) -> dict[st
     weights = grads = whole_weights = whole_grads = 0
     for bucket in engine.buckets:
         size, held = sum(numel[id(p)] for p in bucket.params), bucket.grads
-        weights += _held(bucket)
+        # The compute copy if it is in memory, and master weights if they are separate.
+        weights += bucket.weights.nbytes + (0 if bucket.state is State.RELEASED else bucket.flat.nbytes)
         whole_weights += size * bucket.dtype.itemsize
         if bucket.weights.trains:
             whole_weights += 0 if held.dtype == bucket.dtype else size * bucket.weights.master_dtype.itemsize

@@ -180,12 +180,12 @@ class ZeroPrecision(HalfPrecision):
 
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        known = [sharded_of(optimizer) for optimizer in module.trainer.strategy.optimizers]
-        self.loss_scale_controller.before_backward([sharded for sharded in known if sharded is not None])
+        controller, known = self.loss_scale_controller, map(sharded_of, module.trainer.strategy.optimizers)
+        controller.before_backward([sharded for sharded in known if sharded is not None])
         if self.engine is not None:
-            self.loss_scale_controller.see_loss(self.engine, tensor)
-        if self.loss_scale_controller.scaler is not None:
-            tensor = tensor.float() * self.loss_scale_controller.scale  # the scaled loss may overflow fp16
+            controller.see_loss(self.engine, tensor)
+        if controller.scaler is not None:
+            tensor = tensor.float() * controller.scale  # the scaled loss may overflow fp16
         return super().pre_backward(tensor, module)
 
     @override
@@ -213,7 +213,10 @@ class ZeroPrecision(HalfPrecision):
             ran = RanClosure(type(optimizer).__name__, closure())
         finally:
             self._steps_next = None
-        if takes_closure := _takes_closure(optimizer):
+        # Lightning passes no closure to optimizers that take none.
+        parameters = inspect.signature(optimizer.step).parameters.values()
+        takes_closure = any(p.name == "closure" or p.kind is p.VAR_KEYWORD for p in parameters)
+        if takes_closure:
             kwargs = {**kwargs, "closure": ran}
         with phase("step"):
             taken, output = self._step(optimizer, model, sharded, kwargs)
@@ -227,19 +230,20 @@ class ZeroPrecision(HalfPrecision):
         self, optimizer: Any, model: LightningModule, sharded: ShardedOptimizer, kwargs: dict[str, Any]
     ) -> tuple[bool, Any]:
         """Take the step; returns whether it was taken and its result."""
-        self.loss_scale_controller.examine(sharded)
-        self.grad_norm = (
-            self.loss_scale_controller.norm if self.loss_scale_controller.norm is not None else self.grad_norm
-        )
+        controller = self.loss_scale_controller
+        controller.examine(sharded)
+        self.grad_norm = controller.norm if controller.norm is not None else self.grad_norm
         self._after_closure(model, optimizer)
-        taken, output = self.loss_scale_controller.proceeds(sharded), None
+        taken, output = controller.proceeds(sharded), None
         if taken:
-            self.loss_scale_controller.unscale(sharded)  # unless clipping did
+            controller.unscale(sharded)  # unless clipping did
             try:
                 output = optimizer.step(**kwargs)
             finally:
                 sharded.widen()
-        self.loss_scale_controller.conclude(sharded, _number_of(optimizer, model))
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        known = model.trainer.strategy.optimizers
+        controller.conclude(sharded, next(i for i, other in enumerate(known) if other is inner))
         self._log(model.trainer, skipped=not taken)
         return taken, output
 
@@ -252,11 +256,12 @@ class ZeroPrecision(HalfPrecision):
     @override
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         sharded = sharded_of(optimizer)
-        show = sharded is not None and _looks_at_gradients(model)
-        if show and sharded is not None:
-            self.loss_scale_controller.unscale(sharded)
-            self.loss_scale_controller.norm = None  # outdated if user code changes gradients
-        with self.engine.used_parameters.looked_at() if show and self.engine is not None else nullcontext():
+        if sharded is None or not _looks_at_gradients(model):
+            super()._after_closure(model, optimizer)
+            return
+        self.loss_scale_controller.unscale(sharded)
+        self.loss_scale_controller.norm = None  # outdated if user code changes gradients
+        with sharded.engine.used_parameters.looked_at():
             super()._after_closure(model, optimizer)
 
     @override
@@ -284,14 +289,13 @@ class ZeroPrecision(HalfPrecision):
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if not trainer.loggers or every == 0 or (trainer.global_step % every and not skipped):
             return
-        norms = {} if self.loss_scale_controller.read_skip_flag() else norms  # skipped on the device
+        controller = self.loss_scale_controller
+        norms = {} if controller.read_skip_flag() else norms  # skipped on the device
         values = {name: value.item() for name, value in norms.items()}
-        if self.loss_scale_controller.scaler is not None:
-            values["loss_scale"] = self.loss_scale_controller.scale
-        if self.loss_scale_controller.checks and (
-            self.loss_scale_controller.scaler is not None or self.loss_scale_controller.skipped
-        ):
-            values["skipped_steps"] = self.loss_scale_controller.skipped
+        if controller.scaler is not None:
+            values["loss_scale"] = controller.scale
+        if controller.checks and (controller.scaler is not None or controller.skipped):
+            values["skipped_steps"] = controller.skipped
         for logger in trainer.loggers if values else []:
             logger.log_metrics(values, step=logged_step(trainer))
 
@@ -337,17 +341,6 @@ def _rules_of(scaler: GradScaler | None) -> ScalerRules | None:
         return None
     smallest = 2.0**-24  # a GradScaler has no minimum; smaller scales only lose precision
     return ScalerRules(scale, window=interval, hysteresis=1, minimum=smallest, growth=growth, backoff=backoff)
-
-
-def _takes_closure(optimizer: Any) -> bool:
-    """Whether ``step`` takes a closure; Lightning passes none to optimizers that do not."""
-    parameters = inspect.signature(optimizer.step).parameters.values()
-    return any(p.name == "closure" or p.kind is p.VAR_KEYWORD for p in parameters)
-
-
-def _number_of(optimizer: Any, model: LightningModule) -> int:
-    inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-    return next(i for i, known in enumerate(model.trainer.strategy.optimizers) if known is inner)
 
 
 def _looks_at_gradients(model: LightningModule, *others: str) -> bool:
