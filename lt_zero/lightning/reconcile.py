@@ -44,6 +44,7 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
 _LOCAL = ("aio", "csv_monitor", "tensorboard", "wandb", "comet", "log_level", "disable_python_gc", "max_cpu_gb")
 _LOCAL_NAMES = ("nvme_path", "pin_memory")
 _SHOWN = 5  # maximum keys in an error
+_SAME = "Remove one of them, or make them equal"
 
 
 class _ConfigureOptimizers:
@@ -60,11 +61,7 @@ class _ConfigureOptimizers:
 
 
 class Reconciler:
-    """The configuration of one strategy, and its resolved values.
-
-    Args:
-        config: as the user wrote it.
-        marks: where its values were written.
+    """The configuration of one strategy as the user wrote it, with the ``marks`` of its values.
 
     Attributes:
         config: as far as it is resolved.
@@ -73,7 +70,7 @@ class Reconciler:
     def __init__(self, config: ZeroConfig, marks: Mapping[Path, Mark] | None = None) -> None:
         self.config = self._given = config  # "auto" is resolved again for each fit, with its module, Trainer and data
         self._written = Document({}, dict(marks or {}))
-        self._patched: pl.LightningModule | None = None  # the module with our configure_optimizers
+        self._patched: pl.LightningModule | None = None  # the module whose configure_optimizers is replaced
         self._instance_hook: Any = None  # configure_optimizers of the module instance, as LightningCLI sets it
         self._seen, self._steps = False, 1
 
@@ -122,7 +119,7 @@ class Reconciler:
             trainer: about to fit.
             module: fully constructed, not sharded yet.
             comm: the collectives.
-            show: whether to print the table of resolved values.
+            show: whether to print the resolved values.
 
         Raises:
             ConfigError: on all ranks, if the values contradict each other, or an "auto" cannot be resolved.
@@ -130,27 +127,30 @@ class Reconciler:
         self._seen, config = False, self._given
         with comm.agree("reading the configuration", ConfigError), self._marked():
             derived = _derived(config, comm.world)
-            found = [_apply_accumulation(config, trainer, module, derived), _apply_clipping(config, trainer, module)]
-            if problems := [entry for entry in found if isinstance(entry, Problem)]:
-                raise ConfigError(problems)
-            rows = [entry for entry in found if isinstance(entry, Resolution)]
-            steps, limit = trainer.accumulate_grad_batches, trainer.gradient_clip_val
-            self._steps = steps
+            rows = _apply_to_trainer(config, trainer, module, derived)
+            self._steps = steps = trainer.accumulate_grad_batches
             if derived is not None:
                 config = config.model_copy(update={"gradient_accumulation_steps": derived.value})
             facts = Facts(
                 accumulation=steps,
-                clipping=float(limit or 0.0),
+                clipping=float(trainer.gradient_clip_val or 0.0),
                 hidden=lambda: hidden_size(module),
                 named=lambda names: find_value(module, names),
                 steps=lambda: _steps(trainer),
             )
             config, resolutions = resolve(config, facts)
-            micro = config.train_micro_batch_size_per_gpu
+            micro, total, parts = config.train_micro_batch_size_per_gpu, config.train_batch_size, steps * comm.world
             if micro is not None:
                 _check_batch(config, micro, steps, comm.world, "is configured")
-            elif config.train_batch_size is not None:
-                rows.append(_micro_batch(config, steps, comm.world))
+            elif total is not None:  # it implies the micro-batch, with which the first batch is compared
+                if total % parts:
+                    raise ConfigError.about(
+                        "train_batch_size",
+                        f"train_batch_size={total} is not a multiple of accumulation * ranks = {steps} * {comm.world} "
+                        f"= {parts}, so no micro-batch fits. Change one of them, or remove the key.",
+                    )
+                source = f"train_batch_size: {total} / ({steps} * {comm.world} ranks)"
+                rows.append(Resolution("batch_size of the data loader", total // parts, source))
         check_same(config, comm)
         self.config = config
         if show:
@@ -189,7 +189,11 @@ class Reconciler:
         if trainer.is_last_batch and trainer.fit_loop.epoch_loop.batch_idx > 0:
             return self.config
         self._seen = True
-        size, world = _size(batch), comm.world
+        try:  # Lightning's ``extract_batch_size`` would take the first of several sizes and warn once per process
+            sizes = set(sizes_of(batch))
+        except RecursionError:
+            sizes = set()
+        size, world = sizes.pop() if len(sizes) == 1 else None, comm.world
         with comm.agree("reading the configuration", ConfigError), self._marked():
             if size is not None:
                 _check_batch(self.config, size, self._steps, world, "is the size of the first batch")
@@ -223,7 +227,12 @@ class Reconciler:
         if block.type.lower() == "muon":
             parameters = muon_groups(module)
             if module.trainer.is_global_zero:
-                show_table(_division(parameters))
+                rows = []
+                for name, which in (("Muon", "matrices of hidden layers"), ("Adam", "all other parameters")):
+                    members = [p for g in parameters if g["use_muon"] is (name == "Muon") for p in g["params"]]
+                    text = f"{len(members)} of {sum(p.numel() for p in members):,} elements"
+                    rows.append(Resolution(f"stepped by {name}", text, which))
+                show_table(rows)
         return self._scheduled(build_optimizer(block.type, block.params, parameters))
 
     def _scheduled(self, optimizers: Any) -> Any:
@@ -247,16 +256,6 @@ class Reconciler:
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **timing}}
 
 
-def _division(groups: Sequence[Mapping[str, Any]]) -> list[Resolution]:
-    """Describe the parameters that Muon steps and those that Adam steps."""
-    rows = []
-    for use, name, which in ((True, "Muon", "matrices of hidden layers"), (False, "Adam", "all other parameters")):
-        members = [p for group in groups if group["use_muon"] is use for p in group["params"]]
-        text = f"{len(members)} of {sum(p.numel() for p in members):,} elements"
-        rows.append(Resolution(f"stepped by {name}", text, which))
-    return rows
-
-
 def show_table(rows: Sequence[Resolution], console: Console | None = None) -> None:
     """Print resolved values, one per line, never cut to the terminal's width."""
     width = max((len(row.key) for row in rows), default=0)
@@ -276,7 +275,7 @@ def _derived(config: ZeroConfig, world: int) -> Resolution | None:
     if config.gradient_accumulation_steps is not None or total is None or micro is None:
         return None
     if total % (micro * world):
-        raise _error(
+        raise ConfigError.about(
             "train_batch_size",
             f"train_batch_size={total} is not a multiple of train_micro_batch_size_per_gpu * ranks = {micro} * {world} "
             f"= {micro * world}, so no number of micro-batches per step fits. Change one of them, or remove "
@@ -286,66 +285,52 @@ def _derived(config: ZeroConfig, world: int) -> Resolution | None:
     return Resolution("Trainer.accumulate_grad_batches, was 1", total // (micro * world), source)
 
 
-def _micro_batch(config: ZeroConfig, steps: int, world: int) -> Resolution:
-    """The micro-batch implied by ``train_batch_size`` alone, to compare the first batch with."""
-    total = config.train_batch_size
-    assert total is not None
-    if total % (steps * world):
-        raise _error(
-            "train_batch_size",
-            f"train_batch_size={total} is not a multiple of accumulation * ranks = {steps} * {world} = {steps * world},"
-            " so no micro-batch fits. Change one of them, or remove the key.",
-        )
-    source = f"train_batch_size: {total} / ({steps} * {world} ranks)"
-    return Resolution("batch_size of the data loader", total // (steps * world), source)
-
-
-def _apply_accumulation(
+def _apply_to_trainer(
     config: ZeroConfig, trainer: pl.Trainer, module: pl.LightningModule, derived: Resolution | None
-) -> Resolution | Problem | None:
-    """Set the Trainer's accumulation to the configured or derived one, unless the Trainer or the module decides it."""
+) -> list[Resolution]:
+    """Set accumulation and clipping of the Trainer, unless the Trainer or the module decides them.
+
+    Raises:
+        ConfigError: the Trainer or the module contradicts the configured values, or the ``derived`` accumulation.
+    """
+    rows, problems = list[Resolution](), list[Problem]()
     key, wanted = "gradient_accumulation_steps", config.gradient_accumulation_steps
     current, setting = trainer.accumulate_grad_batches, f"{key}={wanted}"
     if derived is not None and current == 1:  # otherwise ``_check_batch`` compares the sizes with it
         key, wanted = "train_batch_size", derived.value
         setting = f"{derived.source} = {wanted} micro-batches per step"
-    if wanted is None or wanted == current:
-        return None
-    if current != 1:
-        reason = f"Trainer(accumulate_grad_batches={current}) contradicts it. Remove one of them, or make them equal"
-    elif not module.automatic_optimization:
-        reason = "the module optimizes manually, so it decides when to step. Remove the key"
-    elif _accumulation_scheduler(trainer) is not None:
-        reason = "the Trainer has a GradientAccumulationScheduler, which decides it. Remove the key"
-    else:
-        trainer.accumulate_grad_batches = wanted
-        return derived or Resolution("Trainer.accumulate_grad_batches, was 1", wanted, key)
-    return Problem(key, f"{setting}, but {reason}.")
-
-
-def _apply_clipping(config: ZeroConfig, trainer: pl.Trainer, module: pl.LightningModule) -> Resolution | Problem | None:
-    """Set the Trainer's clipping to the configured one, unless the Trainer or the module decides it."""
-    key, wanted, current = "gradient_clipping", config.gradient_clipping, trainer.gradient_clip_val
+    if wanted is not None and wanted != current:
+        if current != 1:
+            reason = f"Trainer(accumulate_grad_batches={current}) contradicts it. {_SAME}"
+        elif not module.automatic_optimization:
+            reason = "the module optimizes manually, so it decides when to step. Remove the key"
+        elif _accumulation_scheduler(trainer) is not None:
+            reason = "the Trainer has a GradientAccumulationScheduler, which decides it. Remove the key"
+        else:
+            reason, trainer.accumulate_grad_batches = None, wanted
+            rows.append(derived or Resolution("Trainer.accumulate_grad_batches, was 1", wanted, key))
+        if reason is not None:
+            problems.append(Problem(key, f"{setting}, but {reason}."))
+    key, limit, clip_val = "gradient_clipping", config.gradient_clipping, trainer.gradient_clip_val
     by_value = trainer.gradient_clip_algorithm == "value"
-    if wanted is None or (wanted == (current or 0.0) and not (by_value and wanted)):
-        return None
-    if current or by_value:
-        options = f"gradient_clip_val={current}{', gradient_clip_algorithm=' + repr('value') if by_value else ''}"
-        reason = f"Trainer({options}) contradicts it. Remove one of them, or make them equal"
-    elif not module.automatic_optimization:
-        reason = "the module optimizes manually. Call self.clip_gradients there, and remove the key"
-    else:
-        trainer.gradient_clip_val = wanted
-        return Resolution(f"Trainer.gradient_clip_val, was {current}", wanted, key)
-    return Problem(key, f"{key}={wanted} is the maximum norm, but {reason}.")
+    if limit is not None and (limit != (clip_val or 0.0) or (by_value and limit)):
+        if clip_val or by_value:
+            algorithm = ", gradient_clip_algorithm='value'" if by_value else ""
+            reason = f"Trainer(gradient_clip_val={clip_val}{algorithm}) contradicts it. {_SAME}"
+        elif not module.automatic_optimization:
+            reason = "the module optimizes manually. Call self.clip_gradients there, and remove the key"
+        else:
+            reason, trainer.gradient_clip_val = None, limit
+            rows.append(Resolution(f"Trainer.gradient_clip_val, was {clip_val}", limit, key))
+        if reason is not None:
+            problems.append(Problem(key, f"{key}={limit} is the maximum norm, but {reason}."))
+    if problems:
+        raise ConfigError(problems)
+    return rows
 
 
 def _accumulation_scheduler(trainer: pl.Trainer) -> GradientAccumulationScheduler | None:
     return next((c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)), None)  # type: ignore[attr-defined]
-
-
-def _error(key: str, message: str) -> ConfigError:
-    return ConfigError([Problem(key, message)])
 
 
 def _check_batch(config: ZeroConfig, micro: int, steps: int, world: int, origin: str) -> None:
@@ -371,18 +356,6 @@ def _check_batch(config: ZeroConfig, micro: int, steps: int, world: int, origin:
         raise ConfigError(problems)
 
 
-def _size(batch: Any) -> int | None:
-    """The number of samples of a batch; None if its tensors have different sizes, or there are none.
-
-    Lightning's ``extract_batch_size`` would take the first of several sizes and warn once per process.
-    """
-    try:
-        sizes = set(sizes_of(batch))
-    except RecursionError:
-        return None
-    return sizes.pop() if len(sizes) == 1 else None
-
-
 def _steps(trainer: pl.Trainer) -> int:
     """The optimizer steps of the run.
 
@@ -391,14 +364,14 @@ def _steps(trainer: pl.Trainer) -> int:
     """
     key, needs = "scheduler.params.total_num_steps", 'scheduler.params: "auto" needs the length of the run'
     if _accumulation_scheduler(trainer) is not None and trainer.max_epochs != -1:
-        raise _error(
+        raise ConfigError.about(
             key,
             f"{needs}, which is unknown with a GradientAccumulationScheduler. Write a number, or set "
             "Trainer(max_epochs=-1, max_steps=...).",
         )
     steps = trainer.estimated_stepping_batches
     if steps == float("inf") or steps < 1:
-        raise _error(
+        raise ConfigError.about(
             key, f"{needs}, and the Trainer estimates {steps} steps. Set Trainer(max_steps=...), or write a number."
         )
     return int(steps)
@@ -415,7 +388,19 @@ def find_value(module: pl.LightningModule, names: Sequence[str]) -> tuple[Any, s
     Raises:
         ConfigError: the value is of another type, or a property raised.
     """
-    for place, value in _places(module, names):
+    kind = type(module).__name__
+    places: list[tuple[str, Callable[[str], Any], str]] = [
+        *((f"{kind}.hparams.{name}", module.hparams.get, name) for name in names),
+        *((f"{kind}.{name}", lambda attribute: getattr(module, attribute, None), name) for name in names),
+    ]
+    for place, get, name in places:
+        try:
+            value = get(name)
+        except Exception as error:  # a user's property or an interpolation of OmegaConf
+            raise ConfigError(
+                f'{place} would resolve "auto", but reading it raised {type(error).__name__}: {error}. Correct it, or '
+                'write a value instead of "auto".'
+            ) from error
         if value is None or isinstance(value, (bool, nn.Module, nn.Parameter)) or callable(value):
             continue
         if (number := _plain(value)) is None:
@@ -425,23 +410,6 @@ def find_value(module: pl.LightningModule, names: Sequence[str]) -> tuple[Any, s
             )
         return number, place
     return None
-
-
-def _places(module: pl.LightningModule, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    for name in names:
-        yield _read(f"{type(module).__name__}.hparams.{name}", module.hparams.get, name)
-    for name in names:
-        yield _read(f"{type(module).__name__}.{name}", lambda attribute: getattr(module, attribute, None), name)
-
-
-def _read(place: str, get: Any, name: str) -> tuple[str, Any]:
-    try:
-        return place, get(name)
-    except Exception as error:  # a user's property or an interpolation of OmegaConf
-        raise ConfigError(
-            f'{place} would resolve "auto", but reading it raised {type(error).__name__}: {error}. Correct it, or '
-            'write a value instead of "auto".'
-        ) from error
 
 
 def _plain(value: Any) -> Any:
@@ -473,11 +441,10 @@ def check_same(config: ZeroConfig, comm: Comm) -> None:
     """
     if comm.world == 1:
         return
-    values = {dotted(path): repr(value) for path, value in leaves(resolved(config))}
     values = {
-        key: value
-        for key, value in values.items()
-        if key.partition(".")[0] not in _LOCAL and key.rpartition(".")[2] not in _LOCAL_NAMES
+        dotted(path): repr(value)
+        for path, value in leaves(resolved(config))
+        if path[0] not in _LOCAL and path[-1] not in _LOCAL_NAMES
     }
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
     digests = comm.host_gather(digest, "configuration")
@@ -485,16 +452,10 @@ def check_same(config: ZeroConfig, comm: Comm) -> None:
         return
     ranks = comm.host_gather(values, "configurations")
     other = next(rank for rank, found in enumerate(digests) if found != digests[0])
+    pairs = {k: [ranks[rank].get(k, "missing") for rank in (0, other)] for k in sorted(ranks[0] | ranks[other])}
+    differ = [f"{k} is {one} on rank 0, {two} on rank {other}" for k, (one, two) in pairs.items() if one != two]
+    more = f", and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
     raise ConfigError(
-        f"The ranks have different configurations: {_difference(ranks[0], ranks[other], other)}. Give all ranks the "
-        "same values: look for values that depend on the rank or the environment."
+        f"The ranks have different configurations: {'; '.join(differ[:_SHOWN])}{more}. Give all ranks the same values: "
+        "look for values that depend on the rank or the environment."
     )
-
-
-def _difference(first: dict[str, str], second: dict[str, str], rank: int) -> str:
-    keys = [key for key in sorted(first | second) if first.get(key) != second.get(key)]
-    shown = [
-        f"{key} is {first.get(key, 'missing')} on rank 0, {second.get(key, 'missing')} on rank {rank}" for key in keys
-    ]
-    more = f", and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return "; ".join(shown[:_SHOWN]) + more
