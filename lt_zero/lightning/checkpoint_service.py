@@ -347,7 +347,7 @@ class CheckpointService:
         states, comm, how = checkpoint["optimizer_states"], run.engine.comm, run.config.checkpoint
         if POSITION in checkpoint:
             with run.agree("restoring random states and the position in the data", CheckpointError):
-                self._data.load(checkpoint[POSITION], comm.rank, comm.world)
+                self._data.load(checkpoint[POSITION], comm.rank)
         if not states and (how.load_module_only or not how.load_optimizer_states):
             return
         total = sum(len(group["params"]) for state in states for group in state.get("param_groups", []))

@@ -41,13 +41,7 @@ Make = Callable[[], Iterator[Any]]
 
 
 class LazyIterator(ProcessLocal):
-    """An iterator that is created on first read. See Note [Lazy iterators].
-
-    Args:
-        make: creates the iterator.
-        before, after: called before and after each item.
-        at_end: called at the end of the iterator.
-    """
+    """An iterator that is made on first read, with callbacks around each item. See Note [Lazy iterators]."""
 
     def __init__(
         self,
@@ -98,12 +92,7 @@ def untracked(loader: object) -> object:
 
 
 def tracked(loader: object, open: Callable[[Make], Iterator[Any]]) -> object | None:
-    """``loader`` with ``open`` as its ``__iter__``; None if it is not an instance of a Python class.
-
-    Args:
-        loader: the user's object.
-        open: is passed the original ``__iter__``.
-    """
+    """``loader`` with ``open`` as its ``__iter__``, which gets the original one; None if its class is not Python's."""
     kind: Any = type(loader)
     try:
         slots = ("_lt_zero_open", "_lt_zero_original")
@@ -123,7 +112,9 @@ class LoaderPosition:
     def __init__(self, feed: Feed, loader: Any, world: int) -> None:
         self._feed, self.loader = feed, loader
         self.stateful = callable(getattr(loader, "state_dict", None)) and hasattr(loader, "load_state_dict")
-        self.unit = world * _batch_size(loader)  # samples of all ranks in a batch
+        sizes = [getattr(x, "batch_size", None) for x in (loader, getattr(loader, "batch_sampler", None))]
+        # samples of all ranks in a batch
+        self.unit = world * next((size for size in sizes if isinstance(size, int) and size > 0), 1)
         self.make: Make | None = None
         self.start: RandomStates | None = None  # at the start of the pass
         self.generators: list[Tensor] = []  # states of the user's generators at the start of the pass
@@ -202,7 +193,10 @@ class LoaderPosition:
         self._set_generators(state["generators" if repeats else "generators_now"])
         if count > 0 and start is not None:
             self.start, self.generators, self.fetched = start, list(state["generators"]), count
-            self._set_epoch(state["epoch"])
+            # Lightning sets the epoch after it reads ahead, and counts an epoch that max_steps ended.
+            set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
+            if isinstance(state["epoch"], int) and callable(set_epoch):
+                set_epoch(state["epoch"])
             start.apply()
             self._resumed.append(self._skip(count, target))
             if back == 0:
@@ -212,45 +206,34 @@ class LoaderPosition:
         for generator, state in zip(self._own(), states, strict=False):
             generator.set_state(state)
 
-    def _set_epoch(self, epoch: Any) -> None:
-        """Set the sampler's epoch: Lightning does so after it reads ahead, and counts an epoch that max_steps ended."""
-        sampler = getattr(self.loader, "sampler", None)
-        if isinstance(epoch, int) and callable(set_epoch := getattr(sampler, "set_epoch", None)):
-            set_epoch(epoch)
-
     def _skip(self, count: int, target: RandomStates) -> Iterator[Any]:
         """A pass after its first ``count`` batches. See Note [Repeating a pass]."""
         assert self.make is not None
         if self.stateful:
             return self.make()  # restores its own position
-        if _skips_indices(self.loader):
+        plain = isinstance(self.loader, DataLoader) and type(self.loader).__iter__ is DataLoader.__iter__
+        if plain and self.loader.num_workers == 0 and not isinstance(self.loader.dataset, IterableDataset):
             loader = copy.copy(self.loader)
             name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-            indices = iter(getattr(loader, name))
-            vars(loader)[name] = indices  # the iterator of an iterator is itself: it goes on where it is
+            items = iter(getattr(loader, name))
+            vars(loader)[name] = items  # the iterator of an iterator is itself: it goes on where it is
             batches: Iterator[Any] = iter(loader)
-            self._drop(indices, count, target)
         else:
-            batches = self.make()
-            self._drop(batches, count, target)
-        return batches
-
-    def _drop(self, items: Iterator[Any], count: int, target: RandomStates) -> None:
+            batches = items = self.make()
         first: RandomStates | None = None
         for _ in range(count):
             if next(items, self) is self:
-                return  # the dataset has become smaller: the epoch ends here
+                return batches  # the dataset has become smaller: the epoch ends here
             first = first or RandomStates.now()  # after the first batch, which may draw the order
-        if first is None:
-            return
         last = RandomStates.now()
-        names = sorted(first.differing(last) & last.differing(target))
+        names = sorted(first.differing(last) & last.differing(target)) if first is not None else []
         if names:
             self._warn(
                 f"draws random numbers of this process ({', '.join(names)}) with every batch, interleaved with those "
                 "of the model. If they decide the order of its samples, the order is not repeated, and samples may be "
                 "seen twice or not at all in this epoch"
             )
+        return batches
 
     def _warn(self, text: str) -> None:
         warnings.warn(f"The training loader {_name(self.loader)} {text}.", UserWarning, stacklevel=2)
@@ -259,9 +242,7 @@ class LoaderPosition:
 class Feed:
     """The training loaders of a run, in Lightning's order.
 
-    Args:
-        before: called before each combined batch of all loaders.
-        after: called after each batch of one loader.
+    ``before`` is called before each combined batch of all loaders, ``after`` after each batch of one loader.
     """
 
     def __init__(self, before: Callable[[], object], after: Callable[[], object]) -> None:
@@ -315,16 +296,6 @@ class Feed:
     def ended(self, position: LoaderPosition) -> None:
         position.cycled = position.exhausted = True
         self._last = ("stop", id(position))
-
-
-def _skips_indices(loader: Any) -> bool:
-    plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-    return plain and loader.num_workers == 0 and not isinstance(loader.dataset, IterableDataset)
-
-
-def _batch_size(loader: Any) -> int:
-    sizes = [getattr(x, "batch_size", None) for x in (loader, getattr(loader, "batch_sampler", None))]
-    return next((size for size in sizes if isinstance(size, int) and size > 0), 1)
 
 
 def _name(loader: Any) -> str:

@@ -86,7 +86,6 @@ class DataPosition:
         if self._loaded is not None:
             state, self._loaded = self._loaded, None
             if state["consumed"] and not state["ended"]:
-                self._warn_untracked(len(state["loaders"]))
                 self._scale_counters(state)
         if self._upcoming:
             self._upcoming.popleft().apply()
@@ -129,9 +128,9 @@ class DataPosition:
         """This rank's states as plain containers and tensors. Draws no random number."""
         now, feed = self._before_validation or RandomStates.now(), self._feed
         consumed, repeats, ended, counted = self._consumed()
-        open_window = self._open_window(consumed, ended)
-        back = 0
+        back = open_window = 0  # micro-batches of an incomplete accumulation window are repeated
         if self._trainer is not None and not ended and not _reads_itself(self._trainer):
+            open_window = consumed % self._trainer.accumulate_grad_batches
             back = min(max(0, feed.served - consumed + open_window), len(feed.recent))
         states = [*list(feed.recent)[len(feed.recent) - back :], *([] if repeats or open_window else [now])]
         return {
@@ -158,21 +157,14 @@ class DataPosition:
         ended = complete and (batches.is_last_batch or consumed >= self._trainer.num_training_batches)
         return consumed, current.ready > consumed, bool(ended and consumed), epochs.processed == epochs.ready > 0
 
-    def _open_window(self, consumed: int, ended: bool) -> int:
-        """Micro-batches of the incomplete accumulation window."""
-        if self._trainer is None or ended or _reads_itself(self._trainer):
-            return 0
-        return consumed % self._trainer.accumulate_grad_batches
-
     # ---- restoring -----------------------------------------------------------------------------------------------
 
-    def load(self, states: Sequence[dict[str, Any]], rank: int, world: int) -> None:
+    def load(self, states: Sequence[dict[str, Any]], rank: int) -> None:
         """Load the states of all ranks of the saved run, for the fit that begins.
 
         Args:
             states: by rank, from ``state_dict``.
             rank: this rank, which the saved run may not have had.
-            world: the number of ranks now.
 
         Raises:
             CheckpointError: the states cannot be read.
@@ -216,23 +208,12 @@ class DataPosition:
                 tracker.ready = tracker.started = tracker.processed = tracker.completed = tracker.processed - surplus
 
     def _scale_counters(self, state: dict[str, Any]) -> None:
-        """See Note [Resuming with another batch size] in loaders.py."""
+        """See Note [Resuming with another batch size] in loaders.py. Warns about loaders whose position is lost."""
         assert self._trainer is not None
-        if not (state["loaders"] and self._feed.positions):
-            return
-        saved_unit, unit = state["loaders"][0]["unit"], self._feed.positions[0].unit
-        if saved_unit == unit:
-            return
-        shift = -(-state["consumed"] * saved_unit // unit) - state["consumed"]
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        for tracker in (progress.total, progress.current):
-            for name in ("ready", "started", "processed", "completed"):
-                setattr(tracker, name, max(0, getattr(tracker, name) + shift))
-
-    def _warn_untracked(self, saved: int) -> None:
+        saved, positions = state["loaders"], self._feed.positions
         reasons = [f"{name} cannot be tracked" for name in self._feed.untracked]
-        if not reasons and len(self._feed.positions) != saved:
-            reasons = [f"there are {len(self._feed.positions)} loaders, but {saved} when the checkpoint was saved"]
+        if not reasons and len(positions) != len(saved):
+            reasons = [f"there are {len(positions)} loaders, but {len(saved)} when the checkpoint was saved"]
         if reasons:
             warnings.warn(
                 f"The position in the training loaders cannot be restored: {'; '.join(reasons)}. Samples of this epoch "
@@ -240,6 +221,14 @@ class DataPosition:
                 UserWarning,
                 stacklevel=2,
             )
+        if not (saved and positions) or saved[0]["unit"] == positions[0].unit:
+            return
+        saved_unit, unit = saved[0]["unit"], positions[0].unit
+        shift = -(-state["consumed"] * saved_unit // unit) - state["consumed"]
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        for tracker in (progress.total, progress.current):
+            for name in ("ready", "started", "processed", "completed"):
+                setattr(tracker, name, max(0, getattr(tracker, name) + shift))
 
     def _restore(self, state: dict[str, Any]) -> None:
         """Restore the saved position, without changing the random states."""
