@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import callbacks
 from lightning.pytorch.trainer.states import TrainerFn
@@ -17,7 +16,6 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from lt_zero.activation.checkpointing import installed
 from lt_zero.comm.agreement import Agreement
@@ -103,21 +101,11 @@ def check_callbacks(trainer: pl.Trainer, stage: int) -> None:
     for callback in trainer.callbacks if stage == 3 else []:  # type: ignore[attr-defined]
         for kind, what in _NEEDS_WHOLE.items():
             if isinstance(callback, kind):
-                own = type(callback).__name__
+                own, parent = type(callback).__name__, kind.__name__
                 raise TypeError(
-                    f"{own}{f' (a {kind.__name__})' if own != kind.__name__ else ''} {what}, which stage 3 does not "
-                    f"have in memory. Use stage=2, or remove the callback."
+                    f"{own}{f' (a {parent})' if own != parent else ''} {what}, which stage 3 does not have in memory. "
+                    "Use stage=2, or remove the callback."
                 )
-
-
-def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Move buffers and metrics to ``device``, and no parameters."""
-    for child in module.modules():
-        if isinstance(child, Metric):
-            child.to(device)
-        for name, buffer in child.named_buffers(recurse=False):
-            if not buffer.is_meta and buffer.device != device:
-                setattr(child, name, buffer.to(device))
 
 
 def find_engine(module: nn.Module, config: ZeroConfig, policy: DtypePolicy, last: Engine | None) -> Engine | None:
@@ -150,8 +138,8 @@ def show_model(engine: Engine, new: bool) -> None:
 def shard_optimizers(run: Run, trainer: pl.Trainer, schedules: Iterable[LRSchedulerConfig]) -> None:
     """Shard the optimizers that step the engine's parameters, or all if steps are checked, and hold their schedules.
 
-    A schedule is held while steps of its optimizer are skipped, unless ``on_skipped_step`` says to advance it.
-    Collective.
+    A schedule is held while steps of its optimizer are skipped, unless ``on_skipped_step`` says to advance it. Prints
+    the cost of a step with states on NVMe, if any. Collective.
 
     Raises:
         NotEnoughMemory: the host has no memory for the states.
@@ -169,12 +157,8 @@ def shard_optimizers(run: Run, trainer: pl.Trainer, schedules: Iterable[LRSchedu
         for schedule in schedules:
             number = numbers.get(id(getattr(schedule.scheduler, "optimizer", None)), 0)
             hold_schedule(schedule.scheduler, run.loss_scale.counter(number))
-
-
-def announce_offload(run: Run) -> None:
-    """Print the cost of a step with states on NVMe, if any. Collective."""
     states = max([states_per_element(optimizer) for optimizer in run.optimizers], default=0)
-    line = run.engine.offload_manager.announce(run.engine.buckets, states)
+    line = engine.offload_manager.announce(engine.buckets, states)
     if line and run.rank == 0:
         Console().print(line)
 

@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
+from torchmetrics import Metric
 from typing_extensions import override
 
 from lt_zero.activation.checkpointing import install, installed, uninstall
@@ -277,7 +278,6 @@ class ZeroStrategy(DDPStrategy):
         if fitting:
             self.data.watch(trainer)
             self.setup_optimizers(trainer)
-            set_up.announce_offload(self.run)
             plugin.loss_scale_controller.start_watching(self._engine)
             self.monitor.start(self.run, new=self._engine is not before)
         self.setup_precision_plugin()
@@ -294,8 +294,13 @@ class ZeroStrategy(DDPStrategy):
     @override
     def model_to_device(self) -> None:
         """Move buffers and metrics only; parameters move bucket by bucket when sharded."""
-        assert self.lightning_module is not None
-        set_up.move_buffers(self.lightning_module, self.root_device)
+        device = self.root_device
+        for child in self._module.modules():
+            if isinstance(child, Metric):
+                child.to(device)
+            for name, buffer in child.named_buffers(recurse=False):
+                if not buffer.is_meta and buffer.device != device:
+                    setattr(child, name, buffer.to(device))
 
     @override
     def configure_ddp(self) -> None:
@@ -340,11 +345,10 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        module, batch = self._module, args[0] if args else None
-        assert self._comm is not None
+        module, batch, engine = self._module, args[0] if args else None, self.engine
         self.checkpoints.check_pending(self.run)
-        self.config = self._reconciler.see(batch, module.trainer, self._comm, self.is_global_zero)
-        with phase("forward"), self.engine.forward_scope():
+        self.config = self._reconciler.see(batch, module.trainer, engine.comm, self.is_global_zero)
+        with phase("forward"), engine.forward_scope():
             return self.monitor.training_step(module, batch, partial(super().training_step, *args, **kwargs))
 
     @override

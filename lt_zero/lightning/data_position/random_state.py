@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,13 +48,12 @@ class RandomStates:
         same = {
             "torch": torch.equal(self.torch, other.torch),
             "random": self.python == other.python,
-            "numpy": str(_numpy_words(self.numpy)) == str(_numpy_words(other.numpy)),
+            "numpy": str(self._numpy_words()) == str(other._numpy_words()),
         }
         return {name for name, equal in same.items() if not equal}
 
-    # ---- plain containers and tensors ----------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
+        """Plain containers and tensors."""
         version, words, gauss = self.python
         packed: dict[str, Any] = {
             "torch": self.torch.clone(),
@@ -63,14 +62,15 @@ class RandomStates:
         if self.cuda is not None:
             packed["cuda"] = self.cuda.clone()
         if self.numpy["bit_generator"] == "MT19937":  # a program may have replaced it
-            words, position, has_gauss, gauss = _numpy_words(self.numpy)
-            packed["numpy"] = {
-                "words": torch.tensor(words, dtype=torch.int64),
-                "position": position,
-                "has_gauss": has_gauss,
-                "gauss": gauss,
-            }
+            numpy = dict(zip(("words", "position", "has_gauss", "gauss"), self._numpy_words(), strict=True))
+            packed["numpy"] = {**numpy, "words": torch.tensor(numpy["words"], dtype=torch.int64)}
         return packed
+
+    def _numpy_words(self) -> tuple[list[int], int, int, float]:
+        inner = self.numpy["state"]
+        if "key" not in inner:
+            return [], 0, 0, 0.0
+        return inner["key"].tolist(), int(inner["pos"]), int(self.numpy["has_gauss"]), float(self.numpy["gauss"])
 
     @classmethod
     def of(cls, packed: Any, where: str) -> RandomStates:
@@ -104,8 +104,6 @@ class RandomStates:
             ) from error
         return cls(host, cuda, state, numpy)
 
-    # ---- new ranks -----------------------------------------------------------------------------------------------
-
     def derived(self, rank: int) -> RandomStates:
         """New states for ``rank``, a deterministic function of these states."""
         seed = int.from_bytes(hashlib.sha256(bytes(self.torch.tolist()) + rank.to_bytes(8, "big")).digest()[:4], "big")
@@ -126,13 +124,6 @@ def own_or_derived(states: Sequence[RandomStates], rank: int) -> RandomStates:
     if len(states) > 1 and not any(states[0].differing(other) for other in states[1:]):
         return states[0]
     return states[0].derived(rank)
-
-
-def _numpy_words(state: Mapping[str, Any]) -> tuple[list[int], int, int, float]:
-    inner = state["state"]
-    if "key" not in inner:
-        return [], 0, 0, 0.0
-    return inner["key"].tolist(), int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"])
 
 
 def _words(values: Tensor, count: int) -> list[int]:

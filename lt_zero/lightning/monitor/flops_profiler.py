@@ -31,12 +31,7 @@ _WHAT_IS_COUNTED = "a multiply-add is two operations; only matrix products, conv
 
 
 class Profiler:
-    """Counts one micro-batch, times the next one and shows both. Costs nothing before and after.
-
-    Args:
-        block: the configuration.
-        count: counts the operations.
-    """
+    """Counts one micro-batch, times the next one and shows both. Costs nothing before and after."""
 
     def __init__(self, block: FlopsProfiler, count: FlopCount) -> None:
         self._block, self._count = block, count
@@ -97,11 +92,7 @@ class Profiler:
         self.show()
 
     def show(self, clean: bool = True) -> None:
-        """Print or write the profile on rank 0.
-
-        Args:
-            clean: False after an error: times may be incomplete, and a missing profile is not worth a warning.
-        """
+        """Print or write the profile on rank 0. Not ``clean``: after an error, times may be incomplete."""
         shown, self._shown = self._shown, True
         if shown or self._rank != 0:
             return

@@ -92,31 +92,25 @@ def attach_loggers(trainer: pl.Trainer, config_blocks: Iterable[MonitorBlock]) -
     if len(known) == 1 and is_default_logger(known[0], root):
         known = []
     made: list[Logger] = []
-    problems: list[Problem] = []
+    problems: dict[str, str] = {}
     for block in enabled:
         kind = _KINDS[type(block)]
         own = next((logger for logger in known if isinstance(logger, kind.logger)), None)
         if own is not None:
             _report_unused(kind, block, root, own)
         elif trainer.barebones:
-            problems.append(
-                _problem(kind, "contradicts Trainer(barebones=True), which logs nothing. Remove one of them")
-            )
+            problems[kind.key] = "contradicts Trainer(barebones=True), which logs nothing. Remove one of them"
         elif not (problems and isinstance(block, Comet)):
             try:
                 with _rank_announced(trainer.global_rank):
                     made.append(_make(block, root))
             except ModuleNotFoundError:
                 need = f"needs the package {kind.package}, which is missing or too old"
-                problems.append(_problem(kind, f"{need}. Run `pip install -U {kind.package}`, or set it to false"))
+                problems[kind.key] = f"{need}. Run `pip install -U {kind.package}`, or set it to false"
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(Problem(f"{key}.enabled", f"{key}.enabled=true {text}.") for key, text in problems.items())
     trainer.loggers = known + made
     return made
-
-
-def _problem(kind: _Kind, message: str) -> Problem:
-    return Problem(f"{kind.key}.enabled", f"{kind.key}.enabled=true {message}.")
 
 
 def _report_unused(kind: _Kind, block: MonitorBlock, root: str, own: Logger) -> None:

@@ -47,9 +47,6 @@ class RunMonitor:
 
     ``RunObserver``s are notified. ``FlopCount`` and ``Profiler`` wrap calls, ``LoggedComm`` replaces the collectives.
 
-    Args:
-        config: the blocks that turn monitors on.
-
     Attributes:
         flops: operations of a micro-batch on this rank, if a monitor needs them.
     """

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import psutil
@@ -177,7 +177,8 @@ class StepPrinter(RunObserver):
 
         Collective if a line is due.
         """
-        trainer, plugin = module.trainer, _plugin(module)
+        trainer = module.trainer
+        plugin = cast(ZeroPrecision, trainer.precision_plugin)
         norm = plugin.grad_norm if plugin.grad_norm is not self._norm else None  # 0D, before clipping
         self._norm, self._stepped = plugin.grad_norm, True
         number = trainer.global_step + 1  # Lightning increments it later
@@ -212,7 +213,8 @@ class StepPrinter(RunObserver):
             self._stepped, self._loss, self._losses = False, None, 0
 
     def _print_due(self, module: pl.LightningModule) -> None:
-        trainer, plugin = module.trainer, _plugin(module)
+        trainer = module.trainer
+        plugin = cast(ZeroPrecision, trainer.precision_plugin)
         device, flops, samples = trainer.strategy.root_device, self._operations(), self._samples
         # Each sum is followed by the number of ranks that know their part of it.
         counts = [0.0, self._losses > 0, samples or 0, samples is not None, flops or 0.0, flops is not None]
@@ -254,12 +256,6 @@ class StepPrinter(RunObserver):
         for logger in module.trainer.loggers:
             logger.log_metrics(metrics.metrics(optimizer in self._split_rates), step=step)
             logger.save()  # as Lightning does after each row
-
-
-def _plugin(module: pl.LightningModule) -> ZeroPrecision:
-    plugin = module.trainer.precision_plugin
-    assert isinstance(plugin, ZeroPrecision)
-    return plugin
 
 
 def memory_gb(device: torch.device) -> float:
