@@ -345,10 +345,10 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        module, batch, engine = self._module, args[0] if args else None, self.engine
-        self.checkpoints.check_pending(self.run)
-        self.config = self._reconciler.see(batch, module.trainer, engine.comm, self.is_global_zero)
-        with phase("forward"), engine.forward_scope():
+        run, module, batch = self.run, self._module, args[0] if args else None
+        self.checkpoints.check_pending(run)
+        self.config = self._reconciler.see(batch, module.trainer, run.engine.comm, self.is_global_zero)
+        with phase("forward"), run.engine.forward_scope():
             return self.monitor.training_step(module, batch, partial(super().training_step, *args, **kwargs))
 
     @override
