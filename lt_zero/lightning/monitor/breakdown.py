@@ -38,7 +38,9 @@ class StepClock(RunObserver):
 
     All are milliseconds per step, averaged over steps and ranks, and logged as ``time/forward_ms`` and so on. The host
     never waits for a GPU: a line covers the steps that the devices have completed, and is left out if there are none.
-    Steps are counted as ``trainer.global_step`` does.
+
+    Args:
+        every: optimizer steps, counted as ``trainer.global_step`` does.
     """
 
     def __init__(self, every: int) -> None:
@@ -119,6 +121,9 @@ class MemoryPhases(RunObserver):
     It shows the memory that torch has allocated and reserved on a GPU, with the peak since the start of the process or
     the last reset; the resident memory of the process and its peak; and the model states of
     ``ZeroStrategy.memory_report``. With accumulation it shows the last micro-batch.
+
+    Args:
+        every: optimizer steps, counted as ``trainer.global_step`` does.
     """
 
     def __init__(self, every: int) -> None:
@@ -141,19 +146,22 @@ class MemoryPhases(RunObserver):
     def after_step(self, module: pl.LightningModule, optimizer: Optimizer) -> None:
         self._note("after step", module)
         number = module.trainer.global_step + 1
-        if self._rows and (not self._shown or number % self.every == 0):
+        if self._rows and self._due(number):
             console = Console()
             with console.capture() as text:
                 console.print(memory_table(number, self._rows))
             module.print(text.get())
             self._shown, self._rows = True, {}
 
+    def _due(self, number: int) -> bool:
+        return not self._shown or number % self.every == 0
+
     def _note(self, moment: str, module: pl.LightningModule) -> None:
         if self._run.rank != 0:
             return
+        following = module.trainer.global_step + 1
         # With manual optimization each optimizer may step after a forward.
-        step, count = module.trainer.global_step, max(1, len(self._run.optimizers))
-        if not self._shown or any(number % self.every == 0 for number in range(step + 1, step + 1 + count)):
+        if any(self._due(following + index) for index in range(max(1, len(module.trainer.strategy.optimizers)))):
             states = {kind: here for kind, (here, _) in memory_report(self._run.engine, self._run.sharded).items()}
             self._rows.pop(moment, None)  # rows stay in the order of their last update
             self._rows[moment] = {**memory_now(self._run.engine.comm.device), **states}
