@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.torch_version import TorchVersion
 from torch.utils.hooks import RemovableHandle
 
 from lt_zero.common.module_hooks import Hook
@@ -30,9 +31,11 @@ _LOW = (torch.float16, torch.bfloat16)
 # weights nor accept fp32 activations with them; fp32 weights are enough there, so they can also be passed as `keep`.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-DEFAULT_ISLANDS_TRUE: tuple[type, ...] = (*BATCH_NORMS, ParametrizationList)
+# torch 2.10 refuses 16-bit weights beside fp32 statistics in instance norms, 2.13 does not.
+_REFUSED_BY_TORCH = () if TorchVersion(torch.__version__) >= "2.13" else INSTANCE_NORMS
+DEFAULT_ISLANDS_TRUE: tuple[type, ...] = (*BATCH_NORMS, ParametrizationList, *_REFUSED_BY_TORCH)
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.Bilinear)
-DEFAULT_ISLANDS_MIXED: tuple[type, ...] = (*DEFAULT_ISLANDS_TRUE, *INSTANCE_NORMS, *_NORMS)
+DEFAULT_ISLANDS_MIXED: tuple[type, ...] = (*BATCH_NORMS, ParametrizationList, *INSTANCE_NORMS, *_NORMS)
 
 
 @dataclass(frozen=True)
