@@ -55,11 +55,13 @@ class Norms:
         self.tables: dict[float, dict[Place, Tensor]] = {}  # norm type -> norms; empty after gradients have changed
 
     def of(self, place: Place, norm_type: float) -> Tensor:
+        name = place[0].layout.spans[place[1]].name
         if place[0].grads.local is not None:
-            name = place[0].layout.spans[place[1]].name
             raise RuntimeError(f"Only a part of the gradient of {name!r} is reduced. Ask after the last micro-batch.")
         if norm_type not in self.tables:
             self.tables[norm_type] = self._compute(norm_type)
+        if place not in self.tables[norm_type]:
+            raise RuntimeError(f"This gradient of {name!r} is that of an earlier step. Read p.grad again.")
         return self.tables[norm_type][place]
 
     def prepare(self) -> None:

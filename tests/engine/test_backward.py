@@ -249,6 +249,13 @@ def _stand_ins(stage: int) -> None:
         engine.finish_reductions()
         torch.testing.assert_close(shown.norm(), 3 * plain.grad.norm())
         before, parameter.grad, plain.grad = shown, None, None
+    assert before is not None
+    engine.root.zero_grad()
+    model.blocks[1](torch.ones(2, WIDTH)).sum().backward()  # other parameters only
+    engine.finish_reductions()
+    assert parameter.grad is None
+    with pytest.raises(RuntimeError, match="'blocks.0.up.weight' is that of an earlier step. Read p.grad again"):
+        before.norm()
 
 
 @pytest.mark.parametrize("stage", [2, 3])
