@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -45,6 +46,8 @@ from lt_zero.lightning.reconcile import Reconciler, check_same
 from lt_zero.lightning.setup import Run, Signals
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+# Before Lightning 2.6 nobody can say so, and what a checkpoint holds is unpickled as Lightning itself does.
+_HAS_WEIGHTS_ONLY = "weights_only" in inspect.signature(DDPStrategy.load_checkpoint).parameters
 
 
 class ZeroStrategy(DDPStrategy):
@@ -448,8 +451,9 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        found = self.checkpoints.open(self.run, checkpoint_path, weights_only)
-        return self.checkpoints.select(self.run, found or super().load_checkpoint(checkpoint_path, weights_only))
+        found = self.checkpoints.open(self.run, checkpoint_path, weights_only if _HAS_WEIGHTS_ONLY else False)
+        given = (weights_only,) if _HAS_WEIGHTS_ONLY else ()
+        return self.checkpoints.select(self.run, found or super().load_checkpoint(checkpoint_path, *given))
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

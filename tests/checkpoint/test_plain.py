@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from lt_zero.checkpoint.native.plain import MISSING, plain, put_back
-from tests.support.lightning_tools import GPT, sharded_trainer
+from tests.support.lightning_tools import GPT, HAS_WEIGHTS_ONLY, sharded_trainer, trust
 from tests.support.pool import Pool
 
 
@@ -236,17 +236,17 @@ def _whole(folder: str) -> None:
             trainer.save_checkpoint(f"{folder}/{form}.ckpt")
         texts = [str(w.message) for w in caught if "mine.custom" in str(w.message)]
         assert len(texts) == (trainer.is_global_zero and form == "sharded"), texts
-        for trust in (None, False) if form == "sharded" else (False,):
+        for trusted in (None, False) if form == "sharded" and HAS_WEIGHTS_ONLY else (False,):
             module = Configured(_config(2))
             seen: list[Any] = []
             module.on_load_checkpoint = seen.append  # type: ignore[assignment, method-assign]
             again = sharded_trainer(1, max_steps=2)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                again.fit(module, ckpt_path=f"{folder}/{form}.ckpt", weights_only=trust)
+                again.fit(module, ckpt_path=f"{folder}/{form}.ckpt", **trust(trusted))
             left = [str(w.message) for w in caught if "left out" in str(w.message)]
             mine, names = seen[0]["mine"], seen[0]["hyper_parameters"]
-            if trust is False:
+            if trusted is False:
                 assert mine["custom"] == Custom(7)
                 assert not left
             else:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lt_zero import ZeroStrategy
 from lt_zero.common.errors import ConfigError
-from tests.support.lightning_tools import QUIET, torchrun_env
+from tests.support.lightning_tools import QUIET, torchrun_env, trust
 from tests.support.plain_module import SGD, Plain
 from tests.support.pool import Pool
 
@@ -111,11 +111,11 @@ def test_a_resumed_run_may_begin_with_a_short_batch(tmp_path: Path) -> None:
     trainer.fit(Plain(batch=24))
     trainer.save_checkpoint(tmp_path / "c.ckpt")
     again = trainer_for(config, max_steps=4, **options)
-    again.fit(Plain(batch=24), ckpt_path=tmp_path / "c.ckpt", weights_only=False)  # third batch: 16 of 64
+    again.fit(Plain(batch=24), ckpt_path=tmp_path / "c.ckpt", **trust(False))  # third batch: 16 of 64
     assert again.global_step == 4
     wrong = trainer_for({**config, "train_micro_batch_size_per_gpu": 32}, max_steps=4, **options)
     with pytest.raises(ConfigError, match="24 is the size of the first batch"):
-        wrong.fit(Plain(batch=24), ckpt_path=tmp_path / "c.ckpt", weights_only=False)
+        wrong.fit(Plain(batch=24), ckpt_path=tmp_path / "c.ckpt", **trust(False))
 
 
 def test_sizes_that_are_not_clear_are_told() -> None:

@@ -27,7 +27,7 @@ from lt_zero.common.progress_bar import ProgressBar, duration, follow_lines, pro
 from lt_zero.config import ZeroConfig
 from lt_zero.lightning.monitor.run_monitor import logger_level
 from tests.support.export_tools import Memory
-from tests.support.lightning_tools import GPT, sharded_trainer
+from tests.support.lightning_tools import GPT, sharded_trainer, trust
 from tests.support.pool import Pool
 
 
@@ -286,7 +286,7 @@ def _saved_and_loaded(folder: str, form: str) -> Any:
         trainer.fit(GPT(torch.distributed.get_world_size()))
         trainer.save_checkpoint(f"{folder}/x.ckpt")
         again = sharded_trainer(3, config=config, max_steps=3)
-        again.fit(GPT(torch.distributed.get_world_size()), ckpt_path=f"{folder}/x.ckpt", weights_only=False)
+        again.fit(GPT(torch.distributed.get_world_size()), ckpt_path=f"{folder}/x.ckpt", **trust(False))
     finally:
         room._watch = real
     names = ("Sharding", "Gathering weights", "Gathering optimizer", "Saving", "Loading weights", "Loading optimizer")

@@ -24,7 +24,7 @@ from lt_zero.config.cli import clean, to_yaml, with_origins
 from lt_zero.config.load import examine
 from lt_zero.config.overrides import group_values
 from lt_zero.optim import build_grouped, check_optimizer, param_groups
-from tests.support.lightning_tools import GPT, assert_same, sharded_trainer, single_trainer, weights
+from tests.support.lightning_tools import GPT, assert_same, sharded_trainer, single_trainer, trust, weights
 from tests.support.matrix import only_rows
 from tests.support.models import Net
 from tests.support.plain_module import Plain, run
@@ -313,7 +313,7 @@ def _unfrozen(stage: int, zero: dict[str, Any], folder: str) -> tuple[Outcome, O
     first = module.rates, weights(trainer)
     resumed = Grouped(world, late=True)
     trainer = sharded_trainer(stage, zero, config, max_epochs=4, **OPTIONS)
-    trainer.fit(resumed, ckpt_path=path, weights_only=False)
+    trainer.fit(resumed, ckpt_path=path, **trust(False))
     return first, (resumed.rates, weights(trainer)), [len(g["params"]) for g in trainer.optimizers[0].param_groups]
 
 

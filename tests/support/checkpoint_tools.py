@@ -14,7 +14,7 @@ from torch import Tensor
 from lt_zero.checkpoint.native.full_states import full_optimizer_state
 from lt_zero.common.errors import CheckpointError
 from lt_zero.lightning.precision import sharded_of
-from tests.support.lightning_tools import GPT, sharded_trainer
+from tests.support.lightning_tools import GPT, sharded_trainer, trust
 
 
 def everything(trainer: pl.Trainer) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def resume(
         stage, options.pop("zero", None), options.pop("config", None), callbacks=callbacks, **options
     )
     module = module if module is not None else GPT(dist.get_world_size(), "adamw")
-    trainer.fit(module, ckpt_path=path, weights_only=weights_only)
+    trainer.fit(module, ckpt_path=path, **trust(weights_only))
     return recorder.restored, trainer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections.abc import Iterator
@@ -33,6 +34,14 @@ QUIET: dict[str, Any] = {
     "accelerator": "cpu",
 }
 ROWS, BATCH = 24, 4  # rows of data, rows per optimizer step over all ranks (before accumulation)
+
+
+HAS_WEIGHTS_ONLY = "weights_only" in inspect.signature(pl.Trainer.fit).parameters
+
+
+def trust(weights_only: bool | None) -> dict[str, Any]:
+    """The argument ``weights_only`` of ``Trainer.fit``; before Lightning 2.6 it has none, and trusts."""
+    return {"weights_only": weights_only} if HAS_WEIGHTS_ONLY else {}
 
 
 def torchrun_env() -> dict[str, str]:

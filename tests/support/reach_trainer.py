@@ -27,7 +27,7 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.lightning import checkpoint_service
 from lt_zero.step.fused_step import FusedStep
 from lt_zero.step.loss_scale import LossScaleError, NonFiniteError
-from tests.support.lightning_tools import QUIET, torchrun_env
+from tests.support.lightning_tools import QUIET, torchrun_env, trust
 from tests.support.reach_engine import Config, Lab, nested, short
 
 
@@ -106,7 +106,7 @@ def fit(lab: Lab, config: Config, module: Module | None = None, resume: str | No
         trainer = pl.Trainer(**{**QUIET, "default_root_dir": lab.folder, **options})
         error = None
         try:
-            trainer.fit(module, ckpt_path=resume, weights_only=False)
+            trainer.fit(module, ckpt_path=resume, **trust(False))
         except (ConfigError, LossScaleError, NonFiniteError, Enough, MemoryError) as problem:
             error = problem
     return Run(trainer, module, text.getvalue(), error, [str(warning.message) for warning in told])
