@@ -29,19 +29,22 @@ from lt_zero.io.pinned import rounded
 from lt_zero.memory import limits
 from lt_zero.memory.estimate import Machine, cheapest, states_of
 from lt_zero.memory.forecast import (
+    DEVICE,
     GATHERED,
     GRADS,
+    HOST,
     LOCAL,
     MASTER,
     MOMENTS,
+    NVME,
     OFFLOAD,
     REDUCE,
     WEIGHTS,
     Forecast,
+    Setup,
     forecast,
 )
 from lt_zero.memory.limits import GB, Available, NotEnoughMemory, amount, check_host_memory, shortage
-from lt_zero.memory.rows import DEVICE, HOST, NVME, Setup
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
 RESTING = "in files"  # bytes of files, of all kinds

@@ -14,8 +14,8 @@ from torch import nn
 
 from lt_zero.config import ZeroConfig
 from lt_zero.memory.estimate import Machine, Sizes, cheapest, estimate, kinds_table, settings_table
+from lt_zero.memory.forecast import DEVICE, HOST, NVME
 from lt_zero.memory.limits import GB, amount
-from lt_zero.memory.rows import DEVICE, HOST, NVME
 
 Option = typer.Option
 

@@ -20,9 +20,8 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import MODES, dtype_policy, resolve_mode
 from lt_zero.config.schema import ZeroOptimization
 from lt_zero.engine.partition import plan_engine, with_sizes
-from lt_zero.memory.forecast import Forecast, forecast
+from lt_zero.memory.forecast import DEVICE, HOST, NVME, PLACES, Forecast, Setup, forecast
 from lt_zero.memory.limits import amount
-from lt_zero.memory.rows import DEVICE, HOST, NVME, PLACES, Setup
 from lt_zero.step.fused_step import FusedStep
 from lt_zero.step.supported_optimizers import states_by_group
 
@@ -103,8 +102,16 @@ def estimate(
         model = skeleton(sizes, limit)
         policy = replace(policy, keep_fp32=())  # the names of modules are unknown
     states, fused = states_of(optimizer)
-    setup = replace(
-        Setup.imagined(config, world, per_node, device),
+    # An assumed setup: NCCL on GPUs; on CPUs shared memory within a node, else gloo.
+    one_cpu_node = device == "cpu" and world == per_node > 1
+    gloo = device == "cpu" and config.zero_optimization.reduce_scatter
+    setup = Setup(
+        world=world,
+        per_node=per_node,
+        device=device,
+        windows=one_cpu_node,
+        sums_wide=world == 1 or one_cpu_node or gloo,
+        background=world > 1 and not one_cpu_node,
         states=states,
         fused=fused and config.fused_step,
         accumulates=accumulate_grad_batches > 1,

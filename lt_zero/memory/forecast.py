@@ -1,4 +1,8 @@
-"""Bytes of one rank by place, kind and phase, added up over the rows of a plan.
+"""Bytes of one rank by place, kind and phase: the buckets of a plan as rows of numbers, and their sums.
+
+Places are the ``device`` that computes, the ``host`` and ``nvme``. If the device is a CPU, the first two are the same,
+and offloading to the CPU changes nothing. ``offload_optimizer`` moves master weights, moments and gradient accumulators
+off the device, ``offload_param`` the shards that gathers read.
 
 Note [Phases]
     Kinds that never exist together are not added: local gradients of an accumulation window give way to the
@@ -20,14 +24,157 @@ from dataclasses import dataclass
 
 import torch
 
+from lt_zero.comm.communicator import Comm
 from lt_zero.comm.shared_memory import SEND_BUFFERS
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
-from lt_zero.config.schema import ZeroOptimization
 from lt_zero.engine.gather import Residency
+from lt_zero.engine.layout import BucketLayout, Sharding
+from lt_zero.engine.offload_manager import resting
 from lt_zero.engine.partition import BucketPlan, EnginePlan
 from lt_zero.io.pinned import rounded
-from lt_zero.memory.rows import DEVICE, HOST, NVME, Row, Setup, rows_of
+
+DEVICE, HOST, NVME = "device", "host", "nvme"
+PLACES = (DEVICE, HOST, NVME)
+PHASES = ("build", "accumulation", "backward", "step", "checkpoint")
+WEIGHTS, MASTER, MOMENTS = "weights", "master weights", "moments"
+GRADS, LOCAL, FRESH = "gradients", "local gradients", "autograd's gradients"
+GATHERED, REDUCE, OFFLOAD = "gathered weights", "reduce buffers", "offload buffers"
+BUILD, STEP, COPY, FILE = "build buffers", "step copies", "checkpoint copy", "checkpoint file"
+KINDS = (WEIGHTS, MASTER, GRADS, LOCAL, FRESH, MOMENTS, GATHERED, REDUCE, OFFLOAD, BUILD, STEP, COPY, FILE)
+STATES = (WEIGHTS, MASTER, GRADS, LOCAL, MOMENTS)  # kept from step to step (LOCAL: within one step)
+
+SAVE_BUFFERS = 2 * 4 * (4 << 20)  # bytes: buffers of the threads and those being filled (io/checked_file.py)
+
+Part = tuple[str, str, int]  # place, kind, bytes
+Amounts = Mapping[tuple[str, str], int]  # (place, kind) -> bytes
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Facts of a run that a forecast needs beside the configuration."""
+
+    world: int
+    per_node: int  # ranks on one node, which share its host memory and NVMe
+    device: str = "cuda"  # type, "cpu" or "cuda"
+    windows: bool = False  # ranks read each other's memory (comm/shared_memory.py)
+    sums_wide: bool = False  # gradients are summed in the accumulators' dtype, whatever dtype is sent (communicator.py)
+    background: bool = True  # gathers overlap with compute, so units are prefetched
+    states: float = 2.0  # element-wise states of the optimizer; 2 for Adam
+    fused: bool = True  # the optimizer is stepped by the native kernel, which takes any dtype of gradients
+    accumulates: bool = False  # several micro-batches per step
+    training: bool = True  # there are gradients
+    saves: bool = True  # there are checkpoints
+
+    @classmethod
+    def of_comm(cls, comm: Comm, states: float, training: bool, fused: bool = False) -> Setup:
+        """The setup of a running process group."""
+        return cls(
+            world=comm.world,
+            per_node=comm.world,
+            device=comm.device.type,
+            windows=comm.shares_memory,
+            sums_wide=comm.sums_wide,
+            background=comm.gathers_in_background,
+            states=states,
+            fused=fused,
+            training=training,
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One bucket in numbers."""
+
+    elements: int  # of its parameters
+    numel: int  # with padding
+    own: int  # elements of this rank's master weights or shard, with padding
+    held: int  # of ``own`` without padding: the size of moments
+    dtype: torch.dtype  # of the compute copy
+    master: torch.dtype
+    accum: torch.dtype  # of accumulators
+    step: torch.dtype  # of what the optimizer sees
+    send: torch.dtype  # of gradients on the wire
+    sharding: Sharding
+    trains: bool  # it has trainable parameters
+    wide: bool  # it is frozen and kept in a higher precision than ``dtype``
+    states: str  # place of master weights and moments
+    weights: str  # place of what gathers read
+
+    @property
+    def master_is_view(self) -> bool:
+        """See ``Weights.master_is_view``."""
+        return not self.sharding.params and self.master == self.dtype and self.states == DEVICE
+
+    @property
+    def copies_weights(self) -> bool:
+        """Whether gathers read a copy instead of the master weights (engine/bucket.py)."""
+        both = self.weights == self.states == NVME and self.master == self.dtype
+        return self.trains and self.sharding.params and self.states != DEVICE and not both
+
+    @property
+    def exact(self) -> torch.dtype:
+        """The dtype in a checkpoint, and in which a frozen bucket is kept."""
+        return self.master if self.trains or self.wide else self.dtype
+
+    def read_nbytes(self, states: float) -> int:
+        """Bytes that a step of this bucket reads from files: master weights, gradients, each state."""
+        dtypes = [self.master, self.accum, *[self.step] * int(states)]
+        partial = int(self.own * self.step.itemsize * (states - int(states)))
+        return sum(rounded(self.own * dtype.itemsize) for dtype in dtypes) + rounded(partial)
+
+
+def rows_of(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup) -> list[Row]:
+    """The buckets as rows, in the plan's order."""
+    zero, buckets, on_cpu = config.zero_optimization, plan.buckets, setup.device == "cpu"
+    layouts = [bucket.layout(setup.world) for bucket in buckets]
+    places = resting([layout.numel for layout in layouts], [b.sharding.params for b in buckets], zero)
+    optim, param = zero.offload_optimizer.device, zero.param_offload.device
+    rows = []
+    for bucket, layout, held, (moves, away) in zip(buckets, layouts, _held(plan, layouts), places, strict=True):
+        dtype, sharding = bucket.dtype, bucket.sharding
+        master, accum, trains = policy.master_of(dtype), policy.accumulate_of(dtype), bucket.trains and setup.training
+        sharded = sharding.optim or sharding.params
+        states = weights = DEVICE
+        if moves and not (optim == "cpu" and on_cpu):
+            states = NVME if optim == "nvme" else HOST
+        if sharding.params and param == "nvme" and away:
+            weights = NVME
+        elif sharding.params and param != "none" and not on_cpu:
+            weights = HOST
+        row = Row(
+            elements=sum(p.numel() for _, p in bucket.parameters),
+            numel=layout.numel,
+            own=layout.shard_numel if sharded else layout.numel,
+            held=held if sharded else layout.numel,
+            dtype=dtype,
+            master=master,
+            accum=accum,
+            step=policy.step_of(dtype),
+            send=policy.wire_of(dtype) or (dtype if sharding.optim and setup.sums_wide else accum),
+            sharding=sharding,
+            trains=trains,
+            wide=not trains
+            and master != dtype
+            and any(p.dtype.itemsize > dtype.itemsize for _, p in bucket.parameters),
+            states=states,
+            weights=weights,
+        )
+        rows.append(row)
+    return rows
+
+
+def _held(plan: EnginePlan, layouts: Sequence[BucketLayout]) -> list[int]:
+    """Elements of each bucket on the rank with the most to step; if parameters are not cut, ranks differ."""
+    if all(bucket.owners is None for bucket in plan.buckets):
+        return [layout.shard_numel for layout in layouts]
+    shares = []
+    for layout in layouts:
+        shares.append([sum(p.numel for p in layout.pieces(*layout.shard(r))) for r in range(layout.world)])
+    trained = [share for bucket, share in zip(plan.buckets, shares, strict=True) if bucket.trains]
+    totals = [sum(of_rank) for of_rank in zip(*trained, strict=True)]
+    most = totals.index(max(totals)) if totals else 0
+    return [share[most] for share in shares]
 
 
 @dataclass(frozen=True)
@@ -40,56 +187,38 @@ class Gathered:
     needs_weights: bool
 
 
-@dataclass(frozen=True)
-class Ahead:
-    """Limits of prefetching, in elements and buckets."""
-
-    numel: int
-    buckets: float = float("inf")
-
-
-def residency_of(zero: ZeroOptimization) -> Residency:
-    """The limits on what stays gathered."""
-    return Residency(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size)
-
-
-def gathered_peak(units: Sequence[Gathered], root: Gathered, residency: Residency, ahead: Ahead, window: bool) -> int:
-    """Peak bytes of gathered weights in a forward and backward after the first, which records the order.
+class _Replay:
+    """Gathers and releases units as ``Gatherer`` does in a forward and backward, and records the peak bytes.
 
     Args:
         units: all but the root, in forward order; small parameters, which are never released, are not counted.
-        root: the root unit, which always stays gathered.
-        residency: limits on what stays gathered after its forward.
-        ahead: limits of prefetching; none if ``numel`` is 0.
-        window: weights stay gathered between micro-batches if the whole model may (Gatherer.fits_whole).
+        residency: limits on what stays gathered, and on prefetched elements (0: no prefetching).
+        most_buckets: limit on prefetched buckets.
     """
-    total = root.numel + sum(unit.numel for unit in units)
-    stays = residency.keep_after_forward([unit.numel for unit in units])
-    keep = {i for i, unit in enumerate(units) if stays[i] and unit.needs_weights}
-    fits = total <= residency.max_live and total < residency.max_reuse_distance
-    play = _Play(units, residency, ahead, keep if window and fits else ())
-    for index in range(len(units)):
-        play.visit(index, range(index + 1, len(units)))
-        if index not in keep:
-            play.release(index)
-    for index in reversed(range(len(units))):
-        if units[index].needs_weights:
-            # A unit is released when its inputs have gradients, before backward reaches the previous unit.
-            play.visit(index, (i for i in range(index - 1, -1, -1) if units[i].needs_weights))
-            play.release(index)
-    return root.nbytes + play.peak
 
-
-class _Play:
-    """Gathers and releases units, and records the peak."""
-
-    def __init__(self, units: Sequence[Gathered], residency: Residency, ahead: Ahead, start: Iterable[int]) -> None:
-        self._units, self._residency, self._ahead = units, residency, ahead
+    def __init__(self, units: Sequence[Gathered], residency: Residency, most_buckets: float) -> None:
+        self._units, self._residency, self._most_buckets = units, residency, most_buckets
         self._here: set[int] = set()
         self._early: set[int] = set()  # prefetched, not visited yet
         self._numel = self._nbytes = self.peak = 0
-        for index in start:
+
+    def run(self, keeps_whole: bool) -> int:
+        """The peak after the first micro-batch, which records the order; ``keeps_whole``: units stay gathered after."""
+        units = self._units
+        stays = self._residency.keep_after_forward([unit.numel for unit in units])
+        keep = {i for i, unit in enumerate(units) if stays[i] and unit.needs_weights}
+        for index in keep if keeps_whole else ():
             self._gather(index)
+        for index in range(len(units)):
+            self._visit(index, range(index + 1, len(units)))
+            if index not in keep:
+                self._release(index)
+        for index in reversed(range(len(units))):
+            if units[index].needs_weights:
+                # A unit is released when its inputs have gradients, before backward reaches the previous unit.
+                self._visit(index, (i for i in range(index - 1, -1, -1) if units[i].needs_weights))
+                self._release(index)
+        return self.peak
 
     def _gather(self, index: int) -> None:
         if index not in self._here:
@@ -98,242 +227,196 @@ class _Play:
             self._nbytes += self._units[index].nbytes
             self.peak = max(self.peak, self._nbytes)
 
-    def release(self, index: int) -> None:
+    def _release(self, index: int) -> None:
         if index in self._here:
             self._here.remove(index)
             self._numel -= self._units[index].numel
             self._nbytes -= self._units[index].nbytes
 
-    def visit(self, index: int, upcoming: Iterable[int]) -> None:
+    def _visit(self, index: int, upcoming: Iterable[int]) -> None:
         """Gather a unit, and prefetch those that ``Gatherer.visit`` would."""
         self._gather(index)
         self._early.discard(index)
         flying = sum(self._units[i].numel for i in self._early)
         buckets = sum(self._units[i].buckets for i in self._early)
-        for other in upcoming if self._ahead.numel > 0 else ():
+        limits = self._residency
+        for other in upcoming if limits.prefetch > 0 else ():
             unit = self._units[other]
             if other in self._here:
                 continue
-            if len(self._early) >= self._residency.ahead:
+            if len(self._early) >= limits.ahead:
                 return
             flying, buckets = flying + unit.numel, buckets + unit.buckets
             live = self._numel + unit.numel
-            if flying > self._ahead.numel or live > self._residency.max_live or buckets > self._ahead.buckets:
+            if flying > limits.prefetch or live > limits.max_live or buckets > self._most_buckets:
                 return
             self._gather(other)
             self._early.add(other)
 
 
-WEIGHTS, MASTER, MOMENTS = "weights", "master weights", "moments"
-GRADS, LOCAL, FRESH = "gradients", "local gradients", "autograd's gradients"
-GATHERED, REDUCE, OFFLOAD = "gathered weights", "reduce buffers", "offload buffers"
-BUILD, STEP, COPY, FILE = "build buffers", "step copies", "checkpoint copy", "checkpoint file"
-KINDS = (WEIGHTS, MASTER, GRADS, LOCAL, FRESH, MOMENTS, GATHERED, REDUCE, OFFLOAD, BUILD, STEP, COPY, FILE)
-STATES = (WEIGHTS, MASTER, GRADS, LOCAL, MOMENTS)  # kept from step to step (LOCAL: within one step)
+class _Sums:
+    """The bytes of each purpose, summed over the rows of a plan; ``forecast`` combines them into phases."""
 
-SAVE_BUFFERS = 2 * 4 * (4 << 20)  # bytes: buffers of the threads and those being filled (io/checked_file.py)
+    def __init__(self, plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup) -> None:
+        self.plan, self.config, self.zero, self.setup = plan, config, config.zero_optimization, setup
+        self.table = dict(zip(plan.buckets, rows_of(plan, config, policy, setup), strict=True))
+        self.rows = list(self.table.values())
+        self.trained = [row for row in self.rows if row.trains]
+        self.stored = [row for row in self.trained if row.states == NVME]  # in files between steps
+        self.memory = DEVICE if setup.device == "cpu" else HOST  # the place that files are read into
 
-Part = tuple[str, str, int]  # place, kind, bytes
+    def _file(self, dtype: torch.dtype) -> int:
+        """Bytes of one NVMe file: a record of full blocks for every bucket, also for those that do not use it."""
+        return sum(rounded(row.own * dtype.itemsize) for row in self.rows)
 
+    def weights(self) -> list[Part]:
+        """Weights and master weights (``Bucket.adopt``)."""
+        total: list[Part] = []
+        files: set[tuple[str, torch.dtype]] = set()
+        for row in self.rows:
+            if not row.sharding.params:
+                total.append((DEVICE, WEIGHTS, row.numel * row.dtype.itemsize))
+            held = [(row.states, MASTER, row.master)] if row.trains and not row.master_is_view else []
+            held += [(row.weights, WEIGHTS, row.dtype)] if row.copies_weights else []
+            held += [(row.weights, WEIGHTS, row.exact)] if not row.trains and (row.wide or row.sharding.params) else []
+            for place, kind, dtype in held:
+                if place == NVME:
+                    files.add((kind, dtype))
+                else:
+                    total.append((place, kind, row.own * dtype.itemsize))
+        return total + [(NVME, kind, self._file(dtype)) for kind, dtype in files]
 
-def kept(rows: Sequence[Row]) -> list[Part]:
-    """Weights and master weights (``Bucket.adopt``)."""
-    total: list[Part] = []
-    files: set[tuple[str, torch.dtype]] = set()
-    for row in rows:
-        if not row.sharding.params:
-            total.append((DEVICE, WEIGHTS, row.numel * row.dtype.itemsize))
-        held = [(row.states, MASTER, row.master)] if row.trains and not row.master_is_view else []
-        held += [(row.weights, WEIGHTS, row.dtype)] if row.copies_weights else []
-        held += [(row.weights, WEIGHTS, row.kept_dtype)] if not row.trains and (row.wide or row.sharding.params) else []
-        for place, kind, dtype in held:
-            if place == NVME:
-                files.add((kind, dtype))
-            else:
-                total.append((place, kind, row.own * dtype.itemsize))
-    return total + [(NVME, kind, _file(rows, dtype)) for kind, dtype in files]
+    def states(self) -> list[Part]:
+        """The optimizer's states, and the buffers that offloading keeps from step to step."""
+        states, trained = self.setup.states, self.trained
+        total = [(r.states, MOMENTS, int(r.held * r.step.itemsize * states)) for r in trained if r.states != NVME]
+        total += [(NVME, MOMENTS, int(self._file(dtype) * states)) for dtype in {row.step for row in self.stored}]
+        # Free buffers that are kept for the next stored tensor (io.pinned.Buffers).
+        sizes = [row.own * row.master.itemsize for row in self.rows if NVME in (row.states, row.weights)]
+        pools = 1 if all(row.states == NVME for row in self.rows if row.weights == NVME) else 2
+        total.append((self.memory, OFFLOAD, 2 * pools * rounded(max(sizes, default=0))))
+        # Staging buffers for low-precision weights from host memory to the device (HostLink).
+        cast = [r.own * r.dtype.itemsize for r in trained if r.states != DEVICE and r.dtype != r.master]
+        return [*total, (HOST, OFFLOAD, 2 * max(cast, default=0) if self.memory == HOST else 0)]
 
+    def gradients(self) -> list[Part]:
+        """The accumulators (``Accumulator.launch_reduce``); without the fused step fp16 ones are unscaled in fp32."""
+        total = [(NVME, GRADS, self._file(dtype)) for dtype in {row.accum for row in self.stored}]
+        for row in self.trained:
+            if row.states != NVME:
+                unscaled = row.accum == torch.float16 and not self.setup.fused
+                total.append((row.states, GRADS, row.own * (4 if unscaled else row.accum.itemsize)))
+        return total
 
-def _file(rows: Sequence[Row], dtype: torch.dtype) -> int:
-    """Bytes of one NVMe file: a record of full blocks for every bucket, also for those that do not use it."""
-    return sum(rounded(row.own * dtype.itemsize) for row in rows)
+    def local(self) -> list[Part]:
+        """Gradients of an accumulation window before they are reduced (``Accumulator.local``)."""
+        full = [row for row in self.trained if not row.sharding.grads] if self.setup.accumulates else []
+        return [(DEVICE, LOCAL, row.numel * row.accum.itemsize) for row in full]
 
+    def moving(self) -> list[Part]:
+        """``p.grad`` between autograd and the accumulator, flat storages of gathered buckets, and read buffers."""
+        units, total = self.plan.units, list[Part]()
+        if self.setup.training:  # p.grad of one unit, and of the root until backward ends
+            fresh = [
+                sum(p.numel() * b.dtype.itemsize for b in buckets for _, p in b.parameters if p.requires_grad)
+                for buckets in (*(unit.buckets for unit in units), self.plan.rest)
+            ]
+            total.append((DEVICE, FRESH, max(fresh[:-2], default=0) + sum(fresh[-2:])))
+        zero, reads = self.zero, self.zero.param_offload.device == "nvme"
+        ahead, most_buckets = zero.stage3_prefetch_bucket_size if self.setup.background or reads else 0, float("inf")
+        if reads:
+            ahead, most_buckets = min(ahead, zero.param_offload.buffer_size), zero.param_offload.buffer_count
+        inner = [self._gathered(unit.buckets, unit.needs_weights) for unit in units[:-1] if unit.buckets]
+        root = self._gathered(units[-1].buckets, True)  # always stays gathered
+        limits = Residency(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, ahead)
+        limits = limits if self.setup.training else limits.without_training()
+        whole = root.numel + sum(unit.numel for unit in inner)
+        fits = whole <= limits.max_live and whole < limits.max_reuse_distance  # as Gatherer.fits_whole
+        peak = _Replay(inner, limits, most_buckets).run(keeps_whole=self.setup.accumulates and fits)
+        total.append((DEVICE, GATHERED, root.nbytes + peak))
+        dtypes = [row.dtype if row.copies_weights else row.exact for row in self.rows if row.weights == NVME]
+        if dtypes:
+            most = min(ahead, whole - root.numel) + max(unit.numel for unit in [*inner, root])
+            total.append((self.memory, OFFLOAD, most // self.setup.world * max(dtype.itemsize for dtype in dtypes)))
+        return total
 
-def moments(trained: Sequence[Row], rows: Sequence[Row], setup: Setup) -> list[Part]:
-    """The optimizer's states."""
-    total = [(r.states, MOMENTS, int(r.held * r.step.itemsize * setup.states)) for r in trained if r.states != NVME]
-    files = {row.step for row in trained if row.states == NVME}
-    return total + [(NVME, MOMENTS, int(_file(rows, dtype) * setup.states)) for dtype in files]
+    def _gathered(self, buckets: Iterable[BucketPlan], needs_weights: bool) -> Gathered:
+        rows = [self.table[b] for b in buckets if b.sharding.params]
+        nbytes = sum(row.numel * row.dtype.itemsize for row in rows)
+        return Gathered(sum(row.numel for row in rows), nbytes, len(rows), needs_weights)
 
+    def reduce_buffers(self) -> list[Part]:
+        """The buffers of ``Reducer``: send buffers, and scratch of the same size where the collective needs it."""
+        limit, world, total = self.zero.reduce_bucket_size, self.setup.world, 0
+        for dtype in {row.send for row in self.trained}:
+            alike = [row for row in self.rows if row.send == dtype]
+            reusable = max((row.numel for row in alike if row.numel <= limit), default=0)
+            shared = self.setup.windows and self.rows[0].sharding.optim
+            buffers = SEND_BUFFERS if shared else 2 if world == 1 else 4
+            own = sorted((row.numel for row in alike if row.trains and row.numel > limit), reverse=True)
+            total += (reusable * buffers + sum(own[:2]) * (1 if world == 1 else 2)) * dtype.itemsize
+        return [(DEVICE, REDUCE, total)]
 
-def gradients(trained: Sequence[Row], rows: Sequence[Row], setup: Setup) -> list[Part]:
-    """The accumulators (``Accumulator.launch_reduce``). Without the fused step those in fp16 are unscaled in fp32."""
+    def offloading(self) -> list[Part]:
+        """Accumulators that are moved off the device in backward, and steps that overlap (step/overlap.py)."""
+        files = max((rounded(row.own * row.accum.itemsize) for row in self.stored), default=0)
+        landing = max((row.own * row.accum.itemsize for row in self.trained if row.states != DEVICE), default=0)
+        total = [(self.memory, OFFLOAD, 4 * files)]  # two in flight, two being written
+        total += [(DEVICE, OFFLOAD, 2 * landing)] if self.memory == HOST else []
+        how = self.zero.offload_optimizer.overlap_step
+        if how is False or not self.setup.fused:
+            return total
+        return total + self.stepping([row for row in self.stored if how is True or row.sharding.params])
 
-    def size(row: Row) -> int:
-        return 4 if row.accum == torch.float16 and not setup.fused else row.accum.itemsize
+    def stepping(self, trained: Sequence[Row]) -> list[Part]:
+        """Buckets in memory for a step: read from files, or fp32 copies (stepper.py, Note [Staged buckets])."""
+        optim, sizes = self.zero.offload_optimizer, list[int]()
+        for row in trained:
+            if row.states == NVME:  # what is read, and the weights that are written to another file
+                written = row.own * row.dtype.itemsize if row.copies_weights and row.weights == NVME else 0
+                sizes.append(row.read_nbytes(self.setup.states) + rounded(written))
+        leaving = max(0, min(1, optim.buffer_count - 2)) if optim.pipeline_write else 0
+        ahead = 1 if optim.pipeline_read and 2 + leaving <= optim.buffer_count else 0
+        window = 1 + leaving + ahead
+        most = max((sum(sizes[i : i + window]) for i in range(len(sizes))), default=0)
+        copies = [
+            row.own * row.step.itemsize * (1 + (row.accum != row.step))
+            for row in trained
+            if not row.step == row.master == row.accum
+            and not (self.setup.fused and row.step == row.master == torch.float32)
+        ]
+        place = self.memory if any(row.states != DEVICE for row in trained) else DEVICE
+        return [(self.memory, OFFLOAD, most), (place, STEP, max(copies, default=0))]
 
-    files = {row.accum for row in trained if row.states == NVME}
-    total = [(row.states, GRADS, row.own * size(row)) for row in trained if row.states != NVME]
-    return total + [(NVME, GRADS, _file(rows, dtype)) for dtype in files]
+    def building(self) -> list[Part]:
+        """One bucket in full precision while its shard is built (``Bucket.adopt``)."""
+        most = 0
+        for row in self.rows:
+            apart = row.wide or (row.trains and not row.master_is_view)
+            flat = row.numel * row.dtype.itemsize if row.sharding.params else 0
+            stored = rounded(row.own * row.master.itemsize) if NVME in (row.states, row.weights) else 0
+            most = max(most, (row.numel * row.master.itemsize if apart else 0) + flat + stored)
+        return [(DEVICE, BUILD, most)]
 
+    def saving(self) -> list[Part]:
+        """A save on every rank: its shards are copied or written, or one bucket is gathered from all ranks."""
+        rows, trained, states = self.rows, self.trained, self.setup.states
+        files = max((row.read_nbytes(states) for row in self.stored), default=0)
+        if not self.config.sharded_checkpoints:  # full_params.gather_own
+            widest = [max(r.exact.itemsize, r.step.itemsize if r.trains and states else 0) for r in rows]
+            sizes = [r.numel * itemsize for r, itemsize in zip(rows, widest, strict=True) if r.own != r.numel]
+            return [(DEVICE, COPY, max(sizes, default=0)), (self.memory, OFFLOAD, files)]
+        copy = 0
+        if self.config.checkpoint.async_save:
+            copy = sum(row.own * row.exact.itemsize for row in rows)
+            copy += sum(int(row.own * row.step.itemsize * states) for row in trained)
+        return [(HOST, COPY, copy), (HOST, FILE, SAVE_BUFFERS), (self.memory, OFFLOAD, files)]
 
-def reducing(trained: Sequence[Row], setup: Setup) -> list[Part]:
-    """Accumulators that are moved off the device: two in flight, two being written."""
-    files = max((rounded(row.own * row.accum.itemsize) for row in trained if row.states == NVME), default=0)
-    landing = max((row.own * row.accum.itemsize for row in trained if row.moved), default=0)
-    total = [(_memory(setup), OFFLOAD, 4 * files)]
-    return total if setup.device == "cpu" else [*total, (DEVICE, OFFLOAD, 2 * landing)]
-
-
-def crossing(trained: Sequence[Row], setup: Setup) -> list[Part]:
-    """Staging buffers for low-precision weights from host memory to the device (``HostLink``)."""
-    cast = [row.own * row.dtype.itemsize for row in trained if row.moved and row.dtype != row.master]
-    return [(HOST, OFFLOAD, 2 * max(cast, default=0) if setup.device != "cpu" else 0)]
-
-
-def spare(rows: Sequence[Row], setup: Setup) -> list[Part]:
-    """Free buffers that are kept for the next stored tensor (``io.pinned.Buffers``)."""
-    sizes = [row.own * row.master.itemsize for row in rows if NVME in (row.states, row.weights)]
-    pools = 1 if all(row.states == NVME for row in rows if row.weights == NVME) else 2
-    return [(_memory(setup), OFFLOAD, 2 * pools * rounded(max(sizes, default=0)))]
-
-
-def local(trained: Sequence[Row], setup: Setup) -> list[Part]:
-    """Gradients of an accumulation window before they are reduced (``Accumulator.local``)."""
-    whole = [row for row in trained if not row.sharding.grads] if setup.accumulates else []
-    return [(DEVICE, LOCAL, row.numel * row.accum.itemsize) for row in whole]
-
-
-def fresh(plan: EnginePlan, setup: Setup) -> list[Part]:
-    """``p.grad`` between autograd and the accumulator: of one unit, and of the root until backward ends."""
-
-    def nbytes(buckets: Iterable[BucketPlan]) -> int:
-        return sum(p.numel() * b.dtype.itemsize for b in buckets for _, p in b.parameters if p.requires_grad)
-
-    units = [nbytes(unit.buckets) for unit in plan.units]
-    return [(DEVICE, FRESH, max(units[:-1], default=0) + units[-1] + nbytes(plan.rest))] if setup.training else []
-
-
-def gathered(plan: EnginePlan, table: Mapping[BucketPlan, Row], config: ZeroConfig, setup: Setup) -> list[Part]:
-    """Flat storages of gathered buckets, and read buffers if parameters are stored in files."""
-
-    def of(buckets: Iterable[BucketPlan], needs_weights: bool) -> Gathered:
-        rows = [table[b] for b in buckets if b.sharding.params]
-        numel, nbytes = sum(row.numel for row in rows), sum(row.numel * row.dtype.itemsize for row in rows)
-        return Gathered(numel, nbytes, len(rows), needs_weights)
-
-    zero = config.zero_optimization
-    reads = zero.param_offload.device == "nvme"
-    ahead = Ahead(zero.stage3_prefetch_bucket_size if setup.background or reads else 0)
-    if reads:
-        ahead = Ahead(min(ahead.numel, zero.param_offload.buffer_size), zero.param_offload.buffer_count)
-    units = [of(unit.buckets, unit.needs_weights) for unit in plan.units[:-1] if unit.buckets]
-    root = of(plan.units[-1].buckets, True)
-    limits = residency_of(zero) if setup.training else residency_of(zero).without_training()
-    total = [(DEVICE, GATHERED, gathered_peak(units, root, limits, ahead, setup.accumulates))]
-    resting = {row.exact if not row.copies_weights else row.dtype for row in table.values() if row.weights == NVME}
-    if resting:
-        most = min(ahead.numel, sum(u.numel for u in units)) + max((u.numel for u in [*units, root]), default=0)
-        itemsize = max(dtype.itemsize for dtype in resting)
-        total.append((_memory(setup), OFFLOAD, most // setup.world * itemsize))
-    return total
-
-
-def reduce(rows: Sequence[Row], config: ZeroConfig, setup: Setup) -> list[Part]:
-    """The buffers of ``Reducer``: send buffers, and scratch of the same size where the collective needs it."""
-    limit, total = config.zero_optimization.reduce_bucket_size, 0
-    if not setup.training:
-        return []
-    for dtype in {row.send for row in rows if row.trains}:
-        alike = [row.numel for row in rows if row.send == dtype]
-        reusable = max((numel for numel in alike if numel <= limit), default=0)
-        shared = setup.windows and rows[0].sharding.optim
-        buffers = SEND_BUFFERS if shared else 2 if setup.world == 1 else 4
-        total += reusable * dtype.itemsize * buffers
-        own = sorted(
-            (row.numel for row in rows if row.send == dtype and row.trains and row.numel > limit), reverse=True
-        )
-        total += sum(own[:2]) * dtype.itemsize * (1 if setup.world == 1 else 2)
-    return [(DEVICE, REDUCE, total)]
-
-
-def stepping(trained: Sequence[Row], config: ZeroConfig, setup: Setup) -> list[Part]:
-    """Buckets in memory for a step: read from files, or fp32 copies (stepper.py, Note [Staged buckets])."""
-    optim = config.zero_optimization.offload_optimizer
-    groups = [_group(row, setup.states) for row in trained if row.states == NVME]
-    leaving = max(0, min(1, optim.buffer_count - 2)) if optim.pipeline_write else 0
-    ahead = 1 if optim.pipeline_read and 2 + leaving <= optim.buffer_count else 0
-    window = 1 + leaving + ahead
-    most = max((sum(groups[i : i + window]) for i in range(len(groups))), default=0)
-    copies = [
-        row.own * row.step.itemsize * (1 + (row.accum != row.step))
-        for row in trained
-        if not row.step == row.master == row.accum and not (setup.fused and row.step == row.master == torch.float32)
-    ]
-    place = _memory(setup) if any(row.moved for row in trained) else DEVICE
-    return [(_memory(setup), OFFLOAD, most), (place, STEP, max(copies, default=0))]
-
-
-def overlapping(trained: Sequence[Row], config: ZeroConfig, setup: Setup) -> list[Part]:
-    """Buckets in memory for steps that overlap with backward or the next forward (step/overlap.py)."""
-    how = config.zero_optimization.offload_optimizer.overlap_step
-    beside = [row for row in trained if row.states == NVME and (how is True or row.sharding.params)]
-    return stepping(beside, config, setup) if how is not False and setup.fused else []
-
-
-def _group(row: Row, states: float) -> int:
-    """Bytes that the step of one bucket reads, and the weights that it writes to another file."""
-    copy = [rounded(row.own * row.dtype.itemsize)] if row.copies_weights and row.weights == NVME else []
-    return sum(row.step_sizes(states) + copy)
-
-
-def building(rows: Sequence[Row], setup: Setup) -> list[Part]:
-    """One bucket in full precision while its shard is built (``Bucket.adopt``)."""
-
-    def nbytes(row: Row) -> int:
-        apart = row.wide or (row.trains and not row.master_is_view)
-        flat = row.numel * row.dtype.itemsize if row.sharding.params else 0
-        stored = rounded(row.own * row.master.itemsize) if NVME in (row.states, row.weights) else 0
-        return (row.numel * row.master.itemsize if apart else 0) + flat + stored
-
-    return [(DEVICE, BUILD, max(map(nbytes, rows), default=0))]
-
-
-def collecting(rows: Sequence[Row], trained: Sequence[Row], setup: Setup) -> list[Part]:
-    """One bucket gathered from the shards of all ranks (``full_params.gather_own``), after a read from files."""
-    apart = [row for row in rows if row.own != row.numel]
-    widest = {id(row): row.step.itemsize if row.trains and setup.states else 0 for row in rows}
-    flat = max((row.numel * max(row.exact.itemsize, widest[id(row)]) for row in apart), default=0)
-    files = [sum(row.step_sizes(setup.states)) for row in trained if row.states == NVME]
-    return [(DEVICE, COPY, flat), (_memory(setup), OFFLOAD, max(files, default=0))]
-
-
-def staging(rows: Sequence[Row], trained: Sequence[Row], config: ZeroConfig, setup: Setup) -> list[Part]:
-    """A sharded save: buffers of the writer threads, a bucket read from files, and the copy of an async save."""
-    files = [sum(row.step_sizes(setup.states)) for row in trained if row.states == NVME]
-    copy = 0
-    if config.checkpoint.async_save:
-        copy = sum(row.own * row.exact.itemsize for row in rows)
-        copy += sum(int(row.own * row.step.itemsize * setup.states) for row in trained)
-    return [(HOST, COPY, copy), (HOST, FILE, SAVE_BUFFERS), (_memory(setup), OFFLOAD, max(files, default=0))]
-
-
-def full_copy(rows: Sequence[Row], setup: Setup) -> list[Part]:
-    """A full save: rank 0's copy, and the file, which Lightning builds in memory (``_atomic_save``)."""
-    total = sum(row.elements * row.exact.itemsize for row in rows)
-    if setup.training:
-        total += sum(int(row.elements * row.step.itemsize * setup.states) for row in rows if row.trains)
-    return [(HOST, COPY, total), (HOST, FILE, total)]
-
-
-def _memory(setup: Setup) -> str:
-    """The place that files are read into."""
-    return DEVICE if setup.device == "cpu" else HOST
-
-
-PHASES = ("build", "accumulation", "backward", "step", "checkpoint")
-
-Amounts = Mapping[tuple[str, str], int]  # (place, kind) -> bytes
+    def full_copy(self) -> list[Part]:
+        """A full save: rank 0's copy, and the file, which Lightning builds in memory (``_atomic_save``)."""
+        total = sum(row.elements * row.exact.itemsize for row in self.rows)
+        total += sum(int(row.elements * row.step.itemsize * self.setup.states) for row in self.trained)
+        return [(HOST, COPY, total), (HOST, FILE, total)]
 
 
 @dataclass(frozen=True)
@@ -354,11 +437,9 @@ class Forecast:
 
     def kinds(self, place: str) -> dict[str, int]:
         """Peak bytes of each kind on rank 0. The peaks may occur in different phases."""
-        found: dict[str, int] = {}
-        for phase in self.phases:
-            for kind, nbytes in self.need_of_rank(phase, place, first=True).items():
-                found[kind] = max(found.get(kind, 0), nbytes)
-        return {kind: found[kind] for kind in KINDS if found.get(kind)}
+        needs = [self.need_of_rank(phase, place, first=True) for phase in self.phases]
+        peaks = {kind: max(need.get(kind, 0) for need in needs) for kind in KINDS}
+        return {kind: nbytes for kind, nbytes in peaks.items() if nbytes}
 
     def rank(self, place: str) -> int:
         """Peak bytes of one rank, other than rank 0."""
@@ -370,64 +451,45 @@ class Forecast:
 
     def model_states(self) -> int:
         """Peak bytes of one rank's weights, gradients, master weights and moments, as the ZeRO paper counts them."""
-        amounts = [[n for (_, kind), n in phase.items() if kind in STATES] for phase in self.phases.values()]
-        return max(map(sum, amounts))
+        return max(sum(n for (_, kind), n in phase.items() if kind in STATES) for phase in self.phases.values())
 
     def need_of_rank(self, phase: str, place: str, first: bool = False) -> dict[str, int]:
         """Bytes of one rank by kind, in one phase; ``first``: of rank 0."""
-        total = Counter(_at(place, self.phases[phase]))
-        total.update(_at(place, self.first.get(phase, {})) if first else {})
-        return {kind: total[kind] for kind in KINDS if total[kind]}
+        more = self.first.get(phase, {}) if first else {}
+        total = {kind: self.phases[phase].get((place, kind), 0) + more.get((place, kind), 0) for kind in KINDS}
+        return {kind: nbytes for kind, nbytes in total.items() if nbytes}
 
     def need_of_node(self, phase: str, place: str) -> dict[str, int]:
         """Bytes of the first node by kind, in one phase."""
-        others = self.setup.per_node - 1
-        total = Counter(self.need_of_rank(phase, place, first=True))
-        total.update({kind: nbytes * others for kind, nbytes in self.need_of_rank(phase, place).items()})
-        return {kind: total[kind] for kind in KINDS if total[kind]}
-
-
-def _at(place: str, amounts: Amounts) -> dict[str, int]:
-    return {kind: nbytes for (where, kind), nbytes in amounts.items() if where == place}
+        first, others = self.need_of_rank(phase, place, first=True), self.need_of_rank(phase, place)
+        return {kind: n + (self.setup.per_node - 1) * others.get(kind, 0) for kind, n in first.items()}
 
 
 def forecast(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup) -> Forecast:
     """Sum up a plan. Allocates nothing; ranks differ only by ``Forecast.first``."""
-    table = dict(zip(plan.buckets, rows_of(plan, config, policy, setup), strict=True))
-    rows = list(table.values())
-    trained = [row for row in rows if row.trains] if setup.training else []
-    weights, buffers = kept(rows), reduce(rows, config, setup)
-    states = [*weights, *moments(trained, rows, setup), *spare(rows, setup), *crossing(trained, setup)]
-    moving = [*buffers, *gathered(plan, table, config, setup), *fresh(plan, setup)]
-    grads = [*states, *gradients(trained, rows, setup)]
+    sums = _Sums(plan, config, policy, setup)
+    weights, buffers, moving = sums.weights(), sums.reduce_buffers(), sums.moving()
+    states = [*weights, *sums.states()]
+    grads = [*states, *sums.gradients()]
     phases = {
-        "build": [*weights, *building(rows, setup)],
-        "backward": [
-            *grads,
-            *moving,
-            *reducing(trained, setup),
-            *overlapping(trained, config, setup),
-        ],
-        "step": [*grads, *buffers, *stepping(trained, config, setup)],
+        "build": [*weights, *sums.building()],
+        "backward": [*grads, *buffers, *moving, *sums.offloading()],
+        "step": [*grads, *buffers, *sums.stepping(sums.trained)],
     }
-    full = not config.sharded_checkpoints
     if setup.saves:
-        how = collecting(rows, trained, setup) if full else staging(rows, trained, config, setup)
-        phases["checkpoint"] = [*grads, *buffers, *how]
-    if window := local(trained, setup):
-        phases["accumulation"] = [*states, *moving, *window]
-    fold = setup.device == "cpu"
+        phases["checkpoint"] = [*grads, *buffers, *sums.saving()]
+    if window := sums.local():
+        phases["accumulation"] = [*states, *buffers, *moving, *window]
+
+    def added(parts: Iterable[Part]) -> Amounts:
+        total: Counter[tuple[str, str]] = Counter()
+        for place, kind, nbytes in parts:
+            total[HOST if setup.device == "cpu" and place == DEVICE else place, kind] += nbytes
+        return {key: nbytes for key, nbytes in total.items() if nbytes}
+
     return Forecast(
         setup=setup,
-        parameters=sum(row.elements for row in rows),
-        phases={name: _sum(phases[name], fold) for name in PHASES if name in phases},
-        first={"checkpoint": _sum(full_copy(rows, setup) if full else [], fold)},
+        parameters=sum(row.elements for row in sums.rows),
+        phases={name: added(phases[name]) for name in PHASES if name in phases},
+        first={"checkpoint": added([] if config.sharded_checkpoints else sums.full_copy())},
     )
-
-
-def _sum(parts: Iterable[Part], fold: bool) -> Amounts:
-    """``fold``: the device is the host."""
-    total: Counter[tuple[str, str]] = Counter()
-    for place, kind, nbytes in parts:
-        total[HOST if fold and place == DEVICE else place, kind] += nbytes
-    return {key: nbytes for key, nbytes in total.items() if nbytes}

@@ -23,8 +23,21 @@ from lt_zero.engine.full_params import full_state_dict
 from lt_zero.io.pinned import rounded
 from lt_zero.memory.check import RESTING, measured
 from lt_zero.memory.estimate import states_of
-from lt_zero.memory.forecast import COPY, FILE, GATHERED, GRADS, LOCAL, MASTER, MOMENTS, OFFLOAD, REDUCE, WEIGHTS
-from lt_zero.memory.rows import DEVICE, HOST, NVME
+from lt_zero.memory.forecast import (
+    COPY,
+    DEVICE,
+    FILE,
+    GATHERED,
+    GRADS,
+    HOST,
+    LOCAL,
+    MASTER,
+    MOMENTS,
+    NVME,
+    OFFLOAD,
+    REDUCE,
+    WEIGHTS,
+)
 from lt_zero.offload import host_store
 from lt_zero.offload.nvme_store import NvmeStore
 from tests.support.matrix import cover
