@@ -7,7 +7,7 @@ Note [Unused parameters]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 from lt_zero import ops
 from lt_zero.common.timing import phased
 from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.engine import Engine
 from lt_zero.engine.layout import ALIGN
 from lt_zero.engine.visible_grads import is_view
 from lt_zero.step.fragments import Fragments
@@ -46,7 +45,7 @@ class ReducedGrads:
         return {bucket: sorted(indices) for bucket, indices in found.items()}
 
     def exist(self) -> bool:
-        """Whether any rank has a gradient for this optimizer; the same answer on all ranks. Collective."""
+        """Whether any rank has a gradient for this optimizer. Collective."""
         used = self._engine.finish_reductions()
         return bool(self._foreign()) or any(used(b, i) for b, i, _ in self._fragments.places())
 
@@ -72,9 +71,10 @@ class ReducedGrads:
         """Multiply the reduced gradients by ``factor`` (0D fp32), now or later in the kernel. Collective."""
         used, places = self.used(), self._fragments.places()
         self._engine.used_parameters.scaled(places, factor)
-        deferring = self._deferring(used)
+        mine, taken = self._fragments.indices(), self._fused.takes(used) if self._fused is not None else ()
         for bucket, indices in used.items():
-            if bucket in deferring:
+            # fused_step.py, Note [Deferred factor]; not those with views in ``p.grad``
+            if bucket in taken and bucket.grads.valid <= mine[bucket] and not is_view(bucket):
                 bucket.grads.defer(factor)
                 continue
             bucket.grads.widen_fp16()
@@ -83,11 +83,6 @@ class ReducedGrads:
             bucket.grads.put_away()
         for grad in self._foreign():
             grad.mul_(factor)
-
-    def _deferring(self, used: Iterable[Bucket]) -> set[Bucket]:
-        """The buckets that defer (fused_step.py, Note [Deferred factor]): not those with views in ``p.grad``."""
-        mine, taken = self._fragments.indices(), self._fused.takes(used) if self._fused is not None else ()
-        return {b for b in taken if b.grads.valid <= mine[b] and not is_view(b)}
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
@@ -111,7 +106,26 @@ class ReducedGrads:
 
         It is finite unless a gradient of some rank is not, or is too large to be squared.
         """
-        return _total_norm(self._engine, self.by_bucket(), norm_type)
+        engine, comm = self._engine, self._engine.comm
+        # The kernels take fp32 factors, and step no fp64 bucket.
+        accumulators = {b.grads.dtype for b in engine.buckets if b.wants_grad}
+        dtype = torch.float64 if accumulators == {torch.float64} else torch.float32
+        if norm_type == 2.0:
+            total = torch.zeros((), dtype=torch.float64, device=comm.device)
+            for rows in self.by_bucket():
+                total = total + _squares(rows, comm.device)
+            if engine.sharded_optim:
+                total = comm.sum_scalar(total, "gradient norm")
+            return total.sqrt().to(dtype)
+        parts = [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) for rows in self.by_bucket() for grad in rows]
+        none = torch.zeros((), dtype=dtype, device=comm.device)
+        local = torch.linalg.vector_norm(torch.stack(parts), norm_type) if parts else none
+        if not engine.sharded_optim:
+            return local
+        if norm_type == float("inf"):
+            return comm.max_scalar(local, "gradient norm")
+        total = comm.sum_scalar(local.to(torch.float64) ** norm_type, "gradient norm")
+        return (total ** (1.0 / norm_type)).to(local.dtype)
 
     @phased("clip")
     @torch.no_grad()
@@ -170,30 +184,6 @@ def _rows(bucket: Bucket, indices: list[int], write: bool = True) -> list[Tensor
         return []
     grad = bucket.grads.write() if write else bucket.grads.read()
     return [grad[lo:hi] for lo, hi in edges]
-
-
-def _total_norm(engine: Engine, grads: Iterable[list[Tensor]], norm_type: float) -> Tensor:
-    """The norm (0D) over all ranks' pieces, each element counted once; ``grads`` yields them in groups."""
-    comm = engine.comm
-    # The kernels take fp32 factors, and step no fp64 bucket.
-    accumulators = {b.grads.dtype for b in engine.buckets if b.wants_grad}
-    dtype = torch.float64 if accumulators == {torch.float64} else torch.float32
-    if norm_type == 2.0:
-        total = torch.zeros((), dtype=torch.float64, device=comm.device)
-        for rows in grads:
-            total = total + _squares(rows, comm.device)
-        if engine.sharded_optim:
-            total = comm.sum_scalar(total, "gradient norm")
-        return total.sqrt().to(dtype)
-    parts = [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) for rows in grads for grad in rows]
-    none = torch.zeros((), dtype=dtype, device=comm.device)
-    local = torch.linalg.vector_norm(torch.stack(parts), norm_type) if parts else none
-    if not engine.sharded_optim:
-        return local
-    if norm_type == float("inf"):
-        return comm.max_scalar(local, "gradient norm")
-    total = comm.sum_scalar(local.to(torch.float64) ** norm_type, "gradient norm")
-    return (total ** (1.0 / norm_type)).to(local.dtype)
 
 
 def _squares(grads: list[Tensor], device: torch.device) -> Tensor:

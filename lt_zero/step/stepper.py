@@ -152,7 +152,7 @@ class Stepper:
     def _plan(
         self, members: dict[Bucket, list[Member]], together: Collection[Bucket], taken: set[Bucket]
     ) -> list[BucketStep]:
-        """``together``: buckets that all ranks step, also those without a fragment: the step is collective."""
+        """Plan the other buckets; those in ``together`` are stepped by all ranks, because the step is collective."""
         plan = []
         for bucket, mine in members.items():
             kernel = bucket in taken
