@@ -242,7 +242,7 @@ class Bucket:
 
     @property
     def staged(self) -> bool:
-        """Whether the optimizer steps copies in another dtype. See stepper.py, Note [Staged buckets]."""
+        """Whether the optimizer steps copies in another dtype. See sharded_optimizer.py, Note [Staged buckets]."""
         return not self.step_dtype == self.weights.master_dtype == self.grads.dtype
 
     # ---- stores ------------------------------------------------------------------------------------------------

@@ -24,8 +24,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import MODES, DtypePolicy, ScalerRules, dtype_policy, on_min_scale, resolve_mode
 from lt_zero.engine.materialize import parameters_in
 from lt_zero.step.loss_scale import LossScaleController, LossScaler
-from lt_zero.step.sharded_optimizer import ShardedOptimizer
-from lt_zero.step.stepper import RanClosure
+from lt_zero.step.sharded_optimizer import RanClosure, ShardedOptimizer
 
 if TYPE_CHECKING:
     from lt_zero.engine.engine import Engine

@@ -1,11 +1,23 @@
-"""Runs any torch optimizer on this rank's shard; the user's object, its groups and its class stay."""
+"""Runs any torch optimizer on this rank's shard; the user's object, its groups and its class stay.
+
+Note [The plan of a step]
+    Each bucket is stepped in one of six ways (``By``), which is decided once per step, before anything is written. The
+    plan runs in their order: what moves bytes begins first, and the optimizer's own ``step`` comes last.
+
+Note [Staged buckets]
+    Where master weights or accumulators have 16 bits and the optimizer states have not, the optimizer steps fp32 copies
+    of one bucket's fragments at a time. The update is computed in fp32 and rounded once.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -14,21 +26,91 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lt_zero.common.compat import bare_step, version_of
 from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
+from lt_zero.engine.layout import Piece
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.optim.lamb import Lamb
-from lt_zero.step.fragments import Fragments
-from lt_zero.step.fused_step import FusedStep
+from lt_zero.step.fragments import Fragments, Member
+from lt_zero.step.fused_step import FusedStep, Part
 from lt_zero.step.kernels import FullNorms
 from lt_zero.step.overlap import Overlap
 from lt_zero.step.reduced_grads import ReducedGrads
-from lt_zero.step.stepper import RanClosure, Stepper
 from lt_zero.step.supported_optimizers import check_supported, states_per_element
+
+log = logging.getLogger("lt_zero")
 
 _ATTRIBUTE = "_lt_zero"  # set on the optimizer
 _SWITCHES = ("train", "eval")  # methods of schedule-free optimizers that change weights
+
+
+class By(Enum):
+    """Who steps a bucket, in the order of a step."""
+
+    BACKGROUND = "the background thread, which publishes it, too"
+    STREAMED = "one bucket at a time: its states are in files"
+    HOST = "the kernel, one bucket at a time: copies to the device overlap with the next bucket's step"
+    KERNEL = "the kernel, many buckets in a call"
+    STAGED = "the optimizer, one bucket at a time, on fp32 copies"
+    TORCH = "the optimizer, together with all others"
+
+
+@dataclass(frozen=True)
+class BucketStep:
+    """One bucket in the plan of a step.
+
+    Attributes:
+        by: who steps it.
+        members: its fragments on this rank.
+        idle: nothing is left to step here: no rank has a gradient for it, it was stepped before, or ``parts`` step it.
+        kernel: whether the kernel computes the step.
+        parts: the kernel's plan, for the background thread; None: that thread only publishes.
+    """
+
+    bucket: Bucket
+    by: By
+    members: list[Member]
+    idle: bool
+    kernel: bool
+    parts: list[Part] | None = None
+
+
+class RanClosure:
+    """The closure that ``step`` gets: forward and backward ran before, because ``step`` works on fragments.
+
+    Args:
+        name: name of the optimizer's class.
+        result: what the user's closure returned.
+    """
+
+    def __init__(self, name: str, result: Any) -> None:
+        self.name, self.result = name, result
+        self.called = False
+        self.called_now = False  # in the running step
+        self._before: list[tuple[Parameter, int, Tensor | None]] = []  # fragment, version, gradient
+
+    def expect(self, fragments: Iterable[Parameter]) -> None:
+        """Begin a step of ``fragments``."""
+        self._before = [(fragment, version_of(fragment), fragment.grad) for fragment in fragments]
+        self.called_now = False
+
+    def __call__(self) -> Any:
+        """The result of the user's closure.
+
+        Raises:
+            RuntimeError: on a second call, or if weights or gradients have changed: the optimizer needs another pass.
+        """
+        changed = any(version_of(f) != version or f.grad is not grad for f, version, grad in self._before)
+        if changed or self.called_now:
+            raise RuntimeError(
+                f"{self.name}.step evaluates its closure {'again' if self.called else 'at other weights'}, but "
+                "ZeRO runs forward and backward once per step, before the optimizer gets this rank's shard of weights "
+                "and gradients. Use an optimizer that needs one pass per step, such as AdamW, or train with DDP."
+            )
+        self.called = self.called_now = True
+        return self.result
 
 
 class ShardedOptimizer(ProcessLocal):
@@ -57,14 +139,18 @@ class ShardedOptimizer(ProcessLocal):
         self.by_bucket = False  # the caller of ``state_dict`` reads stored states bucket by bucket
         self._depth = 0  # nested calls of step
         self._entered = 0  # ``Engine.backwards`` when the running step began
-        norms = None  # for an optimizer whose step is collective
+        self._staging = False  # the optimizer steps a single bucket now
+        self._closure: RanClosure | None = None  # of the running step
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # of the running step
+        self._torch: list[BucketStep] = []  # what the optimizer's own ``step`` updates now
+        self._told = False
+        self._norms: FullNorms | None = None  # for an optimizer whose step is collective
         if isinstance(optimizer, Lamb):
-            optimizer.full_norms = norms = FullNorms(engine.comm)
+            optimizer.full_norms = self._norms = FullNorms(engine.comm)
         fused = engine.config.fused_step and FusedStep.fits(optimizer)
-        self.fused = FusedStep(self.fragments, norms) if fused else None
+        self.fused = FusedStep(self.fragments, self._norms) if fused else None
         self.grads = ReducedGrads(self.fragments, self.fused)
         self.overlap = Overlap(self.fragments, self.fused, self.grads)
-        self.stepper = Stepper(self.fragments, self.fused, self.overlap, norms)
         if manager.partially_stepped:
             warnings.warn(
                 f"Training goes on although the weights of {manager.partially_stepped} are a step ahead "
@@ -120,7 +206,7 @@ class ShardedOptimizer(ProcessLocal):
         places, buckets = self.fragments.places(), self._buckets()
         if any(bucket.offloaded for bucket in buckets):
             return False  # a skipped step would still be copied to the device or written to files
-        return len(places) == len(self.parameters()) and self.stepper.taken(buckets) == buckets
+        return len(places) == len(self.parameters()) and self.taken(buckets) == buckets
 
     def uncount_step(self) -> None:
         """Restore the step counters after the last step was skipped on the device."""
@@ -130,16 +216,180 @@ class ShardedOptimizer(ProcessLocal):
     def _buckets(self) -> set[Bucket]:
         return {bucket for bucket, _, _ in self.fragments.places()}
 
+    # ---- the plan ----------------------------------------------------------------------------------------------
+
+    def _plan_step(self, used: dict[Bucket, list[int]]) -> list[BucketStep]:
+        """Plan the step of these parameters. Collective.
+
+        Waits for background steps of the buckets that this thread steps or publishes.
+        """
+        members = self.fragments.members({(bucket, index) for bucket, indices in used.items() for index in indices})
+        early = self.overlap.take_early(used)
+        for bucket in early:
+            members.pop(bucket, None)
+        for bucket in members:
+            bucket.edits.check(values=True)
+        if self.fused is not None and not early:
+            self.fused.begin()
+        late = self.overlap.plan_late(members, early, used)
+        for bucket in members:
+            if late.get(bucket) is None:
+                bucket.wait_background_step()  # this thread steps it
+        for bucket in early - late.keys():
+            bucket.wait_background_step()  # this thread publishes it
+            bucket.weights.note_readers()  # the rest of backward may have read unsharded parameters meanwhile
+        plan = []
+        for bucket, parts in late.items():
+            mine, stored = members.pop(bucket, []), bucket.streamed
+            idle = parts is not None or bucket in early or (stored and not any(member.used for member in mine))
+            plan.append(BucketStep(bucket, By.BACKGROUND, mine, idle, True, parts))
+        return plan + self._plan(members, used if self._norms is not None else (), self.taken(members))
+
+    def _plan(
+        self, members: dict[Bucket, list[Member]], together: Collection[Bucket], taken: set[Bucket]
+    ) -> list[BucketStep]:
+        """Plan the other buckets; those in ``together`` are stepped by all ranks, because the step is collective."""
+        plan = []
+        for bucket, mine in members.items():
+            kernel = bucket in taken
+            if bucket.streamed:
+                by = By.STREAMED
+            elif kernel:
+                by = By.HOST if bucket.offloaded else By.KERNEL
+            else:
+                by = By.STAGED if bucket.staged else By.TORCH
+            idle = bucket not in together and not any(member.used for member in mine)
+            plan.append(BucketStep(bucket, by, mine, idle, kernel))
+        return plan
+
+    def taken(self, buckets: Iterable[Bucket]) -> set[Bucket]:
+        """The ``buckets`` that the kernel steps."""
+        return self.fused.takes(buckets) if self.fused is not None else set()
+
+    # ---- its parts -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _run(self, plan: list[BucketStep], method: Callable[[], Any] | None = None) -> None:
+        """Run the plan up to the optimizer's own ``step``, for which the gradients are ready afterwards. Collective.
+
+        Args:
+            plan: from ``_plan_step``.
+            method: called instead of ``step``.
+
+        Raises:
+            SwapError: on all ranks, if states of one cannot be read or written.
+        """
+        steps = {by: [step for step in plan if step.by is by] for by in By}
+        for step in steps[By.BACKGROUND]:
+            if not step.idle and step.bucket.streamed:
+                self._step_streamed([step], None)
+            elif not step.idle:
+                self._step_kernel([step])
+                step.bucket.weights.refresh()  # frees its staging buffer, which earlier jobs wait for
+            self.overlap.hand_over(step.bucket, step.parts)  # overlap.py, Note [Beside the next forward]
+        self._step_streamed(steps[By.STREAMED], method)
+        for step in steps[By.HOST]:
+            if not step.idle:
+                self._step_kernel([step])
+                step.bucket.weights.refresh()
+        self.engine.offload_manager.check(self.engine.comm, "states in files")
+        self._step_kernel(steps[By.KERNEL], self.found_inf)
+        self.fragments.drop({step.bucket for step in plan if step.by not in (By.STAGED, By.TORCH)})
+        if (steps[By.STAGED] or steps[By.TORCH]) and not self._told:
+            self._told = True
+            name, on = type(self.optimizer).__name__, self.engine.config.fused_step
+            why = self.fused.refusal() if self.fused is not None else "it has no kernel" if on else "by fused_step"
+            log.info("%s is stepped by its own step, not by a kernel of lt_zero: %s", name, why)
+        for step in steps[By.STAGED]:
+            self._step_staged(step.bucket, step.members, method)
+        self._torch = steps[By.TORCH]
+        if method is None:
+            for step in self._torch:
+                for member in step.members:
+                    member.fragment.grad = _grad_of(step.bucket, member)
+            if self._norms is not None:
+                self._norms.expect({step.bucket: step.members for step in self._torch})
+            if self._closure is not None:
+                self._closure.expect(member.fragment for step in self._torch for member in step.members)
+
+    def _step_kernel(self, steps: list[BucketStep], found_inf: Tensor | None = None) -> None:
+        if steps:
+            assert self.fused is not None
+            self.fused.step({step.bucket: step.members for step in steps}, found_inf)
+
+    def _step_streamed(self, steps: list[BucketStep], method: Callable[[], Any] | None) -> None:
+        """Step the buckets whose states are in files one by one: offload/store.py, ``stream``."""
+        stepped = {step.bucket: step for step in steps if not step.idle}
+        for bucket in self.engine.offload_manager.stream_buckets(list(stepped)) if stepped else ():
+            step = stepped[bucket]
+            holders = [(member.fragment, member.piece) for member in step.members]
+            self._store_states(bucket, holders)
+            if step.kernel and method is None:
+                self._step_kernel([step])
+            else:
+                if bucket.grads.streamed:
+                    bucket.grads.write()  # torch's step may change gradients in place
+                self._step_staged(bucket, step.members, method)
+            self._store_states(bucket, holders)
+            bucket.weights.refresh()
+
+    def _step_staged(self, bucket: Bucket, members: list[Member], method: Callable[[], Any] | None) -> None:
+        """Step the fragments of one bucket, and take them out of the groups. See Note [Staged buckets].
+
+        ``method`` is called instead of ``step``.
+        """
+        groups, mine = self.optimizer.param_groups, {id(member.fragment) for member in members}
+        # Counters in groups are restored, so that only the step of the remaining fragments advances them.
+        numbers = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        others = [[p for p in group["params"] if id(p) not in mine] for group in groups]
+        rows = [_row_of(bucket, member) for member in members]
+        for member, row in zip(members, rows, strict=True):
+            member.fragment.data = row.to(bucket.step_dtype, copy=True) if bucket.staged else row
+            grad = _grad_of(bucket, member)
+            member.fragment.grad = grad.to(bucket.step_dtype) if grad is not None else None
+        for group in groups:
+            group["params"] = [p for p in group["params"] if id(p) in mine]
+        self._staging = True
+        if self._norms is not None:
+            self._norms.expect({bucket: members})
+        try:
+            if method is not None:
+                method()
+            else:
+                if self._closure is not None:
+                    self._closure.expect(member.fragment for member in members)
+                args, kwargs = self._arguments
+                bare_step(self.optimizer)(self.optimizer, *args, **kwargs)  # hooks run once, around the whole step
+            for member, row in zip(members, rows, strict=True):
+                _keep(member.fragment, row)
+        finally:
+            self._staging = False
+            for member, row in zip(members, rows, strict=True):
+                member.fragment.grad = None
+                member.fragment.data = row
+            for group, rest, saved in zip(groups, others, numbers, strict=True):
+                group.clear()
+                group.update(saved, params=rest)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """After the optimizer's own ``step``: copy weights that it assigned (``p.data``) to the master weights."""
+        for step in self._torch:
+            for member in step.members:
+                row = _row_of(step.bucket, member)
+                if _keep(member.fragment, row):
+                    member.fragment.data = row
+        self._torch, self._closure, self._arguments = [], None, ((), {})
+
     # ---- step --------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        stepper = self.stepper
-        if stepper.staging:
+        if self._staging:
             return None
         if self.fragments.narrowed and self._entered == self.engine.backwards:
             self._depth += 1  # a subclass calls its parent's step; torch runs the hooks for both
-            if stepper.closure is not None:
-                stepper.closure.called_now = False
+            if self._closure is not None:
+                self._closure.called_now = False
             return None
         if self.grads.loss_scale != 1.0:
             raise RuntimeError(
@@ -156,14 +406,14 @@ class ShardedOptimizer(ProcessLocal):
                 kwargs = {**kwargs, "closure": closure}
             else:
                 args = (args[0], closure, *args[2:])
-        stepper.closure = closure if isinstance(closure, RanClosure) else None
-        stepper.arguments = args[1:], kwargs
-        plan = stepper.plan_step(self.grads.used())
+        self._closure = closure if isinstance(closure, RanClosure) else None
+        self._arguments = args[1:], kwargs
+        plan = self._plan_step(self.grads.used())
         self.fragments.narrow()
         self._depth, self._entered = 1, self.engine.backwards
         self.engine.comm.before_write()
         try:
-            stepper.run(plan, self.found_inf)
+            self._run(plan)
         except SwapError:
             self.widen()
             raise
@@ -171,12 +421,12 @@ class ShardedOptimizer(ProcessLocal):
         return args, kwargs
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.stepper.staging:
+        if self._staging:
             return
         self._depth -= 1
         if self._depth > 0:
             return
-        self.stepper.finish()
+        self._finish()
         self.widen()
         self.engine.publish(self._buckets() - self.overlap.late)
         self.overlap.end_step()
@@ -193,11 +443,43 @@ class ShardedOptimizer(ProcessLocal):
         self.fragments.narrow()
         self.engine.comm.before_write()
         try:
-            result = self.stepper.switch(method)
+            members = self.fragments.members(())
+            self._run(self._plan(members, members, set()), method)
+            result = method()
+            self._finish()
         finally:
             self.widen()
         self.engine.publish(buckets)
         return result
+
+    # ---- states ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def store_states(self) -> None:
+        """Move loaded states to the bucket stores, bucket by bucket. Not collective."""
+        self.engine.finish_steps()
+        self.overlap.forget_states()
+        places: dict[Bucket, list[tuple[Parameter, Piece]]] = {}
+        for bucket, index, parameter in self.fragments.places():
+            if bucket.streamed:
+                places.setdefault(bucket, []).extend((parameter, piece) for piece in bucket.pieces_of(index))
+        for bucket, holders in places.items():
+            for store in bucket.step_stores():
+                store.write()
+            self._store_states(bucket, holders)
+            bucket.put_away()
+
+    def _store_states(self, bucket: Bucket, holders: list[tuple[Parameter, Piece]]) -> None:
+        """Move element-wise states from a first step or a checkpoint to the bucket's stored tensors."""
+        for holder, piece in holders:
+            state = self.optimizer.state.get(holder, {})
+            for key, value in state.items():
+                if not isinstance(value, Tensor) or value.dim() == 0 or value.numel() != piece.numel:
+                    continue
+                store = bucket.state_store(key, value.dtype)
+                if store is not None and not store.owns(value):
+                    store.write()
+                    state[key] = store.lend(piece.offset, value.shape).copy_(value)
 
     def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         self.engine.finish_steps()
@@ -209,6 +491,25 @@ class ShardedOptimizer(ProcessLocal):
             for bucket in self._buckets():
                 for store in bucket.step_stores():
                     store.write()  # the caller may edit it
+
+
+def _keep(fragment: Parameter, row: Tensor) -> bool:
+    """Copy a fragment that is not a view of ``row`` any more to ``row``; returns whether it was one."""
+    moved = fragment.data_ptr() != row.data_ptr()
+    if moved:
+        row.copy_(fragment.detach())
+    return moved
+
+
+def _row_of(bucket: Bucket, member: Member) -> Tensor:
+    """The master weights of a fragment, in its shape."""
+    lo = member.piece.offset
+    return bucket.weights.master_rows[lo : lo + member.piece.numel].view(member.fragment.shape)
+
+
+def _grad_of(bucket: Bucket, member: Member) -> Tensor | None:
+    """The gradient of a fragment, in its shape; None: no rank used it (reduced_grads.py, Note [Unused parameters])."""
+    return bucket.grads.of(member.piece, write=False).view(member.fragment.shape) if member.used else None
 
 
 def _narrow_in(cls: type[Optimizer], name: str) -> None:

@@ -136,7 +136,7 @@ def load_full_optimizer_state(
         bucket.put_away()
         for _ in {id(state[0]) for state in states}:
             tick()
-    sharded.stepper.store_states()
+    sharded.store_states()
 
 
 def _piece_of(bucket: Bucket, piece: Piece, value: Tensor) -> Tensor:
