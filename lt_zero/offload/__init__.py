@@ -1,1 +1,1 @@
-"""Memory beyond RAM: tensors that live in files on a fast local disk (NVMe) while nobody needs them."""
+"""Where tensors are kept between uses: on the device, in host memory, in files on a fast local disk (NVMe)."""

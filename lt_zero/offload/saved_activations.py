@@ -21,8 +21,9 @@ from __future__ import annotations
 import functools
 from collections import deque
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -230,7 +231,8 @@ class _Group:
         self.used = 0  # last pass that used this file
 
 
-class _Record(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Record:
     group: _Group
     index: int
 

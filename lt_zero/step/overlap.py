@@ -2,7 +2,7 @@
 
 Note [Beside backward]
     Once the gradients of a bucket are reduced, backward does not need its weights any more, and the bucket can be
-    stepped if nobody clips, unscales or reads gradients before the step. That is not collective, so each rank decides
+    stepped if gradients are not clipped, unscaled or read before the step. That is not collective, so each rank decides
     for itself: a bucket with a parameter that this rank did not use waits for the optimizer step, when the ranks have
     agreed on the used parameters. Later backwards of the same step find their weights unchanged: the compute copies
     of unsharded parameters are written by the optimizer step, and gathering a bucket again after its background step
