@@ -37,7 +37,7 @@ from lt_zero.engine.lazy_tensor import elements_of, whole
 from lt_zero.engine.partition import BucketPlan
 from lt_zero.engine.shard import Accumulator, Weights
 from lt_zero.offload.background import BackgroundStep, Job
-from lt_zero.offload.store import DevicePlace, Place, Store, Waits, put_away
+from lt_zero.offload.store import Place, Store, Waits, device_place, put_away
 
 _ROW = 1024  # words per row of a digest, which does not see permutations within a row
 
@@ -80,7 +80,7 @@ class Bucket:
         self.grads = Accumulator(plan, self.layout, self.shard_range, comm, policy, self._background)
         self.states: dict[str, Store] = {}  # optimizer states that are kept in stores
         allocate = partial(flat_empty, device=comm.device)
-        self.memory = DevicePlace(allocate, self._readable_by_peers if sharding.params else None)
+        self.memory = device_place(allocate, self._readable_by_peers if sharding.params else None)
         self.use(self.memory, self.memory)
         self.state = State.RESIDENT
         self._guarded = False

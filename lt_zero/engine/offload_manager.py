@@ -18,22 +18,23 @@ from lt_zero.engine.bucket import Bucket
 from lt_zero.io.pinned import return_large_blocks
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload.background import Background
-from lt_zero.offload.host_store import HostLink, HostPlace, is_apart
+from lt_zero.offload.host_store import HostLink, host_place, is_apart
 from lt_zero.offload.nvme_store import NvmeFiles
-from lt_zero.offload.store import Place, Speed, Tier, stream
+from lt_zero.offload.store import Place, Speed, stream
 
 log = logging.getLogger("lt_zero")
 
 _PROBE = 256 << 20  # most bytes that a measurement of the disk moves
-_TIERS: dict[str, Callable[..., Tier]] = {"nvme": NvmeFiles}  # devices of the configuration whose stores are streamed
+# Devices of the configuration whose stores are streamed.
+_TIERS: dict[str, Callable[..., NvmeFiles]] = {"nvme": NvmeFiles}
 
 
 @dataclass
 class OffloadManager:
     """Files, host link and background thread of one engine."""
 
-    optim: Tier | None = None  # of master weights, states and gradients
-    params: Tier | None = None  # of what gathers read
+    optim: NvmeFiles | None = None  # of master weights, states and gradients
+    params: NvmeFiles | None = None  # of what gathers read
     how: OffloadOptimizer = OffloadOptimizer()
     param_blocks: OffloadParam = OffloadParam()
     background: Background | None = None
@@ -59,7 +60,7 @@ class OffloadManager:
         self.failure = self.failure or error
 
     def streaming(self) -> AbstractContextManager[object]:
-        """Context for visiting buckets one by one. See ``Tier.streaming``."""
+        """Context for visiting buckets one by one. See ``NvmeFiles.streaming``."""
         return self.optim.streaming() if self.optim is not None else nullcontext()
 
     def find_problem(self) -> SwapError | None:
@@ -179,7 +180,7 @@ def open_offload_manager(buckets: Sequence[Bucket], config: ZeroConfig, device: 
                 found.append(tier.place(record, manager.host_link))
             elif in_host and manager.host_link is not None:
                 cast = gathers_from_host or bucket.dtype != bucket.weights.master_dtype
-                found.append(HostPlace(manager.host_link, pin_master=not cast))
+                found.append(host_place(manager.host_link, pin_master=not cast))
             else:
                 found.append(bucket.memory)
         bucket.use(*found)

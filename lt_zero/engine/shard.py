@@ -14,7 +14,7 @@ from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.layout import BucketLayout, Piece
 from lt_zero.engine.partition import BucketPlan
 from lt_zero.offload.background import BackgroundStep
-from lt_zero.offload.store import DeviceStore, Gap, Place, Store, Waits, put_away
+from lt_zero.offload.store import Gap, Place, Store, Waits, put_away
 
 
 @dataclass(eq=False)
@@ -56,7 +56,7 @@ class Weights:
         self.master = stored(self._optim, "master", self.master_dtype)
         serves = self._optim.streamed and self._params.streamed and self.master_dtype == compute
         if not self.sharded:
-            self.copy = self._optim.fed(DeviceStore.of(self.shard))
+            self.copy = self._optim.fed(Store.of(self.shard))
         elif self._optim.offloads and not serves:  # a gather must not wait until master weights are read
             self.copy = self._optim.fed(stored(self._params, "weights", compute))
 
@@ -67,12 +67,12 @@ class Weights:
             return
         frozen, self.frozen = self.frozen, None
         if self.master_is_view:
-            self.master = DeviceStore.of(self.shard)
+            self.master = Store.of(self.shard)
         elif frozen is None:
             self.keep(self.shard, train=True)
         elif frozen.dtype == self.master_dtype and not self._optim.offloads and not frozen.streamed:
             self.master = frozen
-            self.copy = None if self.sharded else DeviceStore.of(self.shard)
+            self.copy = None if self.sharded else Store.of(self.shard)
         else:
             self.keep(frozen.read(), train=True)
             frozen.discard()

@@ -16,7 +16,7 @@ Note [Order of jobs]
 Note [Errors in the thread]
     After an error, a rank must still join the collectives that the others are in. The error goes to ``report``, the
     job completes as usual, and the ranks agree on raising at the next check (nvme_store.py, Note [A failing disk]). An
-    error between jobs fails all queued jobs, because somebody waits for each of them.
+    error between jobs fails all queued jobs, because each of them is waited for.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -87,34 +87,40 @@ class Job:
                 check_alive(self.thread)
         return True
 
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._report(error)
+
     def prefetch(self) -> None:
         """Start reading the stores. This and all methods below run in the background thread."""
-        self._try(self._read)
-
-    def _read(self) -> None:
-        for store in self._stores():
-            store.prefetch()
+        with self._reporting():
+            for store in self._stores():
+                store.prefetch()
 
     def run(self) -> None:
         """Step the bucket and start writing its stores."""
-        self._try(self._compute)
-
-    def _compute(self) -> None:
-        for store in self._stores():
-            store.begin_step()
-        assert self._step is not None
-        try:
-            self._step()
-        finally:
-            self._leaving = self._stores()  # asked again: the first step creates states
-            for store in self._leaving:
-                store.end_use()
+        with self._reporting():
+            for store in self._stores():
+                store.begin_step()
+            assert self._step is not None
+            try:
+                self._step()
+            finally:
+                self._leaving = self._stores()  # asked again: the first step creates states
+                for store in self._leaving:
+                    store.end_use()
 
     def finish(self) -> None:
         """Wait until everything is written, then publish."""
-        self._try(self._wait_written)
-        if self._publish is not None:
-            self._try(self._publish)
+        with self._reporting():
+            for store in self._leaving:
+                store.wait_written()
+        with self._reporting():
+            if self._publish is not None:
+                self._publish()
         self._step = self._publish = None  # a job that is still referenced must not keep the gradients alive
         self._ended.set()
 
@@ -126,19 +132,9 @@ class Job:
         finally:
             self._ended.set()
 
-    def _wait_written(self) -> None:
-        for store in self._leaving:
-            store.wait_written()
-
-    def _try(self, work: Callable[[], object]) -> None:
-        try:
-            work()
-        except Exception as error:
-            self._report(error)
-
 
 class BackgroundStep:
-    """The background step that has a bucket, if one has. Everybody else waits before touching the bucket's stores."""
+    """The background step that has a bucket, if one has. Other threads wait before they access the bucket's stores."""
 
     def __init__(self) -> None:
         self._job: Job | None = None
@@ -242,8 +238,14 @@ def _serve(queue: _Queue) -> None:
                 torch.cuda.set_device(queue.device)
             with queue.streaming(), torch.no_grad():
                 _work(queue)
-        except BaseException as error:
-            _give_up(queue, error)
+        except BaseException as error:  # fail all jobs: see Note [Errors in the thread]
+            with queue.changed:
+                jobs = [*queue.begun, *queue.jobs]
+                queue.begun.clear()
+                queue.jobs.clear()
+                queue.changed.notify_all()
+            for job in jobs:
+                job.fail(error)
 
 
 def _work(queue: _Queue) -> None:
@@ -267,17 +269,6 @@ def _work(queue: _Queue) -> None:
     while begun:
         begun[0].finish()
         begun.popleft()
-
-
-def _give_up(queue: _Queue, error: BaseException) -> None:
-    """Fail all jobs that somebody may wait for. See Note [Errors in the thread]."""
-    with queue.changed:
-        jobs = [*queue.begun, *queue.jobs]
-        queue.begun.clear()
-        queue.jobs.clear()
-        queue.changed.notify_all()
-    for job in jobs:
-        job.fail(error)
 
 
 def _end(queue: _Queue, thread: threading.Thread) -> None:

@@ -4,12 +4,12 @@ Note [Order of copies]
     Copies of one copy stream run one after the other. A copy starts after the work that the current stream had queued,
     or after an event that the caller took earlier (``now``): until then the source may not be computed and the target
     may be in use. Users of the result wait for the copy event: ``wait`` makes the current stream wait, without blocking
-    the host; ``synchronize`` blocks the host. Until then the event keeps both tensors alive, and nobody may write to
-    the source. The target's memory belongs to the stream that waits, so freeing it afterwards is safe.
+    the host; ``synchronize`` blocks the host. Until then the event keeps both tensors alive, and the source must not be
+    written. The target's memory belongs to the stream that waits, so freeing it afterwards is safe.
 
 Note [Late copies]
-    A CPU has no streams. In tests a copy stream can defer copies until somebody waits for them: code that forgets to
-    wait reads the old values, and code that changes the source too early copies the changed ones.
+    A CPU has no streams. In tests a copy stream can defer copies until they are waited for: code that forgets to wait
+    reads the old values, and code that changes the source too early copies the changed ones.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -168,30 +169,31 @@ class StagingBuffers:
 
     def __init__(self, make: Callable[[int], Tensor], nbytes: int, count: int = 2) -> None:
         self.nbytes = nbytes * count
-        self._free: queue.SimpleQueue[tuple[Tensor, CopyEvent]] = queue.SimpleQueue()
+        self.free: queue.SimpleQueue[tuple[Tensor, CopyEvent]] = queue.SimpleQueue()
         for _ in range(count):
-            self._free.put((make(nbytes), DONE))
+            self.free.put((make(nbytes), DONE))
 
     def take(self, numel: int, dtype: torch.dtype) -> StagingBuffer:
         """A free buffer as a 1D tensor of ``numel`` elements; blocks until one is free."""
-        buffer, event = self._free.get()
+        buffer, event = self.free.get()
         event.synchronize()
-        return StagingBuffer(buffer, buffer[: numel * dtype.itemsize].view(dtype), self._free)
+        return StagingBuffer(self, buffer, buffer[: numel * dtype.itemsize].view(dtype))
 
 
+@dataclass(frozen=True, eq=False)
 class StagingBuffer:
-    """A staging buffer in use, to be filled and then sent."""
+    """A staging buffer in use: fill ``tensor`` (1D), then ``send`` it."""
 
-    def __init__(self, buffer: Tensor, tensor: Tensor, free: queue.SimpleQueue[tuple[Tensor, CopyEvent]]) -> None:
-        self.tensor = tensor  # 1D
-        self._buffer, self._free = buffer, free
+    buffers: StagingBuffers
+    whole: Tensor
+    tensor: Tensor
 
-    def give_back(self) -> None:
-        """Return the buffer without sending it."""
-        self._free.put((self._buffer, DONE))
+    def give_back(self, after: CopyEvent = DONE) -> None:
+        """Return the buffer; ``after``: a copy that still reads it."""
+        self.buffers.free.put((self.whole, after))
 
     def send(self, stream: CopyStream, target: Tensor, after: Any = None) -> CopyEvent:
-        """Start copying the buffer to ``target`` and return it to the pool; the caller must not touch it again."""
+        """Start copying the buffer to ``target`` and return it; the caller must not touch it again."""
         event = stream.copy(target, self.tensor, after)
-        self._free.put((self._buffer, event))
+        self.give_back(event)
         return event

@@ -2,7 +2,7 @@
 
 ZeRO-Offload, arXiv:2101.06840: gradients are reduced on the device and added up in host memory, the CPU kernel steps,
 and the compute copy is sent to the device. Copies overlap with computation (copy_streams.py); a store keeps the copy
-event of each until somebody waits for it.
+event of each until it is waited for.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from lt_zero.common.flat_storage import flat_empty
 from lt_zero.io.pinned import Buffers, host_buffer
 from lt_zero.offload.copy_streams import CopyEvent, CopyStream, StagingBuffer, StagingBuffers
-from lt_zero.offload.store import DeviceStore, Gap, Gather, Reduce, Store, Waits
+from lt_zero.offload.store import Gap, Gather, Place, Reduce, Store, Waits
 
 _apart = False  # set by tests: treat the CPU as a device with memory of its own
 _ARRIVING = 2  # reduced gradients that may be on their way to host memory
@@ -52,13 +53,7 @@ class HostLink:
         self.to_host, self.to_device = CopyStream(device, late, limit=_ARRIVING), CopyStream(device, late)
         self.slots = StagingBuffers(lambda count: host_empty(count, torch.uint8, pin), nbytes)
         self.landing = Buffers(spare=_ARRIVING + 1, make=lambda count: host_buffer(count, pin))
-        self._arriving: deque[HostStore] = deque()
-
-    def expect(self, store: HostStore) -> None:
-        """``store`` gets reduced gradients from the device: complete the oldest of its kind."""
-        self._arriving.append(store)
-        if len(self._arriving) > _ARRIVING:
-            self._arriving.popleft().wait_arrived()
+        self.arriving: deque[HostStore] = deque()  # stores to which reduced gradients are being copied
 
 
 class _Then:
@@ -75,7 +70,7 @@ class _Then:
         finish()
 
 
-class HostStore(DeviceStore):
+class HostStore(Store):
     """Keeps a tensor in host memory.
 
     Args:
@@ -123,16 +118,18 @@ class HostStore(DeviceStore):
         out = self.write() if add else self.overwrite()
         if self._link is None:
             return reduce(out, add)
-        landing = flat_empty(out.numel(), out.dtype, self._link.device)
-        return _Then([reduce(landing, False)], lambda: self._receive(landing, add))
+        link, landing = self._link, flat_empty(out.numel(), out.dtype, self._link.device)
 
-    def _receive(self, landing: Tensor, add: bool) -> None:
-        """Start copying what was reduced on the device."""
-        assert self._link is not None
-        buffer = self._link.landing.take(landing.nbytes) if add else None
-        target = self.tensor if buffer is None else buffer[: landing.nbytes].view(landing.dtype)
-        self._incoming = self._link.to_host.copy(target, landing), buffer
-        self._link.expect(self)
+        def receive() -> None:
+            buffer = link.landing.take(landing.nbytes) if add else None
+            target = self.tensor if buffer is None else buffer[: landing.nbytes].view(landing.dtype)
+            self._incoming = link.to_host.copy(target, landing), buffer
+            arriving = link.arriving
+            arriving.append(self)
+            if len(arriving) > _ARRIVING:
+                arriving.popleft().wait_arrived()
+
+        return _Then([reduce(landing, False)], receive)
 
     @torch.no_grad()
     def wait_arrived(self) -> None:
@@ -200,13 +197,14 @@ class StreamedStore(HostStore):
 
     def launch_gather(self, shard: Tensor, gather: Gather) -> Waits:
         self.prefetch()
-        return _Then([], lambda: self._gather(shard, gather))
 
-    def _gather(self, shard: Tensor, gather: Gather) -> None:
-        shard.copy_(self.read())
-        self.end_use()
-        self.wait_written()
-        gather(None).wait()
+        def finish() -> None:
+            shard.copy_(self.read())
+            self.end_use()
+            self.wait_written()
+            gather(None).wait()
+
+        return _Then([], finish)
 
     def kernel_target(self, master: torch.dtype, covers: Callable[[], bool]) -> Tensor | None:
         return None
@@ -215,7 +213,7 @@ class StreamedStore(HostStore):
         self.overwrite().copy_(master.tensor)
 
 
-class FedStore(DeviceStore):
+class FedStore(Store):
     """Keeps the compute copy of master weights in host memory: on the device, sent there after each step.
 
     Args:
@@ -237,12 +235,11 @@ class FedStore(DeviceStore):
 
     def kernel_target(self, master: torch.dtype, covers: Callable[[], bool]) -> Tensor | None:
         # A staging buffer can be used only if the kernel writes all of it.
-        return self._stage() if self.dtype != master and covers() else None
+        return self._stage().tensor if self.dtype != master and covers() else None
 
-    def _stage(self) -> Tensor:
-        if self._staging is None:
-            self._staging = self._link.slots.take(self.tensor.numel(), self.dtype)
-        return self._staging.tensor
+    def _stage(self) -> StagingBuffer:
+        self._staging = self._staging or self._link.slots.take(self.tensor.numel(), self.dtype)
+        return self._staging
 
     def cancel(self) -> None:
         if self._staging is not None:
@@ -257,13 +254,12 @@ class FedStore(DeviceStore):
             if master.streamed:
                 self._coming.synchronize()  # the next bucket reuses the memory of the master weights
             return
-        into = self._stage()
-        assert self._staging is not None
+        staging = self._stage()
         if not written:
-            into.copy_(master.tensor)
+            staging.tensor.copy_(master.tensor)
         for lo, hi in gaps if written else ():
-            into[lo:hi].zero_()
-        self._coming, self._staging = self._staging.send(self._link.to_device, self.tensor, self._after), None
+            staging.tensor[lo:hi].zero_()
+        self._coming, self._staging = staging.send(self._link.to_device, self.tensor, self._after), None
 
     def note_readers(self) -> None:
         self._after = self._link.to_device.now()
@@ -280,30 +276,11 @@ class FedStore(DeviceStore):
         self._coming = self._link.to_device.mark()
 
 
-class HostPlace:
-    """Host memory, apart from the device.
+def host_place(link: HostLink, pin_master: bool = True) -> Place:
+    """Host memory, apart from the device; ``pin_master``: whether master weights are copied there as they are."""
 
-    Args:
-        link: to the device.
-        pin_master: whether master weights are copied to the device as they are.
-    """
+    def store(kind: str, numel: int, dtype: torch.dtype) -> Store:
+        pin = link.pin and (kind != "master" or pin_master)
+        return HostStore(dtype, lambda: host_empty(numel, dtype, pin), link)
 
-    offloads, streamed = True, False
-
-    def __init__(self, link: HostLink, pin_master: bool = True) -> None:
-        self._link, self._pin_master = link, pin_master
-
-    def store(self, kind: str, numel: int, dtype: torch.dtype) -> Store:
-        pin = self._link.pin and (kind != "master" or self._pin_master)
-        return HostStore(dtype, lambda: host_empty(numel, dtype, pin), self._link)
-
-    def state(self, key: str, numel: int, dtype: torch.dtype) -> Store | None:
-        return None
-
-    def fed(self, copy: Store) -> Store:
-        return fed(copy, self._link)
-
-
-def fed(copy: Store, link: HostLink) -> Store:
-    """``copy`` as the compute copy of master weights in host memory."""
-    return FedStore(copy.tensor, link) if type(copy) is DeviceStore else copy
+    return Place(store, offloads=True, feed=partial(FedStore, link=link))

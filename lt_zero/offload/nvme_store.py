@@ -25,8 +25,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum, auto
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,8 +38,8 @@ from lt_zero.io.direct_file import Nowhere, SwapFile, in_words
 from lt_zero.io.pinned import Buffers, aligned_buffer, rounded
 from lt_zero.io.private_folder import SwapFolder
 from lt_zero.io.thread_pool import IoPool, SwapError, Transfer
-from lt_zero.offload.host_store import HostLink, StreamedStore, fed
-from lt_zero.offload.store import Speed, Store
+from lt_zero.offload.host_store import FedStore, HostLink, StreamedStore
+from lt_zero.offload.store import Place, Speed, Store
 
 
 class _At(Enum):
@@ -84,9 +84,10 @@ class NvmeStore(StreamedStore):
         self._dirty = True  # the file lacks the current values
 
     def _allocate(self) -> Tensor:
-        self._buffer = self._buffers.take(self._file.size_of(self._record))
+        nbytes = self._file.size_of(self._record)
+        self._buffer = self._buffers.take(nbytes)
         self._tensor = self._buffer[: self.numel * self.dtype.itemsize].view(self.dtype)
-        return self._buffer[: self._file.size_of(self._record)]
+        return self._buffer[:nbytes]
 
     def prefetch(self) -> None:
         if self._at is _At.AWAY:
@@ -94,17 +95,17 @@ class NvmeStore(StreamedStore):
             self._at = _At.COMING
             self._start(self._file.read, buffer)
 
-    def read(self) -> Tensor:
-        self._have()
-        self.wait_arrived()
-        return self.tensor
-
     def _have(self) -> None:
         self.prefetch()
         if self._at is not _At.HERE:
             self._wait()
             self._at = _At.HERE
             self._show()
+
+    def read(self) -> Tensor:
+        self._have()
+        self.wait_arrived()
+        return self.tensor
 
     def write(self) -> Tensor:
         self._dirty = True
@@ -115,7 +116,6 @@ class NvmeStore(StreamedStore):
         self._dirty |= not self._scratch
 
     def overwrite(self) -> Tensor:
-        """The tensor with undefined values, for a caller that writes all of it; nothing is read."""
         self.wait_arrived()
         self._wait()
         if self._at is _At.AWAY:
@@ -185,6 +185,10 @@ class NvmeFiles:
         aio: block size, threads and queue depth of the I/O.
         numels: elements of this rank's shard of each bucket.
         room: buckets that may be in memory at a time; see ``store.stream``.
+
+    Attributes:
+        problem: the first error. See Note [A failing disk].
+        where: the folder, for the user.
     """
 
     def __init__(self, path: Path, rank: int, aio: Aio, numels: Sequence[int], room: int = 3) -> None:
@@ -192,34 +196,36 @@ class NvmeFiles:
         self.pool = IoPool(aio.intra_op_parallelism, aio.block_size, aio.in_flight, aio.checksum)
         self._numels, self.room, self.where = list(numels), room, str(self.folder.path.parent)
         self._files: dict[str, SwapFile | Nowhere] = {}
-        self.problem: SwapError | None = None  # the first error; see Note [A failing disk]
+        self.problem: SwapError | None = None
         self._buffers = Buffers()
         self._lock = threading.Lock()  # any thread may create stored tensors
 
-    def place(self, record: int, link: HostLink | None) -> NvmePlace:
-        """The place of the stores of bucket ``record``."""
-        return NvmePlace(self, record, link)
+    def place(self, record: int, link: HostLink | None) -> Place:
+        """The place of the stores of bucket ``record``; ``link`` to the device, if that is not the CPU."""
 
-    def store(self, kind: str, record: int, dtype: torch.dtype, link: HostLink | None) -> NvmeStore:
-        """A new store for a ``kind`` of values of bucket ``record``."""
-        name = f"{kind}-{str(dtype).removeprefix('torch.')}"
+        def store(kind: str, numel: int, dtype: torch.dtype) -> Store:
+            file = self._file_of(f"{kind}-{str(dtype).removeprefix('torch.')}", dtype)
+            return NvmeStore(numel, dtype, file, record, self._buffers, self._note, link, scratch=kind == "grad")
+
+        return Place(
+            store, offloads=True, streamed=True, feed=partial(FedStore, link=link) if link is not None else None
+        )
+
+    def _file_of(self, name: str, dtype: torch.dtype) -> SwapFile | Nowhere:
+        """The file of a kind of values of all buckets."""
         with self._lock:
             if name not in self._files:
                 plain = re.sub(r"[^\w.-]", "_", name)  # state names of custom optimizers may hold any character
-                self._files[name] = self._make(
-                    f"{len(self._files)}-{plain}"[:100], [numel * dtype.itemsize for numel in self._numels]
-                )
-            file, numel = self._files[name], self._numels[record]
-        return NvmeStore(numel, dtype, file, record, self._buffers, self._note, link, scratch=kind == "grad")
-
-    def _make(self, name: str, sizes: list[int]) -> SwapFile | Nowhere:
-        try:
-            self.folder.require(sum(sizes))
-            with progress_bar(f"Reserving {in_words(sum(sizes))} in {self.folder.path}"):
-                return SwapFile(self.folder.path / name, sizes, self.pool)
-        except SwapError as error:
-            self._note(error)
-            return Nowhere(sizes, error)
+                sizes = [numel * dtype.itemsize for numel in self._numels]
+                try:
+                    self.folder.require(sum(sizes))
+                    with progress_bar(f"Reserving {in_words(sum(sizes))} in {self.folder.path}"):
+                        path = self.folder.path / f"{len(self._files)}-{plain}"[:100]
+                        self._files[name] = SwapFile(path, sizes, self.pool)
+                except SwapError as error:
+                    self._note(error)
+                    self._files[name] = Nowhere(sizes, error)
+            return self._files[name]
 
     def _note(self, error: SwapError) -> None:
         self.problem = self.problem or error
@@ -237,7 +243,7 @@ class NvmeFiles:
         return self._buffers.many(16)
 
     def speed(self, nbytes: int) -> Speed:
-        """Measured speed of the disk, with about ``nbytes``."""
+        """Measured bytes per second of reads and of writes, with about ``nbytes``."""
         return probe(self.folder, self.pool, nbytes)
 
     def rest(self) -> None:
@@ -259,31 +265,8 @@ class NvmeFiles:
 
     @property
     def bytes_on_disk(self) -> int:
+        """Bytes that are stored."""
         return sum(file.size_of(i) for file in self._files.values() for i in range(len(self._numels)))
-
-
-class NvmePlace:
-    """The records of one bucket.
-
-    Args:
-        files: of all buckets.
-        record: the bucket's number in the files.
-        link: to the device; None: the device is the CPU.
-    """
-
-    offloads = streamed = True
-
-    def __init__(self, files: NvmeFiles, record: int, link: HostLink | None) -> None:
-        self._files, self._record, self._link = files, record, link
-
-    def store(self, kind: str, numel: int, dtype: torch.dtype) -> Store:
-        return self._files.store(kind, self._record, dtype, self._link)
-
-    def state(self, key: str, numel: int, dtype: torch.dtype) -> Store | None:
-        return self.store(f"state {key}", numel, dtype)  # an optimizer may call a state "master"
-
-    def fed(self, copy: Store) -> Store:
-        return fed(copy, self._link) if self._link is not None else copy
 
 
 # ---- speed of the disk ---------------------------------------------------------------------------------------------
@@ -303,20 +286,23 @@ def probe(folder: SwapFolder, pool: IoPool, nbytes: int = 256 << 20) -> Speed:
     folder.require(size * count)
     file = SwapFile(folder.path / f"probe-{secrets.token_hex(4)}", [size] * count, pool)
     try:
-        buffers = [_noise(file.size_of(0)) for _ in range(2)]
-        write = _run(file.write, count, buffers)
-        return Speed(read=_run(file.read, write.records, buffers).speed, write=write.speed)
+        buffers = [aligned_buffer(file.size_of(0)) for _ in range(2)]  # 1D
+        noise = torch.empty(min(size, 4 << 20), dtype=torch.uint8)  # incompressible
+        noise.random_(0, 256, generator=torch.Generator().manual_seed(nbytes))
+        for part in (part for buffer in buffers for part in buffer.split(noise.numel())):
+            part.copy_(noise[: part.numel()])
+        records, write = _run(file.write, count, buffers)
+        return Speed(read=_run(file.read, records, buffers)[1], write=write)
     finally:
         file.close()
 
 
-class _Run(NamedTuple):
-    records: int
-    speed: float  # bytes per second
+def _run(transfer: Callable[[int, Tensor], Transfer], count: int, buffers: list[Tensor]) -> tuple[int, float]:
+    """Transfer records with two in flight, until all are done or ``_SECONDS`` have passed.
 
-
-def _run(transfer: Callable[[int, Tensor], Transfer], count: int, buffers: list[Tensor]) -> _Run:
-    """Transfer records with two in flight, until all are done or ``_SECONDS`` have passed."""
+    Returns:
+        The number of records that were transferred, and the bytes per second.
+    """
     start, records = time.perf_counter(), 0
     moving: list[Transfer] = []
     while records < count and (records == 0 or time.perf_counter() - start < _SECONDS):
@@ -326,16 +312,4 @@ def _run(transfer: Callable[[int, Tensor], Transfer], count: int, buffers: list[
         records += 1
     for last in moving:
         last.wait()
-    seconds = max(time.perf_counter() - start, 1e-9)
-    return _Run(records, records * buffers[0].numel() / seconds)
-
-
-def _noise(nbytes: int) -> Tensor:
-    """Incompressible bytes; leaves the global random generators alone."""
-    buffer = aligned_buffer(nbytes)  # 1D
-    piece = buffer[: min(nbytes, 4 << 20)]
-    piece.random_(0, 256, generator=torch.Generator().manual_seed(nbytes))
-    for first in range(0, nbytes, piece.numel()):
-        part = buffer[first : first + piece.numel()]
-        part.copy_(piece[: part.numel()])
-    return buffer
+    return records, records * buffers[0].numel() / max(time.perf_counter() - start, 1e-9)

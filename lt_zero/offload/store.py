@@ -2,7 +2,7 @@
 
 A bucket owns its tensors as stores (engine/bucket.py): master weights, what gathers read, the accumulator, optimizer
 states. A ``Place`` makes the stores of one bucket. What differs between device memory, host memory and files is in
-their classes: ``DeviceStore`` here, ``HostStore`` (host_store.py), ``NvmeStore`` (nvme_store.py).
+their classes: ``Store`` here, ``HostStore`` (host_store.py), ``NvmeStore`` (nvme_store.py).
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload.copy_streams import CopyEvent
 
 Gap = tuple[int, int]  # elements [lo, hi) of a shard that belong to no parameter
@@ -33,49 +34,78 @@ Gather = Callable[[Tensor | None], Waits]
 Reduce = Callable[[Tensor, bool], Waits]
 
 
-class Store(Protocol):
-    """Keeps one flat tensor (1D).
+class Store:
+    """Keeps one flat tensor (1D), here in memory of the device. Subclasses keep it elsewhere.
+
+    Args:
+        dtype: of the tensor.
+        make: allocates it; called when values are written for the first time, and after ``discard``.
 
     Attributes:
-        dtype: of the tensor.
         streamed: it takes memory only while it is used: a step reads it before, and writes it after.
     """
 
-    dtype: torch.dtype
-    streamed: bool
+    streamed = False
+
+    def __init__(self, dtype: torch.dtype, make: Callable[[], Tensor]) -> None:
+        self.dtype, self._make = dtype, make
+        self._tensor: Tensor | None = None  # 1D
+        self._sent: CopyEvent | None = None  # of the last copy to the device that reads host memory
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Store:
+        """A store of ``tensor`` (1D) itself, in memory of the device."""
+        store = Store(tensor.dtype, lambda: tensor)
+        store.overwrite()
+        return store
 
     # ---- values ------------------------------------------------------------------------------------------------
 
     @property
     def tensor(self) -> Tensor:
         """The values if they are in memory, otherwise NaN of the same shape."""
+        assert self._tensor is not None
+        return self._tensor
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the tensor takes now."""
+        return self._tensor.nbytes if self._tensor is not None else 0
 
     def read(self) -> Tensor:
         """The values, which the caller does not change."""
+        return self.tensor
 
     def write(self) -> Tensor:
         """The values, which the caller changes."""
+        return self.read()
 
     def overwrite(self) -> Tensor:
         """The tensor with undefined values, for a caller that writes all of it."""
+        if self._tensor is None:
+            self._tensor = self._make()
+        return self._tensor
 
     def lend(self, offset: int, shape: torch.Size, kind: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """A view of some elements that callers may keep; ``kind`` wraps it in a type that has ``data``."""
+        view = self.tensor[offset : offset + shape.numel()].view(shape)
+        return kind(view) if kind is not None else view
 
     def owns(self, value: Tensor) -> bool:
         """Whether ``value`` is a view that ``lend`` returned."""
+        return self._tensor is not None and value.data_ptr() == self._tensor.data_ptr()
 
     def discard(self) -> None:
         """Drop the values, which must not be read before they are overwritten."""
+        self._tensor = None
 
     def widened(self) -> Store:
         """The values in fp32 memory of the same device; this store is discarded."""
+        wide = self.tensor.float()
+        self.discard()
+        return Store.of(wide)
 
-    # ---- moving ------------------------------------------------------------------------------------------------
+    # ---- moving: no-ops where the tensor is always in memory -----------------------------------------------------
 
     def prefetch(self) -> None:
         """Start reading the values if they are away."""
@@ -93,12 +123,18 @@ class Store(Protocol):
 
     def launch_gather(self, shard: Tensor, gather: Gather) -> Waits:
         """Start copying the values to ``shard`` (1D, on the device) and the ``gather`` of it."""
+        shard.copy_(self.tensor)
+        return gather(self.tensor)
 
     def launch_reduce(self, reduce: Reduce, add: bool) -> Waits:
         """Start a reduction whose result becomes the values, or is added to them."""
+        return reduce(self.write() if add else self.overwrite(), add)
 
     def wait_sent(self) -> None:
         """Wait for the last copy to the device that reads host memory, which is changed next."""
+        if self._sent is not None:
+            self._sent.synchronize()
+            self._sent = None
 
     # ---- as the compute copy of master weights that are kept elsewhere -------------------------------------------
 
@@ -109,9 +145,12 @@ class Store(Protocol):
             master: dtype of the master weights.
             covers: whether the kernel writes all elements but the gaps.
         """
+        return self.tensor
 
     def refresh(self, master: Store, written: bool, gaps: Sequence[Gap]) -> None:
         """Copy the master weights, which are in memory; ``written``: the kernel has written ``kernel_target``."""
+        if not written:
+            self.tensor.copy_(master.tensor)
 
     def cancel(self) -> None:
         """Forget ``kernel_target`` after the kernel failed."""
@@ -124,142 +163,53 @@ class Store(Protocol):
 
     def publishing(self) -> AbstractContextManager[object]:
         """Context in which the background thread gathers the copies of all ranks."""
+        return nullcontext()
 
 
-class Place(Protocol):
+@dataclass(frozen=True)
+class Place:
     """Makes the stores of one bucket.
 
     Attributes:
+        store: makes a store for a kind of values: "master", "weights" (which gathers read), "grad", "state ...";
+            the other arguments are the number of elements and the dtype.
         offloads: whether its stores are off the device.
         streamed: whether its stores are, see ``Store``.
+        feed: makes the store of a compute copy (1D, on the device) of master weights that are kept here; None: an
+            ordinary store.
     """
 
-    offloads: bool
-    streamed: bool
-
-    def store(self, kind: str, numel: int, dtype: torch.dtype) -> Store:
-        """A new store for a ``kind`` of values: "master", "weights" (which gathers read), "grad"."""
+    store: Callable[[str, int, torch.dtype], Store]
+    offloads: bool = False
+    streamed: bool = False
+    feed: Callable[[Tensor], Store] | None = None
 
     def state(self, key: str, numel: int, dtype: torch.dtype) -> Store | None:
         """A new store for the optimizer's element-wise state ``key``, with zeros in memory; None: it stays beside its
         fragment.
         """
+        # An optimizer may call a state "master".
+        return self.store(f"state {key}", numel, dtype) if self.streamed else None
 
     def fed(self, copy: Store) -> Store:
         """``copy`` as the compute copy of master weights that are kept here."""
+        return self.feed(copy.tensor) if self.feed is not None and type(copy) is Store else copy
 
 
-class DeviceStore:
-    """Keeps a tensor in memory of the device.
-
-    Args:
-        dtype: of the tensor.
-        make: allocates it; called when values are written for the first time, and after ``discard``.
-    """
-
-    streamed = False
-
-    def __init__(self, dtype: torch.dtype, make: Callable[[], Tensor]) -> None:
-        self.dtype, self._make = dtype, make
-        self._tensor: Tensor | None = None  # 1D
-        self._sent: CopyEvent | None = None  # of the last copy to the device that reads host memory
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> DeviceStore:
-        """A store of ``tensor`` (1D) itself."""
-        store = cls(tensor.dtype, lambda: tensor)
-        store.overwrite()
-        return store
-
-    @property
-    def tensor(self) -> Tensor:
-        assert self._tensor is not None
-        return self._tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self._tensor.nbytes if self._tensor is not None else 0
-
-    def read(self) -> Tensor:
-        return self.tensor
-
-    def write(self) -> Tensor:
-        return self.read()
-
-    def overwrite(self) -> Tensor:
-        if self._tensor is None:
-            self._tensor = self._make()
-        return self._tensor
-
-    def lend(self, offset: int, shape: torch.Size, kind: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        view = self.tensor[offset : offset + shape.numel()].view(shape)
-        return kind(view) if kind is not None else view
-
-    def owns(self, value: Tensor) -> bool:
-        return self._tensor is not None and value.data_ptr() == self._tensor.data_ptr()
-
-    def discard(self) -> None:
-        self._tensor = None
-
-    def widened(self) -> Store:
-        wide = self.tensor.float()
-        self.discard()
-        return DeviceStore.of(wide)
-
-    def prefetch(self) -> None:
-        return None
-
-    begin_step = end_use = wait_written = cancel = note_readers = wait_copied = prefetch
-
-    def wait_sent(self) -> None:
-        if self._sent is not None:
-            self._sent.synchronize()
-            self._sent = None
-
-    def launch_gather(self, shard: Tensor, gather: Gather) -> Waits:
-        shard.copy_(self.tensor)
-        return gather(self.tensor)
-
-    def launch_reduce(self, reduce: Reduce, add: bool) -> Waits:
-        return reduce(self.write() if add else self.overwrite(), add)
-
-    def kernel_target(self, master: torch.dtype, covers: Callable[[], bool]) -> Tensor | None:
-        return self.tensor
-
-    def refresh(self, master: Store, written: bool, gaps: Sequence[Gap]) -> None:
-        if not written:
-            self.tensor.copy_(master.tensor)
-
-    def publishing(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-
-class DevicePlace:
+def device_place(
+    allocate: Callable[[int, torch.dtype], Tensor], shared: Callable[[int, torch.dtype], Tensor] | None = None
+) -> Place:
     """Memory of the device.
 
     Args:
         allocate: allocates (elements, dtype).
         shared: allocates weights, which peers may read; default: ``allocate``.
     """
-
-    offloads = streamed = False
-
-    def __init__(
-        self,
-        allocate: Callable[[int, torch.dtype], Tensor],
-        shared: Callable[[int, torch.dtype], Tensor] | None = None,
-    ) -> None:
-        self._allocate, self._shared = allocate, shared or allocate
-
-    def store(self, kind: str, numel: int, dtype: torch.dtype) -> Store:
-        make = self._allocate if kind == "grad" else self._shared
-        return DeviceStore(dtype, lambda: make(numel, dtype))
-
-    def state(self, key: str, numel: int, dtype: torch.dtype) -> Store | None:
-        return None
-
-    def fed(self, copy: Store) -> Store:
-        return copy
+    return Place(
+        lambda kind, numel, dtype: Store(
+            dtype, partial(allocate if kind == "grad" or shared is None else shared, numel, dtype)
+        )
+    )
 
 
 class Speed(NamedTuple):
@@ -271,50 +221,6 @@ class Speed(NamedTuple):
     def seconds(self, bytes_read: int, bytes_written: int) -> float:
         """Disk time for these bytes; reads and writes share the disk."""
         return bytes_read / self.read + bytes_written / self.write
-
-
-class Tier(Protocol):
-    """What backs the streamed stores of all buckets on this rank.
-
-    Attributes:
-        room: buckets that may be in memory at a time.
-        problem: the first error. See nvme_store.py, Note [A failing disk].
-        where: its name for the user.
-    """
-
-    room: int
-    problem: SwapError | None
-    where: str
-
-    def place(self, record: int, link: Any) -> Place:
-        """The place of the stores of bucket ``record``; ``link`` to the device, if it has memory of its own."""
-
-    def require(self, bytes_per_element: int) -> None:
-        """Check that there is space for states that do not exist yet.
-
-        Raises:
-            SwapError: the free space is too small.
-        """
-
-    @property
-    def spare_nbytes(self) -> int:
-        """Bytes of memory that are kept for the next bucket."""
-
-    @property
-    def bytes_on_disk(self) -> int:
-        """Bytes that are stored."""
-
-    def streaming(self) -> AbstractContextManager[object]:
-        """Context in which freed memory is kept for the next bucket."""
-
-    def speed(self, nbytes: int) -> Speed:
-        """Measured bytes per second of reads and of writes, with about ``nbytes``."""
-
-    def rest(self) -> None:
-        """End all threads; the next access starts them again."""
-
-    def close(self) -> None:
-        """Release everything."""
 
 
 def put_away(stores: Iterable[Store]) -> None:

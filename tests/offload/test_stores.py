@@ -1,10 +1,11 @@
-"""A further place where bytes are kept needs a store, a place and a tier: nothing else knows what there is."""
+"""A further place where bytes are kept needs a store and what makes its places: nothing else knows what there is."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 
 from lt_zero.engine import offload_manager
 from lt_zero.offload import host_store
-from lt_zero.offload.host_store import HostLink, StreamedStore, fed
-from lt_zero.offload.store import Speed, Store
+from lt_zero.offload.host_store import FedStore, HostLink, StreamedStore
+from lt_zero.offload.store import Place, Speed, Store
 from tests.support.matrix import only
 from tests.support.offload_runs import in_memory, same, train
 from tests.support.overlap_runs import offload
@@ -61,26 +62,17 @@ class Compressed(StreamedStore):
 
 
 class Archive:
-    """Compressed bytes of all buckets; a place per bucket."""
-
-    offloads = streamed = True
+    """Compressed bytes of all buckets."""
 
     def __init__(self, where: Any, rank: int, aio: Any, numels: Sequence[int], room: int = 3) -> None:
         self.room, self.where, self.problem = room, "memory", None
         self.spare_nbytes = self.bytes_on_disk = 0
 
-    def place(self, record: int, link: Any) -> Archive:
-        self.link: HostLink | None = link
-        return self
+    def place(self, record: int, link: HostLink | None) -> Place:
+        def store(kind: str, numel: int, dtype: torch.dtype) -> Store:
+            return Compressed(numel, dtype, link)
 
-    def store(self, kind: str, numel: int, dtype: torch.dtype) -> Store:
-        return Compressed(numel, dtype, self.link)
-
-    def state(self, key: str, numel: int, dtype: torch.dtype) -> Store | None:
-        return self.store(key, numel, dtype)
-
-    def fed(self, copy: Store) -> Store:
-        return fed(copy, self.link) if self.link is not None else copy
+        return Place(store, offloads=True, streamed=True, feed=partial(FedStore, link=link) if link else None)
 
     @contextmanager
     def streaming(self) -> Iterator[None]:

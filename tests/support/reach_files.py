@@ -61,7 +61,7 @@ def pinned(lab: Lab, config: Config) -> Any:
     ):
         manager = offload_manager.open_offload_manager(engine.buckets, made, torch.device("cuda"))
         assert manager.host_link is not None
-        host_store.HostPlace(manager.host_link).store("weights", 1, torch.float32).overwrite()
+        host_store.host_place(manager.host_link).store("weights", 1, torch.float32).overwrite()
     return asked
 
 
