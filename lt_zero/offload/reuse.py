@@ -59,7 +59,7 @@ class Loan:
         return from_dlpack(piece)
 
 
-def _reap(returned: deque[Loan]) -> None:
+def reap(returned: deque[Loan]) -> None:
     """Give back the loans that finalizers have returned."""
     while returned:
         returned.popleft().give_back()
@@ -86,7 +86,7 @@ class BufferPool:
 
     def take(self, nbytes: int) -> Loan:
         """An uninitialized piece of at least ``nbytes`` that the current stream may write to."""
-        _reap(self._returned)
+        reap(self._returned)
         self._free.sort(key=lambda loan: loan.tensor.numel())
         found = next((i for i, loan in enumerate(self._free) if loan.tensor.numel() >= nbytes), None)
         if found is not None:
@@ -127,24 +127,12 @@ class Arena:
         return sum(block.size * block.count + block.separate for block in self._blocks)
 
     def take(self, nbytes: int) -> Loan:
-        _reap(self.returned)
+        reap(self.returned)
         similar = [b for b in self._blocks if b.size <= _SIMILAR * nbytes and nbytes <= _SIMILAR * b.size]
         if not similar:
             self._blocks.append(_Slots(self, rounded(nbytes, _ALIGN), self.count + self.spare))
             similar = self._blocks[-1:]
         return min(similar, key=lambda block: (nbytes > block.size, block.size)).take(nbytes)
-
-    def warn(self, nbytes: int, size: int, slots: int) -> None:
-        """Warn, once, of a tensor of ``nbytes`` that does not fit into a block of ``slots`` slots of ``size`` bytes."""
-        if not self.warned:
-            self.warned = True
-            log.warning(
-                "activation_checkpointing.contiguous_memory_optimization: a saved input of %d bytes does not fit, %s. "
-                "It is stored in separate memory%s.",
-                nbytes,
-                f"all {slots} slots are in use" if nbytes <= size else f"slots have {size} bytes",
-                "; slots grow when all are free" if nbytes > size else f"; raise number_checkpoints={self.count}",
-            )
 
 
 class _Slots:
@@ -158,8 +146,7 @@ class _Slots:
         self._renew()
 
     def take(self, nbytes: int) -> Loan:
-        grows = self._arena.grows and self._most > self.count
-        if len(self._free) == self.count and (self._larger > self.size or grows):
+        if len(self._free) == self.count and (self._larger > self.size or self._wanted() > self.count):
             self._renew()
         self._used += 1
         self._most = max(self._most, self._used)
@@ -167,24 +154,20 @@ class _Slots:
             old = self._free.pop()
             old.after.wait()
             return Loan(old.tensor, self._back, self._arena.returned)
-        if not (self._arena.grows and nbytes <= self.size):  # otherwise the block grows before the next step
-            self._arena.warn(nbytes, self.size, self.count)
+        self._warn(nbytes)
         self._larger = max(self._larger, rounded(nbytes, _ALIGN))
         self._arena.made += 1
         self.separate += nbytes
+        return Loan(self._arena.make(nbytes), lambda _: self._count_freed(nbytes), self._arena.returned)
 
-        def back(loan: Loan) -> None:
-            self._used -= 1
-            self.separate -= nbytes
-
-        return Loan(self._arena.make(nbytes), back, self._arena.returned)
+    def _wanted(self) -> int:
+        return max(self.count, self._most) if self._arena.grows else self.count
 
     def _renew(self) -> None:
         for loan in self._free:
             loan.after.synchronize()
         self._free, self._memory = [], torch.empty(0)  # free the old block before allocating the new one
-        count = max(self.count, self._most) if self._arena.grows else self.count
-        self.size, self.count, self._most = self._larger, count, 0
+        self.size, self.count, self._most = self._larger, self._wanted(), 0
         self._arena.made += 1
         self._memory = self._arena.make(self.size * self.count)
         pieces = [self._memory[i * self.size : (i + 1) * self.size] for i in reversed(range(self.count))]
@@ -193,6 +176,24 @@ class _Slots:
     def _back(self, loan: Loan) -> None:
         self._used -= 1
         insort(self._free, loan, key=lambda free: -free.tensor.data_ptr())  # reuse the lowest address first
+
+    def _count_freed(self, nbytes: int) -> None:
+        self._used -= 1
+        self.separate -= nbytes
+
+    def _warn(self, nbytes: int) -> None:
+        arena = self._arena
+        if arena.warned or (arena.grows and nbytes <= self.size):  # the block grows before the next step
+            return
+        arena.warned = True
+        why = f"all {self.count} slots are in use" if nbytes <= self.size else f"slots have {self.size} bytes"
+        log.warning(
+            "activation_checkpointing.contiguous_memory_optimization: a saved input of %d bytes does not fit, %s. It "
+            "is stored in separate memory%s.",
+            nbytes,
+            why,
+            "; slots grow when all are free" if nbytes > self.size else f"; raise number_checkpoints={arena.count}",
+        )
 
 
 Memory = BufferPool | Arena

@@ -2,8 +2,8 @@
 
 Note [A source that changes]
     A copy to the host overlaps with compute, so the source must not be written before it is done. Autograd does not see
-    a forward that changes its own input. Therefore the source's version is compared when the copy is waited for,
-    and ``bring`` raises the error that autograd raises for a saved tensor that was changed.
+    a forward that changes its own input. Therefore the source's version is compared when the copy is waited for, and
+    ``bring`` raises the error that autograd raises for a saved tensor that was changed.
 
 Note [Life of a saved tensor in files]
     put       the bytes are copied to a host buffer; when the copy is done, a thread starts to write
@@ -187,7 +187,7 @@ class InHost:
         return True
 
     def _send(self) -> None:
-        """Start copying to the device."""
+        """Start the copy to the device."""
         self.wait_copied()
         assert self._loan is not None
         self._target = torch.empty(self._nbytes, dtype=torch.uint8, device=self._storage.device)
@@ -222,6 +222,12 @@ def changed(found: int, expected: int) -> RuntimeError:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class _Record:
+    group: _Group
+    index: int
+
+
 class _Group:
     """The records of one file, all of one size."""
 
@@ -231,10 +237,49 @@ class _Group:
         self.used = 0  # last pass that used this file
 
 
-@dataclass(frozen=True, eq=False)
-class _Record:
-    group: _Group
-    index: int
+class _Records:
+    """Reusable files, created on demand."""
+
+    def __init__(self, folder: SwapFolder, pool: IoPool) -> None:
+        self._folder, self._pool = folder, pool
+        self._groups: list[_Group] = []
+        self._passes = self.made = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(group.file.nbytes for group in self._groups)
+
+    def take(self, nbytes: int) -> _Record:
+        """A record of at least ``nbytes``.
+
+        Raises:
+            SwapError: the disk has no space for it.
+        """
+        fitting = [g for g in self._groups if nbytes <= g.size <= max(nbytes + nbytes // _SLACK, nbytes + 4096)]
+        free = [group for group in fitting if group.free]
+        group = min(free, key=lambda g: g.size) if free else self._make(nbytes, max(1, sum(g.count for g in fitting)))
+        group.used = self._passes
+        return group.free.pop()
+
+    def _make(self, nbytes: int, count: int) -> _Group:
+        self.made += 1
+        self._folder.require(nbytes * count)
+        path = self._folder.path / f"activations-{self.made}"
+        self._groups.append(_Group(SwapFile(path, [nbytes] * count, self._pool), count))
+        return self._groups[-1]
+
+    def end_pass(self) -> None:
+        """Remove files that were not used for ``_UNUSED_PASSES`` passes."""
+        self._passes += 1
+        self._remove([g for g in self._groups if self._passes - g.used > _UNUSED_PASSES and len(g.free) == g.count])
+
+    def close(self) -> None:
+        self._remove(list(self._groups))
+
+    def _remove(self, groups: list[_Group]) -> None:
+        for group in groups:
+            self._groups.remove(group)
+            group.file.close()
 
 
 class FileStorage(HostStorage):
@@ -255,13 +300,12 @@ class FileStorage(HostStorage):
         self.folder = SwapFolder(path, rank)
         super().__init__(BufferPool(functools.partial(host_buffer, pin=device.type == "cuda")), device, apart)
         self.pool = IoPool(aio.intra_op_parallelism, aio.block_size, aio.in_flight, aio.checksum)
+        self.records = _Records(self.folder, self.pool)
         self.buffers = 0  # saved activations that have a buffer
-        self._groups: list[_Group] = []  # reusable files, created on demand
-        self._passes = self._made = 0
 
     def put(self, source: Tensor) -> Stored:
         try:
-            record = self._take_record(source.numel())
+            record = self.records.take(source.numel())
         except SwapError as error:
             self.note(error)
             return _NoRecord(source.clone())
@@ -271,46 +315,21 @@ class FileStorage(HostStorage):
         self._leaving.append(stored)
         return stored
 
-    def _take_record(self, nbytes: int) -> _Record:
-        """A record of at least ``nbytes``.
-
-        Raises:
-            SwapError: the disk has no space for it.
-        """
-        fitting = [g for g in self._groups if nbytes <= g.size <= max(nbytes + nbytes // _SLACK, nbytes + 4096)]
-        free = [group for group in fitting if group.free]
-        if not free:
-            count = max(1, sum(group.count for group in fitting))
-            self._made += 1
-            self.folder.require(nbytes * count)
-            path = self.folder.path / f"activations-{self._made}"
-            free = [_Group(SwapFile(path, [nbytes] * count, self.pool), count)]
-            self._groups += free
-        group = min(free, key=lambda g: g.size)
-        group.used = self._passes
-        return group.free.pop()
-
     def note(self, error: SwapError) -> None:
         """Keep the first error."""
         self.problem = self.problem or error
 
     def end_pass(self) -> None:
         super().end_pass()
-        self._passes += 1
-        self._remove([g for g in self._groups if self._passes - g.used > _UNUSED_PASSES and len(g.free) == g.count])
-
-    def _remove(self, groups: list[_Group]) -> None:
-        for group in groups:
-            self._groups.remove(group)
-            group.file.close()
+        self.records.end_pass()
 
     def stats(self) -> dict[str, int]:
-        disk = sum(group.file.nbytes for group in self._groups)
-        return {"made": self.memory.made + self._made, "memory": self.memory.nbytes, "disk": disk}
+        made = self.memory.made + self.records.made
+        return {"made": made, "memory": self.memory.nbytes, "disk": self.records.nbytes}
 
     def close(self) -> None:
         super().close()
-        self._remove(list(self._groups))
+        self.records.close()
         self.pool.close()
         self.folder.close()
 
@@ -341,23 +360,12 @@ class _InFile(InHost):
         self._written: list[Transfer] = []  # filled by the gate, if there is one
         self._gate: Transfer | None = None  # waits for the copy in an I/O thread, then starts the write
         self._left = self._stored = False  # the write has ended; the record holds the values
-        copied, buffer, written, device = self._copied, self._buffer(), self._written, storage.device
-
-        def write(block: int = 0) -> None:  # holds no reference to this object
-            written.append(record.group.file.write(record.index, buffer))
-
-        def write_when_copied(block: int) -> None:
-            # In an I/O thread, so that no other thread has to wait. A new thread's current device is the first one,
-            # where this process must not create a context.
-            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                copied.synchronize()
-            write()
-
         try:
-            if copied is DONE:
-                write()
+            if self._copied is DONE:
+                self._written.append(record.group.file.write(record.index, self._buffer()))
             else:
-                self._gate = storage.pool.submit(1, write_when_copied, lambda error: None, after=None)
+                gate = functools.partial(_write, storage.device, self._copied, record, self._buffer(), self._written)
+                self._gate = storage.pool.submit(1, gate, lambda error: None, after=None)
         except SwapError as error:
             storage.note(error)
 
@@ -441,3 +449,13 @@ class _InFile(InHost):
         self._finish_read()
         super().free()
         self._record.group.free.append(self._record)
+
+
+def _write(
+    device: torch.device, copied: CopyEvent, record: _Record, buffer: Tensor, written: list[Transfer], block: int
+) -> None:
+    """Wait for the copy from the device in an I/O thread, so that no other thread has to, and start the write."""
+    # A new thread's current device is the first one, where this process must not create a context.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        copied.synchronize()
+    written.append(record.group.file.write(record.index, buffer))
