@@ -369,7 +369,7 @@ class _Sums:
         return total + self.stepping([row for row in self.stored if how is True or row.sharding.params])
 
     def stepping(self, trained: Sequence[Row]) -> list[Part]:
-        """Buckets in memory for a step: read from files, or fp32 copies (sharded_optimizer.py, Note [Staged buckets])."""
+        """Buckets in memory for a step: read from files, or fp32 copies (step/, Note [Staged buckets])."""
         optim, sizes = self.zero.offload_optimizer, list[int]()
         for row in trained:
             if row.states == NVME:  # what is read, and the weights that are written to another file
