@@ -100,14 +100,14 @@ def _with(config: ZeroConfig, found: Sequence[Resolution]) -> ZeroConfig:
         document.put(path_of(entry.key), entry.value)
     made = validate(document, ZeroConfig)
     if made is None:
-        raise ConfigError(_with_sources(problem, found) for problem in document.problems)
+        problems = []
+        for problem in document.problems:
+            said = problem.message
+            sources = [f"{e.key} was auto, {e.value} is from {e.source}" for e in found if e.key in said]
+            problems.append(Problem(problem.key, f"{said} ({'; '.join(sources)})" if sources else said))
+        raise ConfigError(problems)
     made._autos = config.autos - {path_of(entry.key) for entry in found}
     return made
-
-
-def _with_sources(problem: Problem, found: Sequence[Resolution]) -> Problem:
-    sources = [f"{e.key} was auto, {e.value} is from {e.source}" for e in found if e.key in problem.message]
-    return Problem(problem.key, f"{problem.message} ({'; '.join(sources)})" if sources else problem.message)
 
 
 def _value(key: str, facts: Facts, config: ZeroConfig, before: Sequence[Resolution]) -> tuple[Any, str]:
@@ -123,7 +123,8 @@ def _value(key: str, facts: Facts, config: ZeroConfig, before: Sequence[Resoluti
         return _of_optimizer(name, facts)
     if head == "scheduler.params":
         return _of_schedule(name, facts, config, before)
-    return _FIXED[name], "Hugging Face's default"
+    # "device" of an offload block, or stage3_gather_16bit_weights_on_model_save
+    return "none" if name == "device" else False, "Hugging Face's default"
 
 
 _SIZES: Mapping[str, Callable[[int], int]] = {
@@ -131,7 +132,6 @@ _SIZES: Mapping[str, Callable[[int], int]] = {
     "stage3_prefetch_bucket_size": lambda hidden: 9 * hidden * hidden // 10,
     "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
 }
-_FIXED: Mapping[str, Any] = {"stage3_gather_16bit_weights_on_model_save": False, "device": "none"}
 _DEFAULT = "the default"
 
 
@@ -139,9 +139,7 @@ def _of_optimizer(name: str, facts: Facts) -> tuple[Any, str]:
     if name == "lr":
         rate = facts.named(("lr", "learning_rate"))
         if rate is None:
-            text = (
-                'optimizer.params.lr="auto", and the module has neither `lr` nor `learning_rate`, nor have its hparams.'
-            )
+            text = 'optimizer.params.lr="auto", and the module and its hparams have neither `lr` nor `learning_rate`.'
             raise ConfigError.about("optimizer.params.lr", f"{text} Write a number, or set one of them.")
         return rate
     if name == "betas":
@@ -164,9 +162,9 @@ def _of_groups(config: ZeroConfig, facts: Facts, problems: list[Problem]) -> Ite
             try:
                 yield Resolution(f"{place}.{name}", *_of_optimizer(name, facts))
             except ConfigError as error:
-                told = [(p.key, p.message) for p in error.problems]
-                own = [[text.replace("optimizer.params", place) for text in pair] for pair in told]
-                problems += [Problem(key, message) for key, message in own]
+                for problem in error.problems:
+                    key, message = (t.replace("optimizer.params", place) for t in (problem.key, problem.message))
+                    problems.append(Problem(key, message))
 
 
 def _of_schedule(name: str, facts: Facts, config: ZeroConfig, before: Sequence[Resolution]) -> tuple[Any, str]:
@@ -174,16 +172,16 @@ def _of_schedule(name: str, facts: Facts, config: ZeroConfig, before: Sequence[R
         return 0.0, "Hugging Face's default"
     if name == "total_num_steps":
         return facts.steps(), "Trainer.estimated_stepping_batches"
-    if name == "warmup_max_lr" and config.optimizer is not None and {"muon_lr", "adam_lr"} & {*config.optimizer.params}:
-        return None, "the rates of the optimizer's groups"
     if name == "warmup_max_lr":
+        params = {} if config.optimizer is None else config.optimizer.params
+        if "muon_lr" in params or "adam_lr" in params:
+            return None, "the rates of the optimizer's groups"
         if config.optimizer is not None and any("lr" in entry for entry in config.optimizer.param_groups):
             return None, "the lr of each parameter group"
-        rate = next((e.value for e in before if e.key == "optimizer.params.lr"), None)
-        written = config.optimizer.params.get("lr") if config.optimizer is not None else None
-        if rate is None and written is None:
+        rate = next((e.value for e in before if e.key == "optimizer.params.lr"), params.get("lr"))
+        if rate is None:
             return facts.named(("lr", "learning_rate")) or (None, "the optimizer's lr")
-        return (written if rate is None else rate), "optimizer.params.lr"
+        return rate, "optimizer.params.lr"
     if (steps := facts.named(("warmup_steps", "warmup_num_steps", "num_warmup_steps"))) is not None:
         return max(1, int(_number(steps))), steps[1]
     if (ratio := facts.named(("warmup_ratio",))) is not None:

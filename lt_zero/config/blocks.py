@@ -1,14 +1,132 @@
-"""The blocks of the configuration: their keys, defaults and bounds. Rules between keys are in ``rules.py``."""
+"""All keys, in frozen blocks: types, defaults, bounds and meaning. Rules between keys are in ``rules.py``.
+
+The keys are DeepSpeed's (0.19.8), so existing files can be passed as they are.
+"""
 
 from __future__ import annotations
 
+import types
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import torch
-from pydantic import BeforeValidator, Field, SecretStr, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, WithJsonSchema
+from pydantic import field_validator as validator
+from pydantic.fields import FieldInfo
 
-from lt_zero.config.fields import Block, Dtype, Elements, Names, ParamGroups, Params, PositiveElements, Real, Whole, key
+from lt_zero.common.numbers import to_number, to_whole_number
+
+DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_DTYPES: Mapping[str, torch.dtype] = {
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32", "torch.float"), torch.float32),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16", "torch.half"), torch.float16),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
+}
+
+
+def _dtype(value: Any) -> Any:
+    found = _DTYPES.get(str(value).lower()) if isinstance(value, (str, torch.dtype)) else None
+    if found is None:
+        raise ValueError("it is not one of fp32, fp16, bf16")
+    return found
+
+
+class _FrozenDict(dict[str, Any]):
+    """A mapping that cannot be changed, for blocks without a schema."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("A configuration is frozen. Make another: ZeroConfig.of(config, overrides=[...]).")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> Any:  # pickle and deepcopy would set the items of a dict
+        return type(self), (dict(self),)
+
+
+def thawed(value: Any) -> Any:
+    """A mutable copy of a frozen dict, or of a list of these."""
+    if isinstance(value, tuple) and any(isinstance(item, _FrozenDict) for item in value):
+        return [thawed(item) for item in value]
+    return dict(value) if isinstance(value, _FrozenDict) else value
+
+
+def scalars(value: Any) -> Any:
+    """Convert to types that JSON, YAML and ``torch.load(weights_only=True)`` support."""
+    if isinstance(value, Mapping):
+        return {str(key): scalars(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [scalars(entry) for entry in value]
+    if isinstance(value, torch.dtype):
+        return DTYPE_NAMES.get(value, str(value))
+    return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)
+
+
+# DeepSpeed's documentation writes null for "not given", its code an empty string.
+_none_if_empty = BeforeValidator(lambda value: value or None)
+_empty_if_none = BeforeValidator(lambda value: "" if value is None else value)
+_text = BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)  # YAML: digits are a number
+
+Dtype = Annotated[
+    torch.dtype, BeforeValidator(_dtype), WithJsonSchema({"type": "string", "enum": [*DTYPE_NAMES.values()]})
+]
+Whole = Annotated[int, BeforeValidator(to_whole_number), Field(strict=True)]
+Elements = Annotated[int, BeforeValidator(to_whole_number), Field(ge=0, strict=True)]
+Positive = Annotated[int, BeforeValidator(to_whole_number), Field(gt=0, strict=True)]
+Real = Annotated[float, BeforeValidator(to_number), Field(strict=True, allow_inf_nan=False)]
+Params = Annotated[dict[str, Any], AfterValidator(_FrozenDict)]
+_GROUP = {
+    "type": "object",
+    "required": ["match"],
+    "properties": {
+        "match": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+        "name": {"type": "string"},
+        "optional": {"type": "boolean"},
+    },
+}
+ParamGroups = Annotated[tuple[Params, ...], WithJsonSchema({"type": "array", "items": _GROUP})]
+# One name is a list of one.
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+
+
+def key(default: Any, description: str, **more: Any) -> Any:
+    """A key of a block; ``more`` as for ``Field``."""
+    return Field(default, description=description, **more)
+
+
+class Block(BaseModel):
+    """A block of keys: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, arbitrary_types_allowed=True)
+
+
+@cache
+def keys_of(schema: type[BaseModel]) -> Mapping[str, FieldInfo]:
+    """The fields of a block by their keys; one with an alias has the alias, then its name."""
+    found: dict[str, FieldInfo] = {}
+    for name, field in schema.model_fields.items():
+        if field.validation_alias is not None:
+            found[str(field.validation_alias)] = field
+        found[name] = field
+    return found
+
+
+def block_of(field: FieldInfo) -> type[Block] | None:
+    """The block that a field holds, or None."""
+    is_union = get_origin(field.annotation) in (Union, types.UnionType)
+    kinds = get_args(field.annotation) if is_union else (field.annotation,)
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, Block)), None)
+
+
+def dotted_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """The dotted keys of a schema and of the blocks in it, in their order."""
+    for name, field in keys_of(schema).items():
+        block = block_of(field)
+        yield from (f"{prefix}{name}",) if block is None else dotted_keys(block, f"{prefix}{name}.")
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
 
 Switch = bool | Literal["auto"] | None
 
@@ -20,12 +138,10 @@ class Fp16(Block):
     auto_cast: bool | None = key(None, "cast floating-point inputs; null: in the true modes only (DeepSpeed: false)")
     loss_scale: Real = key(0.0, "0: dynamic, else a fixed scale", ge=0)
     initial_scale_power: Whole = key(16, "initial dynamic scale, as a power of 2", ge=0, le=100)
-    loss_scale_window: PositiveElements = key(1000, "steps without overflow before the scale doubles")
+    loss_scale_window: Positive = key(1000, "steps without overflow before the scale doubles")
     hysteresis: Whole = key(2, "overflows before the scale is halved; 0 or less: never")
     consecutive_hysteresis: bool = key(False, "reset hysteresis at each step without overflow")
-    min_loss_scale: Real = key(
-        1.0, "lower bound of the dynamic scale, any number above 0 (DeepSpeed: whole numbers)", ge=0
-    )
+    min_loss_scale: Real = key(1.0, "lower bound of the dynamic scale, above 0 (DeepSpeed: whole numbers)", ge=0)
     raise_error_at_min_scale: bool | None = key(None, "true: on_min_scale=raise, false: hold")
     fp16_master_weights_and_grads: bool = key(False, "no fp32 copy of the weights, fp16 accumulators")
     fp16_override_modules: Names = key((), "as the key of the same name at top level")
@@ -35,9 +151,7 @@ class Bf16(Block):
     """The ``bf16`` block."""
 
     enabled: Switch = key(None, "bf16 weights in forward and backward; auto: follow Trainer(precision=...)")
-    immediate_grad_update: bool = key(
-        True, "true: add gradients to the accumulator in each backward (DeepSpeed: false)"
-    )
+    immediate_grad_update: bool = key(True, "add gradients to the accumulator in each backward (DeepSpeed: false)")
     check_grad_overflow: bool = key(True, "skip steps with non-finite gradients")
     bf16_master_weights_and_grads: bool = key(False, "no fp32 copy of the weights, bf16 accumulators")
     bf16_optimizer_states: bool = key(False, "keep moments in bf16; needs bf16_master_weights_and_grads")
@@ -108,11 +222,9 @@ Device = Literal["none", "cpu", "nvme"]
 class _Offload(Block):
     device: Device = key("none", "where to offload to")
     nvme_path: Path | None = key(None, "folder for the files, on a fast local disk")
-    pin_memory: bool = key(
-        True, "use pinned host memory if there is a GPU; false in either offload block applies to both"
-    )
+    pin_memory: bool = key(True, "use pinned host memory if there is a GPU; false in either block applies to both")
 
-    @field_validator("nvme_path", mode="before")
+    @validator("nvme_path", mode="before")
     @classmethod
     def _folder(cls, value: Any) -> Any:
         if isinstance(value, (str, Path)) and (not str(value).strip() or "\0" in str(value)):
@@ -126,7 +238,7 @@ class _Offload(Block):
 class OffloadOptimizer(_Offload):
     """The ``zero_optimization.offload_optimizer`` block."""
 
-    buffer_count: PositiveElements = key(4, "maximum buckets in memory at a time, with nvme")
+    buffer_count: Positive = key(4, "maximum buckets in memory at a time, with nvme")
     pipeline_read: bool = key(True, "read the next bucket during the step of the current one (DeepSpeed: false)")
     pipeline_write: bool = key(True, "write the previous bucket during the step of the current one (DeepSpeed: false)")
     fast_init: bool = key(False, "true: write weights to files as they are initialized (DeepSpeed: false)")
@@ -144,22 +256,22 @@ class OffloadParam(_Offload):
         "where to offload to; trained parameters need offload_optimizer too, as they are gathered from "
         "the master weights",
     )
-    buffer_count: PositiveElements = key(5, "maximum buckets to read ahead, with nvme")
-    buffer_size: PositiveElements = key(100_000_000, "maximum elements to read ahead, with nvme")
+    buffer_count: Positive = key(5, "maximum buckets to read ahead, with nvme")
+    buffer_size: Positive = key(100_000_000, "maximum elements to read ahead, with nvme")
     max_in_cpu: Elements = key(0, "elements to keep in host memory even with nvme (DeepSpeed: 1e9)")
 
 
 class Aio(Block):
     """The ``aio`` block: how files are read and written."""
 
-    block_size: PositiveElements = key(4 << 20, "bytes per request, a multiple of 4096 (DeepSpeed: 1048576)")
-    queue_depth: PositiveElements = key(8, "maximum requests in flight per tensor")
-    intra_op_parallelism: PositiveElements = key(4, "number of I/O threads (DeepSpeed: 1)")
+    block_size: Positive = key(4 << 20, "bytes per request, a multiple of 4096 (DeepSpeed: 1048576)")
+    queue_depth: Positive = key(8, "maximum requests in flight per tensor")
+    intra_op_parallelism: Positive = key(4, "number of I/O threads (DeepSpeed: 1)")
     single_submit: bool = key(False, "true: one request in flight per tensor, like queue_depth=1")
     overlap_events: bool = key(True, "false: one request in flight per tensor, like queue_depth=1")
     checksum: bool = key(False, "verify a checksum of the data on every read")
 
-    @field_validator("block_size")
+    @validator("block_size")
     @classmethod
     def _whole_blocks(cls, value: int) -> int:
         if value % 4096:
@@ -183,9 +295,9 @@ class ActivationCheckpointing(Block):
         "what to recompute: nothing, everything, or everything but matrix products and attention; the "
         "other keys of the block need full or selective",
     )
-    every: PositiveElements = key(1, "checkpoint every n-th module, starting with the first")
+    every: Positive = key(1, "checkpoint every n-th module, starting with the first")
     modules: Names = key(
-        (), "class names, bare or dotted, of the modules to checkpoint; empty: the repeated blocks of the model"
+        (), "class names, bare or dotted, of modules to checkpoint; empty: the model's repeated blocks"
     )
     cpu_checkpointing: bool = key(False, "offload saved inputs to host memory between forward and backward")
     nvme_path: Path | None = key(None, "offload saved inputs to files in this folder, on a fast local disk")
@@ -193,12 +305,10 @@ class ActivationCheckpointing(Block):
         False, "false: there is no tensor- or sequence-parallel group to split saved inputs over"
     )
     contiguous_memory_optimization: bool = key(False, "keep saved inputs in one preallocated buffer")
-    number_checkpoints: PositiveElements | None = key(
+    number_checkpoints: Positive | None = key(
         None, "number of saved inputs that fit into the preallocated buffer; null: one per checkpointed module"
     )
-    synchronize_checkpoint_boundary: bool = key(
-        False, "synchronize the device before and after each checkpointed module"
-    )
+    synchronize_checkpoint_boundary: bool = key(False, "synchronize the device around each checkpointed module")
     profile: bool = key(False, "print the time of checkpointed modules in forward and backward")
 
 
@@ -241,24 +351,17 @@ def operation_of(name: str) -> str | None:
     return next((known for known, others in OPERATIONS.items() if name in (known, *others)), None)
 
 
-def _file(value: Any) -> Any:
-    """An empty name means stdout, as in DeepSpeed."""
-    return value or None
-
-
 class FlopsProfiler(Block):
     """The ``flops_profiler`` block: a table of one micro-batch, counted by torch's ``FlopCounterMode``."""
 
     enabled: bool = key(False, "count the floating-point operations of one micro-batch per module")
-    profile_step: Elements = key(
-        1, "count the first micro-batch after this many optimizer steps; never the first one of a fit"
-    )
+    profile_step: Elements = key(1, "count the first micro-batch after this many steps; never the first one of a fit")
     module_depth: Annotated[Whole, Field(ge=-1)] = key(
         -1, "levels of modules below the root in both tables; -1: all (DeepSpeed: in the aggregate only)"
     )
-    top_modules: PositiveElements = key(1, "number of module classes per level in the aggregate")
+    top_modules: Positive = key(1, "number of module classes per level in the aggregate")
     detailed: bool = key(True, "false: print the aggregate only, without a row per module")
-    output_file: Annotated[str, BeforeValidator(_file)] | None = key(None, "text file that rank 0 writes; null: stdout")
+    output_file: Annotated[str, _none_if_empty] | None = key(None, "text file that rank 0 writes; null: stdout")
     recompute_fwd_factor: Real = key(
         0.0, "fraction of forward assumed to be recomputed in backward, if no recomputation was seen", ge=0
     )
@@ -283,16 +386,6 @@ class CommsLogger(Block):
         return frozenset(known for name in self.prof_ops if (known := operation_of(name)) is not None)
 
 
-def _path(value: Any) -> Any:
-    """DeepSpeed's documentation writes null for "not given", its code an empty string."""
-    return "" if value is None else value
-
-
-def _text(value: Any) -> Any:
-    """A key of digits only reads as a number from YAML; an error would show it."""
-    return str(value) if isinstance(value, int) else value
-
-
 class _Monitor(Block):
     enabled: bool = key(
         False,
@@ -302,7 +395,7 @@ class _Monitor(Block):
 
 
 class _Files(_Monitor):
-    output_path: Annotated[str, BeforeValidator(_path)] = key("", "directory; empty: Trainer(default_root_dir=...)")
+    output_path: Annotated[str, _empty_if_none] = key("", "directory; empty: Trainer(default_root_dir=...)")
     job_name: str = key("DeepSpeedJobName", "subdirectory; each run gets its own version_<n> there")
 
 
@@ -325,20 +418,177 @@ class Wandb(_Monitor):
 class Comet(_Monitor):
     """The ``comet`` block: Lightning's ``CometLogger``. Comet's own files and environment set what is null."""
 
-    samples_log_interval: PositiveElements = key(
+    samples_log_interval: Positive = key(
         100, "accepted, no effect; Trainer(log_every_n_steps=...) sets the interval, in optimizer steps"
     )
     project: str | None = key(None, "project of the experiment")
     workspace: str | None = key(None, "workspace of the project")
     # excluded from every dump: the configuration is saved with each checkpoint
-    api_key: Annotated[SecretStr, BeforeValidator(_text)] | None = key(
+    api_key: Annotated[SecretStr, _text] | None = key(
         None, "API key; COMET_API_KEY in the environment keeps it out of files", exclude=True
     )
     experiment_name: str | None = key(None, "name of the experiment")
-    experiment_key: str | None = key(
-        None, "id of the experiment, 32 to 50 letters and digits", pattern="^[A-Za-z0-9]{32,50}$"
-    )
+    experiment_key: str | None = key(None, "its id, 32 to 50 letters and digits", pattern="^[A-Za-z0-9]{32,50}$")
     online: bool | None = key(None, "false: an offline experiment; null: true")
     mode: Literal["get", "create", "get_or_create"] | None = key(
         None, "get: continue experiment_key, create: always a new one; null: get_or_create"
     )
+
+
+class ZeroOptimization(Block):
+    """The ``zero_optimization`` block."""
+
+    stage: int = key(0, "0: nothing sharded, 1: optimizer, 2: + gradients, 3: + parameters", ge=0, le=3)
+    overlap_comm: bool = key(True, "reduce gradients during backward (DeepSpeed: true at stage 3 only)")
+    shard_along: Literal["element", "parameter"] = key(
+        "element",
+        "where shards begin: at any element, or at parameter boundaries, so that optimizers see whole "
+        "matrices; the latter pads buckets: examples/gpt.py with 24 layers by 0, 1 and 2 % at 2, 4 and 8 ranks at "
+        "stages 1 and 2, by 25, 42 and 175 % at stage 3, where each layer is a bucket",
+    )
+    contiguous_gradients: bool = key(True, "true: copy gradients into one flat buffer per bucket as they are produced")
+    reduce_scatter: bool = key(
+        True, "false: all-reduce gradients and keep the own shard (no effect where CPU ranks share memory)"
+    )
+    reduce_bucket_size: Positive = key(
+        500_000_000, "maximum elements of a gradient bucket; a larger parameter gets a bucket of its own"
+    )
+    allgather_bucket_size: Positive = key(
+        500_000_000, "maximum elements per all-gather of updated parameters (stages 1 and 2)"
+    )
+    stage3_prefetch_bucket_size: Elements = key(50_000_000, "elements to prefetch")
+    stage3_param_persistence_threshold: Elements = key(
+        100_000, "parameters with fewer elements are not sharded (DeepSpeed: with at most as many)"
+    )
+    stage3_model_persistence_threshold: Elements | None = key(
+        None,
+        "maximum elements of the model that are not sharded, smallest parameters first; null: no limit "
+        "(DeepSpeed: in model order)",
+    )
+    stage3_max_live_parameters: Elements = key(
+        1_000_000_000, "maximum gathered elements per rank; beyond it nothing is kept gathered or prefetched"
+    )
+    stage3_max_reuse_distance: Elements = key(
+        1_000_000_000, "keep a parameter gathered if it is used again within this many elements; 0: release at once"
+    )
+    leaf_module: LeafModule = key(LeafModule(), "modules to gather as one unit although the model does not repeat them")
+    zero_allowed_param_types: Names = key(
+        (), "class names of modules: at stage 3 only their parameters are sharded; empty: all"
+    )
+    zero_force_param_types: Names = key((), "class names of modules whose parameters are not sharded at stage 3")
+    sync_bn_in_backward: bool = key(False, "compute batch norm statistics over all ranks")
+    enable_sanity_checks: bool = key(False, "compare each collective across ranks before launch, like LT_ZERO_DEBUG=1")
+    offload_optimizer: OffloadOptimizer = key(OffloadOptimizer(), "where optimizer states are stored")
+    offload_param: OffloadParam = key(OffloadParam(), "where parameter shards are stored (stage 3)")
+    load_from_fp32_weights: bool = key(
+        True, "false: on resume, master weights start from saved weights rounded to the compute dtype"
+    )
+    stage3_gather_16bit_weights_on_model_save: bool = key(
+        False, "write one file with all weights in 16 bits next to each checkpoint"
+    )
+    sub_group_size: Elements = key(
+        1_000_000_000, "maximum elements of a bucket if the optimizer is offloaded; 0: one bucket per parameter"
+    )
+
+    @validator("stage", mode="before")
+    @classmethod
+    def _stage(cls, value: Any) -> Any:
+        if isinstance(value, bool) or not (isinstance(value, (int, float)) or value in ("0", "1", "2", "3")):
+            raise ValueError("it is not one of 0, 1, 2, 3")
+        return value
+
+    @property
+    def param_offload(self) -> OffloadParam:
+        """``offload_param``, or its defaults below stage 3, where parameters are not sharded."""
+        return self.offload_param if self.stage == 3 else OffloadParam()
+
+
+class Schema(Block):
+    """Everything that can be configured. ``ZeroConfig`` adds how one is made."""
+
+    train_batch_size: Positive | None = key(None, "samples per optimizer step over all ranks; checked against the data")
+    train_micro_batch_size_per_gpu: Positive | None = key(
+        None, "samples per micro-batch on each rank; checked against the first batch"
+    )
+    gradient_accumulation_steps: Positive | None = key(
+        None, "micro-batches per optimizer step; must agree with Trainer(accumulate_grad_batches) if both are set"
+    )
+    gradient_clipping: Real | None = key(
+        None, "maximum global gradient norm, 0: no clipping; null: Trainer(gradient_clip_val) (DeepSpeed: 1.0)", ge=0
+    )
+    steps_per_print: Positive | None = key(
+        None,
+        "print a line every N optimizer steps; null or inf: never. Loggers get the same metrics: "
+        "zero/loss, zero/lr, zero/loss_scale (DeepSpeed: Train/Samples/train_loss, .../lr, .../loss_scale), and "
+        "grad_norm, skipped_steps, samples_per_s, tflops (per device), memory_gb (1e9 bytes; GPU: peak so far)",
+    )
+    dump_state: bool = key(False, "print the resolved configuration and the bytes of model states once")
+    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = key(
+        None, "level of the logger lt_zero; error and above also hide progress bars"
+    )
+    flops_profiler: FlopsProfiler = key(FlopsProfiler(), "floating-point operations of a micro-batch, per module")
+    comms_logger: CommsLogger = key(CommsLogger(), "time and volume of collectives")
+    wall_clock_breakdown: bool = key(
+        False,
+        "print and log the time of forward, backward, waits and the optimizer, every steps_per_print "
+        "(null: 10) optimizer steps",
+    )
+    memory_breakdown: bool = key(
+        False, "print memory use at each phase of the first step, then every steps_per_print (null: 10) steps"
+    )
+    disable_python_gc: bool = key(False, "disable automatic garbage collection during fit")
+    zero_optimization: ZeroOptimization = key(ZeroOptimization(), "what is sharded and how")
+    fp16: Fp16 = key(Fp16(), "training with fp16 weights")
+    bf16: Bf16 = key(Bf16(), "training with bf16 weights")
+    torch_autocast: TorchAutocast = key(TorchAutocast(), "training under torch.autocast")
+    data_types: DataTypes = key(DataTypes(), "dtypes of accumulators and buffers")
+    aio: Aio = key(Aio(), "file I/O of offloaded states")
+    checkpoint: Checkpoint = key(Checkpoint(), "saving and resuming")
+    optimizer: OptimizerBlock | None = key(None, "optimizer to build if the module has no configure_optimizers")
+    scheduler: SchedulerBlock | None = key(None, "learning-rate schedule, stepped after each optimizer step")
+    activation_checkpointing: ActivationCheckpointing = key(
+        ActivationCheckpointing(), "recompute activations in backward to save memory"
+    )
+    csv_monitor: CsvMonitor = key(CsvMonitor(), "metrics in CSV files")
+    tensorboard: TensorBoard = key(TensorBoard(), "metrics for TensorBoard")
+    wandb: Wandb = key(Wandb(), "metrics for Weights & Biases")
+    comet: Comet = key(Comet(), "metrics for Comet")
+    communication_data_type: Dtype | None = key(
+        None, "dtype in which gradients are reduced; null: their own, or the accumulators' where the sum would round"
+    )
+    prescale_gradients: bool = key(False, "divide gradients by the number of ranks before the reduction, not after")
+    gradient_predivide_factor: Real = key(1.0, "divide gradients by this before the reduction", gt=0)
+    gradient_allreduce_op: Literal["mean", "sum"] = key("mean", "reduction of gradients over ranks")
+    fp16_override_modules: Names = key((), "class names, module or parameter patterns to keep in fp32")
+    fused_step: bool = key(True, "step Adam, AdamW, SGD, Adagrad, Lion and Lamb with one fused native kernel each")
+    ops: Literal["auto", "required"] = key(
+        "auto",
+        "auto: fall back to torch operations, with one warning, where native kernels cannot be built; "
+        "required: raise at set-up if a kernel is missing",
+    )
+    max_cpu_gb: Real | None = key(None, "maximum host memory to use per node, in GB (1e9 bytes)", gt=0)
+    on_skipped_step: Literal["hold", "advance"] = key(
+        "hold", "hold: skipped steps do not advance schedules; advance: they do"
+    )
+    on_min_scale: Literal["raise", "hold", "warn"] = key("raise", "what to do on overflow at the minimum loss scale")
+    on_nonfinite: Literal["warn", "raise", "skip"] = key(
+        "warn",
+        "non-finite gradients without fp16: warn once and continue, raise before the step, or skip the "
+        "step; bf16 skips unless bf16.check_grad_overflow is false",
+    )
+
+    @validator("steps_per_print", mode="before")
+    @classmethod
+    def _never(cls, value: Any) -> Any:
+        return None if value in (float("inf"), "inf") else value
+
+    @validator("log_level", mode="before")
+    @classmethod
+    def _lower(cls, value: Any) -> Any:
+        return value.lower() if isinstance(value, str) else value
+
+    @property
+    def sharded_checkpoints(self) -> bool:
+        """Whether checkpoints are directories that all ranks write."""
+        how = self.checkpoint.format
+        return how == "sharded" or (how == "auto" and self.zero_optimization.stage > 0)

@@ -13,8 +13,8 @@ from rich.markup import escape
 
 from lt_zero.common.errors import ConfigError, Path, dotted
 from lt_zero.config import catalog
+from lt_zero.config.blocks import scalars
 from lt_zero.config.document import HIDDEN, Document, leaves
-from lt_zero.config.fields import scalars
 from lt_zero.config.keys import AUTO, lookup
 from lt_zero.config.load import Loaded, ZeroConfig, examine, plain, resolved
 from lt_zero.config.rules import switched_off

@@ -20,8 +20,8 @@ from pydantic.fields import FieldInfo
 
 from lt_zero.common.errors import Check, dotted
 from lt_zero.common.errors import Path as KeyPath
+from lt_zero.config.blocks import Block, block_of, dotted_keys, keys_of
 from lt_zero.config.document import MISSING, Document, Notice
-from lt_zero.config.fields import Block, block_of, dotted_keys, keys_of
 
 TABLE = Path(__file__).with_name("keys.tsv")
 STATUSES = ("alias", "no_effect", "later", "unsupported")

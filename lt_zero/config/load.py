@@ -14,14 +14,21 @@ from typing import Any, TypeVar
 from pydantic import PrivateAttr, ValidationError, model_validator
 
 from lt_zero.common.errors import BLOCK_CHECKS, Check, ConfigError, Mark, Path, Problem, dotted, path_of
-from lt_zero.config.blocks import ActivationCheckpointing
+from lt_zero.config.blocks import (
+    ActivationCheckpointing,
+    Block,
+    Schema,
+    ZeroOptimization,
+    block_of,
+    keys_of,
+    scalars,
+    thawed,
+)
 from lt_zero.config.document import MISSING, Document, Mask, Notice
-from lt_zero.config.fields import Block, block_of, keys_of, scalars, thawed
 from lt_zero.config.keys import classify, rename
 from lt_zero.config.overrides import apply, resolve
 from lt_zero.config.read import read
 from lt_zero.config.rules import contradictions, inactive
-from lt_zero.config.schema import Schema, ZeroOptimization
 
 _RANKS = (  # rank of the process and of the node; some launchers set only one
     *("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),

@@ -348,7 +348,7 @@ def _said(error: BaseException) -> str:
 
 
 def _hidden(texts: dict[Path, str], known: set[Path]) -> set[Path]:
-    """Secrets: ``known``, texts that read a variable, texts that name either; rather one too many than one too few."""
+    """Paths of secrets: ``known``, texts that read a variable, and texts that refer to either. Too many do no harm."""
     secret = known | {path for path, text in texts.items() if _ENVIRONMENT.search(text)}
     waiting = set(texts) - secret
     while secret:

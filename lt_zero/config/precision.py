@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lt_zero.common.errors import ConfigError
-from lt_zero.config.blocks import Fp16, Switch
-from lt_zero.config.schema import Schema
+from lt_zero.config.blocks import Fp16, Schema, Switch
 
 # Trainer(precision=...) -> (dtype of weights in forward, autocast)
 MODES: dict[str, tuple[torch.dtype | None, bool]] = {

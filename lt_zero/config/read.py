@@ -86,7 +86,7 @@ def _copied(value: Any, path: Path, document: Document, count: Iterator[int]) ->
         if callable(getattr(value, "tolist", None)):
             return value.tolist()
         bool(value == "auto"), str(value), repr(value)
-    except Exception as error:  # classes of all origins
+    except Exception as error:  # the class is the user's
         text = f"{dotted(path)} is an object of {type(value).__name__}, which cannot be read ({type(error).__name__})"
         document.problem(path, f"{text}; write numbers, text, lists and mappings")
         return None
@@ -172,7 +172,7 @@ def _refuse_text(given: str) -> None:
     text = given.strip().replace("+", "-").replace("/", "_")
     is_base64 = re.fullmatch(r"(?:[\w-]{4}){2,}[\w-]*={0,2}", text, re.ASCII) and not os.path.exists(given)
     if is_base64 and base64.urlsafe_b64decode(text[:8]).lstrip()[:1] in (b"{", b"["):
-        what = "the configuration is base64 text, which nobody can read or review"
+        what = "the configuration is base64 text, which cannot be reviewed"
         remedy = "decode it to a file: base64 -d text > ds_config.json (- and _ in it stand for + and /)"
         raise ConfigError(f"{what}; {remedy}, and pass its path")
 

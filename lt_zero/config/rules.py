@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from pathlib import Path as File
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from lt_zero.common.errors import Path, Problem, dotted
-from lt_zero.config.blocks import OPERATIONS, ActivationCheckpointing, operation_of
+from lt_zero.config.blocks import OPERATIONS, ActivationCheckpointing, Schema, operation_of
 from lt_zero.config.document import leaves
-from lt_zero.config.schema import Schema
 
 Z, A = "zero_optimization", "activation_checkpointing"
 _WHOLE = ("muon", "adafactor")  # configurable optimizers that need whole matrices
@@ -23,10 +21,19 @@ _WHOLE = ("muon", "adafactor")  # configurable optimizers that need whole matric
 
 def contradictions(config: Schema) -> Iterator[Problem]:
     """Find keys that contradict each other."""
-    yield from _training(config)
     yield from _sharding(config)
     yield from _precision(config)
     yield from _offload(config)
+    total = config.train_batch_size
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    given = {name: value for name in names if (value := getattr(config, name)) is not None}
+    if total is not None and total % math.prod(given.values()):
+        yield Problem(
+            "train_batch_size",
+            f"train_batch_size={total} is not a multiple of {' * '.join(f'{n}={v}' for n, v in given.items())}, so no "
+            "number of ranks fits: it is train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks. Remove "
+            "one of them.",
+        )
     unknown = [name for name in config.comms_logger.prof_ops if operation_of(name) is None]
     if unknown:
         text = f"comms_logger.prof_ops has {unknown[0]!r}, which is not a collective of lt_zero. Choose from "
@@ -41,23 +48,6 @@ def contradictions(config: Schema) -> Iterator[Problem]:
             "checkpoint.async=true needs sharded checkpoints, but checkpoints are full (checkpoint.format="
             f"{config.checkpoint.format!r}, stage {config.zero_optimization.stage}): set checkpoint.format='sharded', "
             "or use Lightning's AsyncCheckpointIO.",
-        )
-
-
-def _training(config: Schema) -> Iterator[Problem]:
-    """Check the batch arithmetic that does not depend on the number of ranks."""
-    total = config.train_batch_size
-    factors = {
-        "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu,
-        "gradient_accumulation_steps": config.gradient_accumulation_steps,
-    }
-    given = {name: value for name, value in factors.items() if value is not None}
-    if total is not None and total % math.prod(given.values()):
-        yield Problem(
-            "train_batch_size",
-            f"train_batch_size={total} is not a multiple of {' * '.join(f'{n}={v}' for n, v in given.items())}, so no "
-            "number of ranks fits: it is train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks. Remove "
-            "one of them.",
         )
 
 
@@ -108,7 +98,8 @@ def _offload(config: Schema) -> Iterator[Problem]:
         key, path = f"{Z}.{name}.nvme_path", block.nvme_path
         if block.device == "nvme" and path is None:
             yield Problem(key, f"{Z}.{name}.device='nvme' needs {key}: a folder on a local NVMe disk.")
-        if block.device == "nvme" and path is not None and _is_device(path):
+        is_raw = path is not None and path.parts[:2] == ("/", "dev") and path.parts[2:3] != ("shm",)
+        if block.device == "nvme" and is_raw:
             text = f"{key}={str(path)!r} is a raw device. Make a file system on it and name a folder there."
             yield Problem(key, text)
     if zero.offload_optimizer.device == "none" and zero.offload_optimizer.overlap_step is True:
@@ -119,10 +110,6 @@ def _offload(config: Schema) -> Iterator[Problem]:
         )
 
 
-def _is_device(path: File) -> bool:
-    return path.parts[:2] == ("/", "dev") and path.parts[2:3] != ("shm",)
-
-
 # ---- keys without effect ---------------------------------------------------------------------------------------------
 
 
@@ -131,10 +118,10 @@ def inactive(config: Schema, written: Mapping[str, Any]) -> Iterator[tuple[Path,
 
     Skips blocks with ``enabled: false``, where that is expected.
     """
-    reasons = [*_inactive_sharding(config), *_inactive_elsewhere(config)]
+    reasons = [rule for rule in (*_inactive_sharding(config), *_inactive_elsewhere(config)) if rule[0]]
     for path, _ in leaves(written, lists=False):
         block, name = dotted(path[:-1]), str(path[-1])
-        found = (why for at, keys, why in reasons if at == block and (not keys or name in keys.split()))
+        found = (why for _, at, keys, why in reasons if at == block and (not keys or name in keys.split()))
         why = next(found, None)
         if why is not None and not why.startswith(f"{dotted(path)} is ") and not switched_off(written, path):
             yield path, why
@@ -150,73 +137,63 @@ def switched_off(written: Mapping[str, Any], path: Path) -> bool:
     return False
 
 
-# Of each rule: the block, names of keys in it ("": all), and why they have no effect.
-Reason = tuple[str, str, str]
+# Of each rule: whether it applies, the block, names of keys in it ("": all), and why they have no effect.
+Rule = tuple[bool, str, str, str]
 _STAGE3 = "stage3_prefetch_bucket_size stage3_max_live_parameters stage3_max_reuse_distance "
 _STAGE3 += "stage3_model_persistence_threshold zero_allowed_param_types zero_force_param_types"
 _FILES = "nvme_path buffer_count buffer_size max_in_cpu pipeline_read pipeline_write fast_init"
 _SCALE = "initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale"
 
 
-def _inactive_sharding(config: Schema) -> Iterator[Reason]:
-    zero = config.zero_optimization
+def _inactive_sharding(config: Schema) -> Sequence[Rule]:
+    zero, gathered = config.zero_optimization, "parameters are gathered after the step at stages 1 and 2 only"
     states, weights = zero.offload_optimizer, zero.offload_param
-    if zero.stage != 3:
-        yield Z, _STAGE3, "parameters are sharded at stage 3 only"
-    if zero.stage not in (1, 2):
-        yield Z, "allgather_bucket_size", "parameters are gathered after the step at stages 1 and 2 only"
-    if zero.stage == 0:
-        yield Z, "shard_along reduce_scatter", "nothing is sharded at stage 0"
-    if states.device == "none":
-        yield Z, "sub_group_size", "it needs an offloaded optimizer"
-    if not zero.contiguous_gradients:
-        why = "gradients are copied into one flat buffer per bucket in any case"
-        yield Z, "contiguous_gradients", why
-    if not states.fast_init:
-        yield f"{Z}.offload_optimizer", "fast_init", "weights are written as they are initialized in any case"
-    if states.device != "nvme":
-        yield f"{Z}.offload_optimizer", _FILES, "it counts with device: nvme only"
-    if states.device == "none":
-        yield f"{Z}.offload_optimizer", "ratio", "nothing is offloaded"
-    if zero.stage != 3 and weights.device != "none":
-        yield f"{Z}.offload_param", "", "parameters are not sharded below stage 3"
-    if (states.device, zero.param_offload.device) == ("none", "none"):
-        yield f"{Z}.offload_optimizer", "pin_memory", "nothing is offloaded"
-        yield f"{Z}.offload_param", "pin_memory", "nothing is offloaded"
-    if weights.device != "nvme":
-        yield f"{Z}.offload_param", _FILES, "it counts with device: nvme only"
-    if weights.device != "none" and states.device == "none":
-        why = "trained parameters are stored with their master weights: without offload_optimizer only frozen ones move"
-        yield f"{Z}.offload_param", "device", why
+    optimizer, param = f"{Z}.offload_optimizer", f"{Z}.offload_param"
+    flat = "gradients are copied into one flat buffer per bucket in any case"
+    none = (states.device, zero.param_offload.device) == ("none", "none")
+    frozen = "trained parameters are stored with their master weights: without offload_optimizer only frozen ones move"
+    return (
+        (zero.stage != 3, Z, _STAGE3, "parameters are sharded at stage 3 only"),
+        (zero.stage not in (1, 2), Z, "allgather_bucket_size", gathered),
+        (zero.stage == 0, Z, "shard_along reduce_scatter", "nothing is sharded at stage 0"),
+        (states.device == "none", Z, "sub_group_size", "it needs an offloaded optimizer"),
+        (not zero.contiguous_gradients, Z, "contiguous_gradients", flat),
+        (not states.fast_init, optimizer, "fast_init", "weights are written as they are initialized in any case"),
+        (states.device != "nvme", optimizer, _FILES, "it counts with device: nvme only"),
+        (states.device == "none", optimizer, "ratio", "nothing is offloaded"),
+        (zero.stage != 3 and weights.device != "none", param, "", "parameters are not sharded below stage 3"),
+        (none, optimizer, "pin_memory", "nothing is offloaded"),
+        (none, param, "pin_memory", "nothing is offloaded"),
+        (weights.device != "nvme", param, _FILES, "it counts with device: nvme only"),
+        (weights.device != "none" and states.device == "none", param, "device", frozen),
+    )
 
 
-def _inactive_elsewhere(config: Schema) -> Iterator[Reason]:
+def _inactive_elsewhere(config: Schema) -> Sequence[Rule]:
     zero, saved = config.zero_optimization, config.activation_checkpointing
-    if not config.bf16.immediate_grad_update:
-        yield "bf16", "immediate_grad_update", "each backward adds to the accumulators in any case"
-    for block in ("flops_profiler", "comms_logger", "csv_monitor", "tensorboard", "wandb", "comet"):
-        if not getattr(config, block).enabled:
-            yield block, "", f"{block}.enabled is false"
-    if config.comms_logger.prof_all:
-        yield "comms_logger", "prof_ops", "comms_logger.prof_all records all operations"
-    if saved.mode == "none":
-        fields = ActivationCheckpointing.model_fields.items()
-        if changed := [name for name, field in fields if getattr(saved, name) != field.default]:
-            yield A, " ".join(changed), f"nothing is recomputed without {A}.mode: full or selective"
-    if saved.partition_activations:
-        why = "there is no tensor- or sequence-parallel group to split saved inputs over"
-        yield A, "partition_activations", why
-    if saved.number_checkpoints is not None and not saved.contiguous_memory_optimization:
-        yield A, "number_checkpoints", "it needs contiguous_memory_optimization"
-    if saved.nvme_path is not None:
-        yield A, "contiguous_memory_optimization number_checkpoints", "saved inputs are in files"
-    in_files = saved.nvme_path is not None and saved.mode != "none"
-    if not in_files and "nvme" not in (zero.offload_optimizer.device, zero.param_offload.device):
-        yield "aio", "", "nothing is offloaded to nvme"
-    if config.fp16.loss_scale != 0:
-        yield "fp16", _SCALE, "fp16.loss_scale fixes the scale"
-    if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
-        why = "prescale_gradients divides by the number of ranks instead, as in DeepSpeed"
-        yield "", "gradient_predivide_factor", why
-    if config.data_types.buffer_dtype is None:
-        yield "data_types", "keep_in_fp32_modules", "buffers keep their dtype without data_types.buffer_dtype"
+    fields = ActivationCheckpointing.model_fields.items()
+    changed = " ".join(name for name, field in fields if getattr(saved, name) != field.default)
+    uses_files = "nvme" in (zero.offload_optimizer.device, zero.param_offload.device)
+    uses_files |= saved.nvme_path is not None and saved.mode != "none"
+    blocks = ("flops_profiler", "comms_logger", "csv_monitor", "tensorboard", "wandb", "comet")
+    divides = config.prescale_gradients and config.gradient_predivide_factor != 1.0
+    alone = saved.number_checkpoints is not None and not saved.contiguous_memory_optimization
+    adds = "each backward adds to the accumulators in any case"
+    recomputed = f"nothing is recomputed without {A}.mode: full or selective"
+    group = "there is no tensor- or sequence-parallel group to split saved inputs over"
+    prescaled = "prescale_gradients divides by the number of ranks instead, as in DeepSpeed"
+    in_files = "saved inputs are in files"
+    buffers = "buffers keep their dtype without data_types.buffer_dtype"
+    return (
+        (not config.bf16.immediate_grad_update, "bf16", "immediate_grad_update", adds),
+        *((not getattr(config, block).enabled, block, "", f"{block}.enabled is false") for block in blocks),
+        (config.comms_logger.prof_all, "comms_logger", "prof_ops", "comms_logger.prof_all records all operations"),
+        (saved.mode == "none" and changed != "", A, changed, recomputed),
+        (saved.partition_activations, A, "partition_activations", group),
+        (alone, A, "number_checkpoints", "it needs contiguous_memory_optimization"),
+        (saved.nvme_path is not None, A, "contiguous_memory_optimization number_checkpoints", in_files),
+        (not uses_files, "aio", "", "nothing is offloaded to nvme"),
+        (config.fp16.loss_scale != 0, "fp16", _SCALE, "fp16.loss_scale fixes the scale"),
+        (divides, "", "gradient_predivide_factor", prescaled),
+        (config.data_types.buffer_dtype is None, "data_types", "keep_in_fp32_modules", buffers),
+    )

@@ -12,8 +12,7 @@ import torch
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.config import ZeroConfig
-from lt_zero.config.blocks import OffloadOptimizer, OffloadParam
-from lt_zero.config.schema import ZeroOptimization
+from lt_zero.config.blocks import OffloadOptimizer, OffloadParam, ZeroOptimization
 from lt_zero.engine.bucket import Bucket
 from lt_zero.io.pinned import return_large_blocks
 from lt_zero.io.thread_pool import SwapError

@@ -22,8 +22,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.config import ZeroConfig
 from lt_zero.config.auto import resolve_sizes
+from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.config.precision import DtypePolicy
-from lt_zero.config.schema import ZeroOptimization
 from lt_zero.engine.find_units import UnitPlan, UnitRules, class_matches, clean_name, find_units
 from lt_zero.engine.fp32_modules import BATCH_NORMS, DEFAULT_ISLANDS_MIXED, Fp32Modules, find_fp32_modules
 from lt_zero.engine.layout import BucketLayout, Owners, Sharding, join, plan_bucket, split_by_size

@@ -17,8 +17,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lt_zero.config import ZeroConfig
+from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.config.precision import MODES, dtype_policy, resolve_mode
-from lt_zero.config.schema import ZeroOptimization
 from lt_zero.engine.partition import plan_engine, with_sizes
 from lt_zero.memory.forecast import DEVICE, HOST, NVME, PLACES, Forecast, Setup, forecast
 from lt_zero.memory.limits import amount

@@ -250,7 +250,7 @@ def test_what_a_file_may_not_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "there is no folder none either" in refused("none/a.json")
     assert "is a folder" in refused(tmp_path)
     assert "no regular file" in refused("pipe.json")
-    assert "base64 text, which nobody can read" in refused(base64.b64encode(TYPICAL.encode()).decode())
+    assert "base64 text, which cannot be reviewed" in refused(base64.b64encode(TYPICAL.encode()).decode())
     assert "base64" in refused(base64.urlsafe_b64encode(b'{"stage": 3}').decode())
     for path, says in (
         ("", "empty"),

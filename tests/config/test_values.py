@@ -82,3 +82,9 @@ def test_a_precision_that_contradicts_is_a_problem_of_the_configuration() -> Non
     with pytest.raises(ConfigError, match=r"bf16-true.* contradicts fp16\.enabled=true") as caught:
         resolve_mode(ZeroConfig.of({"fp16": {"enabled": True}}), "bf16-true", "cpu")
     assert [problem.key for problem in caught.value.problems] == ["fp16.enabled"]
+
+
+def test_a_switch_of_old_files_and_the_argument_say_the_same() -> None:
+    assert ZeroConfig.of({"zero_optimization": True}, stage=1).zero_optimization.stage == 1
+    with pytest.raises(ConfigError, match="stage=2 contradicts zero_optimization.stage=1"):
+        ZeroConfig.of({"zero_optimization": True}, stage=2)

@@ -29,8 +29,7 @@ from torch import Tensor
 from lt_zero import ZeroStrategy
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.tensor_tree import rows_of
-from lt_zero.config.blocks import Comet, CsvMonitor, TensorBoard, Wandb
-from lt_zero.config.fields import Block
+from lt_zero.config.blocks import Block, Comet, CsvMonitor, TensorBoard, Wandb
 from lt_zero.lightning.monitor.loggers import attach_loggers
 from lt_zero.lightning.monitor.run_monitor import config_lines, dump_state, gc_disabled, logger_level
 from lt_zero.lightning.monitor.step_metrics import StepPrinter
