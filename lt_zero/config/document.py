@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -205,30 +205,26 @@ def secrets(values: dict[str, Any]) -> set[Path]:
     return found
 
 
-class Mask:
-    """Replaces secret values in messages, plain or quoted, whichever key a message is about.
+def masking(values: Mapping[str, Any], secret: Collection[Path]) -> Callable[[str], str]:
+    """A function that replaces secret values in messages, plain or quoted, whichever key a message is about.
 
     Args:
         values: the written values, after interpolations.
         secret: paths of values, and of blocks, that are secret.
     """
-
-    def __init__(self, values: Mapping[str, Any], secret: Iterable[Path]) -> None:
-        hidden = set(secret)
-        found: set[str] = set()
-        for path, value in leaves(values) if hidden else ():
-            shown = isinstance(value, (str, int, float)) and not isinstance(value, bool) and value != ""
-            if shown and any(path[:end] in hidden for end in range(1, len(path) + 1)):
-                found |= _patterns(str(value))
-        self._pattern = re.compile("|".join(sorted(found, key=len, reverse=True))) if found else None
-
-    def __call__(self, message: str) -> str:
-        return message if self._pattern is None else self._pattern.sub(HIDDEN, message)
-
-
-def _patterns(text: str) -> set[str]:
-    """Match whole words only (4 is not in 48), and short values only where a value is expected."""
-    before = r"(?<==)" if len(text) < _SHORT else r"(?<!\w)"
-    quoted = {re.escape(repr(text)), re.escape(json.dumps(text))}
-    whole = {rf"{before}{re.escape(text)}(?!\w)", *(quoted if len(text) >= _SHORT else (f"(?<==){q}" for q in quoted))}
-    return whole | ({re.escape(text[:_CUT]) + r"\S*"} if len(text) > _CUT else set())  # messages truncate long values
+    found: set[str] = set()
+    for path, value in leaves(values) if secret else ():
+        is_shown = isinstance(value, (str, int, float)) and not isinstance(value, bool) and value != ""
+        if not is_shown or not any(path[:end] in secret for end in range(1, len(path) + 1)):
+            continue
+        text = str(value)
+        # Whole words only (4 is not in 48), and short values only where a value is expected.
+        before = r"(?<==)" if len(text) < _SHORT else r"(?<!\w)"
+        found.add(rf"{before}{re.escape(text)}(?!\w)")
+        found |= {
+            ("(?<==)" if len(text) < _SHORT else "") + re.escape(quoted) for quoted in (repr(text), json.dumps(text))
+        }
+        if len(text) > _CUT:  # messages truncate long values
+            found.add(re.escape(text[:_CUT]) + r"\S*")
+    pattern = re.compile("|".join(sorted(found, key=len, reverse=True)))
+    return lambda message: pattern.sub(HIDDEN, message) if found else message

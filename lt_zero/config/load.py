@@ -24,15 +24,14 @@ from lt_zero.config.blocks import (
     scalars,
     thawed,
 )
-from lt_zero.config.document import MISSING, Document, Mask, Notice
+from lt_zero.config.document import MISSING, Document, Notice, masking
 from lt_zero.config.keys import classify, rename
 from lt_zero.config.overrides import apply, resolve
 from lt_zero.config.read import read
 from lt_zero.config.rules import contradictions, inactive
 
-_RANKS = (  # rank of the process and of the node; some launchers set only one
-    *("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
-)
+# Rank of the process and of the node; some launchers set only one.
+_RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 class ConfigWarning(UserWarning):
@@ -160,7 +159,7 @@ def examine(
             return Loaded(config)
         config = plain(config)
     document = resolve(apply(read(config), overrides))
-    written, mask = document.values, Mask(document.values, document.secret)
+    written, mask = document.values, masking(document.values, document.secret)
     document = _with_arguments(document, stage, default_stage, activations)
     document = classify(rename(document), ZeroConfig, BLOCK_CHECKS)
     made = validate(document, ZeroConfig)
