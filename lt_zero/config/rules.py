@@ -21,9 +21,6 @@ _WHOLE = ("muon", "adafactor")  # configurable optimizers that need whole matric
 
 def contradictions(config: Schema) -> Iterator[Problem]:
     """Find keys that contradict each other."""
-    yield from _sharding(config)
-    yield from _precision(config)
-    yield from _offload(config)
     total = config.train_batch_size
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     given = {name: value for name in names if (value := getattr(config, name)) is not None}
@@ -34,6 +31,9 @@ def contradictions(config: Schema) -> Iterator[Problem]:
             "number of ranks fits: it is train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks. Remove "
             "one of them.",
         )
+    yield from _sharding(config)
+    yield from _precision(config)
+    yield from _offload(config)
     unknown = [name for name in config.comms_logger.prof_ops if operation_of(name) is None]
     if unknown:
         text = f"comms_logger.prof_ops has {unknown[0]!r}, which is not a collective of lt_zero. Choose from "
