@@ -139,8 +139,9 @@ def _of_optimizer(name: str, facts: Facts) -> tuple[Any, str]:
     if name == "lr":
         rate = facts.named(("lr", "learning_rate"))
         if rate is None:
-            text = 'optimizer.params.lr="auto", and the module and its hparams have neither `lr` nor `learning_rate`.'
-            raise ConfigError.about("optimizer.params.lr", f"{text} Write a number, or set one of them.")
+            text = 'optimizer.params.lr="auto", and the module has neither `lr` nor `learning_rate`, '
+            remedy = "nor have its hparams. Write a number, or set one of them."
+            raise ConfigError.about("optimizer.params.lr", text + remedy)
         return rate
     if name == "betas":
         first, second = facts.named(("adam_beta1",)), facts.named(("adam_beta2",))
