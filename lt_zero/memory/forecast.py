@@ -27,7 +27,6 @@ import torch
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.shared_memory import SEND_BUFFERS
 from lt_zero.config import ZeroConfig
-from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.gather import Residency
 from lt_zero.engine.layout import BucketLayout, Sharding
