@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
@@ -150,7 +151,7 @@ def test_sigterm_to_one_process_of_a_real_run(tmp_path: Path, launcher: str, ran
     env = {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"] if launcher == "torchrun" else []
     command = [sys.executable, *torchrun, str(SUPPORT / "signal_script.py"), str(tmp_path)]
-    run = subprocess.Popen(command, env=env)
+    run = subprocess.Popen(command, env=env, start_new_session=True)
     try:
         pids = [tmp_path / f"{number}.pid" for number in range(2)]
         until = time.monotonic() + 90
@@ -159,7 +160,8 @@ def test_sigterm_to_one_process_of_a_real_run(tmp_path: Path, launcher: str, ran
         os.kill(int(pids[rank].read_text()), signal.SIGTERM)
         assert run.wait(60) == 0
     finally:
-        run.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)  # with the processes that it has started
     first, second = ((tmp_path / f"{number}.end").read_text() for number in range(2))
     assert first == second
     assert first.startswith("SIGTERMException ")
