@@ -46,7 +46,7 @@ from lt_zero.lightning.reconcile import Reconciler, check_same
 from lt_zero.lightning.setup import Run, Signals
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-# Before Lightning 2.6 nobody can say so, and what a checkpoint holds is unpickled as Lightning itself does.
+# Before Lightning 2.6 ``Trainer.fit`` has no such argument, and the safe default always holds.
 _HAS_WEIGHTS_ONLY = "weights_only" in inspect.signature(DDPStrategy.load_checkpoint).parameters
 
 
@@ -451,7 +451,7 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        found = self.checkpoints.open(self.run, checkpoint_path, weights_only if _HAS_WEIGHTS_ONLY else False)
+        found = self.checkpoints.open(self.run, checkpoint_path, weights_only)
         given = (weights_only,) if _HAS_WEIGHTS_ONLY else ()
         return self.checkpoints.select(self.run, found or super().load_checkpoint(checkpoint_path, *given))
 

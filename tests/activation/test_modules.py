@@ -58,11 +58,13 @@ class Count:
         self.log: list[Any] = []
 
     def pack(self, tensor: Tensor) -> Tensor:
-        self.log.append(("pack", tuple(tensor.shape)))
+        if tensor.numel():  # torch 2.10 also packs one without elements
+            self.log.append(("pack", tuple(tensor.shape)))
         return tensor.clone()
 
     def unpack(self, packed: Tensor) -> Tensor:
-        self.log.append(("unpack", tuple(packed.shape)))
+        if packed.numel():
+            self.log.append(("unpack", tuple(packed.shape)))
         return packed
 
     def end_backward(self) -> None: ...

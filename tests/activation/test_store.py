@@ -258,7 +258,7 @@ def test_what_no_graph_holds_is_free(store: ActivationStore) -> None:
         assert store.stats()["stored"] == 0
     with torch.no_grad():
         forward(net, rows(1), store)
-    assert store.stats()["packed"] == 24
+    assert store.stats()["packed"] - store.stats()["kept"] == 24  # torch 2.10 also packs a tensor without elements
 
     def stop(grad: Tensor) -> None:
         raise ValueError("given up")

@@ -40,7 +40,7 @@ HAS_WEIGHTS_ONLY = "weights_only" in inspect.signature(pl.Trainer.fit).parameter
 
 
 def trust(weights_only: bool | None) -> dict[str, Any]:
-    """The argument ``weights_only`` of ``Trainer.fit``; before Lightning 2.6 it has none, and trusts."""
+    """The argument ``weights_only`` of ``Trainer.fit``, which it has since Lightning 2.6."""
     return {"weights_only": weights_only} if HAS_WEIGHTS_ONLY else {}
 
 
