@@ -394,7 +394,7 @@ class _InFile(InHost):
                 transfer.wait()
             if self._written:
                 self._stored = True
-                self._drop()
+                self._drop(self._coming)  # a prefetch may still copy the buffer to the device
         except SwapError as error:
             self._files.note(error)  # the buffer is kept: it has the only copy of the values
         self._gate, self._written = None, []

@@ -294,6 +294,16 @@ def test_clear_takes_back_what_graphs_hold(store: ActivationStore) -> None:
     assert same(gradients(net), expected(net, 1))
 
 
+def test_a_buffer_is_reused_only_after_the_prefetch_from_it(store: ActivationStore) -> None:
+    """The first is prefetched while its file is being written; the others need its buffer before it is used."""
+    first, second, *later = (rows(seed) for seed in range(12))
+    packed = [store.pack(first), store.pack(second)]
+    assert torch.equal(store.unpack(packed[1]), second)  # prefetches the first
+    packed += [store.pack(tensor) for tensor in later]
+    for want, one in zip((first, second, *later), packed, strict=True):
+        assert torch.equal(store.unpack(one), want)
+
+
 def test_any_thread(store: ActivationStore) -> None:
     tensors = [rows(seed) for seed in range(8)]
     wrong: list[int] = []
