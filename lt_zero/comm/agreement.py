@@ -10,7 +10,7 @@ the next round. A rank whose run is over posts an infinite count.
 
 Threads: the main thread increments its count and then checks whether it was posted; the other thread marks it as posted
 and then reads it. In any interleaving the posted count is at least that of each point that was passed without waiting.
-Signal handlers only append to a list, because the code that they interrupt may hold any lock.
+Signal handlers only append to a list, as the code that they interrupt may hold any lock.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ class Agreement:
 
     Args:
         store: store of the group; None: there is only this rank.
-        rank: this rank.
-        world: number of ranks.
         check: raises if one of the given ranks has ended, or no collective can complete any more.
     """
 
@@ -77,7 +75,9 @@ class Agreement:
 
     def poll(self) -> None:
         """Poll the store, and post if there is a request. Called periodically by another thread."""
-        if self._open and not self._posted and (self._requests or self._is_requested()):
+        if not self._open or self._posted:
+            return
+        if self._requests or (self._store is not None and self._store.check([self._key("requested")])):
             self._post()
 
     def pass_point(self, trains: bool) -> list[str]:
@@ -102,21 +102,15 @@ class Agreement:
         self._posted = False
         return sorted({request for _, requests in posts for request in requests})
 
-    # ---- the store -----------------------------------------------------------------------------------------------
-
     def _key(self, name: object) -> str:
         return f"{self._run}/{self._round}/{name}"
 
-    def _is_requested(self) -> bool:
-        return self._store is not None and bool(self._store.check([self._key("requested")]))
-
     def _post(self) -> None:
-        """Post this rank's count and requests."""
         with self._posting:
             if self._posted:
                 return
             self._posted = True  # before ``_count`` is read, see above
-            requests = self._requests[: len(self._requests)]
+            requests = list(self._requests)
             self._own_post = [self._count, requests]
             if self._store is not None:
                 self._store.set(self._key(self._rank), json.dumps(self._own_post))

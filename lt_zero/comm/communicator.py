@@ -30,10 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_zero.comm.agreement import Agreement
-from lt_zero.comm.ended_ranks import in_collective, user_line
-from lt_zero.comm.hang_detection import HangDetector
+from lt_zero.comm.hang_detection import HangDetector, in_collective, user_line
 from lt_zero.comm.shared_memory import SharedArena, store, supported, wide
-from lt_zero.comm.work import CALL, FENCE, All, CollectiveSequence, Done, Launch, Watch, Work
+from lt_zero.comm.work import CALL, FENCE, All, Done, Launch, Watch, Work
 from lt_zero.common.flat_storage import flat_empty
 from lt_zero.common.module_hooks import ProcessLocal
 
@@ -43,11 +42,6 @@ def with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _collective(new: str, old: str) -> Any:
-    """The single-tensor collective under its current name (torch renamed them in 2.13 and warns on the old ones)."""
-    return getattr(dist, new, None) or getattr(dist, old)
 
 
 class Comm(ProcessLocal):
@@ -82,7 +76,6 @@ class Comm(ProcessLocal):
             self._host = self._new_group("gloo")
         self._checked = self._new_group("gloo") if check and self._host is not group else reductions
         self._check = check
-        self._sequences = {"collective": CollectiveSequence(), "reduction": CollectiveSequence()}
         self._comparisons = 0
         self._watch = Watch()
         self._hang_detector: HangDetector | None = None
@@ -91,8 +84,9 @@ class Comm(ProcessLocal):
         self._saving: dist.ProcessGroup | None = None  # see ``saving_group``
         self._arena: SharedArena | None = None
         self._written = self._read = False  # windows were written, or read, since the last fence
-        self._all_gather = _collective("all_gather_single", "all_gather_into_tensor")
-        self._reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+        # torch renamed these in 2.13, and warns on the old names.
+        self._all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     @classmethod
     def for_world(cls, device: torch.device, check: bool = False) -> Comm:
@@ -100,8 +94,8 @@ class Comm(ProcessLocal):
 
         ``check``: as for the class; ``LT_ZERO_DEBUG=1`` sets it, too.
 
-        Lightning issues collectives on the default group between batches and swallows their errors; collectives of ours
-        on the same group could then be matched with its.
+        Lightning issues collectives on the default group between batches and swallows their errors; this package's
+        collectives on the same group could then be matched with them.
         """
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(None, None, device)
@@ -109,9 +103,9 @@ class Comm(ProcessLocal):
         groups = [dist.new_group(), dist.new_group()]
         comm = cls(groups[0], groups[1], device, check)
         assert comm._host is not None
-        comm._hang_detector = detector = HangDetector.over(groups, comm._host, comm._watch)
-        if detector is not None:
-            comm.agreement, comm._watch.cause = detector.agreement, detector.ended_ranks.explain
+        if dist.get_backend(comm._host) == "gloo":  # not a simulated group
+            comm._hang_detector = HangDetector(groups, comm._host, comm._watch)
+            comm.agreement = comm._hang_detector.agreement
         if comm._gloo and device.type == "cpu":
             comm._share_memory()
         return comm
@@ -135,19 +129,18 @@ class Comm(ProcessLocal):
         try:
             self._announce(CALL, what, 0, compare=True)
         except RuntimeError as error:
-            if self._watch.verdict is not None or not (gone := self._hang_detector.ended_ranks.find()):
+            if self._watch.verdict is not None or not (ended := self._hang_detector.ended()):
                 raise
-            ended = ", ".join(f"rank {rank}" for rank in gone)
             raise RuntimeError(
-                f"`{what}` was called on rank {self.rank} ({user_line(sys._getframe())}) and not on {ended}, which has"
-                " ended or left the process group."
+                f"`{what}` was called on rank {self.rank} ({user_line(sys._getframe())}) and not on"
+                f" {', '.join(f'rank {rank}' for rank in ended)}, which has ended or left the process group."
             ) from error
 
     def begin_run(self) -> None:
         """Begin a run: answer other ranks' questions, and take part in ``agreement``. On all ranks."""
         if self._hang_detector is not None:
             self._hang_detector.start()
-            self._hang_detector.ended_ranks.clear()
+            self._hang_detector.clear_end()
         self.agreement.begin()
 
     def end_run(self) -> None:
@@ -166,7 +159,7 @@ class Comm(ProcessLocal):
             if verdict not in str(error):
                 error.args = (f"{verdict} ({error})",)
             return True
-        cause = self._hang_detector.ended_ranks.explain() if in_collective(error) else None
+        cause = self._hang_detector.explain_end() if in_collective(error) else None
         if cause is not None and cause not in str(error):
             error.args = (f"{error}\n{cause}",)
         return cause is not None
@@ -174,7 +167,7 @@ class Comm(ProcessLocal):
     def post_error(self, error: BaseException) -> None:
         """Before an error ends this rank: explain it, or post it for the ranks that fail because of it."""
         if not self.explain(error) and self._hang_detector is not None:
-            self._hang_detector.ended_ranks.post_error(error)
+            self._hang_detector.post_error(error)
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
@@ -283,15 +276,15 @@ class Comm(ProcessLocal):
         Raises:
             RuntimeError: ranks diverge, see Note [Unforeseen collectives].
         """
-        launch = self._watch.launch(channel, operation, name, numel)
-        predicted = self._sequences[channel].add(operation, name, numel)
+        self._watch.raise_verdict()
+        launch, predicted = self._watch.channels[channel].launch(operation, name, numel)
         if self._check or compare or not (predicted or channel == "reduction"):
             self._compare(launch)
         return launch
 
     def _compare(self, launch: Launch) -> None:
         """Compare the ranks' collectives up to ``launch``; a barrier."""
-        mine, group = self._sequences[launch.channel].checksum, self._host
+        mine, group = self._watch.channels[launch.channel].checksum, self._host
         if self._hang_detector is None or group is None:
             return
         if launch.channel == "reduction":

@@ -3,7 +3,7 @@
 The usual bugs: ``if trainer.is_global_zero: trainer.save_checkpoint(path)``, or a branch that one rank takes alone.
 Ranks then wait for each other in different collectives until a timeout of half an hour.
 
-Note [Who can still come]
+Note [Which ranks can still arrive]
     Ranks may arrive minutes apart: one evaluates, another writes a file. Being late proves nothing, so a rank is given
     up only if it cannot arrive: it has launched another collective instead of this one, it waits in a collective that
     needs this rank and that this rank has not launched, or it has ended. Each rank has a thread that reports what its
@@ -11,13 +11,13 @@ Note [Who can still come]
     numbered, so there a rank has to stay in the same call for ``Patience.stuck``. A rank that does not answer need not
     have ended, its main thread may hold the interpreter: its closed connection to gloo proves it.
 
-Note [Telling everybody]
+Note [The verdict reaches all ranks]
     One rank writes the verdict to the store and waits until the other ranks' threads have read it before it raises and
     closes its connections: otherwise they would only see "closed by peer". Waits on gloo check the verdict (work.py)
     and raise it. If the main thread waits elsewhere, its thread logs the verdict and closes the connections; the error
     that follows is explained by the verdict (``Comm.explain``).
 
-Note [Hanging up]
+Note [Closing connections]
     A process group with a collective that does not end cannot be destroyed: the process would wait at exit. gloo closes
     all connections of a group when a receive times out, which ends all waits in that group, on all ranks. Other
     backends have ``abort``.
@@ -27,12 +27,17 @@ Note [Life of the thread]
     store client, not to the ``HangDetector``: when that is collected, or at exit, the thread is ended and joined,
     because a daemon thread must not be in torch's C++ code when the interpreter ends. A forked child has no such
     thread, and must not use the store's connection.
+
+Note [Ended ranks]
+    When a rank ends, the others fail one after the other, each with gloo's message about a neighbour. So each rank that
+    ends with an error posts it to the store: its own error, or the first cause that it follows from. A rank that finds
+    a closed connection reads these, and adds the first cause to its error. A rank that was killed posts nothing, and
+    the store ends with the process that serves it; then only the closed connections are known.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -42,7 +47,7 @@ import time
 import weakref
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -51,14 +56,18 @@ from torch.distributed import PrefixStore, Store, distributed_c10d  # type: igno
 
 from lt_zero.comm import work as work_module
 from lt_zero.comm.agreement import Agreement
-from lt_zero.comm.ended_ranks import EndedRanks, user_line
 from lt_zero.comm.work import CALL, FENCE, Launch, Watch
 
 log = logging.getLogger(__name__)
 
 _POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}  # do not need this rank
-_SILENT_TAG = 0x5AB1  # of a message that nobody sends
+_PACKAGES = {"lt_zero", "lightning", "pytorch_lightning", "lightning_fabric", "torch", "torchmetrics", "contextlib"}
+_PROBE_TAG = 0x5AB0  # of a message that is never received
+_SILENT_TAG = 0x5AB1  # of a message that is never sent
 _STORE_TIMEOUT = timedelta(seconds=20)
+_END_PATIENCE = 1.0  # seconds to wait for a closed connection
+_MANY = 64  # most ended ranks whose messages are read
+_WHERE = ", here or in a log of its own (torchrun: --log-dir, SLURM: --output)"
 
 
 @dataclass(frozen=True)
@@ -77,54 +86,56 @@ PATIENCE = Patience()  # tests replace this
 
 
 class HangDetector:
-    """Finds ranks that will not enter the collectives of one process group.
+    """Finds ranks that will not enter the collectives of one process group, and ranks that have ended.
 
     Args:
         groups: process groups over the same ranks; more may be added.
         host: a gloo group over the same ranks.
         watch: the state of this rank's collectives.
-        store: a store client that only this object uses.
     """
 
-    def __init__(self, groups: list[dist.ProcessGroup], host: dist.ProcessGroup, watch: Watch, store: Store) -> None:
-        group = groups[0]
-        self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
-        self._ranks = dist.get_process_group_ranks(group)  # global ones
-        self._host, self._watch, self._store = host, watch, store
+    def __init__(self, groups: list[dist.ProcessGroup], host: dist.ProcessGroup, watch: Watch) -> None:
+        client: Any = groups[0].get_group_store()  # has the group's prefix
+        client = client.clone()
+        client.set_timeout(_STORE_TIMEOUT)
+        self._store = store = PrefixStore("roll_call", client)
+        self._rank, self._world = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
+        self._ranks = dist.get_process_group_ranks(groups[0])  # global ones
+        self._host, self._watch = host, watch
         self._patience, self._pid = PATIENCE, os.getpid()
         self._examined: Launch | None = None
         self._first_question = 0  # number of the first question about it
         self._asked = 0.0  # when the last one was asked
         self._last_answers: dict[int, tuple[int, float]] = {}  # rank -> (question that it answered last, when)
-        self.ended_ranks = EndedRanks(self._ranks, self._rank, host, PrefixStore("ended", store))
-        check = functools.partial(_check_ended, watch, self.ended_ranks)
+        self._ended = PrefixStore("ended", store)  # rank -> [whether it ended by itself, the cause]
+        self._posted = False  # whether this rank posted to it
+        self._end: str | None = None  # why another rank has ended
+        this = weakref.ref(self)
+
+        def check(ranks: list[int]) -> None:
+            watch.raise_verdict()
+            detector = this()
+            ended = detector is not None and any(detector.has_ended(rank) for rank in ranks)
+            if detector is not None and ended and (text := detector.explain_end()) is not None:
+                raise RuntimeError(text)
+
         self.agreement = Agreement(PrefixStore("agreement", store), self._rank, self._world, check)
         watch.slice = min(watch.slice, timedelta(seconds=self._patience.poll))
-        watch.examiner = weakref.ref(self)
+        watch.detector = this
         self._reporter = _Reporter(watch, store, groups, self._patience.poll)
         self._finalizer: weakref.finalize | None = None  # type: ignore[type-arg]
         self.start()
 
-    @classmethod
-    def over(cls, groups: list[dist.ProcessGroup], host: dist.ProcessGroup, watch: Watch) -> HangDetector | None:
-        """The detector of ``groups``; None for a simulated group."""
-        if dist.get_backend(host) != "gloo":
-            return None
-        store: Any = groups[0].get_group_store()  # has the group's prefix
-        store = store.clone()
-        store.set_timeout(_STORE_TIMEOUT)
-        return cls(groups, host, watch, PrefixStore("roll_call", store))
-
     def start(self) -> None:
-        """Answer other ranks from now on. No-op if it does, or after a verdict."""
-        if self._watch.verdict is not None:
+        """Answer other ranks from now on. No-op if it does, in a forked child, and after a verdict."""
+        if self._watch.verdict is not None or os.getpid() != self._pid:
             return
-        if (self._finalizer is None or not self._finalizer.alive) and os.getpid() == self._pid:
+        if self._finalizer is None or not self._finalizer.alive:
             stop = threading.Event()
             arguments = (self._reporter, self.agreement, stop)
             thread = threading.Thread(target=_serve, args=arguments, name="lt_zero-roll-call", daemon=True)
             thread.start()
-            self._finalizer = weakref.finalize(self, _end, stop, thread, self._pid)
+            self._finalizer = weakref.finalize(self, _end_thread, stop, thread, self._pid)
 
     def stop(self) -> None:
         """End the thread. No-op if there is none."""
@@ -141,7 +152,7 @@ class HangDetector:
     def examine(self, launch: Launch, waited: float) -> None:
         """Raise if ``launch``, which this rank has waited for ``waited`` seconds, can never complete.
 
-        See Note [Who can still come].
+        See Note [Which ranks can still arrive].
 
         Raises:
             RuntimeError: on all ranks that can be reached.
@@ -155,39 +166,18 @@ class HangDetector:
                 self._examined, self._first_question = launch, 0
                 self._last_answers.clear()
             else:
-                self._check_ranks(launch, waited, now)
+                states = {r: self._state_of(r, launch, now) for r in range(self._world) if r != self._rank}
+                states[self._rank] = _RankState.waiting(launch, user_line(sys._getframe()))
+                lost = next((rank for rank, state in states.items() if state.never), None)
+                if lost is None and launch.operation == CALL and waited > self._patience.limit:
+                    lost = next((rank for rank, state in states.items() if not state.came), None)
+                if lost is not None:
+                    readers = sum(state.text != _GONE for state in states.values())
+                    self._fail(_sentence(states, self._rank, lost), readers)
             self._asked = now
             self._store.set(f"question/{self._rank}", json.dumps([launch.channel, launch.number]))
             asks = self._store.add("asks", 1)
             self._first_question = self._first_question or asks
-
-    def _check_ranks(self, launch: Launch, waited: float, now: float) -> None:
-        states = {rank: self._state_of(rank, launch, now) for rank in range(self._world) if rank != self._rank}
-        states[self._rank] = _RankState.waiting(launch, user_line(sys._getframe()))
-        lost = next((rank for rank, state in states.items() if state.never), None)
-        if lost is None and launch.operation == CALL and waited > self._patience.limit:
-            lost = next((rank for rank, state in states.items() if not state.came), None)
-        if lost is not None:
-            readers = sum(state.text != _GONE for state in states.values())
-            self._fail(_sentence(states, self._rank, lost), readers)
-
-    def update_verdict(self) -> None:
-        """Update the verdict."""
-        with contextlib.suppress(dist.DistError):
-            self._reporter.read_verdict()
-
-    def raise_divergence(self, launch: Launch) -> None:
-        """Raise the error of ranks that meet in different collectives. Collective.
-
-        Raises:
-            RuntimeError: always.
-        """
-        mine = self._watch.history(launch.channel), user_line(sys._getframe())
-        with contextlib.suppress(dist.DistError):
-            self._store.set(f"ran/{self._rank}", json.dumps(mine))
-            histories = [json.loads(self._store.get(f"ran/{rank}")) for rank in range(self._world)]
-            self._fail(diverged([([Launch(*entry) for entry in ran], place) for ran, place in histories]), self._world)
-        raise RuntimeError(f"The ranks diverged at {launch}. {_RAN}")
 
     def _state_of(self, rank: int, launch: Launch, now: float) -> _RankState:
         """What another rank is doing, and whether it will never launch ``launch``."""
@@ -196,20 +186,19 @@ class HangDetector:
         last, since = self._last_answers.get(rank, (0, now))
         since = now if answer["asks"] != last else since
         self._last_answers[rank] = answer["asks"], since
-        if now - since > 2.5 * self._patience.poll and self.ended_ranks.has_ended(rank):
+        if now - since > 2.5 * self._patience.poll and self.has_ended(rank):
             return _RankState(None, "", _GONE, never=True)
         if answer["asks"] < self._first_question:
             return _RankState(None, "", "does not answer")
         theirs = Launch(*answer["launch"]) if answer["launch"] is not None else None
         state = _RankState(theirs, answer["place"], answer["text"])
         stuck = answer["seconds"] >= self._patience.stuck
-        ran, watch = answer["ran"].get(str(self._rank)), self._watch
+        ran = answer["ran"].get(str(self._rank))
+        channel = self._watch.channels[theirs.channel] if theirs is not None else None
         if ran is not None:
-            state.came = launch.like(Launch(*ran))
-            state.never = not state.came
-            state.add_ran(Launch(*ran))
-        elif theirs is not None and watch.launched.get(theirs.channel, 0) >= theirs.number:
-            mine = watch.find(theirs.channel, theirs.number)
+            state.compare(launch, Launch(*ran))
+        elif theirs is not None and channel is not None and channel.launched >= theirs.number:
+            mine = channel.find(theirs.number)
             state.never = mine is not None and not mine.like(theirs)  # otherwise it is on its way
         elif theirs is not None:
             state.never = stuck
@@ -217,16 +206,102 @@ class HangDetector:
             state.never = stuck and answer["ranks"] is not None and self._ranks[self._rank] in answer["ranks"]
         return state
 
-    # ---- the verdict ---------------------------------------------------------------------------------------------
+    def raise_divergence(self, launch: Launch) -> None:
+        """Raise the error of ranks that meet in different collectives. Collective.
+
+        Raises:
+            RuntimeError: always.
+        """
+        mine = self._watch.channels[launch.channel].history(), user_line(sys._getframe())
+        with contextlib.suppress(dist.DistError):
+            self._store.set(f"ran/{self._rank}", json.dumps(mine))
+            histories = [json.loads(self._store.get(f"ran/{rank}")) for rank in range(self._world)]
+            self._fail(diverged([([Launch(*entry) for entry in ran], place) for ran, place in histories]), self._world)
+        raise RuntimeError(f"The ranks diverged at {launch}. {_RAN}")
 
     def _fail(self, verdict: str, readers: int) -> None:
-        """Post the verdict, wait until ``readers`` ranks have read it, and raise. See Note [Telling everybody]."""
+        """Post the verdict, wait until ``readers`` ranks have read it, and raise: Note [The verdict reaches all ranks].
+
+        If another rank has posted one before, that is raised.
+        """
         if self._store.add("verdicts", 1) == 1:
             self._store.set("verdict", verdict)
             self._store.add("asks", 1)
         self._watch.verdict = self._store.get("verdict").decode()
         self._reporter.close_connections(readers)
         self._watch.raise_verdict()
+
+    # ---- ranks that have ended: see Note [Ended ranks] ---------------------------------------------------------------
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether the connection to a rank is closed."""
+        try:
+            dist.isend(torch.zeros(1), self._ranks[rank], self._host, tag=_PROBE_TAG)
+        except RuntimeError:
+            return True
+        return False
+
+    def ended(self) -> list[int]:
+        """The ranks that have ended."""
+        return [rank for rank in range(self._world) if rank != self._rank and self.has_ended(rank)]
+
+    def cause(self) -> str | None:
+        """Why a collective failed: the verdict, or the end of a rank; None if neither is known."""
+        with contextlib.suppress(dist.DistError):
+            self._reporter.read_verdict()
+        return self._watch.verdict or self.explain_end()
+
+    def explain_end(self) -> str | None:
+        """Which rank has ended, and where to look; None if none has."""
+        if self._end is None:
+            until = time.monotonic() + _END_PATIENCE
+            while not (ended := self.ended()) and time.monotonic() < until:
+                time.sleep(0.05)
+            if ended:
+                cause = self._first_cause(ended)
+                self._post_end(False, cause)
+                self._end = f"{cause} The error of rank {self._rank}, above, follows from that."
+        return self._end
+
+    def _first_cause(self, ended: list[int]) -> str:
+        silent, causes = [], []
+        for rank in ended[:_MANY]:
+            message = None
+            with contextlib.suppress(RuntimeError):  # the process that serves the store has ended
+                if self._ended.check([str(rank)]):
+                    message = json.loads(self._ended.get(str(rank)))
+            if message is None:
+                silent.append(rank)
+                continue
+            by_itself, text = message
+            if by_itself:
+                return f"Rank {rank} ended with {text}: see what it printed{_WHERE}."
+            causes.append(text)
+        if causes:
+            return str(causes[0])
+        one = len(silent) == 1
+        return (
+            f"Rank{'' if one else 's'} {', '.join(map(str, silent))} ended without an error message: killed (for want"
+            " of memory, by the scheduler), or by an error outside of the Trainer. See the last that"
+            f" {'it' if one else 'they'} printed{_WHERE}, and dmesg."
+        )
+
+    def post_error(self, error: BaseException) -> None:
+        """Post the error that ends this rank, for the ranks that fail because of it."""
+        text = str(error).strip().split("\n", 1)[0][:300]
+        place = user_line(_innermost(error.__traceback__))
+        self._post_end(True, f"{type(error).__name__}{f': {text}' if text else ''} ({place})")
+
+    def _post_end(self, by_itself: bool, text: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the process that serves the store has ended
+            self._ended.set(str(self._rank), json.dumps([by_itself, text]))
+            self._posted = True
+
+    def clear_end(self) -> None:
+        """Delete what this rank has posted: the error of the last run has not ended it."""
+        if self._posted:
+            self._ended.delete_key(str(self._rank))
+        self._posted, self._end = False, None
 
 
 _GONE = "has ended or left the process group"
@@ -258,8 +333,10 @@ class _RankState:
     def waiting(cls, launch: Launch, place: str) -> _RankState:
         return cls(launch, place, f"waits in {launch} ({place})", came=True)
 
-    def add_ran(self, ran: Launch) -> None:
-        """Add ``ran``, which the rank launched under the same number, to the text."""
+    def compare(self, launch: Launch, ran: Launch) -> None:
+        """Compare ``launch``, which is examined, with ``ran``, which the rank launched under the same number."""
+        self.came = launch.like(ran)
+        self.never = not self.came
         if self.never and not ran.like(self.launch):
             self.text += f", and ran {ran} ({ran.numel:,} elements) in its place"
 
@@ -276,10 +353,10 @@ def diverged(histories: list[tuple[list[Launch], str]]) -> str:
     head = next(rank for rank, (ran, _) in enumerate(histories) if ran[-1].number == least)
     states = {rank: _RankState.waiting(ran[-1], place) for rank, (ran, place) in enumerate(histories)}
     for state, ran in zip(states.values(), ran_at, strict=True):
-        state.came = number in ran and ran_at[head][number].like(ran[number])
-        state.never = not state.came
         if number in ran:
-            state.add_ran(ran[number])
+            state.compare(ran_at[head][number], ran[number])
+        else:
+            state.came, state.never = False, True
     lost = next((rank for rank, state in states.items() if state.never), int(head == 0))
     return _sentence(states, head, lost)
 
@@ -290,9 +367,9 @@ def _sentence(states: dict[int, _RankState], head: int, lost: int) -> str:
     assert first.launch is not None
     called = first.launch.operation == CALL
     calls = other.launch is not None and other.launch.operation == CALL
-    ours = first.launch.operation == FENCE and other.launch is not None and other.launch.operation != FENCE
-    if other.launch is not None and other.launch[:2] <= first.launch[:2] and (ours or (calls and not called)):
-        # Users know their calls better than modules, and modules better than our fences.
+    fenced = first.launch.operation == FENCE and other.launch is not None and other.launch.operation != FENCE
+    if other.launch is not None and other.launch[:2] <= first.launch[:2] and (fenced or (calls and not called)):
+        # Users know their calls better than modules, and modules better than fences of this package.
         states = {rank: replace(state, came=False) for rank, state in states.items()}
         return _sentence(states, lost, head)
     came = sorted(rank for rank, state in states.items() if state.launch == first.launch)
@@ -328,7 +405,7 @@ class _Reporter:
         self._watch, self._store, self._groups = watch, store, groups
         self._rank, self._world = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
         self._thread = threading.get_ident()
-        self._in: Any = None  # a Launch, or the frame of a collective that is not ours
+        self._in: Any = None  # a Launch, or the frame of another package's collective
         self._since = 0.0
         self._last_question = self._idle_polls = 0  # number of the last question; polls since
 
@@ -357,14 +434,21 @@ class _Reporter:
         return True
 
     def close_connections(self, readers: int) -> None:
-        """Wait until ``readers`` ranks know the verdict, with a timeout, and close connections: Note [Hanging up]."""
+        """Wait until ``readers`` ranks know the verdict, or a timeout, then close. See Note [Closing connections]."""
         patience = time.monotonic() + 2.5 * self.interval
         while time.monotonic() < patience and self._store.add("heard", 0) < readers:
             time.sleep(self.interval / 20)
         frame = sys._current_frames().get(self._thread)
         elsewhere = self._watch.waiting is None and frame is not None and _collective_of(frame) is not None
         for group in [*self._groups, *([dist.group.WORLD] if elsewhere and dist.group.WORLD is not None else [])]:
-            _hang_up(group)
+            with contextlib.suppress(RuntimeError, ValueError, AttributeError):  # it may be gone, or unable to abort
+                if dist.get_backend(group) != "gloo":
+                    group.abort()
+                    continue
+                peer = next(rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank())
+                work = dist.irecv(torch.empty(1), peer, group, tag=_SILENT_TAG)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))
 
     def _answer(self, asks: int) -> None:
         frame = sys._current_frames().get(self._thread)
@@ -377,23 +461,15 @@ class _Reporter:
             now, text = frame, f"waits in {frame.f_code.co_name} of torch.distributed ({place})"
         if now is None or now is not self._in:
             self._in, self._since = now, time.monotonic()
-        answer = {"asks": asks, "seconds": time.monotonic() - self._since, "ran": self._ran()}
+        ran = {}  # this rank's launches with the numbers that other ranks have asked about
+        for rank in range(self._world):
+            if rank != self._rank and self._store.check([f"question/{rank}"]):
+                channel, number = json.loads(self._store.get(f"question/{rank}"))
+                if (found := self._watch.channels[channel].find(number)) is not None:
+                    ran[rank] = found
+        answer = {"asks": asks, "seconds": time.monotonic() - self._since, "ran": ran}
         answer |= {"launch": launch, "place": place, "text": text, "ranks": ranks}
         self._store.set(f"doing/{self._rank}", json.dumps(answer))
-
-    def _ran(self) -> dict[int, Launch]:
-        """This rank's launches with the numbers that other ranks have asked about."""
-        asked = {rank: f"question/{rank}" for rank in range(self._world) if rank != self._rank}
-        places = {rank: json.loads(self._store.get(key)) for rank, key in asked.items() if self._store.check([key])}
-        found = {rank: self._watch.find(channel, number) for rank, (channel, number) in places.items()}
-        return {rank: launch for rank, launch in found.items() if launch is not None}
-
-
-def _check_ended(watch: Watch, ended: EndedRanks, ranks: list[int]) -> None:
-    """Raise if one of these ranks has ended."""
-    watch.raise_verdict()
-    if any(ended.has_ended(rank) for rank in ranks) and (text := ended.explain()) is not None:
-        raise RuntimeError(text)
 
 
 def _serve(reporter: _Reporter, agreement: Agreement, stop: threading.Event) -> None:
@@ -406,22 +482,13 @@ def _serve(reporter: _Reporter, agreement: Agreement, stop: threading.Event) -> 
         log.debug("No more roll calls: %s", error)
 
 
-def _hang_up(group: dist.ProcessGroup) -> None:
-    """Close the connections of ``group``. See Note [Hanging up]."""
-    with contextlib.suppress(RuntimeError, ValueError, AttributeError):  # it may be gone, or unable to abort
-        if dist.get_backend(group) != "gloo":
-            group.abort()
-            return
-        peer = next(rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank())
-        work = dist.irecv(torch.empty(1), peer, group, tag=_SILENT_TAG)
-        assert work is not None
-        work.wait(timedelta(milliseconds=1))
-
-
-def _end(stop: threading.Event, thread: threading.Thread, pid: int) -> None:
+def _end_thread(stop: threading.Event, thread: threading.Thread, pid: int) -> None:
     stop.set()
     if os.getpid() == pid and thread is not threading.current_thread():
         thread.join(_STORE_TIMEOUT.total_seconds())
+
+
+# ---- frames --------------------------------------------------------------------------------------------------------
 
 
 def _collective_of(frame: FrameType) -> list[int] | None:
@@ -433,3 +500,27 @@ def _collective_of(frame: FrameType) -> list[int] | None:
         return None
     group = frame.f_locals.get("group")
     return dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else None)
+
+
+def in_collective(error: BaseException) -> bool:
+    """Whether an error came out of torch.distributed, or of a wait for it."""
+    frame = _innermost(error.__traceback__)
+    return frame is not None and frame.f_code.co_filename in (distributed_c10d.__file__, work_module.__file__)
+
+
+def _innermost(trace: TracebackType | None) -> FrameType | None:
+    """The frame in which an exception was raised."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame if trace is not None else None
+
+
+def user_line(frame: FrameType | None) -> str:
+    """``file:line`` of the innermost frame outside of this package, Lightning and torch."""
+    first = frame
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _PACKAGES:
+        frame = frame.f_back
+    shown = frame or first
+    if shown is None:
+        return "an unknown place"
+    return f"{shown.f_code.co_filename.removeprefix(os.path.join(os.getcwd(), ''))}:{shown.f_lineno}"

@@ -57,81 +57,63 @@ class Launch(NamedTuple):
         return other is not None and self[2:] == other[2:]
 
 
-class CollectiveSequence:
-    """The collectives of one channel on this rank. See Note [Unforeseen collectives]."""
+class Channel:
+    """The collectives of one order on this rank; equal numbers are the same collective on all ranks.
 
-    def __init__(self) -> None:
-        # The last two collectives -> the one that followed, and its checksum.
+    ``launched``: the number of the last one. Other threads may read it, and call ``find``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.launched = 0
+        self._name = name
+        self._recent: dict[int, Launch] = {}
+        # The last two collectives -> the one that followed, and its checksum. See Note [Unforeseen collectives].
         self._followed: dict[tuple[Label | None, Label | None], tuple[Label, int]] = {}
         self._last: tuple[Label | None, Label | None] = (None, None)
-        self._count = self._hash = 0
+        self._hash = 0
 
-    def add(self, operation: str, name: str, numel: int) -> bool:
-        """Add the next collective; returns whether it was predicted."""
+    def launch(self, operation: str, name: str, numel: int) -> tuple[Launch, bool]:
+        """Number the collective that is launched next; returns it, and whether it was predicted."""
+        number = self.launched + 1
+        launch = self._recent[number % _REMEMBERED] = Launch(self._name, number, operation, name, numel)
+        self.launched = number  # after ``_recent``, as other threads read both
         label = (operation, name, numel)
         before, checksum = self._followed.get(self._last, (None, 0))
-        predicted = before == label
-        if not predicted:
+        if before != label:
             checksum = zlib.crc32(f"{operation} {name} {numel}".encode())
             self._followed[self._last] = label, checksum
         self._last = (self._last[1], label)
-        self._count += 1
         self._hash = (self._hash * _FACTOR + checksum) % 2**32
-        return predicted
+        return launch, before == label
 
     @property
     def checksum(self) -> int:
         """63 bits, of the collectives and their number."""
-        return (self._count % 2**31) << 32 | self._hash
+        return (self.launched % 2**31) << 32 | self._hash
 
+    def find(self, number: int) -> Launch | None:
+        """The launch of that number; None if there was none, or it is forgotten."""
+        found = self._recent.get(number % _REMEMBERED)
+        return found if found is not None and found.number == number else None
 
-class Examiner(Protocol):
-    """Finds out whether a wait can end (hang_detection.py)."""
-
-    def examine(self, launch: Launch, waited: float) -> None:
-        """Raise if ``launch``, which this rank has waited for ``waited`` seconds, can never complete."""
-
-    def update_verdict(self) -> None:
-        """Update the verdict."""
+    def history(self) -> list[Launch]:
+        """The recent launches in order."""
+        return sorted(self._recent.values())
 
 
 class Watch:
     """The state of one group's collectives on this rank; other threads may read it.
 
-    ``launched``: number of launches per channel; equal numbers are the same collective on all ranks. ``waiting``: the
-    launch that is waited for. ``verdict``: why no collective can complete any more. ``cause``: explains a failed one.
-    ``examiner``: weak reference to the hang detection, called after every ``slice`` of a wait.
+    ``waiting``: the launch that is waited for. ``verdict``: why no collective can complete any more. ``detector``: weak
+    reference to the ``HangDetector``, which examines a wait after every ``slice`` and explains its error.
     """
 
     def __init__(self) -> None:
-        self.launched: dict[str, int] = {}
+        self.channels = {name: Channel(name) for name in ("collective", "reduction")}
         self.waiting: Launch | None = None
         self.verdict: str | None = None
-        self.cause: Callable[[], str | None] = lambda: None
         self.slice = timedelta(seconds=_SLICE)
-        self.examiner: Callable[[], Examiner | None] = lambda: None
-        self._recent: dict[tuple[str, int], Launch] = {}
-
-    def launch(self, channel: str, operation: str, name: str, numel: int = 0) -> Launch:
-        """Number a collective that is about to be launched.
-
-        Raises:
-            RuntimeError: with the verdict, if there is one.
-        """
-        self.raise_verdict()
-        number = self.launched.get(channel, 0) + 1
-        launch = self._recent[channel, number % _REMEMBERED] = Launch(channel, number, operation, name, numel)
-        self.launched[channel] = number  # after ``_recent``, as other threads read both
-        return launch
-
-    def find(self, channel: str, number: int) -> Launch | None:
-        """The launch of that number; None if there was none, or it is forgotten."""
-        found = self._recent.get((channel, number % _REMEMBERED))
-        return found if found is not None and found.number == number else None
-
-    def history(self, channel: str) -> list[Launch]:
-        """The recent launches of a channel."""
-        return sorted(launch for launch in self._recent.values() if launch.channel == channel)
+        self.detector: Callable[[], Any] = lambda: None
 
     def wait(self, work: Any, launch: Launch | None) -> None:
         """Wait for a gloo work in slices.
@@ -148,16 +130,15 @@ class Watch:
                     work.wait(self.slice)
                 if not work.is_completed():
                     self.raise_verdict()
-                    if launch is not None and (examiner := self.examiner()) is not None:
-                        examiner.examine(launch, time.monotonic() - started)
+                    if launch is not None and (detector := self.detector()) is not None:
+                        detector.examine(launch, time.monotonic() - started)
             work.wait()
         except RuntimeError as error:
-            if (examiner := self.examiner()) is not None:
-                examiner.update_verdict()
-            if self.verdict is not None and self.verdict not in str(error):
-                raise RuntimeError(self.verdict) from error  # peers closed their connections because of it
-            if self.verdict is None and (cause := self.cause()) is not None:
-                raise RuntimeError(cause) from error
+            cause = self.verdict
+            if (detector := self.detector()) is not None:
+                cause = detector.cause()
+            if cause is not None and cause not in str(error):
+                raise RuntimeError(cause) from error  # peers closed their connections because of it
             raise
         finally:
             if launch is not None:

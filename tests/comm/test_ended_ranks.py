@@ -29,7 +29,7 @@ from tests.support.pool import Pool
 
 SOCKETS = {"LT_ZERO_SHARED_MEMORY": "0"}
 SCRIPT = str(SUPPORT / "launch_script.py")
-SILENT = "ended without a word: killed"
+SILENT = "ended without an error message: killed"
 
 
 class Ends(Callback):
