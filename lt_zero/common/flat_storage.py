@@ -4,11 +4,12 @@ Note [Pages on the CPU]
     Freeing and allocating megabytes through malloc once per unit and step fragments the heap: resident memory creeps
     up to that of an unsharded model. On Linux the storage is therefore its own anonymous mapping. ``free`` returns its
     pages to the system at once, the next write faults fresh ones in, in huge pages where the system grants them. A
-    stale view that somebody kept reads zeros instead of crashing.
+    stale view reads zeros instead of crashing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import sys
 
@@ -25,7 +26,7 @@ class FlatStorage:
         nbytes = numel * dtype.itemsize
         self._pages: mmap.mmap | None = None
         if _PAGES and device.type == "cpu" and nbytes > 0:
-            self._pages = _map(nbytes)
+            self._pages = anonymous_pages(nbytes, "MADV_HUGEPAGE")
             self.tensor: Tensor = torch.frombuffer(self._pages, dtype=dtype, count=numel)
         else:
             self.tensor = torch.zeros(numel, dtype=dtype, device=device)
@@ -45,10 +46,12 @@ class FlatStorage:
             self.tensor.untyped_storage().resize_(0)
 
 
-def _map(nbytes: int) -> mmap.mmap:
+def anonymous_pages(nbytes: int, *advice: str) -> mmap.mmap:
+    """A private mapping of zeros with ``advice`` for madvise, as far as the kernel knows it."""
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    for name in advice:
+        with contextlib.suppress(OSError, AttributeError):
+            pages.madvise(getattr(mmap, name))
     return pages
 
 

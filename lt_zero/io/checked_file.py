@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import os
 import queue
 import threading
@@ -19,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -43,20 +42,17 @@ class FileRecord:
     sums: tuple[int, ...]
 
 
-class Sink(Protocol):
-    """A file that is written in order."""
+def trouble(what: str, path: Path | str, error: OSError) -> RuntimeError:
+    """A ``CheckpointError`` that says what failed (in ``path``, if ``what`` does not name it), why, and what to do."""
+    named = what if str(path) in what else f"{what} {path}"
+    return direct_file.trouble(named, Path(path).parent, error, CheckpointError)
 
-    def write(self, data: bytes | Tensor) -> None:
-        """Append bytes, or a 1D uint8 tensor on the CPU, which must not change until ``wait_written``."""
 
-    def wait_written(self) -> None:
-        """Wait until no tensor is in use any more."""
+class _ThreadBuffer(threading.local):
+    """A buffer of ``STEP`` bytes per thread."""
 
-    def close(self) -> FileRecord:
-        """Finish the file and make it durable."""
-
-    def abandon(self) -> None:
-        """Release everything after an error; the file stays incomplete."""
+    def __init__(self) -> None:
+        self.buffer = aligned_buffer(STEP)
 
 
 class Blocks:
@@ -65,37 +61,84 @@ class Blocks:
     def __init__(self, threads: int = THREADS) -> None:
         self.pool = IoPool(threads)
         self.weights = checksum_weights(STEP)  # 1D
-        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self.own = _ThreadBuffer()
+        # Free buffers to fill. The threads must not take one: deadlock.
+        self.free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         for _ in range(threads):
-            self._free.put(aligned_buffer(STEP))
-        self._own = threading.local()
-
-    def take(self) -> Tensor:
-        """A free buffer of ``STEP`` bytes; blocks until there is one. Not for the threads: deadlock."""
-        return self._free.get()
-
-    def mine(self) -> Tensor:
-        """The calling thread's buffer."""
-        if not hasattr(self._own, "buffer"):
-            self._own.buffer = aligned_buffer(STEP)
-        buffer: Tensor = self._own.buffer
-        return buffer
-
-    def give_back(self, buffer: Tensor) -> None:
-        self._free.put(buffer)
+            self.free.put(aligned_buffer(STEP))
 
     def close(self) -> None:
         self.pool.close()
 
 
-class _Blocks(direct_file.Blocks):
-    kind = CheckpointError
+class Sink:
+    """A file that is written in order. A subclass takes the blocks."""
 
-    def trouble(self, what: str, error: OSError) -> RuntimeError:
-        return trouble(what, self.path, error)
+    _filling: Tensor | None = None
+    _fill = 0  # bytes in ``_filling``
+    _number = 0  # index of the block that is being filled
+
+    @property
+    def position(self) -> int:
+        return self._number * STEP + self._fill
+
+    def write(self, data: bytes | Tensor) -> None:
+        """Append bytes, or a 1D uint8 tensor on the CPU, which must not change until ``wait_written``."""
+        keep: object = data  # alive until its bytes are copied
+        if isinstance(data, Tensor):
+            assert data.dtype == torch.uint8, data.dtype
+            assert data.is_contiguous(), data.stride()
+            address = data.data_ptr()
+        else:
+            address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+        size, done = len(data), 0
+        while done < size:
+            if self._fill == 0 and size - done >= STEP and self._copy_later(address + done, keep):
+                self._number += 1
+                done += STEP
+                continue
+            if self._filling is None:
+                self._filling = self._take()
+            count = min(size - done, STEP - self._fill)
+            ctypes.memmove(self._filling.data_ptr() + self._fill, address + done, count)
+            self._fill += count
+            done += count
+            if self._fill == STEP:
+                self._flush()
+
+    def _flush(self) -> None:
+        """Pass on the block that is being filled, with zeros up to a multiple of ``BLOCK``."""
+        filling, fill = self._filling, self._fill
+        if filling is not None and fill:
+            filling[fill : rounded(fill)].zero_()
+            self._put(filling, fill)  # on an error the buffer stays, for ``abandon``
+            self._filling, self._fill, self._number = None, 0, self._number + 1
+
+    def _take(self) -> Tensor:
+        """A buffer of ``STEP`` bytes."""
+        raise NotImplementedError
+
+    def _put(self, buffer: Tensor, nbytes: int) -> None:
+        """Write block ``_number``: the first ``nbytes`` of the buffer, whose ownership passes."""
+        raise NotImplementedError
+
+    def _copy_later(self, address: int, keep: object) -> bool:
+        """Write block ``_number`` from the ``STEP`` bytes at ``address``; False if they must be copied now."""
+        return False
+
+    def wait_written(self) -> None:
+        """Wait until no tensor is in use any more."""
+
+    def close(self) -> FileRecord:
+        """Finish the file and make it durable."""
+        raise NotImplementedError
+
+    def abandon(self) -> None:
+        """Release everything after an error; the file stays incomplete."""
+        raise NotImplementedError
 
 
-class FileSink:
+class FileSink(Sink):
     """A local file.
 
     Args:
@@ -117,9 +160,6 @@ class FileSink:
         self._lock = threading.Lock()
         self._pending: deque[Transfer] = deque()
         self._abandoned = False  # drop what is queued
-        self._filling: Tensor | None = None
-        self._fill = 0  # bytes in ``_filling``
-        self._number = 0  # index of the block that is being filled
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except OSError as error:
@@ -129,35 +169,53 @@ class FileSink:
                 reserve(self._fd, rounded(expected))
             unit = max(BLOCK, logical_block(path.parent))
             direct = go_direct(self._fd, unit, expected)
-            self._file = _Blocks(self._fd, self.path, unit if direct else 1, _RETRIES)
         except OSError as error:
             os.close(self._fd)
             raise trouble("Cannot allocate", self.path, error) from None
+        self._file = direct_file.Blocks(self._fd, self.path, unit if direct else 1, _RETRIES, CheckpointError)
 
-    @property
-    def position(self) -> int:
-        return self._number * STEP + self._fill
+    def _take(self) -> Tensor:
+        return self._blocks.free.get()
 
-    def write(self, data: bytes | Tensor) -> None:
-        size = len(data)
-        address, keep = _address_of(data)
-        done = 0
-        while done < size:
-            left = size - done
-            if self._fill == 0 and left >= STEP and not self._copies:
-                self._submit(self._copy_and_write, self._number, address + done, keep)
-                self._number += 1
-                done += STEP
-                continue
-            if self._filling is None:
-                self._filling = self._blocks.take()
-            count = min(left, STEP - self._fill)
-            ctypes.memmove(self._filling.data_ptr() + self._fill, address + done, count)
-            self._fill += count
-            done += count
-            if self._fill == STEP:
-                self._submit(self._write_filled, self._number, self._filling)
-                self._filling, self._fill, self._number = None, 0, self._number + 1
+    def _put(self, buffer: Tensor, nbytes: int) -> None:
+        number = self._number
+
+        def work(_: int) -> None:
+            try:
+                self._write_block(number, buffer[: rounded(nbytes)])
+            finally:
+                self._blocks.free.put(buffer)
+
+        self._submit(work)
+
+    def _copy_later(self, address: int, keep: object) -> bool:
+        if self._copies:
+            return False
+        number, held = self._number, [keep]
+
+        def work(_: int) -> None:
+            buffer = self._blocks.own.buffer
+            ctypes.memmove(buffer.data_ptr(), address, STEP)
+            held.clear()
+            self._write_block(number, buffer)
+
+        self._submit(work)
+        return True
+
+    def _submit(self, work: Callable[[int], None]) -> None:
+        while self._pending and self._pending[0].done:
+            self._pending.popleft().wait()  # raise errors early
+        self._pending.append(self._blocks.pool.submit(1, work))
+
+    def _write_block(self, number: int, block: Tensor) -> None:
+        """In a thread: write a block and keep its checksum."""
+        if self._abandoned:
+            return
+        with torch.inference_mode(False):
+            total = checksum(block, self._blocks.weights)
+        with self._lock:
+            self._sums[number] = total
+        self._file.move(True, view_of(block), number * STEP)
 
     def wait_written(self) -> None:
         while self._pending:
@@ -166,11 +224,7 @@ class FileSink:
     def close(self) -> FileRecord:
         nbytes = self.position
         try:
-            if self._filling is not None:
-                filling, self._filling = self._filling, None
-                length = rounded(self._fill)
-                filling[self._fill : length].zero_()
-                self._submit(self._write_filled, self._number, filling, length)
+            self._flush()
             self.wait_written()
             os.ftruncate(self._fd, nbytes)
             os.fsync(self._fd)
@@ -187,112 +241,37 @@ class FileSink:
                 transfer.wait()
         self._pending.clear()
         if self._filling is not None:
-            self._blocks.give_back(self._filling)
+            self._blocks.free.put(self._filling)
             self._filling = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
-    # ---- in the threads ----------------------------------------------------------------------------------------
 
-    def _submit(self, work: Any, *args: Any) -> None:
-        while self._pending and self._pending[0].done:
-            self._pending.popleft().wait()  # raise errors early
-        self._pending.append(self._blocks.pool.submit(1, lambda block: work(*args), lambda error: None, after=None))
+class StreamSink(Sink):
+    """A file on an fsspec file system, which can only be written sequentially. ``write`` copies all data."""
 
-    def _copy_and_write(self, number: int, address: int, keep: object) -> None:
-        buffer = self._blocks.mine()
-        ctypes.memmove(buffer.data_ptr(), address, STEP)
-        del keep
-        self._write_block(number, buffer)
-
-    def _write_filled(self, number: int, buffer: Tensor, length: int = STEP) -> None:
-        try:
-            self._write_block(number, buffer[:length])
-        finally:
-            self._blocks.give_back(buffer)
-
-    def _write_block(self, number: int, block: Tensor) -> None:
-        if self._abandoned:
-            return
-        with torch.inference_mode(False):
-            total = checksum(block, self._blocks.weights)
-        with self._lock:
-            self._sums[number] = total
-        self._file.write(view_of(block), number * STEP)
-
-
-class StreamSink:
-    """A file on an fsspec file system, which can only be written sequentially."""
-
-    def __init__(self, path: str, stream: IO[bytes]) -> None:
-        self._path, self._stream = path, stream
-        self._buffer, self._fill = aligned_buffer(STEP), 0
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self._buffer = stream, aligned_buffer(STEP)
         self._weights = checksum_weights(STEP)
         self._sums: list[int] = []
-        self.position = 0
 
-    def write(self, data: bytes | Tensor) -> None:
-        size, done = len(data), 0
-        address, keep = _address_of(data)
-        while done < size:
-            count = min(size - done, STEP - self._fill)
-            ctypes.memmove(self._buffer.data_ptr() + self._fill, address + done, count)
-            self._fill, done = self._fill + count, done + count
-            if self._fill == STEP:
-                self._flush()
-        self.position += size
-        del keep
+    def _take(self) -> Tensor:
+        return self._buffer
 
-    def _flush(self) -> None:
-        if not self._fill:
-            return
-        length = rounded(self._fill)
-        self._buffer[self._fill : length].zero_()
-        self._sums.append(checksum(self._buffer[:length], self._weights))
-        self._stream.write(bytes(view_of(self._buffer[: self._fill])))
-        self._fill = 0
-
-    def wait_written(self) -> None:
-        """A no-op: ``write`` copies all data."""
+    def _put(self, buffer: Tensor, nbytes: int) -> None:
+        self._sums.append(checksum(buffer[: rounded(nbytes)], self._weights))
+        self._stream.write(bytes(view_of(buffer[:nbytes])))
 
     def close(self) -> FileRecord:
+        nbytes = self.position
         self._flush()
         self._stream.close()
-        return FileRecord(self.position, tuple(self._sums))
+        return FileRecord(nbytes, tuple(self._sums))
 
     def abandon(self) -> None:
         with contextlib.suppress(Exception):  # the first error is the one to report
             self._stream.close()
-
-
-def _address_of(data: bytes | Tensor) -> tuple[int, object]:
-    """The address of the bytes, and the object that keeps them alive."""
-    if isinstance(data, Tensor):
-        assert data.dtype == torch.uint8, data.dtype
-        assert data.is_contiguous(), data.stride()
-        return data.data_ptr(), data
-    pointer = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value
-    return pointer or 0, data
-
-
-_REMEDIES = {
-    errno.ENOSPC: "Free space there, or save to another disk.",
-    errno.EDQUOT: "The user's quota is exceeded: remove files, or save to another disk.",
-    errno.EACCES: "Give the user write permission, or save elsewhere.",
-    errno.EROFS: "The file system is read-only: save elsewhere.",
-    errno.EIO: "The disk failed: see dmesg and smartctl, and save to another disk.",
-    errno.EFBIG: "The file is too large: raise the limit (ulimit -f), or save to another file system.",
-}
-
-
-def trouble(what: str, path: Path | str, error: OSError) -> CheckpointError:
-    """An error that says what failed (in ``path``, if ``what`` does not name it), why, and what to do."""
-    code = error.errno or 0
-    remedy = _REMEDIES.get(code, "See dmesg; if the error persists, save to another disk.")
-    name = errno.errorcode.get(code, str(code))
-    where = "" if str(path) in what else f" {path}"
-    return CheckpointError(f"{what}{where}: {error.strerror or error} ({name}). {remedy}")
 
 
 class BlockReader:
@@ -313,29 +292,36 @@ class BlockReader:
         self._last: dict[str, tuple[int, Tensor]] = {}
         self._lock = threading.Lock()
         self._pool: IoPool | None = None
-        self._own = threading.local()
+        self._own = _ThreadBuffer()
 
     def read(self, file: str, start: int, out: Tensor) -> None:
         """Fill ``out`` (1D uint8) from byte ``start`` on."""
-        nbytes = out.numel()
-        numbers = range(start // STEP, -(-(start + nbytes) // STEP)) if nbytes else range(0)
-        if len(numbers) < 3 or self._fs is not None:
-            for number in numbers:
-                self._copy(file, number, self._block(file, number), start, out)
-            return
-        if self._pool is None:
-            self._pool = IoPool(THREADS)
-        self._fd(file)
+        stop = start + out.numel()
+        numbers = range(start // STEP, -(-stop // STEP)) if out.numel() else range(0)
+
+        def copy(number: int, block: Tensor) -> None:
+            first, end = max(start, number * STEP), min(stop, (number + 1) * STEP)
+            source = block.data_ptr() + first - number * STEP
+            ctypes.memmove(out.data_ptr() + first - start, source, end - first)
 
         def read(index: int) -> None:
-            self._read_apart(file, numbers[index], start, out)
+            copy(numbers[index], self._load(file, numbers[index], self._own.buffer))
 
-        self._pool.submit(len(numbers), read, lambda error: None, after=None).wait()
+        if len(numbers) >= 3 and self._fs is None:
+            self._pool = self._pool or IoPool(THREADS)
+            self._pool.submit(len(numbers), read).wait()
+            return
+        for number in numbers:
+            known, buffer = self._last.pop(file) if file in self._last else (-1, aligned_buffer(STEP))
+            if known != number:
+                self._load(file, number, buffer)
+            self._last[file] = (number, buffer)
+            copy(number, buffer)
 
     def verify(self, file: str, tick: Callable[[int], object] = lambda _: None) -> None:
         record = self.files[file]
         for number in range(len(record.sums)):
-            self._load(file, number, self._mine())
+            self._load(file, number, self._own.buffer)
             tick(min(STEP, record.nbytes - number * STEP))
 
     def close(self) -> None:
@@ -349,65 +335,32 @@ class BlockReader:
         with contextlib.suppress(Exception):
             self.close()
 
-    def _read_apart(self, file: str, number: int, start: int, out: Tensor) -> None:
-        buffer = self._mine()
-        self._load(file, number, buffer)
-        self._copy(file, number, buffer, start, out)
-
-    def _copy(self, file: str, number: int, block: Tensor, start: int, out: Tensor) -> None:
-        first, end = max(start, number * STEP), min(start + out.numel(), (number + 1) * STEP)
-        source = block.data_ptr() + first - number * STEP
-        ctypes.memmove(out.data_ptr() + first - start, source, end - first)
-
-    def _mine(self) -> Tensor:
-        if not hasattr(self._own, "buffer"):
-            self._own.buffer = aligned_buffer(STEP)
-        buffer: Tensor = self._own.buffer
-        return buffer
-
-    def _block(self, file: str, number: int) -> Tensor:
-        known = self._last.get(file)
-        if known is not None and known[0] == number:
-            return known[1]
-        buffer = known[1] if known is not None else aligned_buffer(STEP)
-        self._last.pop(file, None)
-        self._load(file, number, buffer)
-        self._last[file] = (number, buffer)
-        return buffer
-
-    def _fd(self, file: str) -> int:
-        with self._lock:
-            if file not in self._fds:
-                self._fds[file] = os.open(os.path.join(self._folder, file), os.O_RDONLY | os.O_CLOEXEC)
-            return self._fds[file]
-
-    def _load(self, file: str, number: int, buffer: Tensor) -> None:
-        """Read one block and check it."""
+    def _load(self, file: str, number: int, buffer: Tensor) -> Tensor:
+        """Read one block into the buffer and check it."""
         record, path = self.files[file], f"{self._folder}/{file}"
-        length = min(STEP, record.nbytes - number * STEP)
+        offset, length = number * STEP, min(STEP, record.nbytes - number * STEP)
+        view, done = view_of(buffer[:length]), 0
         try:
-            got = self._fill(file, number * STEP, view_of(buffer[:length]))
+            if self._fs is not None:
+                data = self._fs.cat_file(path, start=offset, end=offset + length)
+                done = len(data)
+                view[:done] = data
+            else:
+                with self._lock:
+                    if file not in self._fds:
+                        self._fds[file] = os.open(os.path.join(self._folder, file), os.O_RDONLY | os.O_CLOEXEC)
+                    fd = self._fds[file]
+                while done < length and (count := os.preadv(fd, [view[done:]], offset + done)):
+                    done += count
         except OSError as error:
             raise CheckpointError(
                 f"Cannot read {path}: {error}. See dmesg, or resume from another checkpoint."
             ) from None
         full = rounded(length)
         buffer[length:full].zero_()
-        if got != length or checksum(buffer[:full], self._weights) != record.sums[number]:
+        if done != length or checksum(buffer[:full], self._weights) != record.sums[number]:
             raise CheckpointError(
-                f"{path} is damaged: bytes {number * STEP} to {number * STEP + length} have a wrong checksum. Restore "
+                f"{path} is damaged: bytes {offset} to {offset + length} have a wrong checksum. Restore "
                 "it from a copy, or resume from another checkpoint."
             )
-
-    def _fill(self, file: str, offset: int, view: memoryview) -> int:
-        if self._fs is not None:
-            data = self._fs.cat_file(f"{self._folder}/{file}", start=offset, end=offset + len(view))
-            view[: len(data)] = data
-            return len(data)
-        done, fd = 0, self._fd(file)
-        while done < len(view):
-            count = os.preadv(fd, [view[done:]], offset + done)
-            if count == 0:
-                break
-            done += count
-        return done
+        return buffer

@@ -21,38 +21,28 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lt_zero.io.pinned import (
-    BLOCK,
-    aligned_buffer,
-    check_buffer,
-    checksum,
-    checksum_weights,
-    rounded,
-    view_of,
-)
-from lt_zero.io.thread_pool import IoPool, SwapError, Transfer, log
+from lt_zero.io.pinned import BLOCK, aligned_buffer, check_buffer, checksum, checksum_weights, rounded, view_of
+from lt_zero.io.thread_pool import EXIT_PATIENCE, IoPool, SwapError, Transfer, log
 
 __all__ = ["IoPool", "Nowhere", "SwapError", "SwapFile", "Transfer"]
 
-_EXIT_PATIENCE = 30.0  # seconds to wait at exit for requests in the kernel
 _told: set[str] = set()
-
 
 # Worth a retry. EIO is not: the kernel has retried already.
 _TRANSIENT = {errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.EBUSY}
 _PAUSE = 0.01  # seconds before the first retry; doubles with each
 
 _REMEDIES = {
-    errno.EIO: "The disk failed: see dmesg and smartctl, set nvme_path to another disk, and restart from a checkpoint.",
-    errno.EROFS: "The file system is read-only (if it was writable before, see dmesg): use a writable one.",
-    errno.EFBIG: "The file is too large: raise the limit (ulimit -f), or set nvme_path to another file system.",
-    errno.EDQUOT: "The user's quota is exceeded: remove files, or set nvme_path to another file system.",
-    errno.EACCES: "Give the user write permission, or set nvme_path to a folder of the user.",
-    errno.EPERM: "Give the user write permission, or set nvme_path to a folder of the user.",
+    errno.EIO: "The disk failed: see dmesg and smartctl, {to} another disk, and restart from a checkpoint.",
+    errno.EROFS: "The file system is read-only (if it was writable before, see dmesg): {to} a writable one.",
+    errno.EFBIG: "The file is too large: raise the limit (ulimit -f), or {to} another file system.",
+    errno.EDQUOT: "The user's quota is exceeded: remove files, or {to} another file system.",
+    errno.EACCES: "Give the user write permission, or {to} a folder of the user.",
+    errno.EPERM: "Give the user write permission, or {to} a folder of the user.",
     errno.ENOENT: "Create the folder first.",
     errno.EEXIST: "A file of that name exists; remove it if it is left over.",
-    errno.ENOTDIR: "Set nvme_path to a folder.",
-    errno.ENAMETOOLONG: "Set nvme_path to a shorter path.",
+    errno.ENOTDIR: "A part of the path is no folder: {to} a folder.",
+    errno.ENAMETOOLONG: "The path is too long: {to} a shorter one.",
     errno.EMFILE: "The process has too many files open: raise the limit (ulimit -n).",
 }
 
@@ -68,17 +58,23 @@ def in_words(nbytes: int) -> str:
     return f"{nbytes} bytes" + (f" ({nbytes / 2**30:.2f} GiB)" if nbytes >= 2**27 else "")
 
 
-def trouble(what: str, folder: Path, error: OSError) -> SwapError:
-    """An error that says what failed, why, and what to do; ``folder``: whose free space is reported."""
-    code = error.errno or 0
-    remedy = _REMEDIES.get(code, "See dmesg; if the error persists, set nvme_path to another disk.")
+def trouble(what: str, folder: Path, error: OSError, kind: type[RuntimeError] = SwapError) -> RuntimeError:
+    """An error of type ``kind`` that says what failed, why, and what to do.
+
+    Args:
+        what: the operation with its path.
+        folder: whose free space is reported.
+    """
+    code, to = error.errno or 0, "set nvme_path to" if kind is SwapError else "save to"
+    remedy = _REMEDIES.get(code, "See dmesg; if the error persists, {to} another disk.").format(to=to)
     if code == errno.ENOSPC:
         try:
             free = f"{in_words(free_bytes(folder))} are free"
         except OSError:
             free = "it is full"
-        remedy = f"Free space there ({free} now), or set nvme_path to a larger disk."
-    return SwapError(f"{what}: {os.strerror(code)} ({errno.errorcode.get(code, code)}). {remedy}")
+        remedy = f"Free space there ({free} now), or {to} a larger disk."
+    reason = f"{os.strerror(code)} ({errno.errorcode.get(code, code)})" if code else str(error)
+    return kind(f"{what}: {reason}. {remedy}")
 
 
 def read_some(fd: int, view: memoryview, offset: int) -> int:
@@ -92,85 +88,59 @@ def write_some(fd: int, view: memoryview, offset: int) -> int:
 
 
 class Blocks:
-    """Moves whole blocks of one open file, repeating requests that were short, interrupted or refused for now.
+    """Moves whole blocks of one open file; repeats requests that were short, interrupted or refused for a moment.
 
     Args:
         fd: the open file.
         path: for messages.
         unit: alignment of offsets in bytes (1 without O_DIRECT).
         retries: how often a request that failed for lack of resources, or moved nothing, is repeated.
+        kind: type of errors.
     """
 
-    kind: type[RuntimeError] = SwapError
+    def __init__(self, fd: int, path: Path, unit: int, retries: int, kind: type[RuntimeError] = SwapError) -> None:
+        self.fd, self._path, self._unit, self._retries, self._kind = fd, path, unit, retries, kind
 
-    def __init__(self, fd: int, path: Path, unit: int, retries: int) -> None:
-        self.fd, self.path, self.unit, self.retries = fd, path, unit, retries
-
-    def trouble(self, what: str, error: OSError) -> RuntimeError:
-        """The error of a failed request."""
-        return trouble(what, self.path.parent, error)
-
-    def write(self, view: memoryview, offset: int) -> None:
-        """Write all of ``view``.
+    def move(self, writes: bool, view: memoryview, offset: int) -> None:
+        """Write all of ``view``, or fill it.
 
         Raises:
-            SwapError: the write failed.
+            SwapError: (or ``kind``) the request failed, or the file is too short.
         """
-        self._move(True, view, offset)
-
-    def read(self, view: memoryview, offset: int) -> None:
-        """Fill all of ``view``.
-
-        Raises:
-            SwapError: the read failed, or the file is too short.
-        """
-        self._move(False, view, offset)
-
-    def _move(self, writes: bool, view: memoryview, offset: int) -> None:
         done, failures = 0, 0
         while done < len(view):
+            what = f"Cannot {'write' if writes else 'read'} {len(view) - done} bytes at offset {offset + done} of"
             try:
-                call = write_some if writes else read_some
-                count = call(self.fd, view[done:], offset + done)
+                count = (write_some if writes else read_some)(self.fd, view[done:], offset + done)
             except InterruptedError:
                 continue
             except OSError as error:
-                if error.errno not in _TRANSIENT or failures == self.retries:
-                    what = self._what(writes, len(view) - done, offset + done)
-                    raise self.trouble(what, error) from None
+                if error.errno not in _TRANSIENT or failures == self._retries:
+                    raise trouble(f"{what} {self._path}", self._path.parent, error, self._kind) from None
                 count = 0
             # A short request can end within a sector, where the next one must not start.
-            progress = count if done + count == len(view) else (done + count) // self.unit * self.unit - done
+            progress = count if done + count == len(view) else (done + count) // self._unit * self._unit - done
             if progress > 0:
                 done, failures = done + progress, 0
                 continue
-            if not writes:
-                self._check_length(offset + len(view))
-            if failures == self.retries:
-                what = self._what(writes, len(view) - done, offset + done)
-                raise self.kind(f"{what}: {failures + 1} requests moved nothing. See dmesg; the disk may hang.")
+            size, end = os.fstat(self.fd).st_size, offset + len(view)
+            if not writes and size < end:
+                raise self._kind(
+                    f"{self._path} ends at byte {size}, and {end} bytes were written: another program truncated it."
+                    " Keep other programs away from lt_zero's folders, and restart from a checkpoint."
+                )
+            if failures == self._retries:
+                nothing = f"{failures + 1} requests moved nothing. See dmesg; the disk may hang."
+                raise self._kind(f"{what} {self._path}: {nothing}")
             time.sleep(_PAUSE * 2**failures)
             failures += 1
-
-    def _check_length(self, end: int) -> None:
-        size = os.fstat(self.fd).st_size
-        if size < end:
-            raise SwapError(
-                f"{self.path} ends at byte {size}, and {end} bytes were written: another program truncated it. Keep"
-                " other programs away from lt_zero's folders, and restart from a checkpoint."
-            )
-
-    def _what(self, writes: bool, length: int, offset: int) -> str:
-        return f"Cannot {'write' if writes else 'read'} {length} bytes at offset {offset} of {self.path}"
 
 
 class _Record:
     """A record of the file, and the state of its content."""
 
     def __init__(self, index: int, offset: int, nbytes: int, blocks: int) -> None:
-        self.index = index
-        self.offset = offset
-        self.nbytes = nbytes
+        self.index, self.offset, self.nbytes = index, offset, nbytes
         self.sums = [0] * blocks  # checksums of the last write
         self.last: Transfer | None = None  # the latest request; the next one is chained behind it
         self.written = False  # a write was submitted
@@ -181,13 +151,29 @@ class _Handle:
     """The open file and its running requests. Outlives the SwapFile at exit."""
 
     def __init__(self, fd: int, path: Path) -> None:
-        self.fd = fd
-        self.path = path
-        self.pid = os.getpid()
+        self.fd, self.path, self.pid = fd, path, os.getpid()
         self.idle = threading.Condition()
         self.running = 0  # requests that have not ended
         self.closed = False  # accepts no new requests
         self.given_up = False  # drops queued requests
+
+    def count(self, requests: int) -> None:
+        """Add to the number of running requests."""
+        with self.idle:
+            self.running += requests
+            self.idle.notify_all()
+
+    def release(self) -> None:
+        """Close and remove the file; at exit, drop queued requests."""
+        if os.getpid() != self.pid:  # the parent's file stays; see Note [Fork and exit] in thread_pool.py
+            os.close(self.fd)
+            return
+        with self.idle:
+            self.closed = self.given_up = True
+            quiet = self.idle.wait_for(lambda: self.running == 0, EXIT_PATIENCE)
+        if quiet:  # otherwise a thread might write to another file that reuses the descriptor
+            os.close(self.fd)
+        self.path.unlink(missing_ok=True)
 
 
 class SwapFile:
@@ -206,12 +192,11 @@ class SwapFile:
         pool.check_process("make a file")
         if any(size < 0 for size in sizes):
             raise ValueError(f"{path}: sizes of records must not be negative, not {min(sizes)}.")
-        self.path = path
-        self._pool = pool
-        self._unit = max(BLOCK, logical_block(path.parent))
-        self._step = rounded(pool.block_size, self._unit)
+        self.path, self._pool = path, pool
+        unit = max(BLOCK, logical_block(path.parent))
+        self._step = rounded(pool.block_size, unit)
         self._weights = checksum_weights(self._step)  # 1D
-        lengths = [rounded(size, self._unit) for size in sizes]
+        lengths = [rounded(size, unit) for size in sizes]
         self.nbytes = sum(lengths)
         fd = _allocate(path, self.nbytes)
         offsets = itertools.accumulate(lengths, initial=0)
@@ -220,13 +205,13 @@ class SwapFile:
             for index, (offset, nbytes) in enumerate(zip(offsets, lengths, strict=False))
         ]
         self._lock = threading.Lock()  # guards `_Record.last`
-        self.direct = go_direct(fd, self._unit, self.nbytes)
+        self.direct = go_direct(fd, unit, self.nbytes)
         if not self.direct and "direct" not in _told:
             _told.add("direct")
             log.warning("%s does not support O_DIRECT: NVMe offload is slower there.", path.parent)
-        self._blocks = Blocks(fd, path, self._unit if self.direct else 1, pool.retries)
+        self._blocks = Blocks(fd, path, unit if self.direct else 1, pool.retries)
         self._handle = _Handle(fd, path)
-        self._finalizer = weakref.finalize(self, _release, self._handle)
+        self._finalizer = weakref.finalize(self, self._handle.release)
 
     def size_of(self, record: int) -> int:
         """Bytes of a record, in full blocks; tensors to write or read must have this size."""
@@ -265,19 +250,15 @@ class SwapFile:
         return self._records[index]
 
     def _submit(self, record: _Record, tensor: Tensor, writes: bool) -> Transfer:
-        verb = "write" if writes else "read"
-        check_buffer(tensor, record.nbytes, f"Cannot {verb} record {record.index} of {self.path}")
+        what = f"Cannot {'write' if writes else 'read'} record {record.index} of {self.path}"
+        check_buffer(tensor, record.nbytes, what)
         if not writes and not record.written:
-            raise SwapError(
-                f"Cannot read record {record.index} of {self.path} (offset {record.offset}, {record.nbytes} bytes): it"
-                " was never written."
-            )
-        handle = self._handle
+            raise SwapError(f"{what} (offset {record.offset}, {record.nbytes} bytes): it was never written.")
         self._pool.check_process("read or write")
-        with handle.idle:
-            if handle.closed:
-                raise SwapError(f"Cannot {verb} record {record.index} of {self.path}: the file is closed.")
-            handle.running += 1
+        with self._handle.idle:
+            if self._handle.closed:
+                raise SwapError(f"{what}: the file is closed.")
+            self._handle.running += 1
         move = functools.partial(self._write_block if writes else self._read_block, record, tensor)
         end = functools.partial(self._end, record, writes)
         try:
@@ -286,7 +267,7 @@ class SwapFile:
                 record.written = record.written or writes
                 return record.last
         except SwapError:
-            self._ended()
+            self._handle.count(-1)
             raise
 
     def _block(self, record: _Record, tensor: Tensor, index: int) -> tuple[Tensor, int]:
@@ -300,7 +281,7 @@ class SwapFile:
         block, offset = self._block(record, tensor, index)
         if self._pool.checksum:
             record.sums[index] = checksum(block, self._weights)
-        self._blocks.write(view_of(block), offset)
+        self._blocks.move(True, view_of(block), offset)
 
     def _read_block(self, record: _Record, tensor: Tensor, index: int) -> None:
         if record.problem:
@@ -308,7 +289,7 @@ class SwapFile:
                 f"Cannot read record {record.index} of {self.path}: its last write failed. {record.problem}"
             )
         block, offset = self._block(record, tensor, index)
-        self._blocks.read(view_of(block), offset)
+        self._blocks.move(False, view_of(block), offset)
         if self._pool.checksum and (found := checksum(block, self._weights)) != record.sums[index]:
             raise SwapError(
                 f"Wrong checksum of {block.numel()} bytes at offset {offset} of {self.path} (record {record.index}):"
@@ -321,25 +302,17 @@ class SwapFile:
         """Complete a transfer, in the thread that moved its last block."""
         try:
             if error is None and not self.direct and record.nbytes:
-                self._drop_cache(record, writes)
+                # Without O_DIRECT the file would evict everything else from the page cache.
+                if writes:
+                    os.fdatasync(self._handle.fd)  # also reports errors
+                os.posix_fadvise(self._handle.fd, record.offset, record.nbytes, os.POSIX_FADV_DONTNEED)
         except OSError as problem:
             error = trouble(f"Cannot write back record {record.index} of {self.path}", self.path.parent, problem)
             raise error from None
         finally:
             if writes:
                 record.problem = str(error) if error is not None else ""
-            self._ended()
-
-    def _drop_cache(self, record: _Record, writes: bool) -> None:
-        # Without O_DIRECT the file would evict everything else from the page cache. fdatasync also reports errors.
-        if writes:
-            os.fdatasync(self._handle.fd)
-        os.posix_fadvise(self._handle.fd, record.offset, record.nbytes, os.POSIX_FADV_DONTNEED)
-
-    def _ended(self) -> None:
-        with self._handle.idle:
-            self._handle.running -= 1
-            self._handle.idle.notify_all()
+            self._handle.count(-1)
 
 
 class Nowhere:
@@ -411,16 +384,3 @@ def go_direct(fd: int, unit: int, nbytes: int) -> bool:
         fcntl.fcntl(fd, fcntl.F_SETFL, before)
         return False
     return True
-
-
-def _release(handle: _Handle) -> None:
-    """Close and remove the file; at exit, drop queued requests."""
-    if os.getpid() != handle.pid:  # the parent's file stays; see Note [Fork and exit] in thread_pool.py
-        os.close(handle.fd)
-        return
-    with handle.idle:
-        handle.closed = handle.given_up = True
-        quiet = handle.idle.wait_for(lambda: handle.running == 0, _EXIT_PATIENCE)
-    if quiet:  # otherwise a thread might write to another file that reuses the descriptor
-        os.close(handle.fd)
-    handle.path.unlink(missing_ok=True)

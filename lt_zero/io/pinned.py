@@ -25,10 +25,12 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
+
+from lt_zero.common.flat_storage import anonymous_pages
 
 log = logging.getLogger("lt_zero")
 
@@ -58,14 +60,8 @@ def aligned_buffer(nbytes: int) -> Tensor:
 
 
 def _map(nbytes: int) -> mmap.mmap:
-    pages = mmap.mmap(-1, rounded(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        if advice := getattr(mmap, name, None):
-            try:
-                pages.madvise(advice)
-            except OSError:
-                # A kernel without huge pages: I/O is slower (requests are lists of 4 KiB pages), but correct.
-                continue
+    # Without huge pages I/O is slower (requests are lists of 4 KiB pages), but correct.
+    pages = anonymous_pages(rounded(nbytes), "MADV_HUGEPAGE", "MADV_DONTFORK")
     _mapped.add(pages)
     return pages  # the tensor's storage keeps it alive
 
@@ -156,7 +152,7 @@ def check_buffer(tensor: Tensor, nbytes: int, what: str) -> None:
     Raises:
         ValueError: ``tensor`` is not 1D contiguous uint8 on the CPU, has another size, or is not aligned.
     """
-    problem = None
+    problem = ""
     if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device.type != "cpu":
         layout = "contiguous" if tensor.is_contiguous() else "not contiguous"
         problem = f"the tensor is {tensor.dtype}, {tensor.dim()}D, {layout}, on {tensor.device}"
@@ -189,16 +185,11 @@ def return_large_blocks() -> None:
     """
     if "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return
-    mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def return_freed_memory() -> None:
     """Make malloc return all freed pages to the system. A no-op without glibc."""
-    try:
+    with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError):
-        return

@@ -56,8 +56,14 @@ class SwapFolder:
         self.rank = rank
         self._base = Path(nvme_path).absolute()
         _make_base(self._base)
-        _warn_of_memory(self._base)
-        _remove_leftovers(self._base)
+        kind = filesystem_of(self._base)
+        if kind in ("tmpfs", "ramfs") and str(self._base) not in _told:
+            _told.add(str(self._base))
+            text = (
+                "nvme_path %s is on %s, which is memory: offload to it frees nothing. Set nvme_path to a disk's folder."
+            )
+            log.warning(text, self._base, kind)
+        _remove_leftovers(self._base, local=kind in _LOCAL)
         try:
             self.path, lock = _make(self._base, rank)
         except OSError as error:
@@ -66,17 +72,13 @@ class SwapFolder:
         _folders.add(self)
         self._finalizer = weakref.finalize(self, _release, self.path, self._lock, os.getpid())
 
-    def free_bytes(self) -> int:
-        """Bytes that can still be written."""
-        return free_bytes(self.path)
-
     def require(self, nbytes: int) -> None:
         """Check that the disk has space for ``nbytes`` more.
 
         Raises:
             SwapError: the free space is too small.
         """
-        free = self.free_bytes()
+        free = free_bytes(self.path)
         if free < nbytes:
             raise SwapError(
                 f"nvme_path={str(self._base)!r} has too little space: rank {self.rank} needs {in_words(nbytes)}, and"
@@ -88,21 +90,16 @@ class SwapFolder:
         """Remove the folder and the files in it. Idempotent."""
         self._finalizer()
 
-    def _forget_lock(self) -> None:
-        for lock in self._lock:
-            os.close(lock)
-        self._lock.clear()
-
 
 _folders: weakref.WeakSet[SwapFolder] = weakref.WeakSet()
 
 
-def _after_fork() -> None:
+def _unlock_all() -> None:
     for folder in list(_folders):
-        folder._forget_lock()
+        _close(folder._lock)
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_unlock_all)
 
 
 def filesystem_of(path: Path) -> str:
@@ -135,17 +132,6 @@ def _make_base(base: Path) -> None:
         raise trouble(what, base.parent, error) from error
 
 
-def _warn_of_memory(base: Path) -> None:
-    kind = filesystem_of(base)
-    if kind in ("tmpfs", "ramfs") and str(base) not in _told:
-        _told.add(str(base))
-        log.warning(
-            "nvme_path %s is on %s, which is memory: offload to it frees nothing. Set nvme_path to a folder on a disk.",
-            base,
-            kind,
-        )
-
-
 def _host() -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname())
 
@@ -172,18 +158,13 @@ def _make(base: Path, rank: int) -> tuple[Path, int]:
 
 
 def _lock(fd: int) -> bool:
-    """Take the lock without waiting.
-
-    Returns:
-        False if the file system does not support locks.
+    """Take the lock without waiting; False if the file system does not support locks.
 
     Raises:
         BlockingIOError: another process holds the lock.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
     except OSError as error:
         if error.errno in _NO_LOCKS:
             return False
@@ -191,9 +172,9 @@ def _lock(fd: int) -> bool:
     return True
 
 
-def _remove_leftovers(base: Path) -> None:
+def _remove_leftovers(base: Path, local: bool) -> None:
     """Remove the folders of dead processes in ``base``. See Note [Leftovers]."""
-    host = ".+" if filesystem_of(base) in _LOCAL else re.escape(_host())
+    host = ".+" if local else re.escape(_host())
     pattern = re.compile(rf"lt_zero-{host}-\d+-[0-9a-f]{{8}}({re.escape(_NEW)})?")
     count, freed = 0, 0
     try:
@@ -252,6 +233,10 @@ def _release(path: Path, lock: list[int], pid: int) -> None:
             _clear(path)
     except OSError as error:
         log.warning("Cannot remove %s: %s. Remove it by hand.", path, error)
-    for fd in lock:
+    _close(lock)
+
+
+def _close(files: list[int]) -> None:
+    for fd in files:
         os.close(fd)
-    lock.clear()
+    files.clear()

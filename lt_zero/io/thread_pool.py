@@ -28,7 +28,7 @@ from lt_zero.io.pinned import BLOCK
 
 log = logging.getLogger("lt_zero")
 
-_EXIT_PATIENCE = 30.0  # seconds to wait at exit for requests in the kernel
+EXIT_PATIENCE = 30.0  # seconds to wait at exit for requests in the kernel
 LOOK = 1.0  # seconds between checks whether a thread is alive
 
 
@@ -46,18 +46,18 @@ def check_alive(thread: threading.Thread | None) -> None:
         raise SwapError(f"The thread {thread.name} died before it finished its work. Please report this.")
 
 
-class Transfer:
-    """A read or write of one record, made by ``IoPool.submit``."""
+End = Callable[[RuntimeError | None], None]
 
-    def __init__(
-        self, pool: IoPool, count: int, move: Callable[[int], None], end: Callable[[RuntimeError | None], None]
-    ) -> None:
+
+class Transfer:
+    """Blocks that are moved, such as a read or write of one record; made by ``IoPool.submit``."""
+
+    def __init__(self, pool: IoPool, count: int, move: Callable[[int], None], end: End) -> None:
         self._pool = pool
         self._move: Callable[[int], None] | None = move
-        self._end: Callable[[RuntimeError | None], None] | None = end
-        self._count = count
+        self._end: End | None = end
+        self._count = self._left = count
         self._handed_out = 0
-        self._left = count
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._error: RuntimeError | None = None
@@ -81,10 +81,21 @@ class Transfer:
         if self._error is not None:
             raise type(self._error)(str(self._error)) from self._error.__cause__
 
-    def begin(self, after: Transfer | None) -> None:
+    def begin(self, after: Transfer | None = None) -> None:
         """Queue the first blocks, now or when ``after`` has ended."""
-        if after is None or not after._chain(self):
-            self._hand_out()
+        if after is not None:
+            with after._lock:
+                if not after.done:
+                    assert after._follower is None
+                    after._follower = self
+                    return
+        if self._count == 0:
+            self._finish()
+            return
+        # Set first: a block that ends during the loop already queues the next one.
+        self._handed_out = min(self._count, self._pool.queue_depth)
+        for block in range(self._handed_out):
+            self._pool.put(self, block)
 
     def run(self, block: int) -> None:
         """Move one block, in a thread of the pool."""
@@ -105,23 +116,6 @@ class Transfer:
         if last:
             self._finish()
 
-    def _hand_out(self) -> None:
-        if self._count == 0:
-            self._finish()
-            return
-        # Set first: a block that ends during the loop already queues the next one.
-        self._handed_out = min(self._count, self._pool.queue_depth)
-        for block in range(self._handed_out):
-            self._pool.put(self, block)
-
-    def _chain(self, follower: Transfer) -> bool:
-        with self._lock:
-            if self.done:
-                return False
-            assert self._follower is None
-            self._follower = follower
-            return True
-
     def _finish(self) -> None:
         assert self._end is not None
         try:
@@ -134,7 +128,7 @@ class Transfer:
             follower, self._follower = self._follower, None
             self._ended.set()
         if follower is not None:
-            follower._hand_out()
+            follower.begin()
         self._pool.ended()
 
 
@@ -145,6 +139,10 @@ def _bare(problem: BaseException) -> RuntimeError:
     error = SwapError(f"A thread for disk I/O failed unexpectedly: {problem!r}. Please report this.")
     error.__cause__ = problem
     return error
+
+
+def _nothing(error: RuntimeError | None) -> None:
+    """No action at the end of a transfer."""
 
 
 Queue = queue.SimpleQueue[tuple[Transfer, int] | None]
@@ -162,28 +160,20 @@ class IoPool:
     """
 
     def __init__(
-        self,
-        threads: int = 4,
-        block_size: int = 4 << 20,
-        queue_depth: int = 8,
-        checksum: bool = True,
-        retries: int = 5,
+        self, threads: int = 4, block_size: int = 4 << 20, queue_depth: int = 8, checksum: bool = True, retries: int = 5
     ) -> None:
         for name, value, least in (("threads", threads, 1), ("queue_depth", queue_depth, 1), ("retries", retries, 0)):
             if value < least:
                 raise ValueError(f"{name}={value}: must be at least {least}.")
         if block_size < BLOCK or block_size % BLOCK:
             raise ValueError(f"block_size={block_size}: must be a multiple of {BLOCK}, such as {4 << 20}.")
-        self.threads = threads
-        self.block_size = block_size
-        self.queue_depth = queue_depth
-        self.checksum = checksum
-        self.retries = retries
+        self.threads, self.block_size, self.queue_depth = threads, block_size, queue_depth
+        self.checksum, self.retries = checksum, retries
         self._pid = os.getpid()
         self._closed = False
         self._running = 0  # transfers that have not ended
         self._idle = threading.Condition()
-        self._begin()
+        self._start()
 
     def check_process(self, what: str) -> None:
         """Raise SwapError in a process other than the pool's, which does not have its threads."""
@@ -193,9 +183,25 @@ class IoPool:
                 " forked. Create an IoPool and files in the child, or start it with spawn."
             )
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
+        # Checksums run in these threads. torch must not start threads of its own there: OpenMP makes one team per
+        # calling thread, and idle teams spin. ``torch.set_num_threads`` sets the calling thread's number, and the default
+        # of later threads: each worker calls it, and the default is restored below.
+        before = torch.get_num_threads()  # read first: a thread's first call adopts the default that workers change
         self._queue: Queue = queue.SimpleQueue()
-        self._workers = _start(self._queue, self.threads)
+        self._workers: list[threading.Thread] = []
+        ready = threading.Barrier(self.threads + 1)
+        try:
+            for index in range(self.threads):
+                # Daemons: the interpreter joins other threads before it runs the finalizers that would end them.
+                name = f"lt_zero-io-{index}"
+                self._workers.append(threading.Thread(target=_serve, args=(self._queue, ready), name=name, daemon=True))
+                self._workers[-1].start()
+        except RuntimeError:  # the system allows no more threads
+            ready.abort()
+            raise
+        ready.wait()
+        torch.set_num_threads(before)
         self._finalizer = weakref.finalize(self, _stop, self._queue, self._workers, self._pid)
 
     def check_threads(self) -> None:
@@ -204,13 +210,11 @@ class IoPool:
             check_alive(worker)
 
     def submit(
-        self,
-        count: int,
-        move: Callable[[int], None],
-        end: Callable[[RuntimeError | None], None],
-        after: Transfer | None,
+        self, count: int, move: Callable[[int], None], end: End = _nothing, after: Transfer | None = None
     ) -> Transfer:
         """Call ``move`` for each of ``count`` blocks in the threads, after ``after`` has ended, then ``end`` once.
+
+        ``end`` gets the error, if there was one.
 
         Raises:
             SwapError: the pool is closed or belongs to another process; nothing is called then.
@@ -220,7 +224,7 @@ class IoPool:
             if self._closed:
                 raise SwapError("The IoPool is closed: close files before it, and submit nothing afterwards.")
             if not self._finalizer.alive:
-                self._begin()
+                self._start()
             self._running += 1
         transfer = Transfer(self, count, move, end)
         transfer.begin(after)
@@ -251,27 +255,6 @@ class IoPool:
         self.rest()
 
 
-def _start(line: Queue, count: int) -> list[threading.Thread]:
-    # Checksums run in these threads. torch must not start threads of its own there: OpenMP makes one team per calling
-    # thread, and idle teams spin. ``torch.set_num_threads`` sets the calling thread's number and the default of threads
-    # that do not exist yet, so each of ours calls it, and the default is restored below.
-    before = torch.get_num_threads()  # read first: a thread's first call adopts the default that ours change
-    ready = threading.Barrier(count + 1)
-    workers = []
-    try:
-        for index in range(count):
-            # Daemons: the interpreter joins other threads before it runs the finalizers that would end them.
-            worker = threading.Thread(target=_serve, args=(line, ready), name=f"lt_zero-io-{index}", daemon=True)
-            worker.start()
-            workers.append(worker)
-    except RuntimeError:  # the system allows no more threads
-        ready.abort()
-        raise
-    ready.wait()
-    torch.set_num_threads(before)
-    return workers
-
-
 def _serve(line: Queue, ready: threading.Barrier) -> None:
     # Holds no reference to the pool, whose finalizer ends the threads.
     torch.set_num_threads(1)
@@ -289,4 +272,4 @@ def _stop(line: Queue, workers: list[threading.Thread], pid: int) -> None:
         line.put(None)
     for worker in workers:
         if worker is not threading.current_thread():  # the last reference to the pool may die in one of its threads
-            worker.join(_EXIT_PATIENCE)
+            worker.join(EXIT_PATIENCE)

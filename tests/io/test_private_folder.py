@@ -158,7 +158,7 @@ def test_places_that_cannot_be_used_are_told(tmp_path: Path, monkeypatch: pytest
 def test_a_missing_place_is_made_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = SwapFolder(tmp_path / "a" / "b", 0)
     assert f"nvme_path {tmp_path / 'a' / 'b'} did not exist; it was created" in caplog.text
-    free = made.free_bytes()
+    free = direct_file.free_bytes(made.path)
     made.require(1)
     with pytest.raises(SwapError, match=rf"rank 0 needs {1 << 60} bytes \(.* GiB\), and [0-9]+ bytes .*are free"):
         made.require(1 << 60)

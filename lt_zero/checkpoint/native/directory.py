@@ -116,8 +116,7 @@ class Place:
     def sink(self, name: str, expected: int = 0) -> Sink:
         """A sink for a new file in the directory; ``expected``: its approximate size in bytes."""
         if self._fs is not None:
-            path = f"{self.folder}/{name}"
-            return StreamSink(path, self._fs.open(path, "wb"))
+            return StreamSink(self._fs.open(f"{self.folder}/{name}", "wb"))
         if self._blocks is None:
             self._blocks = Blocks()
         return FileSink(Path(self.folder, name), self._blocks, expected)
