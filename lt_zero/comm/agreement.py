@@ -20,10 +20,8 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 _CHECK_INTERVAL = 5.0  # seconds of waiting for counts between checks for ended ranks
 
@@ -32,7 +30,7 @@ class Agreement:
     """Agrees on requests.
 
     Args:
-        store: store of the group; None: there is only this rank.
+        store: store of the group; by default one in this process, for a single rank.
         check: raises if one of the given ranks has ended, or no collective can complete any more.
     """
 
@@ -43,7 +41,8 @@ class Agreement:
         world: int = 1,
         check: Callable[[list[int]], object] = lambda ranks: None,
     ) -> None:
-        self._store, self._rank, self._world, self._check = store, rank, world, check
+        self._store = store if store is not None else HashStore()
+        self._rank, self._world, self._check = rank, world, check
         self._requests: list[str] = []  # of this rank, not posted yet
         self._count = (0.0, 0.0)  # training points that were passed, and other points since the last of them
         self._posted = False  # whether the count of this round was posted
@@ -77,7 +76,7 @@ class Agreement:
         """Poll the store, and post if there is a request. Called periodically by another thread."""
         if not self._open or self._posted:
             return
-        if self._requests or (self._store is not None and self._store.check([self._key("requested")])):
+        if self._requests or self._store.check([self._key("requested")]):
             self._post()
 
     def pass_point(self, trains: bool) -> list[str]:
@@ -95,7 +94,16 @@ class Agreement:
         self._count = (points + 1, 0.0) if trains else (points, others + 1)
         if not self._posted:
             return []
-        posts = self._wait_posts()
+        with self._posting:
+            pass  # the other thread may be posting
+        started = checked = time.monotonic()
+        while int(self._store.add(self._key("posted"), 0)) < self._world:
+            now = time.monotonic()
+            if now - checked > _CHECK_INTERVAL:
+                checked = now
+                self._check([rank for rank in range(self._world) if not self._store.check([self._key(rank)])])
+            time.sleep(min(max((now - started) / 10, 1e-3), 0.1))
+        posts = [json.loads(self._store.get(self._key(rank))) for rank in range(self._world)]
         if self._count <= max(tuple(count) for count, _ in posts):
             return []
         self._round += 1
@@ -111,24 +119,8 @@ class Agreement:
                 return
             self._posted = True  # before ``_count`` is read, see above
             requests = list(self._requests)
-            self._own_post = [self._count, requests]
-            if self._store is not None:
-                self._store.set(self._key(self._rank), json.dumps(self._own_post))
-                if requests:
-                    self._store.set(self._key("requested"), "")
-                self._store.add(self._key("posted"), 1)
+            self._store.set(self._key(self._rank), json.dumps([self._count, requests]))
+            if requests:
+                self._store.set(self._key("requested"), "")
+            self._store.add(self._key("posted"), 1)
             del self._requests[: len(requests)]
-
-    def _wait_posts(self) -> list[Any]:
-        """Wait for the counts and requests of all ranks."""
-        with self._posting:  # the other thread may be posting
-            if self._store is None:
-                return [self._own_post]
-        started = checked = time.monotonic()
-        while int(self._store.add(self._key("posted"), 0)) < self._world:
-            now = time.monotonic()
-            if now - checked > _CHECK_INTERVAL:
-                checked = now
-                self._check([rank for rank in range(self._world) if not self._store.check([self._key(rank)])])
-            time.sleep(min(max((now - started) / 10, 1e-3), 0.1))
-        return [json.loads(self._store.get(self._key(rank))) for rank in range(self._world)]

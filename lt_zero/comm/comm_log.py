@@ -22,7 +22,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -68,19 +67,12 @@ def bus_factor(operation: str, world: int) -> float:
     return {"all_reduce": 2 * part, "all_gather": part, "reduce_scatter": part}.get(operation, 1.0)
 
 
-@dataclass
-class _Sum:
-    calls: int = 0
-    seconds: float = 0.0
-    shortest: float = float("inf")
-    longest: float = 0.0
-    waited: float = 0.0
-
-    def add(self, other: _Sum) -> None:
-        self.calls += other.calls
-        self.seconds += other.seconds
-        self.shortest, self.longest = min(self.shortest, other.shortest), max(self.longest, other.longest)
-        self.waited += other.waited
+class _Sum(NamedTuple):
+    calls: int
+    seconds: float
+    shortest: float
+    longest: float
+    waited: float
 
 
 class _Open(NamedTuple):
@@ -102,8 +94,7 @@ class CommLog:
     """
 
     def __init__(self, device: torch.device, world: int, show: Callable[[str], None] | None = None) -> None:
-        self._device, self._world = device, world
-        self._show = show
+        self._device, self._world, self._show = device, world, show
         self._block = CommsLogger(enabled=True, debug=True)  # everything, until ``configure``
         self._sums: dict[tuple[str, str, int], _Sum] = {}
         self._adding = threading.Lock()
@@ -115,7 +106,7 @@ class CommLog:
         before, self._block, self._sums = self._sums, block, {}
         for (operation, name, nbytes), found in before.items():
             if operation in block.operations:
-                self._sums.setdefault((operation, name if block.debug else "", nbytes), _Sum()).add(found)
+                self._add(operation, name, nbytes, found)
 
     def clear(self) -> None:
         """Drop all records."""
@@ -136,7 +127,7 @@ class CommLog:
         """Call after the wait, which began at ``waiting``."""
         ended = self.now(opened)
         if isinstance(opened.launched, float):
-            self._add(opened, ended - opened.launched, ended - waiting)
+            self._end(opened, ended - opened.launched, ended - waiting)
             return
         self._unread.append((opened, waiting, ended))
         if self._block.verbose:
@@ -154,15 +145,23 @@ class CommLog:
         while self._unread and (wait or self._unread[0][2].query()):
             opened, waiting, ended = self._unread.popleft()
             ended.synchronize()
-            self._add(opened, opened.launched.elapsed_time(ended) / 1e3, waiting.elapsed_time(ended) / 1e3)
+            self._end(opened, opened.launched.elapsed_time(ended) / 1e3, waiting.elapsed_time(ended) / 1e3)
 
-    def _add(self, opened: _Open, seconds: float, waited: float) -> None:
-        key = opened.operation, opened.name if self._block.debug else "", opened.nbytes
-        with self._adding:
-            self._sums.setdefault(key, _Sum()).add(_Sum(1, seconds, seconds, seconds, waited))
+    def _end(self, opened: _Open, seconds: float, waited: float) -> None:
+        self._add(opened.operation, opened.name, opened.nbytes, _Sum(1, seconds, seconds, seconds, waited))
         if self._block.verbose and self._show is not None:
             caller = f" ({opened.name})" if self._block.debug and opened.name else ""
             self._show(f"comm: {opened.operation}{caller}, {opened.nbytes} bytes, {seconds * 1e3:.4g} ms")
+
+    def _add(self, operation: str, name: str, nbytes: int, new: _Sum) -> None:
+        key = operation, name if self._block.debug else "", nbytes
+        with self._adding:
+            old = self._sums.get(key)
+            if old is not None:
+                least, most = min(old.shortest, new.shortest), max(old.longest, new.longest)
+                waited = old.waited + new.waited
+                new = _Sum(old.calls + new.calls, old.seconds + new.seconds, least, most, waited)
+            self._sums[key] = new
 
     def records(self, wait: bool = True) -> list[CommRecord]:
         """By operation, larger messages first.
@@ -176,8 +175,7 @@ class CommLog:
         for (operation, name, nbytes), total in self._sums.copy().items():
             algbw = nbytes * total.calls / total.seconds if total.seconds else 0.0
             busbw = algbw * bus_factor(operation, self._world)
-            values = total.calls, total.seconds, total.shortest, total.longest, total.waited
-            found.append(CommRecord(operation, name, nbytes, *values, algbw, busbw))
+            found.append(CommRecord(operation, name, nbytes, *total, algbw, busbw))
         return sorted(found, key=lambda record: (record.operation, -record.nbytes, record.name))
 
 
@@ -255,10 +253,10 @@ class LoggedComm(Comm):
     _reduce_small = _recorded("_reduce_small", lambda _, value, op, name: ("all_reduce", name, value.nbytes))
     host_max = _recorded("host_max", lambda _, flags, name: ("all_reduce", name, flags.nbytes), host=True)
     host_broadcast = _recorded(
-        "host_broadcast", lambda _, value, name: ("broadcast_object_list", name, _pickled_size(value)), host=True
+        "host_broadcast", lambda _, value, name: ("broadcast_object_list", name, len(pickle.dumps(value))), host=True
     )
     host_gather = _recorded(
-        "host_gather", lambda _, value, name: ("all_gather_object", name, _pickled_size(value)), host=True
+        "host_gather", lambda _, value, name: ("all_gather_object", name, len(pickle.dumps(value))), host=True
     )
     fence = _recorded("fence", lambda self: ("barrier", "shared memory", 0) if self.shares_memory else None, host=True)
     allow_background = _recorded(
@@ -273,10 +271,3 @@ class LoggedComm(Comm):
     background_fence = _recorded(
         "background_fence", lambda self: ("barrier", "background", 0) if self.shares_memory else None
     )
-
-
-def _pickled_size(value: Any) -> int:
-    return len(pickle.dumps(value))
-
-
-__all__ = ["CommLog", "CommRecord", "LoggedComm", "bus_factor", "comm_table"]

@@ -62,12 +62,9 @@ class DispatchMode(TorchDispatchMode):
         return super().__enter__()  # type: ignore[no-untyped-call]
 
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-
-
 def clean_name(name: str) -> str:
     """A parameter's name without the prefixes that torch.compile, FSDP and checkpoint wrappers insert."""
-    for wrapper in _WRAPPERS:
+    for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):
         name = name.replace(wrapper, "")
     return name
 
@@ -94,10 +91,9 @@ def wrapper_tensor(
     cls: type[Any], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
 ) -> Any:
     """A tensor of a subclass with shape, dtype and device, but no memory."""
+    device = device or torch.device("cpu")
     with torch.inference_mode(False):
-        return torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=dtype, device=device or torch.device("cpu")
-        )
+        return torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
 
 
 def alias_with_version(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,9 +131,9 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """All hooks around ``optimizer.step``, global ones included."""
     from torch.optim import optimizer as module
 
-    global_hooks = [getattr(module, f"_global_optimizer_{when}_hooks") for when in ("pre", "post")]
-    own_hooks = [getattr(optimizer, f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
-    return [hook for hooks in (*global_hooks, *own_hooks) for hook in hooks.values()]
+    names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return [hook for hooks in (*(getattr(module, name) for name in names), *own) for hook in hooks.values()]
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Any:
@@ -330,6 +326,9 @@ def is_part_of_config(config: Any) -> bool:
 # ---- Checked on hydra-core 1.3.2 to 1.3.8 ----------------------------------------------------------------------------
 
 
+Kind = Literal["change", "add", "force", "delete"]
+
+
 class HydraOverride(NamedTuple):
     """An override as Hydra's parser reads it.
 
@@ -345,7 +344,7 @@ class HydraOverride(NamedTuple):
     """
 
     text: str
-    kind: Literal["change", "add", "force", "delete"]
+    kind: Kind
     key: str
     package: str | None
     value: Any
@@ -372,12 +371,8 @@ def parse_override(text: str) -> HydraOverride:
     from hydra.core.override_parser.types import OverrideType, QuotedString
     from hydra.errors import HydraException
 
-    kinds: dict[OverrideType, Literal["change", "add", "force", "delete"]] = {
-        OverrideType.CHANGE: "change",
-        OverrideType.ADD: "add",
-        OverrideType.FORCE_ADD: "force",
-        OverrideType.DEL: "delete",
-    }
+    change, add, force, delete = OverrideType.CHANGE, OverrideType.ADD, OverrideType.FORCE_ADD, OverrideType.DEL
+    kinds: dict[OverrideType, Kind] = {change: "change", add: "add", force: "force", delete: "delete"}
     try:
         found = OverridesParser.create().parse_override(text)
     except HydraException as error:
@@ -388,14 +383,7 @@ def parse_override(text: str) -> HydraOverride:
         raise HydraSyntaxError(str(error).split("\n", 1)[0], column) from None
     except RecursionError:
         raise HydraSyntaxError("nested too deeply", None) from None
-    is_sweep = found.is_sweep_override()
-    return HydraOverride(
-        text,
-        kinds[found.type],
-        found.key_or_group,
-        found.package,
-        None if is_sweep else found.value(),
-        found.value_type is not None,
-        isinstance(found._value, QuotedString),
-        is_sweep,
-    )
+    is_sweep, has_value = found.is_sweep_override(), found.value_type is not None
+    value, is_quoted = None if is_sweep else found.value(), isinstance(found._value, QuotedString)
+    kind, key = kinds[found.type], found.key_or_group
+    return HydraOverride(text, kind, key, found.package, value, has_value, is_quoted, is_sweep)

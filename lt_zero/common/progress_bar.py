@@ -11,6 +11,7 @@ Note [Bar or lines]
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import sys
@@ -21,7 +22,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress
 
 log = logging.getLogger("lt_zero")
 
@@ -91,17 +92,14 @@ class ProgressBar:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the start."""
         return self._clock() - self._start
 
     def status(self) -> str:
         """The amount done and the elapsed time: ``7 of 24 (29 %), 12 s``."""
+        count = self._amount(self.done)
         if self.total:
-            count = f"{self._amount(self.done)} of {self._amount(self.total)} ({self.done / self.total:.0%})"
-            parts = [count.replace("%", " %")]
-        else:
-            parts = [self._amount(self.done)] if self.done else []
-        return ", ".join([*parts, duration(self.elapsed)])
+            count += f" of {self._amount(self.total)} ({self.done / self.total * 100:.0f} %)"
+        return f"{count}, {duration(self.elapsed)}" if self.total or self.done else duration(self.elapsed)
 
     def _amount(self, count: float) -> str:
         if not self._in_bytes:
@@ -184,27 +182,23 @@ def follow_lines(work: ProgressBar, wait: Callable[[float], bool], outcome: list
         write: writes a line; default: to stderr.
     """
     write = write or _write
-    number = 0
-    while not wait(max(0.0, _due(number) - work.elapsed)):
+    written = False
+    for due in itertools.chain(LINES, itertools.count(LINES[-1] + EACH, EACH)):
+        if written and due <= work.elapsed:
+            continue  # skip lines that a busy machine delayed
+        if wait(max(0.0, due - work.elapsed)):
+            break
         write(f"lt_zero: {work.what}: {work.status()}")
-        number += 1
-        while _due(number) <= work.elapsed:  # skip lines that a busy machine delayed
-            number += 1
-    if number:
+        written = True
+    if written:
         write(f"lt_zero: {work.what}: {outcome[0]} after {duration(work.elapsed)}")
-
-
-def _due(number: int) -> float:
-    return LINES[number] if number < len(LINES) else LINES[-1] + EACH * (number - len(LINES) + 1)
 
 
 def _write(line: str) -> None:
     stderr = sys.stderr
-    if stderr is None:
-        return
-    if _tqdm_bars():
+    if stderr is not None and _tqdm_bars():
         sys.modules["tqdm"].tqdm.write(line, file=stderr)
-    else:
+    elif stderr is not None:
         stderr.write(f"{line}\n")
         stderr.flush()
 
@@ -238,28 +232,13 @@ def _draws() -> bool:
     with _lock:
         if _display is not None:
             return True
-    live = any(type(stream).__module__ == "rich.file_proxy" for stream in (sys.stdout, stderr))
-    return not live and not _tqdm_bars()
+    return not _tqdm_bars() and all(type(s).__module__ != "rich.file_proxy" for s in (sys.stdout, stderr))
 
 
 def follow_bar(work: ProgressBar, wait: Callable[[float], bool]) -> bool:
     """Show a bar until the operation ends; False if another live display prevents it."""
-    from rich.errors import LiveError
-
-    try:
-        display, task = _enter(work)
-    except LiveError:
-        return False
-    try:
-        while not wait(_REFRESH):
-            display.update(task, total=work.total, completed=work.done, description=work.what, status=work.status())
-    finally:
-        _leave(display, task, work)
-    return True
-
-
-def _enter(work: ProgressBar) -> tuple[Progress, TaskID]:
     from rich.console import Console
+    from rich.errors import LiveError
     from rich.progress import BarColumn, Progress, TextColumn
 
     global _display, _shown
@@ -267,20 +246,24 @@ def _enter(work: ProgressBar) -> tuple[Progress, TaskID]:
         if _display is None:
             texts = [TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[status]")]
             display = Progress(texts[0], BarColumn(), texts[1], console=Console(stderr=True))
-            display.start()
+            try:
+                display.start()
+            except LiveError:
+                return False
             _display = display
+        display = _display
         _shown += 1
-        task = _display.add_task(work.what, total=work.total, completed=work.done, status=work.status())  # type: ignore[arg-type]
-        return _display, task
-
-
-def _leave(display: Progress, task: TaskID, work: ProgressBar) -> None:
-    global _display, _shown
-    with _lock:
-        display.update(task, completed=work.done, status=work.status())
-        display.stop_task(task)
-        if display is _display:
-            _shown -= 1
-            if _shown == 0:
-                _display = None
-                display.stop()
+        task = display.add_task(work.what, total=work.total, completed=work.done, status=work.status())  # type: ignore[arg-type]
+    try:
+        while not wait(_REFRESH):
+            display.update(task, total=work.total, completed=work.done, description=work.what, status=work.status())
+    finally:
+        with _lock:
+            display.update(task, completed=work.done, status=work.status())
+            display.stop_task(task)
+            if display is _display:
+                _shown -= 1
+                if _shown == 0:
+                    _display = None
+                    display.stop()
+    return True

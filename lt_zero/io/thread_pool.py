@@ -185,8 +185,8 @@ class IoPool:
 
     def _start(self) -> None:
         # Checksums run in these threads. torch must not start threads of its own there: OpenMP makes one team per
-        # calling thread, and idle teams spin. ``torch.set_num_threads`` sets the calling thread's number, and the default
-        # of later threads: each worker calls it, and the default is restored below.
+        # calling thread, and idle teams spin. ``torch.set_num_threads`` sets the calling thread's number and the
+        # default of later threads, so each worker calls it, and the default is restored below.
         before = torch.get_num_threads()  # read first: a thread's first call adopts the default that workers change
         self._queue: Queue = queue.SimpleQueue()
         self._workers: list[threading.Thread] = []
