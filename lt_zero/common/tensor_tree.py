@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -45,20 +45,17 @@ def _iter(value: Any, seen: set[int], depth: int, containers: bool = False) -> I
     seen.add(id(value))
     if containers:
         yield value
-    for item in _children(value):
-        yield from _iter(item, seen, depth + 1, containers)
-
-
-def _children(value: Any) -> Iterator[Any]:
+    items: Iterable[Any] = ()
     if isinstance(value, Mapping):
-        yield from value.values()
+        items = value.values()
     elif isinstance(value, (tuple, list, set, frozenset)):
-        yield from value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield getattr(value, field.name, None)
+        items = value
+    elif dataclasses.is_dataclass(value):
+        items = (getattr(value, field.name, None) for field in dataclasses.fields(value))
     elif _is_plain(value):
-        yield from vars(value).values()
+        items = vars(value).values()
+    for item in items:
+        yield from _iter(item, seen, depth + 1, containers)
 
 
 def rows_of(batch: Any) -> int | None:
