@@ -180,7 +180,8 @@ def load(path: Path, start: int = 0, stop: int | None = None, inert: Collection[
                         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
                             raise ValueError(f"its record {info.filename} is compressed")
                 window.seek(0)
-            file: Any = path if mapped else window
+            # A system call reads at most 2 GiB, and torch takes less than it asked for as damage.
+            file: Any = path if mapped else io.BufferedReader(window)
             admitted = [*_ADMITTED, *((_stub(name), name) for name in inert)]
             with _lock, torch.serialization.safe_globals(admitted):  # type: ignore[arg-type]
                 value = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
