@@ -111,17 +111,17 @@ def _move_in(
     units: list[Unit] = []
     if plan.joins:  # a bucket needs the values of later units
         for planned in plan.units:
-            materializer.fill([p for _, p in planned.plan.parameters])
+            materializer.fill(p for _, p in planned.parameters)
     for planned in plan.units:  # the root is the last
-        materializer.fill([p for _, p in planned.plan.parameters])
-        is_root = not planned.plan.name
+        materializer.fill([p for _, p in planned.parameters])
+        is_root = not planned.name
         buckets = [made[bucket] for bucket in (*planned.buckets, *(plan.rest if is_root else ()))]
         for bucket in buckets:
             bucket.adopt(materializer.fetch, training)
             work.advance()
         if any(bucket.sharding.params for bucket in buckets):
             return_freed_memory()  # gaps that the module's parameters leave in the heap add up to a copy of the model
-        units.append(Unit(planned.plan.name, planned.plan.module, buckets, planned.needs_weights))
+        units.append(Unit(planned.name, planned.module, buckets, planned.needs_weights))
     *others, root = units
     return [unit for unit in others if unit.buckets], root
 

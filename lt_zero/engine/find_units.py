@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from torch import nn
 from torch.nn import Parameter
@@ -24,17 +25,12 @@ from lt_zero.engine.guard import is_guarded
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-@dataclass(frozen=True)
-class UnitPlan:
+class FoundUnit(NamedTuple):
     """A module and the parameters that no other unit has; the root's name is ''."""
 
     name: str
     module: nn.Module
-    parameters: tuple[tuple[str, Parameter], ...]
-
-    @property
-    def numel(self) -> int:
-        return sum(p.numel() for _, p in self.parameters)
+    parameters: list[tuple[str, Parameter]]
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ def class_matches(module: nn.Module, names: Iterable[str]) -> bool:
     return any(c.__name__ in wanted or f"{c.__module__}.{c.__qualname__}" in wanted for c in type(module).__mro__)
 
 
-def find_units(root: nn.Module, rules: UnitRules) -> list[UnitPlan]:
+def find_units(root: nn.Module, rules: UnitRules) -> list[FoundUnit]:
     """The units of ``root`` in registration order; the last is the root with the remaining parameters (maybe none).
 
     A parameter that appears in several units belongs to the root.
@@ -69,14 +65,13 @@ def find_units(root: nn.Module, rules: UnitRules) -> list[UnitPlan]:
     Raises:
         TypeError: a lazy parameter has no shape yet.
     """
+    located: dict[tuple[int, int], str] = {}
     for name, parameter in root.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise TypeError(
                 f"Parameter {name!r} of a lazy module has no shape yet. Run one forward on a small batch (for example "
                 "in `configure_model`) before training."
             )
-    located: dict[tuple[int, int], str] = {}
-    for name, parameter in root.named_parameters():
         if parameter.is_meta or parameter.numel() == 0 or is_guarded(parameter):
             continue
         other = located.setdefault((parameter.untyped_storage().data_ptr(), int(parameter.storage_offset())), name)
@@ -97,9 +92,9 @@ def find_units(root: nn.Module, rules: UnitRules) -> list[UnitPlan]:
         own = [p for p in module.parameters() if p not in owned and all(n.startswith(inside) for n in names[p])]
         if own and module is not root:
             owned.update(own)
-            units.append(UnitPlan(clean_name(name), module, tuple((clean_name(names[p][0]), p) for p in own)))
-    rest = tuple((clean_name(n), p) for n, p in root.named_parameters() if p not in owned)
-    return [*units, UnitPlan("", root, rest)]
+            units.append(FoundUnit(clean_name(name), module, [(clean_name(names[p][0]), p) for p in own]))
+    rest = [(clean_name(n), p) for n, p in root.named_parameters() if p not in owned]
+    return [*units, FoundUnit("", root, rest)]
 
 
 def find_repeated(root: nn.Module) -> list[tuple[str, nn.Module]]:

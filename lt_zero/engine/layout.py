@@ -154,75 +154,56 @@ class Owners:
     """Assigns the parameters of one bucket after the other to ``world`` ranks."""
 
     def __init__(self, world: int) -> None:
-        self._world = world
         self._loads = [0] * world  # elements of trained parameters so far
 
     def of(self, numels: Sequence[int], trains: bool) -> tuple[int, ...]:
         """The owner of each parameter of the next bucket; frozen buckets (not ``trains``) do not count as work."""
-        shares = share_out(numels, self._world)
-        sizes = shares_of(numels, shares, self._world)
-        heavy = sorted(range(self._world), key=lambda share: -sizes[share])
-        light = sorted(range(self._world), key=lambda rank: self._loads[rank])
-        rank_of = dict(zip(heavy, light, strict=True))
-        for share, rank in rank_of.items():
-            self._loads[rank] += sizes[share] if trains else 0
+        ranks = range(len(self._loads))
+        shares, sizes = share_out(numels, len(ranks))
+        heavy = sorted(ranks, key=lambda share: -sizes[share])
+        rank_of = dict(zip(heavy, sorted(ranks, key=self._loads.__getitem__), strict=True))
+        for share, rank in rank_of.items() if trains else ():
+            self._loads[rank] += sizes[share]
         return tuple(rank_of[share] for share in shares)
 
 
-def share_out(numels: Sequence[int], world: int) -> tuple[int, ...]:
-    """Divide items among ``world`` shares of about equal size (LPT rule): the share of each item.
+def share_out(numels: Sequence[int], world: int) -> tuple[list[int], list[int]]:
+    """Divide items among ``world`` shares of about equal size (LPT rule): the share of each item, and their sizes.
 
-    >>> share_out([1, 4, 3, 4], 2)
-    (1, 0, 0, 1)
+    >>> share_out([8, 32, 24, 32], 2)
+    ([1, 0, 0, 1], [56, 40])
     """
-    sizes = [(0, share) for share in range(world)]  # a heap: a linear search takes minutes with hundreds of ranks
-    found = [0] * len(numels)
+    heap = [(0, share) for share in range(world)]  # a linear search takes minutes with hundreds of ranks
+    found, sizes = [0] * len(numels), [0] * world
     for index in sorted(range(len(numels)), key=lambda index: (-numels[index], index)):
-        size, share = sizes[0]
-        found[index] = share
-        heapreplace(sizes, (size + aligned(numels[index]), share))
-    return tuple(found)
-
-
-def shares_of(numels: Sequence[int], shares: Sequence[int], world: int) -> list[int]:
-    """The elements of each share, alignment included."""
-    sizes = [0] * world
-    for numel, share in zip(numels, shares, strict=True):
-        sizes[share] += aligned(numel)
-    return sizes
-
-
-def padding(numels: Sequence[int], world: int) -> float:
-    """The padding of a bucket with owners, per element of its parameters."""
-    total = sum(numels)
-    longest = max(shares_of(numels, share_out(numels, world), world))
-    return longest * world / total - 1 if total else 0.0
+        size, share = heap[0]
+        found[index], sizes[share] = share, size + aligned(numels[index])
+        heapreplace(heap, (sizes[share], share))
+    return found, sizes
 
 
 def join(numels: Sequence[int], groups: Sequence[Sequence[int]], limit: int, world: int) -> list[list[int]]:
     """Join neighbouring groups of indices until their padding is small, to ``limit`` elements. See Note [Padding]."""
 
-    def measure(group: Sequence[int]) -> tuple[int, float]:
+    def measure(group: Sequence[int]) -> tuple[int, int]:  # elements of the parameters, and of the padding
         sizes = [numels[index] for index in group]
-        return sum(sizes), padding(sizes, world)
+        return sum(sizes), max(share_out(sizes, world)[1]) * world - sum(sizes)
 
     joined: list[list[int]] = []
     current: list[int] = []
     for group in groups:
-        if current and measure(current)[0] + measure(group)[0] > limit:
+        if current and sum(numels[index] for index in (*current, *group)) > limit:
             joined.append(current)
             current = []
         current = [*current, *group]
-        if measure(current)[1] <= SMALL:
+        size, spare = measure(current)
+        if spare <= SMALL * size:
             joined.append(current)
             current = []
     while current and joined:
         both = [*joined[-1], *current]  # the rest, such as a large output layer, is joined with the group before
-        size, spare = measure(current)
-        size_before, spare_before = measure(joined[-1])
-        size_both, spare_both = measure(both)
-        worse = spare_both * size_both >= spare * size + spare_before * size_before
-        if spare <= SMALL or size_both > limit or worse:
+        (size, spare), (size_both, spare_both) = measure(current), measure(both)
+        if spare <= SMALL * size or size_both > limit or spare_both >= spare + measure(joined[-1])[1]:
             break
         joined, current = joined[:-1], both
     return [*joined, current] if current else joined

@@ -8,8 +8,8 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import NoReturn
@@ -24,7 +24,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.auto import resolve_sizes
 from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.config.precision import DtypePolicy
-from lt_zero.engine.find_units import UnitPlan, UnitRules, class_matches, clean_name, find_units
+from lt_zero.engine.find_units import UnitRules, class_matches, clean_name, find_units
 from lt_zero.engine.fp32_modules import BATCH_NORMS, DEFAULT_ISLANDS_MIXED, Fp32Modules, find_fp32_modules
 from lt_zero.engine.layout import BucketLayout, Owners, Sharding, join, plan_bucket, split_by_size
 
@@ -52,20 +52,21 @@ class BucketPlan:
 
 
 @dataclass(frozen=True)
-class PlannedUnit:
+class UnitPlan:
     """A unit of the model and its buckets; the root's name is ''.
 
     Below stage 3 a bucket may hold parameters of later units, too (layout.py, Note [Padding]).
     """
 
-    plan: UnitPlan
-    buckets: tuple[BucketPlan, ...]
+    name: str
+    module: nn.Module
+    parameters: list[Named]
+    buckets: list[BucketPlan]
 
     @property
     def needs_weights(self) -> bool:
         """Whether its backward reads the weights."""
-        indices_only = isinstance(self.plan.module, (nn.Embedding, nn.EmbeddingBag))
-        return not self.plan.name or not indices_only
+        return not self.name or not isinstance(self.module, (nn.Embedding, nn.EmbeddingBag))
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ class EnginePlan:
     """All buckets of a model in the order of construction: those of ``units``, then ``rest``."""
 
     root: nn.Module
-    units: tuple[PlannedUnit, ...]  # in registration order, the root last
-    rest: tuple[BucketPlan, ...]  # of the unsharded small parameters of all units; they belong to the root
+    units: list[UnitPlan]  # in registration order, the root last
+    rest: list[BucketPlan]  # of the unsharded small parameters of all units; they belong to the root
     fp32_modules: Fp32Modules
 
     @property
@@ -84,9 +85,8 @@ class EnginePlan:
     @property
     def joins(self) -> bool:
         """Whether a bucket has parameters of several units."""
-        mine = [{p for _, p in unit.plan.parameters} for unit in self.units]
-        held = [{p for bucket in unit.buckets for _, p in bucket.parameters} for unit in self.units]
-        return any(some - unit for some, unit in zip(held, mine, strict=True))
+        held = ({p for bucket in unit.buckets for _, p in bucket.parameters} for unit in self.units)
+        return any(not some <= {p for _, p in unit.parameters} for some, unit in zip(held, self.units, strict=True))
 
     def padding(self, world: int) -> float:
         """The padding of all buckets, per element of the parameters."""
@@ -109,15 +109,13 @@ def plan_engine(root: nn.Module, config: ZeroConfig, policy: DtypePolicy, world:
         zero.stage3_param_persistence_threshold, zero.reduce_bucket_size, leaf.classes, leaf.names, leaf.name_suffixes
     )
     _check_names(root, zero)
-    cutter, whole = _Cutter(config, policy, fp32_modules.parameters, world), stay_whole(root, zero)
-    units = find_units(root, rules)
-    large = [[(n, p) for n, p in unit.parameters if p not in whole] for unit in units]
+    units, whole = find_units(root, rules), stay_whole(root, zero)
+    named = [(unit.name or "the root module", [(n, p) for n, p in unit.parameters if p not in whole]) for unit in units]
     small = [(n, p) for unit in units for n, p in unit.parameters if p in whole]  # mostly
-    names = [unit.name or "the root module" for unit in units]
-    cut = cutter.joined(names, large) if cutter.joins else list(map(cutter.buckets, names, large))
-    planned = tuple(PlannedUnit(unit, tuple(buckets)) for unit, buckets in zip(units, cut, strict=True))
-    rest = cutter.buckets("small parameters", small, stay=True)
-    return EnginePlan(root, planned, tuple(rest), fp32_modules)
+    *cut, rest = _cut(named, small, config, world, lambda p: policy.dtype_of(p, p in fp32_modules.parameters))
+    return EnginePlan(
+        root, [UnitPlan(*unit, buckets) for unit, buckets in zip(units, cut, strict=True)], rest, fp32_modules
+    )
 
 
 def warn_of_padding(plan: EnginePlan, zero: ZeroOptimization, world: int) -> None:
@@ -194,60 +192,47 @@ def _fp32_modules_of(root: nn.Module, policy: DtypePolicy) -> Fp32Modules:
     return Fp32Modules(found.modules, found.parameters | vectors)
 
 
-class _Cutter:
-    """Assigns the parameters of units to buckets of one dtype and one kind (trainable or frozen) each."""
+def _cut(
+    units: list[tuple[str, list[Named]]],
+    small: list[Named],
+    config: ZeroConfig,
+    world: int,
+    dtype_of: Callable[[Parameter], torch.dtype],
+) -> list[list[BucketPlan]]:
+    """The buckets of each unit, then those of the ``small`` parameters, which are not sharded.
 
-    def __init__(self, config: ZeroConfig, policy: DtypePolicy, kept: frozenset[Parameter], world: int) -> None:
-        zero = config.zero_optimization
-        self.sharding = Sharding.of_stage(zero.stage)
-        # A bucket is reduced in one collective, and below stage 3 gathered in one after the step.
-        gathers_after_step = self.sharding.optim and not self.sharding.params
-        gather_limit = zero.allgather_bucket_size if gathers_after_step else zero.reduce_bucket_size
-        step_limit = zero.sub_group_size if zero.offload_optimizer.device != "none" else gather_limit
-        self._limit = max(1, min(zero.reduce_bucket_size, gather_limit, step_limit))
-        self._policy, self._kept, self._world = policy, kept, world
-        owned = zero.shard_along == "parameter" and self.sharding.optim
-        self._owners = Owners(world) if owned else None
-        # Whether a bucket may hold parameters of several units. See layout.py, Note [Padding].
-        self.joins = owned and not self.sharding.params
-
-    def buckets(self, name: str, parameters: Iterable[Named], stay: bool = False) -> list[BucketPlan]:
-        """The buckets of one unit; with ``stay`` their parameters are not sharded."""
-        sharding = Sharding(self.sharding.optim, self.sharding.grads, params=False) if stay else self.sharding
-        found = []
-        for dtype, members in self._kinds(parameters):
-            for group in split_by_size([p.numel() for _, p in members], self._limit):
-                found.append(self._bucket(name, [members[i] for i in group], dtype, sharding))
-        return found
-
-    def joined(self, names: list[str], units: list[list[Named]]) -> list[list[BucketPlan]]:
-        """The joined buckets of all units; a bucket belongs to the first unit that has a parameter in it."""
-        number_of = {p: number for number, members in enumerate(units) for _, p in members}
-        found: list[list[BucketPlan]] = [[] for _ in units]
-        for dtype, members in self._kinds(named for mine in units for named in mine):
-            numels = [p.numel() for _, p in members]
-            parts: list[list[int]] = []
-            for _, unit in groupby(range(len(members)), key=lambda i: number_of[members[i][1]]):
+    A bucket has one dtype and one kind (trainable or frozen). One of several units belongs to the first of them.
+    """
+    zero = config.zero_optimization
+    sharding = Sharding.of_stage(zero.stage)
+    # A bucket is reduced in one collective, and below stage 3 gathered in one after the step.
+    gathers_after_step = sharding.optim and not sharding.params
+    gather_limit = zero.allgather_bucket_size if gathers_after_step else zero.reduce_bucket_size
+    step_limit = zero.sub_group_size if zero.offload_optimizer.device != "none" else gather_limit
+    limit = max(1, min(zero.reduce_bucket_size, gather_limit, step_limit))
+    owners = Owners(world) if zero.shard_along == "parameter" and sharding.optim else None
+    joins = owners is not None and not sharding.params  # a bucket may have several units: layout.py, Note [Padding]
+    together = [range(len(units))] if joins else [range(n, n + 1) for n in range(len(units))]
+    units = [*units, ("small parameters", small)]
+    found: list[list[BucketPlan]] = [[] for _ in units]
+    for numbers in (*together, [len(units) - 1]):
+        kinds: dict[tuple[torch.dtype, bool], list[tuple[int, Named]]] = {}
+        for number in numbers:
+            for name, p in units[number][1]:
+                kinds.setdefault((dtype_of(p), p.requires_grad), []).append((number, (name, p)))
+        for (dtype, trains), members in kinds.items():
+            numels = [p.numel() for _, (_, p) in members]
+            groups: list[list[int]] = []
+            for _, unit in groupby(range(len(members)), key=lambda i: members[i][0]):
                 mine = list(unit)
-                cuts = split_by_size([numels[i] for i in mine], self._limit)
-                parts += [[mine[i] for i in cut] for cut in cuts]
-            for group in join(numels, parts, self._limit, self._world):
-                first, last = (number_of[members[i][1]] for i in (group[0], group[-1]))
-                name = names[first] if first == last else f"{names[first]} to {names[last]}"
-                found[first].append(self._bucket(name, [members[i] for i in group], dtype, self.sharding))
-        return found
-
-    def _kinds(self, parameters: Iterable[Named]) -> list[tuple[torch.dtype, list[Named]]]:
-        kinds: dict[tuple[torch.dtype, bool], list[Named]] = {}
-        for n, p in parameters:
-            kinds.setdefault((self._policy.dtype_of(p, p in self._kept), p.requires_grad), []).append((n, p))
-        return [(dtype, members) for (dtype, _), members in kinds.items()]
-
-    def _bucket(self, name: str, members: Sequence[Named], dtype: torch.dtype, sharding: Sharding) -> BucketPlan:
-        owners = None
-        if self._owners is not None:
-            owners = self._owners.of([p.numel() for _, p in members], members[0][1].requires_grad)
-        return BucketPlan(name, tuple(members), dtype, sharding, owners)
+                groups += [[mine[i] for i in cut] for cut in split_by_size([numels[i] for i in mine], limit)]
+            for group in join(numels, groups, limit, world) if len(numbers) > 1 else groups:
+                first, last = members[group[0]][0], members[group[-1]][0]
+                name = units[first][0] if first == last else f"{units[first][0]} to {units[last][0]}"
+                of_rank = owners.of([numels[i] for i in group], trains) if owners is not None else None
+                kept = replace(sharding, params=False) if first == len(units) - 1 else sharding
+                found[first].append(BucketPlan(name, tuple(members[i][1] for i in group), dtype, kept, of_rank))
+    return found
 
 
 def hidden_size(root: nn.Module) -> tuple[int, str]:
