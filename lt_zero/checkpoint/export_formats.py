@@ -10,18 +10,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
 from lt_zero.checkpoint.formats.reading import VERSION
-from lt_zero.checkpoint.formats.torch_file import SAFETENSORS
 from lt_zero.checkpoint.native.torchfile import Stored, TorchFile, Write
 from lt_zero.checkpoint.source import SavedOptimizer, Source, Spec
 from lt_zero.common.errors import CheckpointError
 
 _CHUNK = 1 << 20  # elements that are cast at a time
 _SHOWN = 8  # names in a warning
-_SAFETENSORS = {dtype: name for name, dtype in SAFETENSORS.items()}
 # Keys that Lightning omits with `save_weights_only`.
 _TRAINING = ("optimizer_states", "lr_schedulers", "callbacks")
 _OWN = "lt_zero"  # the key that only this package reads
@@ -255,10 +254,14 @@ def write_safetensors(write: Write, cast: Cast, names: Sequence[str]) -> None:
     at = 0
     for name in own:
         spec = cast.spec(name)
-        if spec.dtype not in _SAFETENSORS or name == "__metadata__":
+        try:  # the library's own name of the dtype
+            dtype = json.loads(safetensors.torch.save({"": torch.empty(0, dtype=spec.dtype)})[8:])[""]["dtype"]
+        except KeyError:
+            dtype = None
+        if dtype is None or name == "__metadata__":
             raise CheckpointError(f"safetensors does not support {name!r} of {spec.dtype}. Export to format pt.")
         end = at + spec.nbytes
-        header[name] = {"dtype": _SAFETENSORS[spec.dtype], "shape": list(spec.shape), "data_offsets": [at, end]}
+        header[name] = {"dtype": dtype, "shape": list(spec.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

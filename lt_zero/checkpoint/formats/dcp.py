@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.formats.foreign import ForeignSource, Plain, Saved, damage, mapping
+from lt_zero.checkpoint.formats.foreign import ForeignSource, Saved, damage, mapping
 from lt_zero.checkpoint.formats.reading import Stub, load, load_metadata
 from lt_zero.checkpoint.source import Spec
 from lt_zero.common.errors import CheckpointError
@@ -48,8 +48,7 @@ class DcpSource(ForeignSource):
             entries = self._entries(load_metadata(self._file))
         meta = self.path / "meta.pt"
         if meta.is_file():
-            self._parts.append((meta, 0, None))
-            self.meta = Plain(meta, self.notes).of(mapping(load(meta, inert=self._inert), "checkpoint", meta))
+            self.meta = self._plain(self._load(meta, "checkpoint"), meta)
         model = next((root for root in _MODELS if any(keys[0] == root for keys in entries)), None)
         tensors = {
             ".".join(map(str, keys[1:] if model else keys)): entry
@@ -96,7 +95,6 @@ class DcpSource(ForeignSource):
         return entries
 
     def _optimizer(self, saved: dict[_Keys, Saved | _Bytes]) -> None:
-        plain = Plain(self.path, self.notes)
         groups: dict[Any, dict[str, Any]] = {}
         state: dict[str, dict[str, Any]] = {}
         for keys, entry in saved.items():
@@ -110,7 +108,7 @@ class DcpSource(ForeignSource):
                 continue
             value = entry.read() if isinstance(entry, Saved) else load(*entry, self._inert)
             row = state.setdefault(name, {}) if keys[1] == "state" else groups.setdefault(keys[2], {})
-            row[key] = plain.of(value, path)
+            row[key] = self._plain(value, self.path, path)
         rows = [groups[number] for number in sorted(groups)]
         for row in rows:
             row["params"] = [self._named(name) for name in row.get("params", ())]

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.formats.foreign import ForeignSource, Plain, Saved, mapping, ties
-from lt_zero.checkpoint.formats.reading import Stub, load
+from lt_zero.checkpoint.formats.foreign import ForeignSource, Saved, mapping, ties
+from lt_zero.checkpoint.formats.reading import Stub
 from lt_zero.checkpoint.source import Spec
 from lt_zero.common.errors import CheckpointError
 
@@ -45,16 +45,12 @@ _OWN_KEYS = {  # of a model file; the rest is what the caller of save_checkpoint
 }
 
 
-_Shapes = Mapping[str, tuple[int, ...]]
-_Spans = tuple[tuple[int, int, int], ...]  # (rank, start, stop) in that rank's row, in the order of the elements
-
-
 class _Place(NamedTuple):
     """The location of a parameter: the number of its row, and its elements on each rank."""
 
     group: int
     shape: tuple[int, ...]
-    spans: _Spans
+    spans: tuple[tuple[int, int, int], ...]  # (rank, start, stop) in that rank's row, in the order of the elements
 
     @property
     def rank(self) -> int:
@@ -79,36 +75,35 @@ class DeepSpeedSource(ForeignSource):
     """
 
     def __init__(self, path: str | os.PathLike[str], tag: str | None = None, inert: Collection[str] = ()) -> None:
-        self.left_out: list[str] = []
         super().__init__(_tag_folder(Path(path), tag), inert)
 
     @classmethod
     def looks_like(cls, path: str | os.PathLike[str]) -> bool:
         """Whether ``path`` is a folder that this class reads; says nothing about whether it is complete."""
         folder = Path(path)
-        inside = [folder, *sorted(folder.iterdir())] if folder.is_dir() else []
-        return any(_MODEL.fullmatch(f.name) for d in inside if d.is_dir() for f in d.iterdir())
+        return _has_models(folder) or (folder.is_dir() and any(map(_has_models, folder.iterdir())))
 
     def _open(self) -> None:
         self._files = self._files_of(_MODEL)
-        self._models = [mapping(load(f, inert=self._inert), "model states", f) for f in self._files]
-        model = self._models[0]
-        self._shapes = [_shapes(shapes, self._files[0]) for shapes in model.get("param_shapes") or []]
+        self._models = [self._load(file, "model states") for file in self._files]
+        model, file = self._models[0], self._files[0]
         self._inner: list[dict[str, Any]] = []  # the optimizer's state, per rank
+        self._rows: list[list[Tensor]] = []  # by group: the fp32 weights of each rank, 1D
         self._places: dict[str, _Place] = {}
         self._stage3 = False
-        if self._shapes:
-            self._open_optimizers()
+        shapes = [_shapes(group, file) for group in model.get("param_shapes") or []]
+        if shapes:
+            self._open_optimizers(shapes)
         else:
             self.notes.append(
-                f"{self._files[0]} is of ZeRO stage 0, where optimizer states and master weights have no names: "
-                "weights are those of the module, and there is no optimizer state."
+                f"{file} is of ZeRO stage 0, where optimizer states and master weights have no names: weights are "
+                "those of the module, and there is no optimizer state."
             )
         self.steps = int(model.get("global_steps") or 0)
-        self.meta = self._meta()
-        self._open_weights()
-        if self._shapes:
-            self._open_states()
+        self.meta = self._meta(model, file)
+        self._open_weights(model, file)
+        if shapes:
+            self._open_states([[self._named(raw) for raw in group] for group in shapes])
 
     def _files_of(self, pattern: re.Pattern[str]) -> list[Path]:
         """The files of all ranks, in the order of ranks."""
@@ -130,13 +125,13 @@ class DeepSpeedSource(ForeignSource):
             raise CheckpointError(
                 f"{self.path} has files of ranks {sorted(found)} only ({pattern.pattern}): some are missing."
             )
-        self._parts += [(file, 0, None) for file in found.values()]
         return [found[rank] for rank in sorted(found)]
 
-    def _open_optimizers(self) -> None:
+    def _open_optimizers(self, shapes: list[dict[str, tuple[int, ...]]]) -> None:
+        """Read the optimizers' files and find the parameters in them. ``shapes``: of parameters, by group."""
         self._optimizer_files = self._files_of(_OPTIMIZER)
         for file in self._optimizer_files:
-            content = mapping(load(file, inert=self._inert), "optimizer states", file)
+            content = self._load(file, "optimizer states")
             self._inner.append(mapping(content.get("optimizer_state_dict"), "optimizer_state_dict", file))
         first, file = self._inner[0], self._optimizer_files[0]
         counts = first.get("partition_count")
@@ -147,43 +142,41 @@ class DeepSpeedSource(ForeignSource):
                 f"in {self.path}. Copy the missing ones, or take another tag; expert parallelism cannot be read."
             )
         stage = first.get("zero_stage")
-        stage = stage.args[0] if isinstance(stage, Stub) and stage.args else stage
-        self._stage3 = stage == 3
+        self._stage3 = (stage.args[0] if isinstance(stage, Stub) and stage.args else stage) == 3
         key = "fp32_flat_groups" if self._stage3 else "single_partition_of_fp32_groups"
         flat = [_tensors(inner.get(key), key, f) for inner, f in zip(self._inner, self._optimizer_files, strict=True)]
         for rows, file in zip(flat, self._optimizer_files, strict=True):
-            if len(rows) != len(self._shapes):
-                raise CheckpointError(f"{file} has {len(rows)} groups, not {len(self._shapes)} ({key}).")
-        self._rows = list(zip(*flat, strict=True))  # by group: the fp32 weights of each rank, 1D
-        for group, shapes in enumerate(self._shapes):
+            if len(rows) != len(shapes):
+                raise CheckpointError(f"{file} has {len(rows)} groups, not {len(shapes)} ({key}).")
+        paddings = first.get("param_alignment_paddings")
+        for group, sizes in enumerate(shapes):
+            self._rows.append([rows[group] for rows in flat])
             lengths = [row.numel() for row in self._rows[group]]
             if self._stage3:
-                self._places |= _cut_evenly(group, shapes, lengths, file)
+                self._places |= _cut(group, sizes, lengths, file)
             else:
-                cut_off = [self._cut_off(rank, group) for rank in range(len(self._inner))]
-                paddings = first.get("param_alignment_paddings")
-                gaps = paddings[group] if paddings else [0] * len(shapes)
-                self._places |= _cut_rows(group, shapes, gaps, lengths, cut_off, file)
+                gaps = paddings[group] if paddings else [0] * len(sizes)
+                cut_off = [self._cut_off(rank, group) for rank in range(len(flat))]
+                self._places |= _cut(group, sizes, lengths, file, gaps, cut_off)
 
     def _cut_off(self, rank: int, group: int) -> int:
         """Number of elements that are left out at the end of a rank's fp32 weights."""
         paddings = self._inner[rank].get("group_paddings")
         return int(paddings[group]) if "zero_stage" in self._inner[rank] and paddings else 0
 
-    def _meta(self) -> dict[str, Any]:
-        model, plain = self._models[0], Plain(self._files[0], self.notes)
-        meta: dict[str, Any] = plain.of({key: value for key, value in model.items() if key not in _OWN_KEYS})
+    def _meta(self, model: dict[str, Any], file: Path) -> dict[str, Any]:
+        meta: dict[str, Any] = self._plain({key: model[key] for key in model if key not in _OWN_KEYS}, file)
         if model.get("lr_scheduler") is not None and "lr_schedulers" not in meta:
-            meta["lr_schedulers"] = [plain.of(model["lr_scheduler"], "lr_scheduler")]
+            meta["lr_schedulers"] = [self._plain(model["lr_scheduler"], file, "lr_scheduler")]
         schedules = meta.get("lr_schedulers")
         if isinstance(schedules, list) and any(isinstance(s, dict) and "last_batch_iteration" in s for s in schedules):
             meta["lr_schedulers"] = []
-            self.notes.append(f"{self._files[0]} has states of DeepSpeed's own schedules, which torch's cannot take.")
+            self.notes.append(f"{file} has states of DeepSpeed's own schedules, which torch's cannot take.")
         scaler = self._inner[0].get("loss_scaler") if self._inner else None
         config = model.get("ds_config")
         fp16 = config.get("fp16") if isinstance(config, dict) else None
         if isinstance(scaler, Stub) and isinstance(fp16, dict) and fp16.get("enabled"):
-            steps, skipped = int(model.get("global_steps", 0)), int(model.get("skipped_steps", 0))
+            skipped = int(model.get("skipped_steps", 0))
             meta["ZeroPrecision"] = {
                 "scaler": {
                     "scale": float(scaler.get("cur_scale", 1.0)),
@@ -191,15 +184,15 @@ class DeepSpeedSource(ForeignSource):
                     "last_overflow": int(scaler.get("last_overflow_iter", -1)),
                     "patience": int(scaler.get("cur_hysteresis", 1)),
                 },
-                "skips": [{"skipped": skipped, "consecutive": 0, "succeeded": steps - skipped}],
+                "skips": [{"skipped": skipped, "consecutive": 0, "succeeded": self.steps - skipped}],
             }
         return meta
 
-    def _open_weights(self) -> None:
+    def _open_weights(self, model: dict[str, Any], file: Path) -> None:
         """Master weights, frozen parameters, and the other tensors of the module, by their names in the files."""
-        model, file = self._models[0], self._files[0]
         module = mapping(model.get("module"), "module", file)
-        found = {name: Saved.of(value) for name, value in module.items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in module.items() if isinstance(value, Tensor)}
+        found = {name: Saved.of(tensor) for name, tensor in tensors.items()}
         frozen = _shapes(model.get("frozen_param_shapes") or {}, file)
         for name, shape in frozen.items():
             parts: list[Tensor] = []
@@ -208,13 +201,12 @@ class DeepSpeedSource(ForeignSource):
                 parts += _tensors([fragments.get(name)], f"frozen parameter {name}", where, flat=False)
             found[name] = Saved.of(parts[0])
             if len(parts) > 1 or parts[0].shape != shape:
-                place = _cut_evenly(0, {name: shape}, [part.numel() for part in parts], file)[name]
+                place = _cut(0, {name: shape}, [part.numel() for part in parts], file)[name]
                 found[name] = self._assembled(name, place, parts)
         for name, place in self._places.items():
             found[name] = self._assembled(name, place, self._rows[place.group])
         shared = model.get("shared_params")
-        if not isinstance(shared, dict):
-            shared = ties({name: value for name, value in module.items() if isinstance(value, Tensor)})
+        shared = shared if isinstance(shared, dict) else ties(tensors)
         shared = {tied: first for tied, first in shared.items() if tied in found and first in found}
         found |= {tied: found[first] for tied, first in shared.items()}
         # The module's other tensors are placeholders, see Note [Stage 3].
@@ -224,22 +216,28 @@ class DeepSpeedSource(ForeignSource):
         self.left_out = [self._named(name) for name in absent]
         self.notes += [f"{name} was not saved (exclude_frozen_parameters)." for name in self.left_out]
 
-    def _open_states(self) -> None:
+    def _open_states(self, names: list[list[str]]) -> None:
+        """Publish the optimizer. ``names``: of parameters, by group."""
         file = self._optimizer_files[0]
-        top = "optimizer_state_dict" if self._stage3 else "base_optimizer_state"
-        inner = self._inner[0].get(top)
-        names = [[self._named(raw) for raw in shapes] for shapes in self._shapes]
-        if isinstance(inner, dict):
-            saved = Plain(file, self.notes).of(inner.get("param_groups"), "param_groups")
+        inner = [rank.get("optimizer_state_dict" if self._stage3 else "base_optimizer_state") for rank in self._inner]
+        if isinstance(inner[0], dict):
+            saved = self._plain(inner[0].get("param_groups"), file, "param_groups")
             groups = [{**group, "params": [n for i in group["params"] for n in names[i]]} for group in saved]
         else:
             groups = [{"params": row} for row in names]
             self.notes.append(f"{file} has no settings of parameter groups (elastic_checkpoint).")
         # Fused optimizers count in the group what torch's count in the state.
         steps = {name: group.pop("step") for group in groups if "step" in group for name in group["params"]}
-        states = [
-            [self._group_state(rank, top, group) for rank in range(len(self._inner))] for group in range(len(names))
-        ]
+        states: list[list[dict[str, Any]]] = []  # by group and rank
+        for group in range(len(names)):
+            states.append([])
+            for rank, where in zip(inner, self._optimizer_files, strict=True):
+                entries = rank.get("state") if isinstance(rank, dict) else rank
+                try:
+                    found = entries[group]  # type: ignore[index]
+                except (LookupError, TypeError):  # an optimizer without states
+                    found = {}
+                states[-1].append(mapping(found, "optimizer state", where))
         state = {}
         for raw, place in self._places.items():
             name, entries = self._named(raw), self._entries(raw, place, states[place.group])
@@ -247,16 +245,6 @@ class DeepSpeedSource(ForeignSource):
                 counted = {"step": torch.tensor(float(steps[name]))} if name in steps and "step" not in entries else {}
                 state[name] = {**entries, **counted}
         self._add_optimizer(groups, state)
-
-    def _group_state(self, rank: int, top: str, group: int) -> dict[str, Any]:
-        """The saved state of a parameter group on a rank; {} if there is none."""
-        inner = self._inner[rank].get(top)
-        states = inner.get("state") if isinstance(inner, dict) else inner
-        try:
-            found = states[group]  # type: ignore[index]
-        except (LookupError, TypeError):
-            return {}
-        return mapping(found, "optimizer state", self._optimizer_files[rank])
 
     def _entries(self, name: str, place: _Place, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The states of a parameter. ``states``: those of its group, per rank."""
@@ -297,6 +285,10 @@ class DeepSpeedSource(ForeignSource):
         return Saved(Spec(place.shape, dtype), read)
 
 
+def _has_models(folder: Path) -> bool:
+    return folder.is_dir() and any(_MODEL.fullmatch(file.name) for file in folder.iterdir())
+
+
 def _tag_folder(path: Path, tag: str | None) -> Path:
     """The folder with the files."""
     latest = path / "latest"
@@ -308,91 +300,72 @@ def _tag_folder(path: Path, tag: str | None) -> Path:
         return path / tag
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder.")
-    if any(_MODEL.fullmatch(file.name) for file in path.iterdir()):
+    if _has_models(path):
         return path
-    tags = [d.name for d in sorted(path.iterdir()) if d.is_dir() and any(_MODEL.fullmatch(f.name) for f in d.iterdir())]
+    tags = [folder.name for folder in sorted(path.iterdir()) if _has_models(folder)]
     if len(tags) != 1:
         raise CheckpointError(f"{path} has no file `latest`, and {len(tags)} tags: {tags}. Name one of them.")
     return path / tags[0]
 
 
-def _spans(start: int, stop: int, part: int, world: int, base: int = 0) -> _Spans:
-    """The spans of elements ``start`` to ``stop`` of a row that is cut into ``world`` parts of ``part`` elements.
+def _cut(
+    group: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    lengths: Sequence[int],
+    file: Path,
+    gaps: Sequence[int] | None = None,
+    cut_off: Sequence[int] = (),
+) -> dict[str, _Place]:
+    """Places of the parameters of a group.
 
-    ``base``: where these parts begin in the rows of the ranks.
-    """
-    return tuple(
-        (rank, base + max(start - rank * part, 0), base + min(stop - rank * part, part))
-        for rank in range(world)
-        if max(start, rank * part) < min(stop, (rank + 1) * part)
-    )
-
-
-def _cut_evenly(group: int, shapes: _Shapes, rows: Sequence[int], file: Path) -> dict[str, _Place]:
-    """Places of parameters that are cut one by one. ``rows``: the length of each rank's row.
+    Args:
+        lengths: saved elements of each rank's row.
+        gaps: elements between a parameter and the next in the row that ranks share; default: each parameter is cut by
+            itself.
+        cut_off: elements that are missing at the end of each rank's part of that row.
 
     Raises:
         CheckpointError: the rows have another length than the shapes need.
     """
-    world, offset = len(rows), 0
+    world, offset = len(lengths), 0
+    cut_off = cut_off or [0] * world
+    row = lengths[0] + cut_off[0]
     places = {}
-    for name, shape in shapes.items():
+    for (name, shape), gap in zip(shapes.items(), gaps or [0] * len(shapes), strict=True):
         numel = math.prod(shape)
-        part = -(-numel // world)
-        places[name] = _Place(group, shape, _spans(0, numel, part, world, offset))
-        offset += part
-    if any(row != offset for row in rows):
-        raise CheckpointError(
-            f"{file} and its neighbours have {list(rows)} elements of group {group}, but the parameters need {offset} "
-            "each: the files do not belong together, or the weights were offloaded to NVMe and not saved."
+        if gaps is None:
+            start, base, part = 0, offset, -(-numel // world)
+            offset += part
+        else:
+            start, base, part = offset, 0, row
+            offset += numel + gap
+        stop = start + numel
+        spans = tuple(
+            (rank, base + max(start - rank * part, 0), base + min(stop - rank * part, part))
+            for rank in range(world)
+            if max(start, rank * part) < min(stop, (rank + 1) * part)
         )
-    return places
-
-
-def _cut_rows(
-    group: int, shapes: _Shapes, gaps: Sequence[int], rows: Sequence[int], cut_off: Sequence[int], file: Path
-) -> dict[str, _Place]:
-    """Places of parameters whose common row is cut into equal parts.
-
-    Args:
-        gaps: elements between a parameter and the next.
-        rows: saved elements of each rank's part.
-        cut_off: elements that are missing at its end.
-
-    Raises:
-        CheckpointError: the parts are not equal, or have another length than the shapes need.
-    """
-    part = rows[0] + cut_off[0]
-    needed = sum(map(math.prod, shapes.values())) + sum(gaps)
-    equal = all(row + missing == part for row, missing in zip(rows, cut_off, strict=True))
-    if not equal or len(gaps) != len(shapes) or sum(rows) < needed or min(cut_off) < 0 or min(gaps, default=0) < 0:
+        places[name] = _Place(group, shape, spans)
+    needed, found = (offset * world, sum(lengths)) if gaps is None else (offset, min(offset, sum(lengths)))
+    equal = all(length + missing == row for length, missing in zip(lengths, cut_off, strict=True))
+    if not equal or found != needed or min(*cut_off, *(gaps or ()), 0) < 0:
         raise CheckpointError(
-            f"{file} and its neighbours have {list(rows)} elements of group {group} (and {list(cut_off)} of padding), "
-            f"but the parameters need {needed}: the files do not belong together. Take another checkpoint."
+            f"{file} and its neighbours have {list(lengths)} elements of group {group} (and {list(cut_off)} of "
+            f"padding), but the parameters need {needed}: the files do not belong together, or the weights were "
+            "offloaded to NVMe and not saved. Take another checkpoint."
         )
-    places, offset = {}, 0
-    for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
-        stop = offset + math.prod(shape)
-        places[name] = _Place(group, shape, _spans(offset, stop, part, len(rows)))
-        offset = stop + gap
     return places
 
 
 def _shapes(value: Any, file: Path) -> dict[str, tuple[int, ...]]:
     shapes = mapping(value, "shapes of parameters", file)
     for name, shape in shapes.items():
-        if (
-            not isinstance(name, str)
-            or not isinstance(shape, tuple)
-            or not all(type(n) is int and n >= 0 for n in shape)
-        ):
+        if not isinstance(name, str) or not isinstance(shape, tuple) or any(type(n) is not int or n < 0 for n in shape):
             raise CheckpointError(f"{file} is damaged: {name!r} has the shape {shape!r}. Take another checkpoint.")
     return {name: tuple(shape) for name, shape in shapes.items()}
 
 
 def _tensors(value: Any, what: str, file: Path, flat: bool = True) -> list[Tensor]:
-    good = isinstance(value, list) and all(isinstance(t, Tensor) and (not flat or t.dim() == 1) for t in value)
-    if not good:
+    if not isinstance(value, list) or not all(isinstance(t, Tensor) and (t.dim() == 1 or not flat) for t in value):
         raise CheckpointError(f"{file} has no {what}, or not as tensors: it is damaged or of an unknown version.")
-    tensors: list[Tensor] = value
-    return tensors
+    return value

@@ -1,4 +1,4 @@
-"""The interface of checkpoints of other formats, and the conversion of what their files hold."""
+"""What readers of other formats share: names and ties of weights, and the conversion of what the files hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lt_zero.checkpoint.formats.reading import VERSION, has_checksums
+from lt_zero.checkpoint.formats.reading import VERSION, has_checksums, load
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
 
@@ -56,8 +56,11 @@ class ForeignSource:
         self._tensors: dict[str, Saved] = {}
         self._states: list[Mapping[str, Mapping[str, Any]]] = []
         self._parts: list[tuple[Path, int, int | None]] = []  # bytes of files that may have checksums
+        # Containers and their copies, by id: shared containers stay shared, as separate copies could be huge.
+        self._copies: dict[int, tuple[Any, Any]] = {}
         with damage(self.path):
             self._open()
+        self._copies.clear()
 
     def _open(self) -> None:
         """Set ``meta`` and ``_parts``; call ``_set_weights``, then ``_add_optimizer`` for each optimizer."""
@@ -85,6 +88,45 @@ class ForeignSource:
     def _is_elementwise(self, name: str, key: str, shape: tuple[int, ...]) -> bool:
         return key != "step" and name in self.weights and self.weights[name].shape == shape
 
+    def _load(self, file: Path, what: str) -> dict[Any, Any]:
+        """The dictionary ``what`` in a file of ``torch.save``."""
+        self._parts.append((file, 0, None))
+        return mapping(load(file, inert=self._inert), what, file)
+
+    def _plain(self, value: Any, where: object, path: str = "", outer: tuple[int, ...] = ()) -> Any:
+        """``value`` as containers, numbers and tensors; the rest is left out and noted, and ``None`` if all of it is.
+
+        Args:
+            value: the value.
+            where, path: the file and the keys of the value in it, for messages.
+            outer: ids of the containers around it.
+        """
+        if isinstance(value, Tensor):
+            return value.detach().clone()
+        if isinstance(value, _PLAIN):
+            return value
+        if not isinstance(value, (dict, list, tuple, set, frozenset)):
+            kind = getattr(value, "kind", "") or f"{type(value).__module__}.{type(value).__qualname__}"
+            self.notes.append(f"{path} of {where} is an object of {kind}; it was left out.")
+            return None
+        if len(outer) > _DEPTH or id(value) in outer:
+            raise CheckpointError(
+                f"{path or 'The content'} of {where} is nested too deeply (more than {_DEPTH} levels, or in itself). "
+                "Save the checkpoint without it."
+            )
+        if id(value) not in self._copies:
+            inner = (*outer, id(value))
+            if isinstance(value, dict):
+                keys = [k for k in value if all(isinstance(p, _KEYS) for p in (k if isinstance(k, tuple) else (k,)))]
+                if len(keys) < len(value):
+                    self.notes.append(f"{path} of {where} has keys that are objects; they were left out.")
+                made: Any = {key: self._plain(value[key], where, f"{path}.{key}".lstrip("."), inner) for key in keys}
+            else:
+                items = [self._plain(item, where, f"{path}[{n}]", inner) for n, item in enumerate(value)]
+                made = tuple(items) if isinstance(value, tuple) else type(value)(items)
+            self._copies[id(value)] = value, made
+        return self._copies[id(value)][1]
+
     def read(self, name: str) -> Tensor:
         saved = self._tensors.get(name)
         if saved is None:
@@ -92,8 +134,8 @@ class ForeignSource:
         return saved.read().detach().contiguous()
 
     def read_state(self, optimizer: int, name: str, key: str) -> Tensor:
-        known = 0 <= optimizer < len(self._states)
-        saved = self._states[optimizer].get(name, {}).get(key) if known else None
+        states = self._states[optimizer] if 0 <= optimizer < len(self._states) else {}
+        saved = states.get(name, {}).get(key)
         if not isinstance(saved, Saved):
             raise CheckpointError(f"{self.path} has no state {key!r} of {name!r} in optimizer {optimizer}.")
         return saved.read().detach().contiguous()
@@ -116,12 +158,12 @@ def _prefix_of(names: list[str], meta: Mapping[str, Any]) -> str:
     """
     old = str(meta.get(VERSION, "1."))[:2] in ("0.", "1.")
     wrappers = ("_forward_module.", "module.") if old else ("_forward_module.",)
-    prefix, more = "", True
-    while more and names:
-        more = False
-        for wrapper in wrappers:
-            if all(name.startswith(prefix + wrapper) for name in names):
-                prefix, more = prefix + wrapper, True
+    prefix = ""
+    while names:
+        found = next((w for w in wrappers if all(name.startswith(prefix + w) for name in names)), "")
+        if not found:
+            break
+        prefix += found
     return prefix
 
 
@@ -136,48 +178,6 @@ def ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
             if known != name:
                 found[name] = known
     return found
-
-
-class Plain:
-    """Turns what a file holds into containers, numbers and tensors; the rest is left out and noted.
-
-    Args:
-        where: the file, for messages.
-        notes: gets a line for each value that was left out.
-    """
-
-    def __init__(self, where: object, notes: list[str]) -> None:
-        self._where, self._notes = where, notes
-        # Containers and their copies, by id: shared containers stay shared, as separate copies could be huge.
-        self._done: dict[int, tuple[Any, Any]] = {}
-
-    def of(self, value: Any, path: str = "", outer: tuple[int, ...] = ()) -> Any:
-        """The converted value; ``None`` where nothing is left of it. ``outer``: ids of the containers around it."""
-        if isinstance(value, Tensor):
-            return value.detach().clone()
-        if isinstance(value, _PLAIN):
-            return value
-        if not isinstance(value, (dict, list, tuple, set, frozenset)):
-            kind = getattr(value, "kind", "") or f"{type(value).__module__}.{type(value).__qualname__}"
-            self._notes.append(f"{path} of {self._where} is an object of {kind}; it was left out.")
-            return None
-        if len(outer) > _DEPTH or id(value) in outer:
-            raise CheckpointError(
-                f"{path or 'The content'} of {self._where} is nested too deeply (more than {_DEPTH} levels, or in "
-                "itself). Save the checkpoint without it."
-            )
-        if id(value) not in self._done:
-            inner = (*outer, id(value))
-            if isinstance(value, dict):
-                keys = [k for k in value if all(isinstance(p, _KEYS) for p in (k if isinstance(k, tuple) else (k,)))]
-                if len(keys) < len(value):
-                    self._notes.append(f"{path} of {self._where} has keys that are objects; they were left out.")
-                made: Any = {key: self.of(value[key], f"{path}.{key}".lstrip("."), inner) for key in keys}
-            else:
-                items = [self.of(item, f"{path}[{n}]", inner) for n, item in enumerate(value)]
-                made = tuple(items) if isinstance(value, tuple) else type(value)(items)
-            self._done[id(value)] = value, made
-        return self._done[id(value)][1]
 
 
 @contextlib.contextmanager

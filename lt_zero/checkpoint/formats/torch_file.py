@@ -9,43 +9,19 @@ Note [Optimizer states with numbers]
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lt_zero.checkpoint.formats.foreign import ForeignSource, Plain, Saved, mapping, ties
-from lt_zero.checkpoint.formats.reading import load
-from lt_zero.checkpoint.source import Spec
+from lt_zero.checkpoint.formats.foreign import ForeignSource, Saved, mapping, ties
 from lt_zero.common.errors import CheckpointError
 
-SAFETENSORS = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+_SINGLE = ("model.safetensors", "pytorch_model.bin")  # in this order, as Hugging Face's tools look for them
+_NAMES = [name for single in _SINGLE for name in (single, f"{single}.index.json")]
 
 
 class FileSource(ForeignSource):
@@ -63,29 +39,36 @@ class FileSource(ForeignSource):
             return stream.read(4) in (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
 
     def _open(self) -> None:
-        tensors, tied, content = self._read_file(self.path)
+        tensors, content = self._read_file(self.path)
         rest = {key: value for key, value in content.items() if key not in ("state_dict", "optimizer_states")}
-        self.meta = Plain(self.path, self.notes).of(rest)
-        self._set_weights(tensors, tied)
+        self.meta = self._plain(rest, self.path)
+        self._set_weights({name: Saved.of(tensor) for name, tensor in tensors.items()}, ties(tensors))
         states = content.get("optimizer_states")
-        if not isinstance(states, list) or not states:
-            return
-        found = [self._optimizer(state) for state in states]
-        for saved in found:
-            if saved is not None and None not in found:
-                self._add_optimizer(*saved)
+        found = [self._optimizer(state) for state in states] if isinstance(states, list) else []
         if None in found:
             self.notes.append(
                 f"The optimizer states of {self.path} are keyed by number, and nothing in it tells which parameter a "
                 "number stands for: they were left out. Save from an optimizer of named_parameters() for that."
             )
+            return
+        for saved in found:
+            if saved is not None:
+                self._add_optimizer(*saved)
 
-    def _read_file(self, path: Path) -> tuple[dict[str, Saved], dict[str, str], dict[Any, Any]]:
-        """Tensors by name, including tied ones; tied name -> the name that it shares; the content of a ``.ckpt``."""
-        self._parts.append((path, 0, None))
+    def _read_file(self, path: Path) -> tuple[dict[str, Tensor], dict[Any, Any]]:
+        """Tensors by name, mapped, so that their bytes are read when they are used; and the content of a ``.ckpt``."""
         if path.suffix == ".safetensors":
-            return *_read_safetensors(path), {}
-        content = mapping(load(path, inert=self._inert), "state dict", path)
+            self._parts.append((path, 0, None))
+            try:
+                with safe_open(path, framework="pt") as file:
+                    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                    # The library's save_model writes one of the tied names, and the others into the metadata.
+                    metadata = (file.metadata() or {}).items()
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} is damaged: {error}. Take another checkpoint.") from error
+            tied = {name: tensors[first] for name, first in metadata if first in tensors and name not in tensors}
+            return tensors | tied, {}
+        content = self._load(path, "state dict")
         is_checkpoint = isinstance(content.get("state_dict"), dict)
         weights = content["state_dict"] if is_checkpoint else content
         tensors = {str(name): value for name, value in weights.items() if isinstance(value, Tensor)}
@@ -94,14 +77,12 @@ class FileSource(ForeignSource):
             raise CheckpointError(f"{path} has no tensors at its top or under `state_dict`: it is no state dict.")
         if left:
             self.notes.append(f"Entries of {path} that are no tensors were left out: {', '.join(left[:10])}.")
-        saved = {name: Saved.of(tensor) for name, tensor in tensors.items()}
-        return saved, ties(tensors), content if is_checkpoint else {}
+        return tensors, content if is_checkpoint else {}
 
     def _optimizer(self, state: Any) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]] | None:
         """Groups and entries by name, or None. See Note [Optimizer states with numbers]."""
         if not isinstance(state, dict) or not isinstance(state.get("param_groups"), list):
             return None
-        plain = Plain(self.path, self.notes)
         names: dict[Any, str] = {}
         groups = []
         for group in state["param_groups"]:
@@ -112,7 +93,7 @@ class FileSource(ForeignSource):
             own = [self._named(name) for name in own]
             names |= dict(zip(numbers, own, strict=True))
             rest = {key: value for key, value in group.items() if key != "param_names"}
-            groups.append({**plain.of(rest), "params": own})
+            groups.append({**self._plain(rest, self.path), "params": own})
         entries: dict[str, dict[str, Any]] = {}
         for number, found in mapping(state.get("state"), "optimizer state", self.path).items():
             name = names.get(number)
@@ -121,44 +102,10 @@ class FileSource(ForeignSource):
             entries[name] = {
                 key: Saved.of(value)
                 if isinstance(value, Tensor) and self._is_elementwise(name, key, tuple(value.shape))
-                else plain.of(value)
+                else self._plain(value, self.path)
                 for key, value in mapping(found, "optimizer state", self.path).items()
             }
         return groups, entries
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}. Take another checkpoint.") from error
-
-
-def _read_tensor(path: Path, name: str) -> Tensor:
-    with _opened(path) as file:
-        tensor: Tensor = file.get_tensor(name)
-        return tensor
-
-
-def _read_safetensors(path: Path) -> tuple[dict[str, Saved], dict[str, str]]:
-    with _opened(path) as file:
-        tensors: dict[str, Saved] = {}
-        for name in file.keys():  # noqa: SIM118
-            part = file.get_slice(name)
-            dtype = SAFETENSORS.get(part.get_dtype())
-            if dtype is None:
-                raise CheckpointError(f"{path} has {name!r} of dtype {part.get_dtype()}, which is not supported.")
-            tensors[name] = Saved(Spec(tuple(part.get_shape()), dtype), partial(_read_tensor, path, name))
-        # The library's save_model writes one of the tied names, and the others into the metadata.
-        metadata = (file.metadata() or {}).items()
-    tied = {name: first for name, first in metadata if first in tensors and name not in tensors}
-    return tensors | {name: tensors[first] for name, first in tied.items()}, tied
-
-
-_SINGLE = ("model.safetensors", "pytorch_model.bin")  # in this order, as Hugging Face's tools look for them
-_NAMES = [name for single in _SINGLE for name in (single, f"{single}.index.json")]
 
 
 class ShardsSource(FileSource):
@@ -170,38 +117,33 @@ class ShardsSource(FileSource):
         return any(Path(path, name).is_file() for name in _NAMES)
 
     def _open(self) -> None:
-        places = self._places()
-        files = {file: self._read_file(self.path / file) for file in places}
-        file_of = {name: file for file, names in places.items() for name in names or files[file][0]}
-        for name, file in file_of.items():
-            if name not in files[file][0]:
-                raise CheckpointError(f"{self.path / file} has no {name!r}, which the index says: take another copy.")
-        for file, (_, tied, _) in files.items():
-            file_of |= {name: file for name in tied if name not in file_of}
-        shared = {
-            name: first
-            for file, (_, tied, _) in files.items()
-            for name, first in tied.items()
-            if file_of[name] == file == file_of.get(first)
-        }
-        self._set_weights({name: files[file][0][name] for name, file in file_of.items()}, shared)
+        found = self.path / next(name for name in _NAMES if (self.path / name).is_file())
+        if found.name in _SINGLE:
+            tensors, _ = self._read_file(found)
+        else:
+            places = _read_index(found)
+            files = {file: self._read_file(self.path / file)[0] for file in dict.fromkeys(places.values())}
+            for name, file in places.items():
+                if name not in files[file]:
+                    raise CheckpointError(
+                        f"{self.path / file} has no {name!r}, which the index says: take another copy."
+                    )
+            tensors = {name: files[file][name] for name, file in places.items()}
+            for content in files.values():  # an index may leave out tied names
+                tensors |= {name: content[name] for name in ties(content) if name not in tensors}
+        self._set_weights({name: Saved.of(tensor) for name, tensor in tensors.items()}, ties(tensors))
 
-    def _places(self) -> dict[str, list[str]]:
-        """Names of tensors by file; none: all that it has."""
-        found = next(name for name in _NAMES if (self.path / name).is_file())
-        if found in _SINGLE:
-            return {found: []}
-        index = self.path / found
-        try:
-            content = json.loads(index.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{index} is damaged: {error}. Take another copy.") from error
-        names = mapping(mapping(content, "index", index).get("weight_map"), "weight_map", index)
-        places: dict[str, list[str]] = {}
-        for name, file in names.items():
-            if not isinstance(file, str) or not file or Path(file).name != file:
-                raise CheckpointError(f"{index} says that {name!r} is in {file!r}, which is no file beside it.")
-            places.setdefault(file, []).append(name)
-        if not places:
-            raise CheckpointError(f"{index} names no tensors. Take another copy.")
-        return places
+
+def _read_index(index: Path) -> dict[str, str]:
+    """The name of the file beside ``index`` that holds a tensor, by the tensor's name."""
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{index} is damaged: {error}. Take another copy.") from error
+    places = mapping(mapping(content, "index", index).get("weight_map"), "weight_map", index)
+    for name, file in places.items():
+        if not isinstance(file, str) or not file or Path(file).name != file:
+            raise CheckpointError(f"{index} says that {name!r} is in {file!r}, which is no file beside it.")
+    if not places:
+        raise CheckpointError(f"{index} names no tensors. Take another copy.")
+    return places
