@@ -5,40 +5,27 @@ from __future__ import annotations
 import importlib
 import itertools
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lt_zero.common.errors import BLOCK_CHECKS
 
 if TYPE_CHECKING:
-    from lt_zero.build import shard
-    from lt_zero.checkpoint.export import export
-    from lt_zero.common.errors import CheckpointError
-    from lt_zero.config import ConfigError, ZeroConfig
-    from lt_zero.config.blocks import ActivationCheckpointing
-    from lt_zero.engine.full_params import gathered
-    from lt_zero.lightning.load import load_from_checkpoint
-    from lt_zero.lightning.precision import ZeroPrecision
-    from lt_zero.lightning.strategy import ZeroStrategy
-    from lt_zero.memory import NotEnoughMemory, Sizes
-    from lt_zero.memory.estimate import estimate  # not of the package: there mypy takes it for the module
-    from lt_zero.step.sharded_optimizer import ShardedOptimizer
+    from lt_zero.build import shard as shard
+    from lt_zero.checkpoint.export import export as export
+    from lt_zero.common.errors import CheckpointError as CheckpointError
+    from lt_zero.config import ConfigError as ConfigError
+    from lt_zero.config import ZeroConfig as ZeroConfig
+    from lt_zero.config.blocks import ActivationCheckpointing as ActivationCheckpointing
+    from lt_zero.engine.full_params import gathered as gathered
+    from lt_zero.lightning.load import load_from_checkpoint as load_from_checkpoint
+    from lt_zero.lightning.precision import ZeroPrecision as ZeroPrecision
+    from lt_zero.lightning.strategy import ZeroStrategy as ZeroStrategy
+    from lt_zero.memory import NotEnoughMemory as NotEnoughMemory
+    from lt_zero.memory import Sizes as Sizes
+    from lt_zero.memory.estimate import estimate as estimate  # not of the package: there mypy takes it for the module
+    from lt_zero.step.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
 
-__all__ = [
-    "ActivationCheckpointing",
-    "CheckpointError",
-    "ConfigError",
-    "NotEnoughMemory",
-    "ShardedOptimizer",
-    "Sizes",
-    "ZeroConfig",
-    "ZeroPrecision",
-    "ZeroStrategy",
-    "estimate",
-    "export",
-    "gathered",
-    "load_from_checkpoint",
-    "shard",
-]
 __version__ = "0.1.0"
 
 # Imported when first used: lightning.strategy and what it imports take about a second to load.
@@ -58,7 +45,7 @@ _MODULES = {
     "load_from_checkpoint": "lightning.load",
     "shard": "build",
 }
-_START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
@@ -70,40 +57,27 @@ def __getattr__(name: str) -> Any:
 
 
 def _make_strategy(**options: Any) -> ZeroStrategy:
-    from lt_zero.lightning.strategy import ZeroStrategy  # when a Trainer is made: see _MODULES
-
-    return ZeroStrategy(**options)
+    strategy: type[ZeroStrategy] = __getattr__("ZeroStrategy")
+    return strategy(**options)
 
 
 def _register_strategies() -> None:
     """Make ``Trainer(strategy="zero_1")``, "zero_2_spawn", ... known to Lightning."""
     from lightning.pytorch.strategies import StrategyRegistry
 
-    for stage in (1, 2, 3):
-        for suffix, start_method in _START_METHODS.items():
-            StrategyRegistry.register(
-                f"zero_{stage}{suffix}",
-                _make_strategy,
-                description=f"ZeRO stage {stage}, processes started with {start_method}",
-                override=True,
-                stage=stage,
-                start_method=start_method,
-            )
+    start_methods = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+    for stage, (suffix, start_method) in itertools.product((1, 2, 3), start_methods.items()):
+        description = f"ZeRO stage {stage}, processes started with {start_method}"
+        options = {"stage": stage, "start_method": start_method}
+        StrategyRegistry.register(f"zero_{stage}{suffix}", _make_strategy, description, override=True, **options)
 
 
-def _check_optimizer(*block: Any) -> Any:
-    from lt_zero.optim.from_config import check_optimizer  # takes time, and few commands need it
-
-    return check_optimizer(*block)
-
-
-def _check_scheduler(*block: Any) -> Any:
-    from lt_zero.optim.from_config import check_scheduler
-
-    return check_scheduler(*block)
+def _check_block(kind: str, *block: Any) -> Any:
+    """Check a block of the configuration; the module that can takes time to load, and few commands need it."""
+    return getattr(importlib.import_module("lt_zero.optim.from_config"), f"check_{kind}")(*block)
 
 
-BLOCK_CHECKS.update(optimizer=_check_optimizer, scheduler=_check_scheduler)
+BLOCK_CHECKS.update({kind: partial(_check_block, kind) for kind in ("optimizer", "scheduler")})
 
 
 def _is_command() -> bool:
