@@ -21,7 +21,7 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +81,8 @@ class _Open(NamedTuple):
     operation: str
     name: str
     nbytes: int
-    launched: Any
+    launched: Any  # seconds; on a GPU an event
+    ended: Any = None  # on a GPU: the event after the collective, on a stream that waits for nothing else
 
 
 class CommLog:
@@ -98,7 +99,8 @@ class CommLog:
         self._block = CommsLogger(enabled=True, debug=True)  # everything, until ``configure``
         self._sums: dict[tuple[str, str, int], _Sum] = {}
         self._adding = threading.Lock()
-        self._unread: deque[tuple[_Open, Any, Any]] = deque()  # events: the wait began, ended
+        self._unread: deque[tuple[_Open, Any]] = deque()  # on a GPU: and the event when the wait began
+        self._streams: dict[tuple[str, int], Any] = {}  # by operation and thread: those of one group run in order
 
     def configure(self, block: CommsLogger) -> None:
         """Set what is recorded, and filter what was recorded before."""
@@ -119,19 +121,39 @@ class CommLog:
             return None
         return _Open(operation, name, nbytes, self._now(host))
 
+    def launched(self, opened: _Open, works: Sequence[Work]) -> _Open:
+        """Call after the launch of ``works``, which streams can wait for and which run beside the computation.
+
+        Their end is recorded on a stream of its own: on the computation's it would come after what was computed until
+        the wait.
+        """
+        if isinstance(opened.launched, float) or not works:
+            return opened
+        key = opened.operation, threading.get_ident()
+        if key not in self._streams:
+            self._streams[key] = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(self._streams[key]):
+            self._streams[key].wait_event(opened.launched)
+            for work in works:
+                work.wait()
+            return opened._replace(ended=self._now(host=False))
+
     def now(self, opened: _Open) -> Any:
         """The time by the clock of this collective."""
         return self._now(isinstance(opened.launched, float))
 
     def close(self, opened: _Open, waiting: Any) -> None:
         """Call after the wait, which began at ``waiting``."""
-        ended = self.now(opened)
         if isinstance(opened.launched, float):
+            ended = self.now(opened)
             self._end(opened, ended - opened.launched, ended - waiting)
             return
-        self._unread.append((opened, waiting, ended))
+        if opened.ended is None:  # it was launched on the computation's stream, which has waited
+            opened = opened._replace(ended=self.now(opened))
+        with self._adding:
+            self._unread.append((opened, waiting))
         if self._block.verbose:
-            ended.synchronize()
+            opened.ended.synchronize()
         self._read(wait=False)
 
     def _now(self, host: bool) -> Any:
@@ -142,10 +164,18 @@ class CommLog:
         return event
 
     def _read(self, wait: bool) -> None:
-        while self._unread and (wait or self._unread[0][2].query()):
-            opened, waiting, ended = self._unread.popleft()
-            ended.synchronize()
-            self._end(opened, opened.launched.elapsed_time(ended) / 1e3, waiting.elapsed_time(ended) / 1e3)
+        while True:
+            with self._adding:
+                if not self._unread:
+                    return
+                opened, waiting = self._unread[0]
+                if not (wait or (opened.ended.query() and waiting.query())):
+                    return
+                self._unread.popleft()
+            opened.ended.synchronize()
+            waiting.synchronize()
+            waited = max(waiting.elapsed_time(opened.ended), 0.0)  # less than 0: it had ended before the wait
+            self._end(opened, opened.launched.elapsed_time(opened.ended) / 1e3, waited / 1e3)
 
     def _end(self, opened: _Open, seconds: float, waited: float) -> None:
         self._add(opened.operation, opened.name, opened.nbytes, _Sum(1, seconds, seconds, seconds, waited))
@@ -223,13 +253,14 @@ def _recorded(method: str, describe: Callable[..., tuple[str, str, int] | None],
     """
 
     def call(self: LoggedComm, *args: Any, **kwargs: Any) -> Any:
-        found = describe(self, *args, **kwargs) if self.world > 1 else None
+        found = describe(self, *args, **kwargs) if self._group is not None else None
         opened = self.log.open(*found, host) if found is not None else None
         result = getattr(super(LoggedComm, self), method)(*args, **kwargs)
         if opened is None:
             return result
         if isinstance(result, All):
-            return _Recorded(self.log, opened, result)
+            works = result.works if result.watch is None else ()  # a wait for gloo's works blocks the host
+            return _Recorded(self.log, self.log.launched(opened, works), result)
         self.log.close(opened, opened.launched)
         return result
 

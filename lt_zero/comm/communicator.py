@@ -52,6 +52,7 @@ class Comm(ProcessLocal):
         reductions: a second group over the same ranks, for gradients. See Note [Order of launches].
         device: device of the buckets.
         check: compare each collective before its launch, including reductions (debug mode).
+        timeout: of the groups that are made later; None: torch's default for the backend.
     """
 
     def __init__(
@@ -60,12 +61,13 @@ class Comm(ProcessLocal):
         reductions: dist.ProcessGroup | None,
         device: torch.device,
         check: bool = False,
+        timeout: timedelta | None = None,
     ) -> None:
         self.device = with_index(device)
         self.use_reduce_scatter = True  # zero_optimization.reduce_scatter
         self.sum_gradients = False  # gradient_allreduce_op: sum
         self.predivide: float | None = None  # gradient_predivide_factor, or the world size for prescale_gradients
-        self._group, self._reductions = group, reductions
+        self._group, self._reductions, self._timeout = group, reductions, timeout
         self.world = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
         self._gloo = group is not None and dist.get_backend(group) == "gloo"
@@ -89,10 +91,10 @@ class Comm(ProcessLocal):
         self._reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     @classmethod
-    def for_world(cls, device: torch.device, check: bool = False) -> Comm:
+    def for_world(cls, device: torch.device, check: bool = False, timeout: timedelta | None = None) -> Comm:
         """A communicator over all ranks of the default process group, with a process group of its own.
 
-        ``check``: as for the class; ``LT_ZERO_DEBUG=1`` sets it, too.
+        ``check``, ``timeout``: as for the class; ``LT_ZERO_DEBUG=1`` sets ``check``, too.
 
         Lightning issues collectives on the default group between batches and swallows their errors; this package's
         collectives on the same group could then be matched with them.
@@ -100,8 +102,10 @@ class Comm(ProcessLocal):
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(None, None, device)
         check = check or os.environ.get("LT_ZERO_DEBUG", "0").lower() not in ("", "0", "false", "no", "off")
-        groups = [dist.new_group(), dist.new_group()]
-        comm = cls(groups[0], groups[1], device, check)
+        groups = [dist.new_group(timeout=timeout), dist.new_group(timeout=timeout)]
+        for group in groups:
+            _connect(group, device)
+        comm = cls(groups[0], groups[1], device, check, timeout)
         assert comm._host is not None
         if dist.get_backend(comm._host) == "gloo":  # not a simulated group
             comm._hang_detector = HangDetector(groups, comm._host, comm._watch)
@@ -113,7 +117,10 @@ class Comm(ProcessLocal):
     def _new_group(self, backend: str) -> dist.ProcessGroup:
         """Another process group over the same ranks. Collective."""
         assert self._group is not None
-        return dist.new_group(dist.get_process_group_ranks(self._group), backend=backend)  # type: ignore[no-any-return]
+        ranks = dist.get_process_group_ranks(self._group)
+        group: dist.ProcessGroup = dist.new_group(ranks, self._timeout, backend)
+        _connect(group, self.device)
+        return group
 
     # ---- operations of all ranks -----------------------------------------------------------------------------------
 
@@ -182,18 +189,16 @@ class Comm(ProcessLocal):
 
     def allow_background(self) -> None:
         """Make a process group for the background thread (background.py). Collective."""
-        if self.world > 1 and self._background is None:
+        if self._group is not None and self._background is None:
             self._background = self._new_group(dist.get_backend(self._group))
-            dist.barrier(self._background)  # connect now: connecting later could deadlock with other collectives
 
     def saving_group(self, background: bool) -> dist.ProcessGroup | None:
         """The process group for saving; None in a single process. Collective.
 
         ``background``: a group of its own, for a thread that saves during training.
         """
-        if self.world > 1 and background and self._saving is None:
+        if self._group is not None and background and self._saving is None:
             self._saving = self._new_group("gloo")
-            dist.barrier(self._saving)  # connect now
         return self._saving if background else self._host
 
     def leave_saving_group(self) -> None:
@@ -205,7 +210,7 @@ class Comm(ProcessLocal):
 
         Not compared in debug mode, as the order does not depend on the model.
         """
-        return self._gather_shards(flat, self._background, None) if self.world > 1 else Done()
+        return self._gather_shards(flat, self._background, None) if self._group is not None else Done()
 
     def background_fence(self) -> Work:
         """In the background thread: wait until all ranks have written their windows."""
@@ -229,12 +234,12 @@ class Comm(ProcessLocal):
     @property
     def gathers_in_background(self) -> bool:
         """Whether all-gathers overlap with computation; reading a peer's memory does not."""
-        return self._arena is None and self.world > 1
+        return self._arena is None and self._group is not None
 
     @property
     def sums_wide(self) -> bool:
         """Whether ``reduce_scatter`` adds in the dtype of ``out``, in whatever dtype gradients are sent."""
-        return self.world == 1 or self._arena is not None or (self._gloo and self.use_reduce_scatter)
+        return self._group is None or self._arena is not None or (self._gloo and self.use_reduce_scatter)
 
     def factors(self, wire: torch.dtype) -> tuple[float, float]:
         """Factors of gradients sent as ``wire``, before and after the sum.
@@ -325,7 +330,7 @@ class Comm(ProcessLocal):
         ``own``: this rank's shard; if it is from ``allocate``, peers read it there.
         """
         self._require_device(flat, name)
-        if self.world == 1:
+        if self._group is None:
             return Done()
         shared = self._arena is not None and own is not None and self._arena.has(own)
         if shared and self._written:
@@ -338,22 +343,31 @@ class Comm(ProcessLocal):
         return self._gather_shards(flat, self._group, launch)
 
     def _gather_shards(self, flat: Tensor, group: dist.ProcessGroup | None, launch: Launch | None) -> Work:
-        shards = flat.chunk(self.world)
         if self._gloo:
+            shards = flat.chunk(self.world)
             works = [dist.broadcast(s, self._peer(r), group, async_op=True) for r, s in enumerate(shards)]
             return self._all(works, launch)
-        return self._all([self._all_gather(flat, shards[self.rank], group=group, async_op=True)], launch)
+        return self._all([self._all_gather(flat, self._own(flat), group=group, async_op=True)], launch)
+
+    def scratch_numel(self, numel: int) -> int:
+        """Elements of scratch that ``reduce_scatter`` and ``all_reduce`` need for a flat tensor of ``numel``."""
+        return numel if self._gloo else 0
+
+    def _own(self, flat: Tensor) -> Tensor:
+        """This rank's shard. (``chunk`` makes all of them: 4 ms at 2,048 ranks.)"""
+        numel = flat.numel() // self.world
+        return flat.narrow(0, self.rank * numel, numel)
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Work:
         """Average ``flat`` (1D, world shards) over the ranks, and write this rank's shard to ``out``, or add it.
 
-        The caller has multiplied by the first of ``factors``. ``flat`` and ``scratch`` (as large as ``flat``) must not
-        be used until the wait. If ``sums_wide``, ``flat`` may have a narrower dtype than ``out``: the sum is as exact
-        as if it had been cast before.
+        The caller has multiplied by the first of ``factors``. ``flat`` and ``scratch`` (``scratch_numel`` elements)
+        must not be used until the wait, after which both are undefined. If ``sums_wide``, ``flat`` may have a narrower
+        dtype than ``out``: the sum is as exact as if it had been cast before.
         """
         after = self.factors(flat.dtype)[1]
         self._require_device(flat, name)
-        if self.world == 1:
+        if self._group is None:
             return All([], lambda: store(out, flat, add, after))
         launch = self._announce("reduce-scatter", name, flat.numel(), "reduction")
         arena = self._arena
@@ -361,14 +375,14 @@ class Comm(ProcessLocal):
             entered = dist.barrier(self._reductions, async_op=True)
             return self._all([entered], launch, lambda: arena.sum(self.rank, flat, out, add, after))
         if not self.use_reduce_scatter:
-            summed = flat.chunk(self.world)[self.rank]
+            summed = self._own(flat)
             work = dist.all_reduce(flat, group=self._reductions, async_op=True)
             return self._all([work], launch, lambda: store(out, summed, add, after))
         if self._gloo:
             work = dist.all_to_all_single(scratch, flat, group=self._reductions, async_op=True)
             parts = scratch.chunk(self.world)
             return self._all([work], launch, lambda: store(out, _sum_in_rank_order(parts, out.dtype), add, after))
-        mine = scratch[: out.numel()]
+        mine = self._own(flat)  # NCCL reduces in place
         work = self._reduce_scatter(mine, flat, group=self._reductions, async_op=True)
         return self._all([work], launch, lambda: store(out, mine, add, after))
 
@@ -376,7 +390,7 @@ class Comm(ProcessLocal):
         """Average ``flat`` (1D, world shards) over the ranks, and write all of it to ``out``, or add it."""
         after = self.factors(flat.dtype)[1]
         self._require_device(flat, name)
-        if self.world == 1:
+        if self._group is None:
             return All([], lambda: store(out, flat, add, after))
         launch = self._announce("all-reduce", name, flat.numel(), "reduction")
         if not self._gloo:
@@ -385,7 +399,7 @@ class Comm(ProcessLocal):
         work = dist.all_to_all_single(scratch, flat, group=self._reductions, async_op=True)
 
         def finish() -> None:
-            mine = flat.chunk(self.world)[self.rank]
+            mine = self._own(flat)
             mine.copy_(_sum_in_rank_order(scratch.chunk(self.world), out.dtype).mul_(after))
             self._gather_shards(flat, self._reductions, launch).wait()
             store(out, flat, add, 1.0)
@@ -395,7 +409,7 @@ class Comm(ProcessLocal):
     def broadcast(self, tensor: Tensor, name: str, src: int = 0) -> None:
         """Give every rank the values that ``tensor`` has on rank ``src``."""
         self._require_device(tensor, name)
-        if self.world > 1:
+        if self._group is not None:
             launch = self._announce("broadcast", name, tensor.numel())
             self._wait(dist.broadcast(tensor, self._peer(src), group=self._group, async_op=self._gloo), launch)
 
@@ -409,14 +423,14 @@ class Comm(ProcessLocal):
 
     def _reduce_small(self, value: Tensor, op: Any, name: str) -> Tensor:
         self._require_device(value, name)
-        if self.world > 1:
+        if self._group is not None:
             launch = self._announce("all-reduce", name, value.numel())
             self._wait(dist.all_reduce(value, op=op, group=self._group, async_op=self._gloo), launch)
         return value
 
     def host_max(self, flags: Tensor, name: str) -> Work:
         """Element-wise maximum over the ranks of a CPU tensor, in place, over the gloo group."""
-        if self.world == 1:
+        if self._group is None:
             return Done()
         launch = self._announce("flags", name, flags.numel())
         work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._host, async_op=True)
@@ -450,7 +464,7 @@ class Comm(ProcessLocal):
 
     def host_broadcast(self, value: Any, name: str) -> Any:
         """Rank 0's (small, picklable) Python value on every rank."""
-        if self.world == 1:
+        if self._group is None:
             return value
         self._announce("object", name, 0, compare=True)  # torch's collective blocks: make sure that all ranks enter it
         box = [_packed(value) if self.rank == 0 else None]
@@ -460,12 +474,20 @@ class Comm(ProcessLocal):
 
     def host_gather(self, value: Any, name: str) -> list[Any]:
         """The (small, picklable) Python values of all ranks, on every rank."""
-        if self.world == 1:
+        if self._group is None:
             return [value]
         self._announce("objects", name, 0, compare=True)
         box: list[Any] = [None] * self.world
         dist.all_gather_object(box, _packed(value), group=self._host)
         return [pickle.loads(packed) for packed in box]
+
+
+def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Connect the ranks of a new group: connecting at its first use could deadlock with other groups' collectives."""
+    if dist.get_backend(group) != "gloo":  # gloo has connected
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def try_gloo() -> None:

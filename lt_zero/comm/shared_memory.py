@@ -36,11 +36,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def store(out: Tensor, value: Tensor, add: bool, factor: float) -> None:
     """``out = value * factor`` or ``out += value * factor``; ``value`` may be overwritten."""
-    value = value.mul_(factor) if value.dtype == wide(value.dtype) else value.to(wide(value.dtype)).mul_(factor)
-    if add:
-        out.add_(value)
-    else:
+    value = value.to(wide(value.dtype))
+    if add:  # with ``alpha`` some elements would be rounded once, and others twice
+        out.add_(value if factor == 1.0 else value.mul_(factor))
+    elif factor == 1.0:
         out.copy_(value)
+    else:
+        torch.mul(value, factor, out=out)
 
 
 def supported() -> bool:

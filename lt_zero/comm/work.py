@@ -170,15 +170,16 @@ class All:
         watch: Watch | None = None,
         launch: Launch | None = None,
     ) -> None:
-        self._works, self._finish, self._watch, self._launch = works, finish, watch, launch
+        self.works: Sequence[Work] = works
+        self.watch, self._finish, self._launch = watch, finish, launch
 
     def wait(self) -> None:
-        for work in self._works:
-            if self._watch is not None:
-                self._watch.wait(work, self._launch)
+        for work in self.works:
+            if self.watch is not None:
+                self.watch.wait(work, self._launch)
             else:
                 work.wait()
-        self._works = []
+        self.works = []
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()

@@ -117,7 +117,7 @@ class Reducer:
             grads.take(grads.local, add=True)
             dtype = grads.send_dtype(grads.local.dtype)
             send, grads.local = grads.local.mul_(self._comm.factors(dtype)[0]).to(dtype), None
-            scratch = torch.empty_like(send)
+            scratch = send.new_empty(self._comm.scratch_numel(numel))
         else:
             buffers = self._take_buffers(bucket)
             send, scratch = buffers[0][:numel], buffers[1][:numel]
@@ -132,13 +132,13 @@ class Reducer:
         largest = self._largest.get(dtype, 0)
         if bucket.layout.numel > largest:
             send = flat_empty(bucket.layout.numel, dtype, comm.device)
-            return send, flat_empty(bucket.layout.numel if comm.world > 1 else 0, dtype, comm.device)
+            return send, flat_empty(comm.scratch_numel(bucket.layout.numel), dtype, comm.device)
         free = self._buffers.setdefault(dtype, deque())
         shared = comm.shares_memory and bucket.sharding.optim
         if self._made.get(dtype, 0) < (SEND_BUFFERS if shared else 2):
             self._made[dtype] = self._made.get(dtype, 0) + 1
             send = comm.allocate(largest, dtype)
-            return send, flat_empty(0 if shared or comm.world == 1 else largest, dtype, comm.device)
+            return send, flat_empty(0 if shared else comm.scratch_numel(largest), dtype, comm.device)
         return free.popleft()
 
     def _land(self) -> None:

@@ -59,7 +59,7 @@ class ZeroStrategy(DDPStrategy):
         overrides: ``key=value`` and ``group=option`` in Hydra's grammar, applied to ``config``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in every strategy.
         process_group_backend: ``gloo`` on CPU and ``nccl`` on CUDA by default.
-        timeout: of collectives on the default process group.
+        timeout: of collectives.
         start_method: ``popen``, or ``spawn``, ``fork``, ``forkserver`` for multiprocessing and notebooks.
         activation_checkpointing: what backward recomputes: "full" or True for everything inside the model's repeated
             blocks, "selective", "none", or keys of that block of the configuration, which must not contradict it.
@@ -99,6 +99,7 @@ class ZeroStrategy(DDPStrategy):
         self.config = loaded.usable()
         loaded.announce()
         self._reconciler = Reconciler(self.config, loaded.marks)
+        self._group_timeout = timeout
         self._begin()
         super().__init__(
             accelerator=accelerator,
@@ -241,7 +242,7 @@ class ZeroStrategy(DDPStrategy):
         self.monitor.attach(self._module.trainer, self.global_rank, self.local_rank)
         known = self._comm
         check = self.config.zero_optimization.enable_sanity_checks
-        self._comm = known or self.monitor.comm_class.for_world(self.root_device, check=check)
+        self._comm = known or self.monitor.comm_class.for_world(self.root_device, check, self._group_timeout)
         self.monitor.record(self._comm, new=known is None)
         if known is None:
             check_same(self.config, self._comm)

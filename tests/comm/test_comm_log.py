@@ -6,7 +6,8 @@ import io
 import re
 import time
 from collections import Counter
-from contextlib import ExitStack, redirect_stdout
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import Any
 from unittest import mock
 
@@ -204,3 +205,68 @@ def test_off_costs_nothing() -> None:
     assert strategy.monitor.flops is None
     with pytest.raises(RuntimeError, match="comms_logger.enabled: true"):
         strategy.comms_summary()
+
+
+class _Stream:
+    """A GPU's stream with a clock of its own (ms)."""
+
+    current: _Stream
+
+    def __init__(self, device: object = None) -> None:
+        self.time = 0.0
+
+    def wait_event(self, event: _Event) -> None:
+        self.time = max(self.time, event.time)
+
+
+class _Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.time = float("nan")
+
+    def record(self, stream: _Stream) -> None:
+        self.time = stream.time
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: _Event) -> float:
+        return end.time - self.time
+
+
+class _Collective:
+    def __init__(self, end: float) -> None:
+        self._end = end
+
+    def wait(self) -> None:
+        _Stream.current.time = max(_Stream.current.time, self._end)
+
+
+@contextmanager
+def _on(stream: _Stream) -> Iterator[None]:
+    before, _Stream.current = _Stream.current, stream
+    yield
+    _Stream.current = before
+
+
+def test_a_gpu_records_the_collective_and_not_the_layer_that_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"Stream": _Stream, "Event": _Event, "stream": _on}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: _Stream.current)
+    monkeypatch.setattr(_Stream, "current", _Stream(), raising=False)
+    compute, log = _Stream.current, CommLog(torch.device("cuda", 0), 2)
+    for name, ends, layer in (("hidden", 3.0, 10.0), ("exposed", 17.0, 2.0)):
+        opened = log.open("all_gather", name, 1000)
+        assert opened is not None
+        opened = log.launched(opened, [_Collective(ends)])
+        reduction = log.open("reduce_scatter", "slow", 1000)
+        assert reduction is not None
+        log.launched(reduction, [_Collective(1000.0)])  # of another group: what follows does not wait for it
+        compute.time += layer
+        waiting = log.now(opened)
+        _Collective(ends).wait()
+        log.close(opened, waiting)
+    found = {record.name: (record.seconds, record.waited) for record in log.records()}
+    assert found == {"hidden": (0.003, 0.0), "exposed": (pytest.approx(0.007), pytest.approx(0.005))}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -222,3 +224,22 @@ def test_a_device_has_its_number_everywhere(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ZeroDivisionError):
         lt_zero.shard(Net(), config_of(0), torch.device("cuda"), comm=Comm.for_world(torch.device("cpu")))
     assert seen == [torch.device("cuda", 3)]
+
+
+def _timeouts() -> list[float]:
+    seen = []
+    make = dist.new_group
+
+    def note(ranks: Any = None, timeout: Any = None, *args: Any, **kwargs: Any) -> Any:
+        seen.append(timeout.total_seconds())
+        return make(ranks, timeout, *args, **kwargs)
+
+    with mock.patch.object(dist, "new_group", note):
+        comm = Comm.for_world(torch.device("cpu"), timeout=timedelta(seconds=77))
+        comm.allow_background()
+        comm.saving_group(background=True)
+    return seen
+
+
+def test_all_groups_have_the_timeout_of_the_user(pool: Pool) -> None:
+    assert pool.run(2, _timeouts) == [[77.0] * 4] * 2

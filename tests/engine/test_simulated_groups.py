@@ -1,0 +1,205 @@
+"""The engine over simulated groups: late collectives, a group of one rank, one of many ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lt_zero
+from lt_zero.comm.communicator import Comm
+from lt_zero.comm.work import All
+from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.engine import Engine
+from lt_zero.engine.grad_bucket import Reducer
+from lt_zero.offload.store import Store
+from tests.support.parity import STAGES, CountedStorage, config_of, counted_storages, full_values
+from tests.support.simulated import LateComm, group_of_one, one_of
+
+CPU = torch.device("cpu")
+
+
+class Feed(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+def net(depth: int = 4, width: int = 12) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Feed(width) for _ in range(depth)))
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(3, 12, generator=torch.Generator().manual_seed(step))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def expected(steps: int = 3) -> dict[str, Tensor]:
+    model = net()
+    train(model, sgd(model), steps)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def trained(stage: int, comm: Comm, **zero: Any) -> Engine:
+    engine = lt_zero.shard(net(), config_of(stage, zero), CPU, comm=comm)
+    optimizer = sgd(engine.root)
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    train(engine.root, optimizer)
+    return engine
+
+
+def late_gradients(stage: int, prefetch: int, early: bool) -> float:
+    """The largest error of three accumulated gradients; inf if one is NaN."""
+    reference = net()
+    for step in range(3):
+        reference(batch(step)).square().mean().backward()
+    wanted = {name: p.grad for name, p in reference.named_parameters()}
+    zero = {"stage3_prefetch_bucket_size": prefetch, "stage3_max_reuse_distance": 0}
+    engine = lt_zero.shard(net(), config_of(stage, zero), CPU, comm=LateComm(CPU, early))
+    for step in range(3):
+        engine.root(batch(step)).square().mean().backward()
+    engine.finish_reductions()
+    worst = 0.0
+    for bucket in engine.buckets:
+        own, (first, last) = bucket.grads.read(), bucket.shard_range
+        for span in bucket.layout.spans:
+            want = wanted[span.name]
+            assert want is not None
+            lo, hi = max(span.lo, first), min(span.hi, last)
+            if lo < hi:
+                got = own[lo - first : hi - first]
+                error = float((got - want.reshape(-1)[lo - span.lo : hi - span.lo]).abs().max())
+                worst = max(worst, error if error == error else float("inf"))
+    return worst
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("stage", "prefetch"), [(1, 0), (2, 0), (3, 0), (3, 10**9)])
+def test_collectives_may_read_and_write_at_any_time(stage: int, prefetch: int, early: bool) -> None:
+    assert late_gradients(stage, prefetch, early) < 1e-6
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_group_of_one_rank_trains_like_a_single_process(stage: int) -> None:
+    with group_of_one(CPU) as comm:
+        got = full_values(trained(stage, comm))
+    for name, value in expected().items():
+        torch.testing.assert_close(got[name], value, rtol=1e-6, atol=1e-7)
+
+
+def _sends_before_it_writes(self: Reducer, bucket: Bucket) -> None:
+    while len(self._flying) >= 2:
+        self._land()
+    buffers = self._take_buffers(bucket)
+    send, scratch = buffers[0][: bucket.layout.numel], buffers[1]
+    self._flying.append((bucket, bucket.grads.launch_reduce(send, scratch), buffers))
+    bucket.grads.take(send, add=False)
+
+
+_take_buffers, _launch_reduce = Reducer._take_buffers, Store.launch_reduce
+_buffers: dict[Reducer, Any] = {}
+
+
+def _take_one_buffer(self: Reducer, bucket: Bucket) -> Any:
+    if self not in _buffers:
+        _buffers[self] = _take_buffers(self, bucket)
+    return _buffers[self]
+
+
+BUGS: dict[str, tuple[Any, str, Any]] = {
+    "no wait for a gather": (Bucket, "_land", lambda self: None),
+    "no wait for a reduction": (All, "wait", lambda self: None),
+    "one send buffer": (Reducer, "_take_buffers", _take_one_buffer),
+    "a gather without the own shard": (Store, "launch_gather", lambda self, shard, gather: gather(self.tensor)),
+    "reductions in flight are dropped": (Reducer, "drain", lambda self: self._flying.clear()),
+    "a sum instead of the mean": (Comm, "factors", lambda self, wire: (1.0, 1.0)),
+    "an accumulator that forgets": (
+        Store,
+        "launch_reduce",
+        lambda self, reduce, add: _launch_reduce(self, reduce, False),
+    ),
+    "sent before it is written": (Reducer, "_launch", _sends_before_it_writes),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_late_collectives_find_a_planted_bug(bug: str) -> None:
+    with mock.patch.object(*BUGS[bug]):
+        try:
+            errors = [late_gradients(3, 10**9, early) for early in (False, True)]
+        except (RuntimeError, IndexError):
+            return
+    assert not max(errors) < 1e-3
+
+
+class Made(TorchDispatchMode):
+    """Counts the tensors that operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.count += len(result) if isinstance(result, (list, tuple)) else 1
+        return result
+
+
+def of_many(world: int, stage: int) -> tuple[int, int, int]:
+    """Tensors that a step of one of ``world`` ranks makes; most bytes of buckets while it is built, and after it."""
+    width = 64  # a bucket has some elements for each of 512 ranks
+    with one_of(world, CPU) as comm, counted_storages() as storages:
+        engine = lt_zero.shard(net(6, width), config_of(stage), CPU, comm=comm)
+        built, kept = storages.most, storages.live
+        optimizer = sgd(engine.root)
+        lt_zero.ShardedOptimizer(engine, optimizer)
+        for step in range(3):
+            with Made() as made:
+                optimizer.zero_grad()
+                engine.root(torch.ones(2, width) * step).square().mean().backward()
+                optimizer.step()
+    return made.count, built, kept
+
+
+def grows(stage: int) -> bool:
+    return of_many(512, stage)[0] > 1.3 * of_many(8, stage)[0]
+
+
+def holds_the_model_while_it_is_built() -> bool:
+    largest = max(sum(p.nbytes for p in unit.parameters()) for unit in net(6, 64))
+    _, built, kept = of_many(8, 3)
+    return kept > 0 or built > 1.1 * largest
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_work_of_a_step_does_not_grow_with_the_number_of_ranks(stage: int) -> None:
+    assert not grows(stage)
+
+
+def test_one_unit_at_a_time_is_in_memory_while_it_is_built() -> None:
+    assert not holds_the_model_while_it_is_built()
+
+
+def test_one_of_many_ranks_finds_planted_bugs() -> None:
+    with mock.patch.object(Comm, "_own", lambda self, flat: flat.chunk(self.world)[self.rank]):
+        assert grows(3)
+    with mock.patch.object(CountedStorage, "free"):
+        assert holds_the_model_while_it_is_built()

@@ -1,0 +1,125 @@
+"""Groups that one process simulates: collectives as late as they may be, a group of one rank, one of many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lt_zero.comm.communicator import Comm
+from lt_zero.comm.shared_memory import store
+from lt_zero.comm.work import All, Done, Work
+
+_SLEEP = 5_000_000  # cycles that a GPU waits before a late collective: some milliseconds
+
+
+class _Late:
+    """A collective that runs when it is waited for (CPU), or late on a stream of its own (GPU)."""
+
+    def __init__(self, run: Callable[[], object], stream: Any) -> None:
+        self._run: Callable[[], object] | None = run
+        if stream is None:
+            return
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(_SLEEP)
+            run()
+            self._run, self._event = None, torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> None:
+        if self._run is not None:
+            run, self._run = self._run, None
+            run()
+        elif hasattr(self, "_event"):
+            self._event.wait()
+
+
+class LateComm(Comm):
+    """Rank 0 of two; the other one has the same weights, data and gradients.
+
+    A result is NaN until its collective has run. What is sent is read when it runs (a write before the wait is sent),
+    or with ``early`` at the launch (a write after it is not). Gathers always read at the launch.
+    """
+
+    def __init__(self, device: torch.device, early: bool = False) -> None:
+        super().__init__(None, None, device)
+        self._early = early
+        self.world, self._stream = 2, torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._full: dict[str, Tensor] = {}  # what rank 1 sends of a bucket that was broadcast
+
+    def _late(self, run: Callable[[], object]) -> Work:
+        return _Late(run, self._stream)
+
+    gathers_in_background = property(lambda self: True)  # type: ignore[assignment]
+    sums_wide = property(lambda self: False)  # type: ignore[assignment]
+
+    def scratch_numel(self, numel: int) -> int:
+        return 0
+
+    def broadcast(self, tensor: Tensor, name: str, src: int = 0) -> None:
+        self._full.setdefault(f"{name} {tensor.numel()}", tensor.detach().clone())
+
+    def all_gather(self, flat: Tensor, name: str, own: Tensor | None = None) -> Work:
+        half = flat.numel() // 2
+        other = self._full[f"{name} {flat.numel()}"][half:]
+        mine = flat[:half].clone()
+        flat.fill_(float("nan"))
+
+        def run() -> None:
+            flat[:half].copy_(mine)
+            flat[half:].copy_(other)
+
+        return All([self._late(run)])
+
+    def reduce_scatter(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Work:
+        after, mine = self.factors(flat.dtype)[1], self._own(flat)
+        return All([self._late(self._doubled(mine))], lambda: store(out, mine, add, after))
+
+    def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Work:
+        after = self.factors(flat.dtype)[1]
+        return All([self._late(self._doubled(flat))], lambda: store(out, flat, add, after))
+
+    def _doubled(self, sent: Tensor) -> Callable[[], object]:
+        if not self._early:
+            return lambda: sent.mul_(2)
+        copy = sent.clone()
+        return lambda: sent.copy_(copy).mul_(2)
+
+    def _reduce_small(self, value: Tensor, op: Any, name: str) -> Tensor:
+        return value.mul_(2) if op == dist.ReduceOp.SUM else value
+
+    def host_max(self, flags: Tensor, name: str) -> Work:
+        return Done()
+
+    def host_broadcast(self, value: Any, name: str) -> Any:
+        return value
+
+    def host_gather(self, value: Any, name: str) -> list[Any]:
+        return [value, value]
+
+
+@contextmanager
+def group_of_one(device: torch.device) -> Iterator[Comm]:
+    """A communicator over one rank that takes no shortcut: NCCL on a GPU, else gloo."""
+    backend, bound = ("nccl", {"device_id": device}) if device.type == "cuda" else ("gloo", {})
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **bound)
+    try:
+        yield Comm(dist.new_group(), dist.new_group(), device)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def one_of(world: int, device: torch.device) -> Iterator[Comm]:
+    """Rank 0 of ``world`` over torch's fake backend: its collectives return at once, with this rank's values."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield Comm.for_world(device)
+    finally:
+        dist.destroy_process_group()
