@@ -20,6 +20,7 @@ import io
 import os
 import pickle
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -42,6 +43,9 @@ def with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+_unused: list[list[dist.ProcessGroup]] = []  # of communicators that are gone
 
 
 class Comm(ProcessLocal):
@@ -68,6 +72,7 @@ class Comm(ProcessLocal):
         self.sum_gradients = False  # gradient_allreduce_op: sum
         self.predivide: float | None = None  # gradient_predivide_factor, or the world size for prescale_gradients
         self._group, self._reductions, self._timeout = group, reductions, timeout
+        self._groups = [made for made in (group, reductions) if made is not None]
         self.world = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
         self._gloo = group is not None and dist.get_backend(group) == "gloo"
@@ -112,7 +117,20 @@ class Comm(ProcessLocal):
             comm.agreement = comm._hang_detector.agreement
         if comm._gloo and device.type == "cpu":
             comm._share_memory()
+        comm._destroy_unused()
         return comm
+
+    def _destroy_unused(self) -> None:
+        """Destroy the groups of communicators that are gone on all ranks: those of NCCL hold 100s of MB. Collective."""
+        weakref.finalize(self, _unused.append, self._groups).atexit = False
+        names = [[group.group_name for group in groups] for groups in _unused]
+        everywhere = self.host_gather(names, "unused groups")
+        for groups in list(_unused):
+            if all([group.group_name for group in groups] in of_rank for of_rank in everywhere):
+                _unused.remove(groups)
+                for group in reversed(groups):
+                    with suppress(ValueError):  # the default group, and all with it, was destroyed since
+                        dist.destroy_process_group(group)
 
     def _new_group(self, backend: str) -> dist.ProcessGroup:
         """Another process group over the same ranks. Collective."""
@@ -120,6 +138,7 @@ class Comm(ProcessLocal):
         ranks = dist.get_process_group_ranks(self._group)
         group: dist.ProcessGroup = dist.new_group(ranks, self._timeout, backend)
         _connect(group, self.device)
+        self._groups.append(group)
         return group
 
     # ---- operations of all ranks -----------------------------------------------------------------------------------
@@ -512,9 +531,10 @@ class _Pickler(pickle.Pickler):
     """Pickles tensors as bytes; by default pickle calls ``torch.save`` for the full storage of each."""
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is not Tensor or value.layout is not torch.strided or value.device.type != "cpu":
+        if type(value) is not Tensor or value.layout is not torch.strided or value.device.type not in ("cpu", "cuda"):
             return NotImplemented
-        flat = value.detach().resolve_conj().resolve_neg().reshape(-1)
+        # A CUDA tensor arrives on the CPU: by default it would arrive on the sender's device.
+        flat = value.detach().resolve_conj().resolve_neg().reshape(-1).cpu()
         return _unpacked, (flat.view(torch.uint8).numpy().tobytes(), value.dtype, value.shape)
 
 

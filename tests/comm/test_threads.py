@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -243,3 +244,38 @@ def _timeouts() -> list[float]:
 
 def test_all_groups_have_the_timeout_of_the_user(pool: Pool) -> None:
     assert pool.run(2, _timeouts) == [[77.0] * 4] * 2
+
+
+def _groups_there_are() -> list[int]:
+    """After each of some communicators that are dropped, the second one by rank 1 later than by rank 0."""
+    made, kept, found = list[Any](), list[Comm](), list[int]()
+    make = dist.new_group
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        made.append(make(*args, **kwargs))
+        return made[-1]
+
+    with mock.patch.object(dist, "new_group", note):
+        for number in range(5):
+            comm = Comm.for_world(torch.device("cpu"))
+            comm.allow_background()
+            if number == 1 and dist.get_rank() == 1:
+                kept.append(comm)
+            if number == 3:
+                kept.clear()
+            del comm
+            gc.collect()
+            found.append(sum(map(_is_there, made)))
+    return found
+
+
+def _is_there(group: Any) -> bool:
+    try:
+        dist.get_rank(group)
+    except ValueError:
+        return False
+    return True
+
+
+def test_groups_of_communicators_that_are_gone_are_destroyed(pool: Pool) -> None:
+    assert pool.run(2, _groups_there_are) == [[3, 3, 6, 6, 3]] * 2

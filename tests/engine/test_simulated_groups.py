@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -203,3 +204,15 @@ def test_one_of_many_ranks_finds_planted_bugs() -> None:
         assert grows(3)
     with mock.patch.object(CountedStorage, "free"):
         assert holds_the_model_while_it_is_built()
+
+
+def test_groups_connect_when_they_are_made() -> None:
+    connected = []
+
+    def note(tensor: Tensor, group: Any) -> None:
+        connected.append((group, tensor.numel()))
+
+    with mock.patch.object(dist, "all_reduce", note), one_of(4, CPU) as comm:
+        assert connected == [(comm._group, 1), (comm._reductions, 1)]
+        comm.allow_background()
+        assert connected[2:] == [(comm._background, 1)]
