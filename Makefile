@@ -6,7 +6,8 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench bench-ops bench-offload bench-checkpoint bench-activation gpu compat docs clean
+.PHONY: help demo test test-slow lint bench bench-ops bench-offload bench-checkpoint bench-activation gpu gpu-kernels gpu-engine \
+	gpu-offload gpu-trainer gpu-bench compat docs clean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -43,11 +44,45 @@ bench-checkpoint: $(STAMP) ## Measure saving and loading against torch.save, DCP
 bench-activation: $(STAMP) ## Measure recomputing activations, and where saved inputs rest (5 minutes)
 	$(BIN)/python benchmarks/activation.py --rounds 5 --threads 2
 
-gpu: $(STAMP) ## On a machine with a GPU: build the CUDA kernels, test them against the CPU, measure them
-	$(BIN)/lt-zero ops build --cuda
-	$(BIN)/python -m pytest -m gpu tests/ops/test_cuda.py tests/ops/test_cuda_build.py tests/offload/test_cuda.py \
-		tests/activation/test_cuda.py
-	$(BIN)/python benchmarks/ops.py --device cuda
+# A machine without a network: make gpu WHEELS=DIR takes PYTHON as it is, with its torch, and the wheels of what it lacks.
+# DEVICE=cpu tries all of it without a GPU; its reports go to build/gpu, those of a GPU to benchmarks/results.
+WHEELS ?=
+DEVICE ?= cuda
+SITE := build/gpu/site
+ifdef WHEELS
+GPU_READY := $(SITE)/.installed
+GPU_PYTHON = PYTHONPATH=$(CURDIR):$(CURDIR)/$(SITE):$(CURDIR)/benchmarks $(PYTHON)
+else
+GPU_READY := $(STAMP)
+GPU_PYTHON = PYTHONPATH=$(CURDIR)/benchmarks $(BIN)/python
+endif
+REPORT = $(GPU_PYTHON) benchmarks/report.py --device $(DEVICE)
+GPU_TESTS = $(REPORT) $(subst gpu-,,$@) -- -m pytest -q -p no:cacheprovider -m gpu --timeout 60 --timeout-method thread
+
+gpu: gpu-kernels gpu-engine gpu-offload gpu-trainer gpu-bench ## On a machine with a GPU: test and measure, 5 reports
+
+gpu-kernels: $(GPU_READY) ## The CUDA kernels: build them, compare them with the CPU's
+	$(if $(filter cuda,$(DEVICE)),$(GPU_PYTHON) -m lt_zero.cli ops build --cuda)
+	$(GPU_TESTS) tests/ops
+
+gpu-engine: $(GPU_READY) ## The engine on a GPU against one process
+	$(GPU_TESTS) tests/gpu/test_engine.py
+
+gpu-offload: $(GPU_READY) ## Stores, streams and saved activations on a GPU
+	$(GPU_TESTS) tests/offload tests/activation
+
+gpu-trainer: $(GPU_READY) ## A Trainer on a GPU in every precision
+	$(GPU_TESTS) tests/gpu/test_trainer.py
+
+gpu-bench: $(GPU_READY) ## Kernels, host time and activations on a GPU
+	$(REPORT) bench-ops -- benchmarks/ops.py --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--numel 1e6 --rounds 3)
+	$(REPORT) bench-host -- benchmarks/host_cost.py --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--rounds 5)
+	$(if $(filter cuda,$(DEVICE)),$(REPORT) bench-activation -- benchmarks/activation.py --device cuda --rounds 3)
+
+$(SITE)/.installed:
+	mkdir -p $(SITE)
+	$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target $(SITE) $(WHEELS)/*.whl
+	@touch $@
 
 docs: $(DOCS_STAMP) ## Write docs/config.md from the schema and the table of keys, build the documentation into site/
 	$(BIN)/python -m lt_zero.config.catalog

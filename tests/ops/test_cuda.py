@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lt_zero import ops
 from lt_zero.ops import compiler, library
+from tests.support.gpu import GPU
 from tests.support.kernel_inputs import LOW, STATES, STEPS, options_of, rows
 
 SIZES = [0, 1, 7, 33, 4097, 70_001, 1_000_003]
@@ -35,7 +36,7 @@ def test_they_compile_without_a_warning_and_export_the_abi(tmp_path: Path) -> No
     assert lib.lt_cuda_error(1)
 
 
-def on(device: str, lists: list[list[Tensor]]) -> list[list[Tensor]]:
+def on(device: str | torch.device, lists: list[list[Tensor]]) -> list[list[Tensor]]:
     return [[tensor.clone().to(device) for tensor in tensors] for tensors in lists]
 
 
@@ -49,7 +50,7 @@ def assert_equal(cuda: list[list[Tensor]], cpu: list[list[Tensor]]) -> None:
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("seed", range(6))
 def test_steps_equal_the_cpu(name: str, seed: int) -> None:
-    assert ops.available(torch.device("cuda")), library.status("cuda").why
+    assert ops.available(GPU), library.status(GPU.type).why
     rng, offset = random.Random(f"{name} {seed}"), seed % 4
     torch.manual_seed(seed)
     state = rng.choice([torch.float32, torch.bfloat16])
@@ -58,14 +59,14 @@ def test_steps_equal_the_cpu(name: str, seed: int) -> None:
     lists += [rows(SIZES, rng.choice(LOW), offset)] if name != "lamb_update" else []
     options: dict[str, Any] = options_of(name, rng) | {"maximize": seed % 2 == 1}
     scale = torch.tensor(0.37) if seed % 3 else None
-    ours, theirs = on("cuda", lists), on("cpu", lists)
-    norms = getattr(ops, name)(*ours, **options, scale=scale.cuda() if scale is not None else None)
+    ours, theirs = on(GPU, lists), on("cpu", lists)
+    norms = getattr(ops, name)(*ours, **options, scale=scale.to(GPU) if scale is not None else None)
     expected = getattr(ops, name)(*theirs, **options, scale=scale)
     assert_equal(ours, theirs)
     if norms is not None:
         torch.testing.assert_close(norms.cpu(), expected, rtol=1e-12, atol=0)
     before = [[t.clone() for t in tensors] for tensors in ours]
-    getattr(ops, name)(*ours, **options, found_inf=torch.ones((), device="cuda"))
+    getattr(ops, name)(*ours, **options, found_inf=torch.ones((), device=GPU))
     assert_equal(before, [[t.cpu() for t in tensors] for tensors in ours])
 
 
@@ -75,23 +76,23 @@ def test_other_passes_equal_the_cpu(offset: int) -> None:
     torch.manual_seed(offset)
     for source in LOW:
         values = rows(SIZES, source, offset)
-        norm = ops.norm_squared(on("cuda", [values])[0])
+        norm = ops.norm_squared(on(GPU, [values])[0])
         torch.testing.assert_close(norm.cpu(), ops.norm_squared(values), rtol=1e-12, atol=0)
         for target in LOW:
             outs = rows(SIZES, target, offset)
             for operation in [ops.cast_scale] + [ops.accumulate] * (target == torch.float32):
                 for factor in (1.0, 0.3):
-                    ours, theirs = on("cuda", [outs, values]), on("cpu", [outs, values])
+                    ours, theirs = on(GPU, [outs, values]), on("cpu", [outs, values])
                     operation(*ours, factor=factor)
                     operation(*theirs, factor=factor)
                     assert_equal(ours, theirs)
-    bad = torch.ones(10_001, device="cuda")
+    bad = torch.ones(10_001, device=GPU)
     for position in (0, 5, 10_000):
         bad[position] = float("nan")
         assert not ops.norm_squared([bad]).isfinite()
         bad[position] = 1.0
     lists = [rows(SIZES, torch.float32, offset, torch.rand) for _ in range(3)]
-    ours, theirs, rates = on("cuda", lists), on("cpu", lists), torch.rand(len(SIZES))
-    ops.lamb_apply(*ours, rates.cuda(), eps=1e-6, weight_decay=0.1)
+    ours, theirs, rates = on(GPU, lists), on("cpu", lists), torch.rand(len(SIZES))
+    ops.lamb_apply(*ours, rates.to(GPU), eps=1e-6, weight_decay=0.1)
     ops.lamb_apply(*theirs, rates, eps=1e-6, weight_decay=0.1)
     assert_equal(ours, theirs)

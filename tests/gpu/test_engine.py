@@ -1,0 +1,220 @@
+"""The engine on a GPU, stages 0-3: against one process, over NCCL of one rank, late collectives, two processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lt_zero
+from lt_zero.comm.communicator import Comm
+from lt_zero.config.precision import dtype_policy
+from lt_zero.engine.engine import Engine
+from lt_zero.memory.estimate import estimate
+from lt_zero.memory.forecast import DEVICE
+from tests.support.parity import STAGES, config_of, full_values
+from tests.support.paths import ROOT
+from tests.support.pool import Pool
+from tests.support.simulated import LateComm, group_of_one
+
+pytestmark = pytest.mark.gpu
+
+WIDTH, DEPTH, STEPS = 64, 4, 4
+LOW = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+
+
+class Feed(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+def net(width: int = WIDTH, depth: int = DEPTH) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Feed(width) for _ in range(depth)))
+
+
+def batch(device: torch.device, step: int, rank: int = 0, width: int = WIDTH) -> Tensor:
+    return torch.randn(16, width, generator=torch.Generator().manual_seed(100 * step + rank)).to(device)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def loss_of(model: nn.Module, x: Tensor, mode: str) -> Tensor:
+    x = x.to(LOW[mode]) if mode.endswith("true") and mode in LOW else x
+    with torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False) if mode == "bf16-mixed" else nullcontext():
+        return model(x).float().square().mean()
+
+
+def plain(device: torch.device, mode: str = "32-true", ranks: int = 1, clip: float | None = None) -> dict[str, Tensor]:
+    """One process, plain PyTorch; in ``mode`` with weights of that dtype."""
+    model = net().to(device)
+    model = model.to(LOW[mode]) if mode.endswith("true") and mode in LOW else model
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        sum(loss_of(model, batch(device, step, rank), mode) / ranks for rank in range(ranks)).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return {name: p.detach().float().clone() for name, p in model.named_parameters()}
+
+
+def sharded(
+    device: torch.device,
+    stage: int,
+    mode: str = "32-true",
+    comm: Comm | None = None,
+    rank: int = 0,
+    clip: float | None = None,
+    **zero: Any,
+) -> Engine:
+    config = config_of(stage, zero)
+    engine = lt_zero.shard(net(), config, device, policy=dtype_policy(config, mode), comm=comm)
+    optimizer = sgd(engine.root)
+    owner = lt_zero.ShardedOptimizer(engine, optimizer)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(engine.root, batch(device, step, rank), mode).backward()
+        if clip is not None:
+            owner.grads.clip_norm(clip)
+        optimizer.step()
+    return engine
+
+
+def far(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    assert got.keys() == want.keys()
+    return max(float((got[name].float().cpu() - value.cpu()).abs().max()) for name, value in want.items())
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("stage", STAGES)
+def test_fp32_is_one_process(device: torch.device, stage: int, clip: float | None) -> None:
+    assert far(full_values(sharded(device, stage, clip=clip)), plain(device, clip=clip)) < 1e-6
+
+
+@pytest.mark.parametrize("mode", LOW)
+@pytest.mark.parametrize("stage", STAGES)
+def test_low_precision_errs_at_most_twice_as_much_as_plain_pytorch(device: torch.device, stage: int, mode: str) -> None:
+    exact = plain(device)
+    allowed = 2 * far(plain(device, mode), exact)
+    assert far(full_values(sharded(device, stage, mode)), exact) <= allowed
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_group_of_one_rank(device: torch.device, stage: int) -> None:
+    with group_of_one(device) as comm:
+        got = full_values(sharded(device, stage, comm=comm))
+    assert far(got, plain(device)) < 1e-6
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("stage", "prefetch"), [(1, 0), (2, 0), (3, 0), (3, 10**9)])
+def test_late_collectives(device: torch.device, stage: int, prefetch: int, early: bool) -> None:
+    reference = net().to(device)
+    config = config_of(stage, {"stage3_prefetch_bucket_size": prefetch, "stage3_max_reuse_distance": 0})
+    engine = lt_zero.shard(net(), config, device, comm=LateComm(device, early))
+    for step in range(3):
+        for model in (reference, engine.root):
+            model(batch(device, step)).square().mean().backward()
+    engine.finish_reductions()
+    wanted = {name: p.grad for name, p in reference.named_parameters()}
+    for bucket in engine.buckets:
+        for piece in bucket.pieces():
+            span = bucket.layout.spans[piece.index]
+            want = wanted[span.name]
+            assert want is not None
+            got = bucket.grads.of(piece)
+            torch.testing.assert_close(got, want.reshape(-1)[piece.lo : piece.hi], rtol=1e-4, atol=1e-5)
+
+
+def _rank_of_two(kind: str, stage: int) -> float:
+    device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+    rank = torch.distributed.get_rank()
+    return far(full_values(sharded(device, stage, rank=rank)), plain(device, ranks=2))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_processes_on_one_device(device: torch.device, pool: Pool, stage: int) -> None:
+    assert max(pool.run(2, _rank_of_two, device.type, stage)) < 1e-5
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_compiled_units(device: torch.device, stage: int) -> None:
+    config = config_of(stage)
+    engine = lt_zero.shard(net(), config, device)
+    for unit in engine.root.children():
+        unit.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
+    optimizer = sgd(engine.root)
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(engine.root, batch(device, step), "32-true").backward()
+        optimizer.step()
+    assert far(full_values(engine), plain(device)) < 1e-5
+
+
+NO_KERNELS = """
+import torch
+from tests.gpu.test_engine import far, full_values, plain, sharded
+device = torch.device("{}")
+assert far(full_values(sharded(device, 3, clip=0.1)), plain(device, clip=0.1)) < 1e-6
+"""
+
+
+def test_without_kernels(device: torch.device) -> None:
+    environment = {**os.environ, "LT_ZERO_NATIVE": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", NO_KERNELS.format(device)], env=environment, cwd=ROOT, timeout=100
+    )
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(("stage", "mode"), [(0, "32-true"), (2, "bf16-mixed"), (3, "bf16-mixed"), (3, "bf16-true")])
+def test_the_host_never_waits_for_the_gpu_in_a_step(cuda: torch.device, stage: int, mode: str) -> None:
+    config = config_of(stage)
+    engine = lt_zero.shard(net(), config, cuda, policy=dtype_policy(config, mode))
+    optimizer = torch.optim.AdamW(engine.root.parameters(), lr=1e-3)
+    owner = lt_zero.ShardedOptimizer(engine, optimizer)
+    x = batch(cuda, 0)
+    for step in range(5):
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if step >= 3 else "default")
+        try:
+            optimizer.zero_grad()
+            loss_of(engine.root, x, mode).backward()
+            owner.grads.clip_norm(1.0)
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_memory_is_what_was_forecast(cuda: torch.device, stage: int) -> None:
+    """At build, and in a step without activations to speak of, within 5 %."""
+    config, width = config_of(stage), 1024
+    forecast = estimate(net(width, 16), config, 1, device="cuda", precision="bf16-true")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    engine = lt_zero.shard(net(width, 16), config, cuda, policy=dtype_policy(config, "bf16-true"))
+    optimizer = torch.optim.AdamW(engine.root.parameters(), lr=1e-3)
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        engine.root(batch(cuda, step, width=width).bfloat16()[:1]).float().square().mean().backward()
+        optimizer.step()
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak == pytest.approx(forecast.rank(DEVICE), rel=0.05)
