@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import ZeroConfig
-from lt_zero.comm.communicator import Comm
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.lightning.model_report import dtype_table, memory_report
 from lt_zero.lightning.precision import sharded_of
@@ -27,6 +26,7 @@ from tests.support.matrix import cover, only, only_rows
 from tests.support.models import Net, tokens
 from tests.support.parity import OPTIMIZERS, STAGES, config_of, full_grads, full_values
 from tests.support.pool import Pool
+from tests.support.simulated import one_of
 
 LOW = [torch.float16, torch.bfloat16]
 
@@ -144,12 +144,11 @@ def test_communication_dtype_is_what_is_sent(pool: Pool) -> None:
 
 
 def test_predivision_is_by_the_world_where_the_wire_adds() -> None:
-    comm = Comm(None, None, torch.device("cpu"))
-    comm.world, comm.use_reduce_scatter = 8, False
-    assert comm.factors(torch.float16) == (1 / 8, 1.0)
-    assert comm.factors(torch.bfloat16) == (1.0, 1 / 8)
-    comm.sum_gradients = True
-    assert comm.factors(torch.float16) == (1.0, 1.0)
+    with one_of(8, torch.device("cpu")) as comm:
+        assert comm.factors(torch.float16) == (1 / 8, 1.0)
+        assert comm.factors(torch.bfloat16) == (1.0, 1 / 8)
+        comm.sum_gradients = True
+        assert comm.factors(torch.float16) == (1.0, 1.0)
 
 
 # ---- accumulators and master weights -------------------------------------------------------------------------------
