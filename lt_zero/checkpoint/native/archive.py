@@ -11,7 +11,7 @@ import math
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from lt_zero.checkpoint.native import manifest
 from lt_zero.checkpoint.native.directory import is_url
-from lt_zero.checkpoint.native.manifest import Chunk, Manifest
+from lt_zero.checkpoint.native.manifest import Manifest
 from lt_zero.checkpoint.native.pieces import boxes, flat_index
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
+from lt_zero.engine.lazy_tensor import LazyTensor
 from lt_zero.io.checked_file import BlockReader
 
 
@@ -55,23 +56,20 @@ class Archive:
         self.manifest = Manifest.parse(data.decode(errors="replace"), place)
         self._blocks.files = self.manifest.files
         for name, record in self.manifest.files.items():
-            file = f"{path}/{name}"
+            file, remedy = f"{path}/{name}", "Restore it from a copy, or resume from another checkpoint."
             try:
                 size = os.stat(file).st_size if fs is None else fs.size(file)
             except OSError:
-                raise CheckpointError(
-                    f"{file} is missing. Restore it from a copy, or resume from another checkpoint."
-                ) from None
+                raise CheckpointError(f"{file} is missing. {remedy}") from None
             if size != record.nbytes:
                 raise CheckpointError(
-                    f"{file} has {size} bytes, and {record.nbytes} were written: something cut or changed it. Restore "
-                    "it from a copy, or resume from another checkpoint."
+                    f"{file} has {size} bytes, and {record.nbytes} were written: something cut or changed it. {remedy}"
                 )
         self.aliases: Mapping[str, str] = self.manifest.aliases
         self.weights: Mapping[str, Spec] = {
             name: Spec(entry.shape, entry.dtype)
             for name in self.manifest.order
-            if (entry := self.manifest.tensors.get(self._full(name))) is not None
+            if (entry := self.manifest.tensors.get(f"model.{self.aliases.get(name, name)}")) is not None
         }
 
     @staticmethod
@@ -81,16 +79,12 @@ class Archive:
             return os.path.isfile(os.path.join(path, manifest.NAME))
         return bool(fsspec.core.url_to_fs(path)[0].exists(f"{path}/{manifest.NAME}"))
 
-    def _full(self, name: str) -> str:
-        return f"model.{self.aliases.get(name, name)}"
-
     @cached_property
     def meta(self) -> Mapping[str, Any]:
         """The Lightning checkpoint without weights and optimizer states; plain containers."""
+        data = io.BytesIO(self.bytes_of("meta.pt"))
         try:
-            found: dict[str, Any] = torch.load(
-                io.BytesIO(self.bytes_of("meta.pt")), map_location="cpu", weights_only=True
-            )
+            found: dict[str, Any] = torch.load(data, map_location="cpu", weights_only=True)
         except (RuntimeError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{self.path}/meta.pt cannot be read: {error}") from None
         return found
@@ -99,22 +93,19 @@ class Archive:
     def optimizers(self) -> Sequence[SavedOptimizer]:
         """Their states and settings, by name of the parameter."""
         packed = self.meta.get("lt_zero", {}).get("optimizers", [])
-        known = [{name for group in saved["param_groups"] for name in group["params"]} for saved in packed]
-        found: dict[int, dict[str, dict[str, Any]]] = {}
-        for name, entry in self.manifest.tensors.items():
-            if name.startswith("optimizer_"):
-                number = int(name.split(".", 1)[0].removeprefix("optimizer_"))
-                rest = name.split(".", 2)[2]  # parameter and key, either of which may have dots
-                dots = [i for i, letter in enumerate(rest) if letter == "."]
-                at = next((i for i in reversed(dots) if rest[:i] in known[number]), dots[-1])
-                parameter, key = rest[:at], rest[at + 1 :]
-                found.setdefault(number, {}).setdefault(parameter, {})[key] = Spec(entry.shape, entry.dtype)
+        names = [[name for group in saved["param_groups"] for name in group["params"]] for saved in packed]
+        states: list[dict[str, dict[str, Any]]] = [{name: {} for name in of_one} for of_one in names]
+        for full, entry in self.manifest.tensors.items():
+            if full.startswith("optimizer_"):
+                head, _, rest = full.split(".", 2)
+                known = states[int(head.removeprefix("optimizer_"))]
+                cuts = [i for i, letter in enumerate(rest) if letter == "."]  # parameter and key may have dots, too
+                cut = next((i for i in reversed(cuts) if rest[:i] in known), cuts[-1])
+                known.setdefault(rest[:cut], {})[rest[cut + 1 :]] = Spec(entry.shape, entry.dtype)
         merged = []
-        for number, saved in enumerate(packed):
-            own = found.get(number, {})
-            names = [name for group in saved["param_groups"] for name in group["params"]]
-            state = {n: {**own.get(n, {}), **saved["state"].get(n, {})} for n in names}
-            merged.append(SavedOptimizer(saved["param_groups"], {n: s for n, s in state.items() if s}))
+        for saved, of_one, known in zip(packed, names, states, strict=True):
+            every = {name: {**known[name], **saved["state"].get(name, {})} for name in of_one}
+            merged.append(SavedOptimizer(saved["param_groups"], {n: state for n, state in every.items() if state}))
         return merged
 
     def objects(self) -> dict[Any, Any]:
@@ -124,28 +115,21 @@ class Archive:
         found: dict[Any, Any] = pickle.loads(self.bytes_of("objects.pkl"))
         return found
 
+    def lazy(self, full: str) -> LazyTensor:
+        """A tensor by its full name, to be read when its values are needed."""
+        entry = self.manifest.tensors[full]
+        return LazyTensor(entry.shape, entry.dtype, partial(self.elements, full))
+
     def read(self, name: str) -> Tensor:
         """A weight, whole, in its saved dtype."""
-        return self._whole(self._full(name))
-
-    def read_range(self, name: str, lo: int, hi: int) -> Tensor:
-        """Elements [lo, hi) of a weight in row-major order (1D)."""
-        return self.elements(self._full(name), lo, hi)
+        return self.lazy(f"model.{self.aliases.get(name, name)}").whole()
 
     def read_state(self, optimizer: int, name: str, key: str) -> Tensor:
         """An element-wise state of a parameter, whole."""
-        return self._whole(f"optimizer_{optimizer}.state.{name}.{key}")
-
-    def read_state_range(self, optimizer: int, name: str, key: str, lo: int, hi: int) -> Tensor:
-        """Elements [lo, hi) of an element-wise state in row-major order (1D)."""
-        return self.elements(f"optimizer_{optimizer}.state.{name}.{key}", lo, hi)
-
-    def _whole(self, full: str) -> Tensor:
-        entry = self.manifest.tensors[full]
-        return self.elements(full, 0, entry.numel).view(entry.shape)
+        return self.lazy(f"optimizer_{optimizer}.state.{name}.{key}").whole()
 
     def elements(self, full: str, lo: int, hi: int) -> Tensor:
-        """Elements [lo, hi) (1D) of a tensor by its full name.
+        """Elements [lo, hi) (1D, row-major) of a tensor by its full name.
 
         Raises:
             CheckpointError: a file is damaged.
@@ -159,32 +143,26 @@ class Archive:
         saved_form = TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), saved)
         items = create_read_items_for_chunk_list(full, saved_form, wanted)
         pairs = [(entry.chunks[item.storage_index.index or 0], item) for item in items]
-        covered = 0
+        covered, size = 0, entry.dtype.itemsize
         for chunk, item in sorted(pairs, key=lambda pair: pair[0].start):
-            box = wanted[item.dest_index.index or 0]
+            box, lengths = wanted[item.dest_index.index or 0], tuple(item.lengths)
             first = flat_index(entry.shape, tuple(box.offsets)) - lo
             target = out[first : first + math.prod(box.sizes)].view(box.sizes)
-            for axis, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            for axis, (offset, length) in enumerate(zip(item.dest_offsets, lengths, strict=True)):
                 target = target.narrow(axis, offset, length)
-            self._read_box(chunk, tuple(item.storage_offsets), tuple(item.lengths), target)
+            first = flat_index(chunk.sizes, tuple(item.storage_offsets))
+            ends = tuple(o + s - 1 for o, s in zip(item.storage_offsets, lengths, strict=True))
+            count = flat_index(chunk.sizes, ends) + 1 - first
+            whole = target.is_contiguous() and count == target.numel()
+            rows = target.view(-1) if whole else torch.empty(count, dtype=entry.dtype)
+            self._blocks.read(chunk.file, chunk.start + first * size, rows.view(torch.uint8))
+            if not whole:
+                strides = [math.prod(chunk.sizes[axis + 1 :]) for axis in range(len(chunk.sizes))]
+                target.copy_(rows.as_strided(lengths, strides))
             covered += target.numel()
         if covered != hi - lo:
             raise CheckpointError(f"{self.path}: {full} lacks {hi - lo - covered} of elements {lo} to {hi}.")
         return out
-
-    def _read_box(self, chunk: Chunk, offsets: tuple[int, ...], sizes: tuple[int, ...], out: Tensor) -> None:
-        """Fill ``out`` (of ``sizes``) from a rectangle of a chunk."""
-        size = out.element_size()
-        first = flat_index(chunk.sizes, offsets)
-        last = flat_index(chunk.sizes, tuple(o + s - 1 for o, s in zip(offsets, sizes, strict=True)))
-        start, count = chunk.start + first * size, last + 1 - first
-        if out.is_contiguous() and count == out.numel():
-            self._blocks.read(chunk.file, start, out.view(-1).view(torch.uint8))
-            return
-        rows = torch.empty(count, dtype=out.dtype)
-        self._blocks.read(chunk.file, start, rows.view(torch.uint8))
-        strides = [math.prod(chunk.sizes[axis + 1 :]) for axis in range(len(chunk.sizes))]
-        out.copy_(rows.as_strided(sizes, strides))
 
     def bytes_of(self, name: str) -> bytes:
         """A whole file, checked."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from lt_zero.checkpoint.native.save import KEY, REFERENCE
 from lt_zero.checkpoint.source import Source, Spec
 from lt_zero.common.errors import CheckpointError
 from lt_zero.engine.engine import Engine
-from lt_zero.engine.lazy_tensor import LazyTensor, Reader
+from lt_zero.engine.lazy_tensor import LazyTensor
 
 _COMPUTED = ("foreach", "fused", "capturable", "differentiable")
 _SCALERS = ("FSDPPrecision", "FSDPMixedPrecision")  # Lightning's plugins, which save the scaler under their names
@@ -129,8 +130,8 @@ def as_lightning(source: Source, weights_only: bool | None = None) -> dict[str, 
         source: an open checkpoint.
         weights_only: False also unpickles values without a plain form; use it for trusted checkpoints only.
     """
-    native = isinstance(source, Archive)
-    meta = _whole_meta(source, weights_only) if isinstance(source, Archive) else lightning_meta(source)
+    archive = source if isinstance(source, Archive) else None
+    meta = _whole_meta(archive, weights_only) if archive is not None else lightning_meta(source)
     own = meta.pop(KEY, {})
     meta[KEY] = {
         "frozen_left_out": own.get("frozen_left_out", getattr(source, "left_out", [])),
@@ -138,38 +139,28 @@ def as_lightning(source: Source, weights_only: bool | None = None) -> dict[str, 
         "path": str(getattr(source, "folder", getattr(source, "path", ""))),
     }
     meta.setdefault(VERSION, "2.5.0")
+
+    def lazy(spec: Spec, full: str, read: Callable[..., Tensor], *place: Any) -> LazyTensor:
+        if archive is not None:  # which reads any range
+            return archive.lazy(full)
+        return LazyTensor(spec.shape, spec.dtype, lambda lo, hi: read(*place).reshape(-1)[lo:hi])
+
     weights: dict[str, Any] = {}
     for name, spec in source.weights.items():  # tied names share an object
         first = source.aliases.get(name, name)
-        lazy = weights.get(first)
-        weights[name] = lazy if lazy is not None else _lazy(spec, source, "read", first)
+        weights[name] = weights[first] if first in weights else lazy(spec, f"model.{first}", source.read, first)
     meta["state_dict"] = {**weights, **own.get("extra_state", {})}
     if own.get("has_optimizers", False) or source.optimizers:
-        foreign = not native or own.get("foreign", False)
-        meta["optimizer_states"] = [
-            {"state": _lazy_states(source, i, saved.state), "param_groups": saved.groups, "foreign": foreign}
-            for i, saved in enumerate(source.optimizers)
-        ]
+        meta["optimizer_states"] = []
+        for i, saved in enumerate(source.optimizers):
+            states: dict[str, dict[str, Any]] = {name: dict(state) for name, state in saved.state.items()}
+            for name, key, value in [(n, k, v) for n, state in states.items() for k, v in state.items()]:
+                if isinstance(value, Spec):
+                    full = f"optimizer_{i}.state.{name}.{key}"
+                    states[name][key] = lazy(value, full, source.read_state, i, name, key)
+            foreign = archive is None or own.get("foreign", False)
+            meta["optimizer_states"].append({"state": states, "param_groups": saved.groups, "foreign": foreign})
     return meta
-
-
-def _lazy_states(source: Source, optimizer: int, states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The states of one optimizer by parameter name; element-wise ones are lazy."""
-    return {
-        name: {
-            key: _lazy(value, source, "read_state", optimizer, name, key) if isinstance(value, Spec) else value
-            for key, value in state.items()
-        }
-        for name, state in states.items()
-    }
-
-
-def _lazy(spec: Spec, source: Source, method: str, *place: Any) -> LazyTensor:
-    """A tensor that reads elements with ``<method>_range`` if the source has it, else all with ``method``."""
-    ranges: Reader | None = getattr(source, f"{method}_range", None)
-    if ranges is not None:
-        return LazyTensor(spec.shape, spec.dtype, partial(ranges, *place))
-    return LazyTensor(spec.shape, spec.dtype, lambda lo, hi: getattr(source, method)(*place).reshape(-1)[lo:hi])
 
 
 def _whole_meta(archive: Archive, weights_only: bool | None) -> dict[str, Any]:
@@ -178,8 +169,7 @@ def _whole_meta(archive: Archive, weights_only: bool | None) -> dict[str, Any]:
     def resolve(value: Any) -> Any:
         if isinstance(value, Mapping):
             if set(value) == {REFERENCE}:
-                entry = archive.manifest.tensors[value[REFERENCE]]
-                return LazyTensor(entry.shape, entry.dtype, partial(archive.elements, value[REFERENCE]))
+                return archive.lazy(value[REFERENCE])
             return type(value)((k, resolve(v)) for k, v in value.items())  # type: ignore[call-arg]
         return type(value)(resolve(v) for v in value) if type(value) in (list, tuple) else value
 
@@ -211,35 +201,30 @@ def number_states(
     Raises:
         CheckpointError: the saved parameters or their groups differ from the running ones.
     """
-    groups = saved["param_groups"]
-    idle = set(frozen) - set(saved["state"])
+    groups, states = saved["param_groups"], saved["state"]
+    remedy = "set checkpoint.load_optimizer_states=false to start with a new optimizer."
+    idle = set(frozen) - set(states)
     running, stored = [set(group) - idle for group in names], [set(group["params"]) - idle for group in groups]
     if running != stored:
         new, gone = set().union(*running) - set().union(*stored), set().union(*stored) - set().union(*running)
+        only = [", ".join(sorted(found)[:5]) or "none" for found in (new, gone)]
         difference = (
-            f"only in the model: {', '.join(sorted(new)[:5]) or 'none'}; "
-            f"only in the checkpoint: {', '.join(sorted(gone)[:5]) or 'none'}"
+            f"only in the model: {only[0]}; only in the checkpoint: {only[1]}"
             if new or gone
             else f"groups of {[len(g) for g in running]} parameters, in the checkpoint of {[len(g) for g in stored]}"
         )
         raise CheckpointError(
             f"Optimizer {number} has other parameters than the checkpoint's ({difference}). Restore "
-            "configure_optimizers and requires_grad, or set checkpoint.load_optimizer_states=false to start with a new "
-            "optimizer."
+            f"configure_optimizers and requires_grad, or {remedy}"
         )
-    flat = [name for group in names for name in group]
-    numbers = {name: i for i, name in enumerate(flat)}
-    if ungrouped := sorted(set(saved["state"]) - set(numbers)):
+    numbers = {name: i for i, name in enumerate(chain.from_iterable(names))}
+    if ungrouped := sorted(set(states) - set(numbers)):
         raise CheckpointError(
             f"The checkpoint's optimizer {number} has states of {', '.join(ungrouped[:5])}, which are in none of its "
-            "groups: it is damaged. Use another checkpoint, or set checkpoint.load_optimizer_states=false."
+            f"groups: it is damaged. Use another checkpoint, or {remedy}"
         )
-    return {
-        "state": {numbers[name]: state for name, state in saved["state"].items()},
-        "param_groups": [
-            {**group, "params": [numbers[name] for name in own]} for group, own in zip(groups, names, strict=True)
-        ],
-    }
+    numbered = [{**group, "params": [numbers[n] for n in own]} for group, own in zip(groups, names, strict=True)]
+    return {"state": {numbers[name]: state for name, state in states.items()}, "param_groups": numbered}
 
 
 def fitting_state(

@@ -214,31 +214,25 @@ def stage(made: Bundle, buffer: Tensor | None) -> Tensor:
     Returns:
         The buffer (1D uint8).
     """
-    starts, end = {}, 0
-    for name, value in made.tensors.items():
-        starts[name] = end
-        end += -(-_local_bytes(value) // 64) * 64
+    end = sum(-(-_local_bytes(value) // 64) * 64 for value in made.tensors.values())
     if buffer is None or buffer.numel() < end:
         buffer = torch.empty(end, dtype=torch.uint8)
+    start = 0
     for name, value in _releasing(list(made.tensors.items())):
-        copy = buffer[starts[name] : starts[name] + _local_bytes(value)].view(value.dtype)
+        copy = buffer[start : start + _local_bytes(value)].view(value.dtype)
+        start += -(-_local_bytes(value) // 64) * 64
         if not isinstance(value, Fragment):
             made.tensors[name] = copy.view(value.shape).copy_(value)
             continue
         if copy.numel():
             copy.copy_(value.local())
         made.tensors[name] = Fragment(partial(copy.view, -1), tuple(value.shape), value.lo, value.hi, value.dtype)
-    made.meta, made.others = _copied(made.meta), _copied(made.others)
-    return buffer
 
-
-def _copied(value: Any) -> Any:
-    """Plain containers with copies of their tensors."""
-    if isinstance(value, Tensor):
+    def copied(_: Path, value: Tensor) -> Tensor:
         return value if isinstance(value, LazyTensor) else value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return type(value)((key, _copied(inner)) for key, inner in value.items())
-    return type(value)(_copied(inner) for inner in value) if type(value) in (list, tuple) else value
+
+    made.meta, made.others = plain(made.meta, copied)[0], plain(made.others, copied)[0]
+    return buffer
 
 
 def _releasing(
@@ -290,27 +284,10 @@ def write(
         raise CheckpointError(" ".join(reasons)) from None
 
 
-@dataclass(frozen=True)
-class _Placed:
-    """The location of a chunk: file, first byte of its values, and (offset, length) of the embedded torch.save file."""
-
-    file: str
-    start: int
-    blob: tuple[int, int]
-
-
 class DirectoryWriter(StorageWriter):
-    """Writes the tensors of one rank, and on rank 0 the rest and the manifest.
+    """Writes the tensors of one rank into the (temporary) directory, and on rank 0 the rest and the manifest.
 
-    Args:
-        place: the (temporary) directory.
-        made: the content. On rank 0, what is not tensors is read when all tensors are written.
-        rank: of this process.
-        then: called on rank 0 when the checkpoint is complete.
-        tick: called with the bytes of each written tensor.
-
-    Raises:
-        CheckpointError: there is too little space, or a file cannot be written.
+    What is not tensors is read when all tensors are written. ``then`` and ``tick``: as for ``write``.
     """
 
     def __init__(
@@ -348,20 +325,19 @@ class DirectoryWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results: list[WriteResult] = []
-        is_moment = [item.index.fqn.startswith("optimizer_") for item in plan.items]
+        files: dict[str, list[WriteItem]] = {}
+        for item in plan.items:
+            kind = "moments" if item.index.fqn.startswith("optimizer_") else "weights"
+            files.setdefault(f"{kind}-{self._rank:05d}.pt", []).append(item)
+        future: Future[list[WriteResult]] = Future()
         try:
-            for kind, wanted in (("weights", False), ("moments", True)):
-                items = [item for item, found in zip(plan.items, is_moment, strict=True) if found == wanted]
-                if items:
-                    results += self._write_file(f"{kind}-{self._rank:05d}.pt", items, planner)
+            future.set_result([result for name, items in files.items() for result in self._write(name, items, planner)])
         finally:
             self._place.close()
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
         return future
 
-    def _write_file(self, name: str, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+    def _write(self, name: str, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        """Write one file of tensors; returns the place of each as file and ``Stored``, and the file's record."""
         content: dict[str, Stored] = {}
         results = []
         with self._file(name, sum(_nbytes(item) + _OVERHEAD // 2 for item in items)) as sink:
@@ -375,8 +351,8 @@ class DirectoryWriter(StorageWriter):
                 if chunk.sizes != item.tensor_data.size:  # ``name[2:3, 0:8]`` of a part
                     ranges = (f"{o}:{o + s}" for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
                     key = f"{key}[{', '.join(ranges)}]"
-                stored = content[key] = file.add(tensor.detach().cpu().contiguous())
-                results.append(WriteResult(item.index, tensor.nbytes, _Placed(name, stored.start, stored.blob)))
+                content[key] = file.add(tensor.detach().cpu().contiguous())
+                results.append(WriteResult(item.index, tensor.nbytes, (name, content[key])))
                 self._tick(tensor.nbytes)
             file.finish(content)
         record = self._files[name]
@@ -429,29 +405,29 @@ def _nbytes(item: WriteItem) -> int:
 
 
 def _describe(
-    metadata: Metadata, placed: Mapping[MetadataIndex, _Placed], aliases: Mapping[str, str]
+    metadata: Metadata, placed: Mapping[MetadataIndex, tuple[str, Stored]], aliases: Mapping[str, str]
 ) -> dict[str, Entry]:
     """The tensors for the manifest. Adds to ``metadata`` what torch's FileSystemReader needs: locations of chunks,
     nesting of names, and tied names."""
-    known = metadata.state_dict_metadata
-    metadata.storage_data = {index: storage_info(place.file, *place.blob) for index, place in placed.items()}
-    metadata.planner_data = {name: path_of(name) for name in known}
-    tensors = {}
+    known, tensors = metadata.state_dict_metadata, {}
+    metadata.storage_data = {index: storage_info(file, *stored.blob) for index, (file, stored) in placed.items()}
     for name, entry in known.items():
         assert isinstance(entry, TensorStorageMetadata), name
-        chunks = []
-        for chunk in entry.chunks:
-            place = placed[MetadataIndex(name, chunk.offsets)]
-            chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), place.file, place.start))
-        tensors[name] = Entry(tuple(entry.size), entry.properties.dtype, tuple(chunks))
-    for alias, name in aliases.items():
-        owner = known.get(f"model.{name}")
+        places = [placed[MetadataIndex(name, chunk.offsets)] for chunk in entry.chunks]
+        chunks = zip(entry.chunks, places, strict=True)
+        tensors[name] = Entry(
+            tuple(entry.size),
+            entry.properties.dtype,
+            tuple(Chunk(tuple(c.offsets), tuple(c.sizes), file, stored.start) for c, (file, stored) in chunks),
+        )
+    for tied, name in ((f"model.{alias}", f"model.{name}") for alias, name in aliases.items()):
+        owner = known.get(name)
         if isinstance(owner, TensorStorageMetadata):
-            known[f"model.{alias}"] = owner
-            metadata.planner_data[f"model.{alias}"] = ("model", alias)
+            known[tied] = owner
             for chunk in owner.chunks:
-                of_name, of_alias = (MetadataIndex(f"model.{n}", chunk.offsets) for n in (name, alias))
-                metadata.storage_data[of_alias] = metadata.storage_data[of_name]
+                location = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+                metadata.storage_data[MetadataIndex(tied, chunk.offsets)] = location
+    metadata.planner_data = {name: path_of(name) for name in known}
     return tensors
 
 
@@ -462,26 +438,20 @@ def _add_others(sink: Sink, metadata: Metadata, others: Mapping[tuple[str, ...],
     known: dict[Any, Stored] = {}  # equal values are stored once: thousands of equal step counters
     for path, value in others.items():
         name = ".".join(path)
-        key: Any = name  # equal for values with equal bytes
-        if isinstance(value, Tensor):
-            if value.dim() == 0 and value.dtype in (torch.float32, torch.float64, torch.int64):
-                key = value.dtype, repr(value.item())
-        elif isinstance(value, bool | int | float | str | None):
-            key = type(value), repr(value)
-        stored = known.get(key)
-        if stored is None:
+        number = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+        is_simple = isinstance(number, bool | int | float | str | None)
+        key = (type(value), getattr(value, "dtype", None), repr(number)) if is_simple else name
+        if key not in known:
             data = io.BytesIO()
             torch.save(value, data)
-            stored = content[name] = known[key] = file.add(torch.frombuffer(data.getbuffer(), dtype=torch.uint8))
-        index = MetadataIndex(name)
+            content[name] = known[key] = file.add(torch.frombuffer(data.getbuffer(), dtype=torch.uint8))
+        index, metadata.planner_data[name] = MetadataIndex(name), path
         metadata.state_dict_metadata[name] = BytesStorageMetadata()
         if isinstance(value, Tensor):
             whole = ChunkStorageMetadata(torch.Size([0] * value.dim()), value.size())
-            properties = TensorProperties(dtype=value.dtype)
+            index, properties = MetadataIndex(name, whole.offsets), TensorProperties(dtype=value.dtype)
             metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, value.size(), [whole])
-            index = MetadataIndex(name, whole.offsets)
-        metadata.planner_data[name] = path
-        metadata.storage_data[index] = storage_info("extras.pt", stored.start, stored.nbytes)
+        metadata.storage_data[index] = storage_info("extras.pt", known[key].start, known[key].nbytes)
     file.finish(content)
 
 

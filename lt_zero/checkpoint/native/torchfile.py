@@ -91,7 +91,7 @@ class TorchFile:
     def __init__(self, write: Write, blobs: bool = False) -> None:
         self._write, self._blobs = write, blobs
         self._records: list[zipfile.ZipInfo] = []
-        self._starts: list[int] = []  # of the values of each tensor
+        self._stored: list[Stored] = []
         self._finished = False
         self.position = 0  # bytes written so far
 
@@ -99,9 +99,10 @@ class TorchFile:
         """Write a tensor's values now: dense, contiguous and on the CPU. Parameters are saved as plain tensors.
 
         Raises:
-            ValueError: the tensor is not, or the file is finished.
+            ValueError: the tensor is not, or the file is finished; nothing was written.
         """
-        return self._add(tuple(tensor.shape), tensor.dtype, [_bytes_of(tensor)])
+        _bytes_of(tensor, tensor.dtype)
+        return self.add_parts(tensor.shape, tensor.dtype, [tensor])
 
     def add_parts(self, shape: Sequence[int], dtype: torch.dtype, parts: Iterable[Tensor]) -> Stored:
         """Write a tensor whose values come one part after the other, row-major: contiguous CPU tensors of any shape.
@@ -109,17 +110,13 @@ class TorchFile:
         Raises:
             ValueError: a part has another dtype, or all of them another number of elements. The file is of no use then.
         """
-        return self._add(tuple(shape), dtype, (_bytes_of(part, dtype) for part in parts))
-
-    def _add(self, shape: tuple[int, ...], dtype: torch.dtype, parts: Iterable[Tensor]) -> Stored:
         if self._finished:
             raise ValueError("The file is finished: nothing can be added after its directory.")
-        key = len(self._records)
+        shape, key, first = tuple(shape), len(self._records), self.position
         record = zipfile.ZipInfo(f"archive/data/{key}")
         record.file_size = record.compress_size = math.prod(shape) * dtype.itemsize
         record.CRC = 0
         large = record.file_size >= _U32
-        first = self.position
         if self._blobs:
             first += -first % ALIGNMENT
             head, tail, header = _frame(shape, dtype)
@@ -133,7 +130,8 @@ class TorchFile:
             self._put(record.FileHeader(large))
             record.extra = b""
         start = self.position
-        for data in parts:
+        for part in parts:
+            data = _bytes_of(part, dtype)
             self._put(data)
             if len(data) and not self._blobs:
                 record.CRC = zlib.crc32(view_of(data), record.CRC)
@@ -143,10 +141,10 @@ class TorchFile:
         if not self._blobs:
             tail = struct.pack(f"<LL{'QQ' if large else 'LL'}", 0x08074B50, record.CRC, written, written)
         self._put(tail)
-        self._records.append(record)
-        self._starts.append(start)
         blob = (first, self.position - first) if self._blobs else (0, 0)
-        return Stored(start, blob, shape, dtype, key)
+        self._records.append(record)
+        self._stored.append(Stored(start, blob, shape, dtype, key))
+        return self._stored[-1]
 
     def finish(self, value: Any) -> None:
         """Write what ``torch.load`` returns, and the directory.
@@ -162,22 +160,33 @@ class TorchFile:
         if self._finished:
             raise ValueError("The file is finished already.")
         buffer = io.BytesIO()
-        _Pickler(buffer, self._own).dump(value)
+        _Pickler(buffer, self).dump(value)
         self._finished = True
-        end = _Behind(self.position)
+        end = _Collector()
+        end.skipped = self.position
         with zipfile.ZipFile(end, "w") as archive:  # type: ignore[call-overload]
             archive.filelist += self._records
             for name, content in (("data.pkl", buffer.getvalue()), ("byteorder", sys.byteorder), ("version", "3\n")):
                 archive.writestr(zipfile.ZipInfo(f"archive/{name}"), content)
         self._put(bytes(end.data))
 
-    def _own(self, value: Stored | Tensor) -> Stored:
-        """Where a tensor is in this file; added now if it is not a ``Stored``."""
-        if isinstance(value, Tensor):
-            return self.add(value)
-        if value.key >= len(self._starts) or self._starts[value.key] != value.start:
-            raise ValueError(f"{value} is of another file: add the tensor to this one.")
-        return value
+    def stored(self, value: Stored | Tensor) -> Stored:
+        """Where a tensor is in this file; added now if it is not a ``Stored``.
+
+        Raises:
+            ValueError: it is a ``Stored`` of another file, or not a plain dense tensor.
+        """
+        if isinstance(value, Stored):
+            if value.key >= len(self._stored) or self._stored[value.key].start != value.start:
+                raise ValueError(f"{value} is of another file: add the tensor to this one.")
+            return value
+        if type(value) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            raise ValueError(f"A {kind} cannot be saved: make it a plain tensor.")
+        value = value.detach()
+        if value.layout == torch.strided:  # otherwise ``add`` raises an error that names the layout
+            value = value.resolve_conj().resolve_neg().cpu().contiguous()
+        return self.add(value)
 
     def _put(self, data: bytes | Tensor) -> None:
         if len(data):
@@ -185,27 +194,9 @@ class TorchFile:
             self.position += len(data)
 
 
-class _Behind:
-    """A file to zipfile: takes what it writes behind the first ``position`` bytes."""
-
-    def __init__(self, position: int) -> None:
-        self.data = bytearray()
-        self._position = position
-
-    def write(self, data: bytes) -> int:
-        self.data += data
-        return len(data)
-
-    def tell(self) -> int:
-        return self._position + len(self.data)
-
-    def flush(self) -> None:
-        """Nothing."""
-
-
-def _bytes_of(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The memory of a tensor (of this dtype) as 1D uint8, not copied."""
-    if dtype not in (None, tensor.dtype):
+def _bytes_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The memory of a tensor of this dtype as 1D uint8, not copied."""
+    if tensor.dtype != dtype:
         raise ValueError(f"A part is {tensor.dtype}, its tensor {dtype}.")
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(
@@ -230,52 +221,52 @@ class _Storage(NamedTuple):
 class _Pickler(pickle.Pickler):
     """Pickles each ``Stored``, and each tensor once it is in the file, as torch.save pickles a tensor."""
 
-    def __init__(self, buffer: io.BytesIO, own: Callable[[Stored | Tensor], Stored]) -> None:
+    def __init__(self, buffer: io.BytesIO, file: TorchFile) -> None:
         super().__init__(buffer, protocol=2)
-        self._own = own
+        self._file = file
 
     def persistent_id(self, obj: Any) -> Any:
         return ("storage", obj.kind, obj.key, "cpu", obj.numel) if type(obj) is _Storage else None
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
-            obj = obj.detach()
-            if obj.layout == torch.strided:  # otherwise ``add`` raises an error that names the layout
-                obj = obj.resolve_conj().resolve_neg().cpu().contiguous()
-        elif isinstance(obj, Tensor):
-            raise ValueError(
-                f"A {type(obj).__module__}.{type(obj).__qualname__} cannot be saved: make it a plain tensor."
-            )
-        elif not isinstance(obj, Stored):
+        if not isinstance(obj, Stored | Tensor):
             return NotImplemented
-        stored = self._own(obj)
-        rebuild, rest = _rebuild(stored.dtype)
+        stored = self._file.stored(obj)
+        rebuild, arguments = _reduced(stored.dtype)
         typed = stored.dtype in _STORAGES
         numel = stored.nbytes // stored.dtype.itemsize if typed else stored.nbytes
         storage = _Storage(_STORAGES.get(stored.dtype, torch.UntypedStorage), str(stored.key), numel)
         strides = torch.empty(stored.shape, device="meta").stride()
         # A new OrderedDict for each tensor, since it becomes the tensor's dict of hooks.
-        return rebuild, (storage, 0, stored.shape, strides, False, OrderedDict(), *rest)
+        return rebuild, (storage, 0, stored.shape, strides, False, OrderedDict(), *arguments[6:])
 
 
 @functools.cache
-def _rebuild(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
-    """The function that torch pickles tensors of ``dtype`` with, and its arguments after the hooks."""
+def _reduced(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
+    """The function that torch pickles tensors of ``dtype`` with, and its arguments."""
     function, arguments = torch.empty(0, dtype=dtype, device="cpu").__reduce_ex__(2)
-    return function, arguments[6:]
+    return function, arguments
 
 
-class _Recorder:
-    """A file to torch.save: takes all but the bytes at an address, which are not touched."""
+class _Collector:
+    """A file that keeps what is written to it, except the bytes at ``address``, which are not touched."""
 
-    def __init__(self, address: int) -> None:
+    address = -1
+    skipped = 0  # bytes before, or not kept
+
+    def __init__(self) -> None:
         self.data = bytearray()
-        self._address = address
 
     def write(self, data: Any) -> int:
-        if memoryview(data).nbytes and np.frombuffer(data, np.uint8).ctypes.data != self._address:
+        nbytes = memoryview(data).nbytes
+        if nbytes and np.frombuffer(data, np.uint8).ctypes.data == self.address:
+            self.skipped += nbytes
+        else:
             self.data += data
-        return memoryview(data).nbytes
+        return nbytes
+
+    def tell(self) -> int:
+        return self.skipped + len(self.data)
 
     def flush(self) -> None:
         """Nothing."""
@@ -289,7 +280,8 @@ def _frame(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes, in
     torch.save of another thread may write no checksums at this moment.
     """
     template = torch.empty(shape, dtype=dtype, device="cpu")
-    recorder = _Recorder(template.data_ptr())
+    recorder = _Collector()
+    recorder.address = template.data_ptr()
     checksums = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
