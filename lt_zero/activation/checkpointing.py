@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,10 +30,10 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lt_zero.activation import selective
 from lt_zero.activation.profile import open_boundary
-from lt_zero.activation.state import Caches, Objects, SavedState, State
+from lt_zero.activation.state import Caches, SavedState, State
 from lt_zero.activation.stores import ActivationStore, open_store
 from lt_zero.common.compat import compiled_module
-from lt_zero.common.errors import ConfigError, Problem
+from lt_zero.common.errors import ConfigError
 from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.config.blocks import ActivationCheckpointing
 from lt_zero.engine.engine import Engine
@@ -42,7 +42,7 @@ from lt_zero.engine.partition import refuse_name
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload.host_store import is_apart
 
-Around = Callable[[str], AbstractContextManager[Any]]
+Around = Callable[[str, bool], AbstractContextManager[Any]]
 
 _BLOCK = "activation_checkpointing"
 _PLACEHOLDER = torch.empty(0)  # stands for a saved tensor among the arguments
@@ -53,12 +53,7 @@ _PLACEHOLDER = torch.empty(0)  # stands for a saved tensor among the arguments
 
 @dataclass(frozen=True)
 class Found:
-    """The modules that a configuration selects.
-
-    Attributes:
-        modules: (name, module) in registration order; none inside another.
-        every: each n-th of them is checkpointed.
-    """
+    """Modules (name, module) in registration order, none inside another; ``every`` n-th of them is checkpointed."""
 
     modules: tuple[tuple[str, nn.Module], ...]
     every: int
@@ -85,12 +80,11 @@ def find_modules(root: nn.Module, block: ActivationCheckpointing) -> Found:
     """
     found = _named(root, block.modules) if block.modules else find_repeated(root)
     if not found:
-        key = f"{_BLOCK}.modules"
-        text = (
+        raise ConfigError.about(
+            f"{_BLOCK}.modules",
             f"{_BLOCK}.mode={block.mode!r}, and {type(root).__name__} has no repeated blocks to checkpoint. "
-            f"Name classes of its modules: {key}=[{_example(root)}], or set {_BLOCK}.mode='none'."
+            f"Name classes of its modules: {_BLOCK}.modules=[{_example(root)}], or set {_BLOCK}.mode='none'.",
         )
-        raise ConfigError([Problem(key, text)])
     return Found(tuple(found), block.every)
 
 
@@ -142,9 +136,8 @@ class Checkpointing:
         root: the model.
         block: the configuration; its ``mode`` is not none.
         store: stores saved inputs between forward and backward; None: they stay on the device.
-        around: context entered around each forward and each recomputation, with the module's name. A recomputation may
-            end by an exception.
-        recompute: replaces ``around`` for recomputations.
+        around: context entered around each forward and each recomputation (which may end by an exception), with the
+            module's name and whether it is a recomputation.
         warns: whether this rank warns.
 
     Raises:
@@ -157,13 +150,11 @@ class Checkpointing:
         block: ActivationCheckpointing,
         store: ActivationStore | None = None,
         around: Around | None = None,
-        recompute: Around | None = None,
         warns: bool = True,
     ) -> None:
         self.mode, self.store, self.keeps_products = block.mode, store, block.mode == "selective"
-        self.around: Around = around or nullcontext
-        self.recompute, self.caches = recompute or self.around, Caches(warns)
-        self.found = find_modules(root, block)
+        self.around: Around = around or (lambda name, recompute: nullcontext())
+        self.caches, self.found = Caches(warns), find_modules(root, block)
         if self.keeps_products:  # trace compiled modules, so that the policy applies inside their graphs
             modules = tuple((name, compiled_module(module)) for name, module in self.found.modules)
             self.found = Found(modules, block.every)
@@ -185,12 +176,12 @@ class Checkpointing:
 class _Checkpointed:
     """Replaces the forward of one module. It has no ``__dict__``, since module attributes are searched for tensors."""
 
-    __slots__ = ("__wrapped__", "_active", "_module", "_name", "_replaced", "_settings", "_state")
+    __slots__ = ("__wrapped__", "_active", "_module", "_replaced", "name", "settings", "state")
 
     def __init__(self, name: str, module: nn.Module, settings: Checkpointing) -> None:
         self.__wrapped__: Callable[..., Any] = module.forward
-        self._name, self._module, self._settings, self._active = name, module, settings, True
-        self._state = State(module)
+        self.name, self._module, self.settings, self._active = name, module, settings, True
+        self.state = State(module)
         self._replaced = vars(module).get("forward")  # an instance attribute, as torch.compile sets one
         vars(module)["forward"] = self
 
@@ -207,119 +198,97 @@ class _Checkpointed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._active or not torch.is_grad_enabled() or torch.compiler.is_exporting():
             return self.__wrapped__(*args, **kwargs)
-        settings = self._settings
+        settings, store = self.settings, self.settings.store
         if torch.compiler.is_compiling():
             return self._traced(args, kwargs)
         args, kwargs = settings.caches.without(self.__wrapped__, args, kwargs)
-        inputs = _Inputs(args, kwargs)
-        if not inputs.need_grad and not any(p.requires_grad for p in self._module.parameters()):
+        run = _Run(self, args, kwargs)
+        if not any(tensor.requires_grad for tensor in chain(run.tensors, self._module.parameters())):
             return self.__wrapped__(*args, **kwargs)  # frozen layers before the first trainable one
-        run = _Run(self, inputs, args, kwargs)
-        contexts, store = selective.contexts if settings.keeps_products else noop_context_fn, settings.store
+        contexts = selective.contexts if settings.keeps_products else noop_context_fn
         with saved_tensors_hooks(store.pack, store.unpack) if store is not None else nullcontext():
-            return checkpoint(run, *inputs.take(), use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
+            return checkpoint(run, *run.begin(), use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def run(*values: Any) -> Any:
             return self.__wrapped__(*values, **kwargs)
 
-        if self._settings.keeps_products:
+        if self.settings.keeps_products:
             return checkpoint(run, *args, use_reentrant=False, context_fn=selective.traced_contexts)
         return checkpoint(run, *args, use_reentrant=False)
 
 
-class _Inputs:
-    """Arguments of one call without the saved tensors, each of which is saved once, so identities are preserved."""
+class _Run:
+    """One call of a module, which torch runs in forward and again in backward, then with the saved tensors.
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._tensors: list[Tensor] = []
-        self._order: list[int] = []
+    Attributes:
+        tensors: among the arguments; each is saved once, so identities are preserved. Until ``begin``.
+    """
+
+    def __init__(self, forward: _Checkpointed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._forward = forward
+        self._first = [(args, kwargs)]  # the caller's own containers: forward may write to them
+        self.tensors: list[Tensor] = []
+        self._order: list[int] = []  # indices of the saved tensors, as they occur among the arguments
         indices: dict[int, int] = {}
 
         def take(tensor: Tensor) -> Tensor:
             if isinstance(tensor, Parameter):
                 return tensor  # never saved: the engine may release and gather it
-            index = indices.setdefault(id(tensor), len(self._tensors))
-            if index == len(self._tensors):
-                self._tensors.append(tensor)
+            index = indices.setdefault(id(tensor), len(self.tensors))
+            if index == len(self.tensors):
+                self.tensors.append(tensor)
             self._order.append(index)
             return _PLACEHOLDER
 
-        self._args, self._kwargs = map_tensors(args, take), map_tensors(kwargs, take)
-        self.need_grad = any(tensor.requires_grad for tensor in self._tensors)
+        self._arguments = map_tensors((args, kwargs), take)
 
-    def take(self) -> list[Tensor]:
-        """The saved tensors; this object drops its references."""
-        tensors, self._tensors = self._tensors, []
+    def begin(self) -> list[Tensor]:
+        """Copy the state that torch's checkpoint does not restore; returns the tensors, which this object drops."""
+        self._state = SavedState(self._forward.state, self._first)
+        tensors, self.tensors = self.tensors, []
         return tensors
 
-    def fill(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with these tensors put back."""
+    def __call__(self, *tensors: Tensor) -> Any:
+        forward, around = self._forward, self._forward.settings.around
+        if self._first:
+            args, kwargs = self._first.pop()
+            with around(forward.name, False):
+                output = forward.__wrapped__(*args, **kwargs)
+            self._state.after_forward()
+            return output
         indices = iter(self._order)
 
         def put(tensor: Tensor) -> Tensor:
             return tensor if isinstance(tensor, Parameter) else tensors[next(indices)]
 
-        return map_tensors(self._args, put), map_tensors(self._kwargs, put)
-
-
-class _Run:
-    """The function that torch calls in forward and again in backward; restores what torch's checkpoint does not."""
-
-    def __init__(self, forward: _Checkpointed, inputs: _Inputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._forward, self._inputs = forward, inputs
-        self._first: list[Any] = [args, kwargs]  # the caller's own containers: forward may write to them
-        self._state, self._objects = SavedState(forward._state), Objects((args, kwargs))
-        self._dtype = torch.get_default_dtype()  # precision plugins and fp32 modules set it around forward only
-
-    def __call__(self, *tensors: Tensor) -> Any:
-        forward = self._forward
-        if self._first:
-            args, kwargs = self._first
-            self._first.clear()
-            with forward._settings.around(forward._name):
-                output = forward.__wrapped__(*args, **kwargs)
-            self._state.after_forward()
-            self._objects.after_forward()
-            return output
-        args, kwargs = self._inputs.fill(tensors)
-        dtype = torch.get_default_dtype()
-        torch.set_default_dtype(self._dtype)
-        try:
-            with self._state.again(), self._objects.again(), forward._settings.recompute(forward._name):
-                return forward.__wrapped__(*args, **kwargs)
-        finally:
-            torch.set_default_dtype(dtype)
+        args, kwargs = map_tensors(self._arguments, put)
+        with self._state.again(), around(forward.name, True):
+            return forward.__wrapped__(*args, **kwargs)
 
 
 # ---- for an engine -------------------------------------------------------------------------------------------------
 
 
 class Installed:
-    """The activation checkpointing of one engine.
-
-    Args:
-        engine: the engine, whose hooks report the end of a backward and of a step.
-        store: stores inputs of the modules; None: they stay on the device.
-    """
+    """The activation checkpointing of one engine, whose hooks report the end of a backward and of a step."""
 
     def __init__(self, engine: Engine, store: ActivationStore | None) -> None:
-        self._block, self._device = engine.config.activation_checkpointing, engine.buckets[0].flat.device
-        self._engine, self.store = engine, store
-        self.boundary = open_boundary(self._block, self._device, engine.comm.rank, engine.config.steps_per_print)
-        around: Around | None = self.boundary.around if self.boundary is not None else None
-        recompute = partial(self.boundary.around, recompute=True) if self.boundary is not None else None
+        config, comm = engine.config, engine.comm
+        self._block, self._device = config.activation_checkpointing, engine.buckets[0].flat.device
+        self.store = store
+        self.boundary = open_boundary(self._block, self._device, comm.rank, config.steps_per_print)
+        around = self.boundary.around if self.boundary is not None else None
         # Modules refer to this object, which must not keep the engine alive.
-        self._modules = Checkpointing(engine.root, self._block, store, around, recompute, engine.comm.rank == 0)
-        self.found = self._modules.found
+        self._modules = Checkpointing(engine.root, self._block, store, around, comm.rank == 0)
+        self._hooks: list[tuple[list[Any], Callable[[], object]]] = []
         if self.boundary is not None:
-            engine.after_step.append(self.boundary.end_step)
+            self._hooks.append((engine.after_step, self.boundary.end_step))
         if store is not None:
-            engine.after_backward.append(store.end_backward)
-            engine.offload_manager.others.append(self._problem)
-
-    def _problem(self) -> SwapError | None:
-        return self.store.problem if self.store is not None else None
+            self._hooks.append((engine.after_backward, store.end_backward))
+            self._hooks.append((engine.offload_manager.others, lambda: store.problem))
+        for hooks, hook in self._hooks:
+            hooks.append(hook)
 
     def __str__(self) -> str:
         one = " in one block" if self._block.contiguous_memory_optimization else ""
@@ -331,14 +300,12 @@ class Installed:
         return f"{self._modules}{where}"
 
     def remove(self) -> None:
-        """Restore the original forward of all modules, and free what is stored."""
+        """Restore the original forward of all modules, and free what is stored. Idempotent."""
         self._modules.remove()
-        engine = self._engine
-        if self.boundary is not None and self.boundary.end_step in engine.after_step:
-            engine.after_step.remove(self.boundary.end_step)
-        if self.store is not None and self.store.end_backward in engine.after_backward:
-            engine.after_backward.remove(self.store.end_backward)
-            engine.offload_manager.others.remove(self._problem)
+        for hooks, hook in self._hooks:
+            hooks.remove(hook)
+        self._hooks = []
+        if self.store is not None:
             self.store.close()
 
 

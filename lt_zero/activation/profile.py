@@ -8,7 +8,7 @@ backward needs, without the gradients.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,24 +25,14 @@ _EVERY = 10  # optimizer steps
 
 @dataclass
 class Times:
-    """Times of one module since the last table.
-
-    Attributes:
-        milliseconds: [forward, recomputation].
-        calls: [forward, recomputation].
-    """
+    """Times of one module since the last table: [forward, recomputation]."""
 
     milliseconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
     calls: list[int] = field(default_factory=lambda: [0, 0])
 
-    def add(self, recompute: bool, milliseconds: float, calls: int = 1) -> None:
-        self.milliseconds[recompute] += milliseconds
-        self.calls[recompute] += calls
-
-    def cells(self, steps: int) -> list[str]:
-        """Calls and milliseconds per step, of forward and of recomputation."""
-        pairs = zip(self.calls, self.milliseconds, strict=True)
-        return [cell for calls, spent in pairs for cell in (f"{calls / steps:g}", f"{spent / steps:.3f}")]
+    def add(self, other: Times) -> None:
+        self.milliseconds = [a + b for a, b in zip(self.milliseconds, other.milliseconds, strict=True)]
+        self.calls = [a + b for a, b in zip(self.calls, other.calls, strict=True)]
 
 
 class Boundary:
@@ -64,7 +54,7 @@ class Boundary:
         every: int = _EVERY,
         console: Console | None = None,
     ) -> None:
-        self.times: dict[str, Times] = {}
+        self.times: defaultdict[str, Times] = defaultdict(Times)
         self._device, self._gpu = device, device.type == "cuda"
         self._profile, self._synchronize = profile, synchronize
         self._every, self._console, self._steps = every, console, 0
@@ -80,10 +70,10 @@ class Boundary:
             yield
         finally:
             self._wait()
-            if self._profile and self._gpu:
+            if self._profile:
                 self._pending.append((name, recompute, start, self._now()))
-            elif self._profile:
-                self._add(name, recompute, 1000 * (self._now() - start))
+            if not self._gpu:
+                self._collect()
 
     def end_step(self) -> None:
         """Called after an optimizer step; prints a table if one is due."""
@@ -93,7 +83,7 @@ class Boundary:
             return
         if self._console is not None:
             self._console.print(self.table(self._every))
-        self.times = {}
+        self.times.clear()
 
     def table(self, steps: int) -> Table:
         """The times of each module since the last table, ``steps`` optimizer steps ago."""
@@ -102,11 +92,11 @@ class Boundary:
         for column in ("module", "forwards", "ms", "recomputations", "ms"):
             table.add_column(column, justify="left" if column == "module" else "right", overflow="fold")
         total = Times()
-        for name, found in self.times.items():
-            table.add_row(name, *found.cells(steps))
-            for recompute in (False, True):
-                total.add(recompute, found.milliseconds[recompute], found.calls[recompute])
-        table.add_row("all", *total.cells(steps), style="bold")
+        for name, found in [*self.times.items(), ("all", total)]:
+            pairs = zip(found.calls, found.milliseconds, strict=True)
+            cells = [cell for calls, spent in pairs for cell in (f"{calls / steps:g}", f"{spent / steps:.3f}")]
+            table.add_row(name, *cells, style="bold" if found is total else None)
+            total.add(found)
         return table
 
     def _wait(self) -> None:
@@ -115,20 +105,19 @@ class Boundary:
 
     def _now(self) -> Any:
         if not self._gpu:
-            return time.perf_counter()
+            return 1000 * time.perf_counter()
         event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _add(self, name: str, recompute: bool, milliseconds: float) -> None:
-        self.times.setdefault(name, Times()).add(recompute, milliseconds)
-
     def _collect(self) -> None:
-        """Read the events that have completed."""
-        while self._pending and self._pending[0][3].query():
+        """Count the calls whose events have completed."""
+        while self._pending and (not self._gpu or self._pending[0][3].query()):
             name, recompute, start, end = self._pending.popleft()
-            self._add(name, recompute, start.elapsed_time(end))
-            self._spare += (start, end)
+            self.times[name].milliseconds[recompute] += start.elapsed_time(end) if self._gpu else end - start
+            self.times[name].calls[recompute] += 1
+            if self._gpu:
+                self._spare += (start, end)
 
 
 def open_boundary(

@@ -42,85 +42,74 @@ class State:
 
 
 class SavedState:
-    """Copies of what one forward may change."""
+    """What one forward may change, as it was before it.
 
-    def __init__(self, state: State) -> None:
+    Beside the buffers and generators of a ``State`` these are objects among the arguments. Without them, an object that
+    forward writes to (a key-value cache, a collector of losses) would be written to twice, and a cache that has grown
+    would give tensors of other shapes. A recomputation sees attributes, and the lists and dicts in them, as forward saw
+    them. In-place changes of tensors are not restored.
+    """
+
+    def __init__(self, state: State, arguments: Any) -> None:
         self._state, self._versions = state, state.versions()
         names = state.changing if state.known else set(self._versions)
         found = {name: _get(name) for name in names if name[0].training}
         self._buffers = {name: buffer.clone() for name, buffer in found.items() if buffer is not None}
         values = [value for m in state.modules for value in vars(m).values()]
         self._generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
+        self._objects = [(held, held.copy()) for held in iter_containers(tuple(_objects(arguments)))]
+        self._dtype = torch.get_default_dtype()  # precision plugins and fp32 modules set it around forward only
 
     def after_forward(self) -> None:
-        """Find the buffers that have changed, and drop the copies of the others."""
+        """Keep only what has changed: the rest would hold the entries of all layers until the recomputation."""
         changed = {p for p, (b, v) in self._versions.items() if _get(p) is not b or version_of(b) != v}
         self._versions = {}
         if self._buffers or changed:
             self._state.changing |= changed
             self._state.known = True
         self._buffers = {name: buffer for name, buffer in self._buffers.items() if name in self._state.changing}
+        self._objects = [(held, old) for held, was in self._objects if (old := _replaced(held, was))]
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """A context for a recomputation."""
-        now = {name: _get(name) for name in self._buffers}
-        drawn = [(generator, generator.get_state()) for generator, _ in self._generators]
+        """A context for a recomputation, after which everything gets its current value back."""
+        buffers = {name: _get(name) for name in self._buffers}
+        generators = [(generator, generator.get_state()) for generator, _ in self._generators]
+        objects = [(held, {key: _at(held, key) for key in old}) for held, old in self._objects]
+        dtype = torch.get_default_dtype()
         # Copies: with retain_graph there may be another recomputation.
-        self._put({name: buffer.clone() for name, buffer in self._buffers.items()}, self._generators)
+        copies = {name: buffer.clone() for name, buffer in self._buffers.items()}
         try:
+            _put(copies, self._generators, self._objects, self._dtype)
             yield
         finally:
-            self._put(now, drawn)
+            _put(buffers, generators, objects, dtype)
 
-    @staticmethod
-    def _put(buffers: Mapping[_BufferName, Tensor | None], generators: list[tuple[torch.Generator, Tensor]]) -> None:
-        for (module, name), buffer in buffers.items():
-            setattr(module, name, buffer)
-        for generator, value in generators:
-            generator.set_state(value)
+
+def _put(
+    buffers: Mapping[_BufferName, Tensor | None],
+    generators: list[tuple[torch.Generator, Tensor]],
+    objects: list[tuple[Any, dict[Any, Any]]],
+    dtype: torch.dtype,
+) -> None:
+    for (module, name), buffer in buffers.items():
+        setattr(module, name, buffer)
+    for generator, state in generators:
+        generator.set_state(state)
+    for held, values in objects:
+        for key, value in values.items():
+            if key is _ALL:
+                held[:] = value
+            elif value is _MISSING:
+                held.pop(key, None)
+            else:
+                held[key] = value
+    torch.set_default_dtype(dtype)
 
 
 def _get(name: _BufferName) -> Tensor | None:
     buffer = name[0]._buffers.get(name[1])
     return buffer if buffer is not None and not buffer.is_inference() else None
-
-
-class Objects:
-    """The content of objects among the arguments before one forward.
-
-    Without this, an object that forward writes to (a key-value cache, a collector of losses) would be written to twice,
-    and a cache that has grown would give tensors of other shapes. A recomputation sees attributes, and the lists and
-    dicts in them, as forward saw them; afterwards they are set back. In-place changes of tensors are not restored.
-    """
-
-    def __init__(self, arguments: Any) -> None:
-        self._before = [(held, held.copy()) for held in iter_containers(tuple(_objects(arguments)))]
-
-    def after_forward(self) -> None:
-        """Keep only what has changed: the rest would hold the entries of all layers until the recomputation."""
-        self._before = [(held, old) for held, was in self._before if (old := _replaced(held, was))]
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """A context for a recomputation."""
-        now = [(held, {key: _at(held, key) for key in old}) for held, old in self._before]
-        self._put(self._before)
-        try:
-            yield
-        finally:
-            self._put(now)
-
-    @staticmethod
-    def _put(contents: list[tuple[Any, dict[Any, Any]]]) -> None:
-        for held, values in contents:
-            for key, value in values.items():
-                if key is _ALL:
-                    held[:] = value
-                elif value is _MISSING:
-                    held.pop(key, None)
-                else:
-                    held[key] = value
 
 
 _ALL, _MISSING = object(), object()
@@ -148,15 +137,12 @@ def _replaced(held: Any, before: Any) -> dict[Any, Any]:
 
 
 class Caches:
-    """Removes empty key-value caches from the arguments of recomputed modules.
+    """Removes empty key-value caches from the arguments of recomputed modules; ``warns`` about the first.
 
     transformers create such a cache in training, too, if ``use_cache`` is on. It would hold all keys and values until
     backward, which recomputation is meant to avoid. Their own gradient checkpointing also runs blocks without it. A
     cache with content (a learned prefix) is passed on. Caches are recognized by their methods, since there are many
     classes of them and transformers are not imported here.
-
-    Args:
-        warns: warn about the first removed cache.
     """
 
     def __init__(self, warns: bool) -> None:

@@ -25,7 +25,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,11 +41,12 @@ from lt_zero.offload.saved_activations import DeviceStorage, FileStorage, HostSt
 _MIN_BYTES = 4096  # bytes; storing a smaller tensor costs more than it saves
 _PREFETCH = 2  # tensors to prefetch in backward
 _SPARE = 2  # slots for prefetched tensors, in addition to the stored ones
+_Freed = tuple[Stored, int]  # what nothing uses any more, and its bytes
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Shape and strides of a tensor, and the layout of its distinct elements.
+    """Shape and strides of a tensor, and where its distinct elements lie in storage.
 
     Only the elements that a tensor shows are stored, not its whole storage: of an expanded tensor those before the
     expand, of a slice the slice. A restored tensor has the same strides: kernels choose the order of summation by them.
@@ -53,8 +54,7 @@ class Geometry:
     Attributes:
         shape: of the tensor.
         strides: of the tensor, in elements.
-        sides: sizes of the dimensions with distinct elements, by decreasing stride.
-        steps: the strides of these dimensions.
+        sides, steps: shape and strides of the distinct elements by decreasing stride, in as few dimensions as possible.
     """
 
     shape: tuple[int, ...]
@@ -62,31 +62,15 @@ class Geometry:
     sides: tuple[int, ...]
     steps: tuple[int, ...]
 
-    @property
-    def numel(self) -> int:
-        """Number of distinct elements."""
-        return torch.Size(self.sides).numel()
-
-    @property
-    def span(self) -> int:
-        """Elements of storage from the first to the last distinct element."""
-        return 1 + sum((side - 1) * step for side, step in zip(self.sides, self.steps, strict=True))
-
-    @property
-    def dense(self) -> bool:
-        """Whether the elements are contiguous in storage, in any order."""
-        return self.span == self.numel
-
     def elements(self, tensor: Tensor) -> Tensor:
-        """The distinct elements (1D) of ``tensor``; a copy if they are not dense."""
-        if self.dense:
-            return tensor.as_strided((self.numel,), (1,), tensor.storage_offset())
+        """The distinct elements (1D) of ``tensor``; a copy if there are others between them."""
         return tensor.as_strided(self.sides, self.steps, tensor.storage_offset()).contiguous().view(-1)
 
     def restore(self, elements: Tensor) -> Tensor:
-        """The tensor with these elements (1D); a view of them if they are dense."""
-        if not self.dense:
-            spread = elements.new_empty(self.span)  # 1D
+        """The tensor with these elements (1D); a view of them if there are no others between them."""
+        span = 1 + sum((side - 1) * step for side, step in zip(self.sides, self.steps, strict=True))
+        if span > elements.numel():
+            spread = elements.new_empty(span)  # 1D
             spread.as_strided(self.sides, self.steps).copy_(elements.view(self.sides))
             elements = spread
         return elements.as_strided(self.shape, self.strides)
@@ -96,25 +80,32 @@ def geometry_of(tensor: Tensor) -> Geometry | None:
     """The layout of ``tensor``; None if it is empty, or if elements overlap in another way than by ``expand``."""
     if tensor.numel() == 0:
         return None
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    real = sorted(((step, side) for side, step in pairs if side > 1 and step > 0), reverse=True)
-    reach = 1
-    for step, side in reversed(real):
-        if step < reach:
+    span, sides, steps = 1, deque[int](), deque[int]()
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    for step, side in sorted((step, side) for step, side in pairs if side > 1 and step > 0):
+        if step < span:
             return None
-        reach += (side - 1) * step
-    sides, steps = tuple(side for _, side in real), tuple(step for step, _ in real)
-    return Geometry(tuple(tensor.shape), tuple(tensor.stride()), sides, steps)
+        span += (side - 1) * step
+        if steps and step == steps[0] * sides[0]:
+            sides[0] *= side
+        else:
+            sides.appendleft(side)
+            steps.appendleft(step)
+    return Geometry(tuple(tensor.shape), tuple(tensor.stride()), tuple(sides), tuple(steps))
 
 
 class _Entry:
-    """The stored elements of a tensor; all packed tensors with these elements share it."""
+    """The stored elements of a tensor; the graphs' handles of all tensors with these elements share it."""
 
-    def __init__(self, stored: Stored, nbytes: int, before: weakref.ref[_Entry] | None) -> None:
+    def __init__(self, stored: Stored, nbytes: int, before: weakref.ref[_Entry] | None, gone: deque[_Freed]) -> None:
         self.stored: Stored | None = stored
-        self.nbytes, self.before = nbytes, before
-        self.users, self.shared = 0, False
+        self.nbytes, self.before, self.shared = nbytes, before, False
         self.common: Tensor | None = None  # the copy on the device, if the entry is shared
+        self._gone = gone
+
+    def __del__(self) -> None:
+        if self.stored is not None:
+            self._gone.append((self.stored, self.nbytes))  # nothing else: see Note [Lifetime]
 
 
 class _Unstored:
@@ -130,14 +121,12 @@ class _Unstored:
         return self._tensor
 
 
-class _Packed:
+class _Packed(NamedTuple):
     """The graph's handle of a stored tensor."""
 
-    def __init__(self, entry: _Entry, dtype: torch.dtype, geometry: Geometry, gone: deque[_Entry]) -> None:
-        self.entry, self.dtype, self.geometry, self._gone = entry, dtype, geometry, gone
-
-    def __del__(self) -> None:
-        self._gone.append(self.entry)  # nothing else: see Note [Lifetime]
+    entry: _Entry
+    dtype: torch.dtype
+    geometry: Geometry
 
 
 class ActivationStore:
@@ -153,12 +142,12 @@ class ActivationStore:
         which = device.index if device.type != "cuda" or device.index is not None else torch.cuda.current_device()
         self.storage, self.device, self._least = storage, torch.device(device.type, which), least
         self._lock = threading.RLock()
-        self._gone: deque[_Entry] = deque()
-        self._entries: dict[int, _Entry] = {}  # by id, all that are stored
+        self._gone: deque[_Freed] = deque()
+        self._entries: weakref.WeakSet[_Entry] = weakref.WeakSet()  # owned by the graphs
         self._last: weakref.ref[_Entry] | None = None  # packed last
         self._known: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[Any, _Entry]]
         self._known = weakref.WeakKeyDictionary()  # by storage object, since addresses are reused
-        self._counts = dict.fromkeys(("packed", "kept", "shared", "unpacked", "bytes", "most"), 0)
+        self._counts = dict.fromkeys(("packed", "kept", "shared", "unpacked", "stored", "bytes", "most"), 0)
 
     @property
     def problem(self) -> SwapError | None:
@@ -174,9 +163,7 @@ class ActivationStore:
             if geometry is None:
                 self._counts["kept"] += 1
                 return _Unstored(tensor)
-            entry = self._entry_of(tensor.detach(), geometry)
-            entry.users += 1
-            return _Packed(entry, tensor.dtype, geometry, self._gone)
+            return _Packed(self._entry_of(tensor.detach(), geometry), tensor.dtype, geometry)
 
     def unpack(self, packed: Any) -> Tensor:
         """A tensor of the same values, dtype, shape, strides and device, detached.
@@ -205,16 +192,17 @@ class ActivationStore:
 
     def _entry_of(self, tensor: Tensor, geometry: Geometry) -> _Entry:
         same = self._known.setdefault(tensor.untyped_storage(), weakref.WeakValueDictionary())
-        elements_at = geometry.numel if geometry.dense else (geometry.sides, geometry.steps)
-        key = (tensor.storage_offset(), tensor.dtype, version_of(tensor), elements_at)
+        key = (tensor.storage_offset(), tensor.dtype, version_of(tensor), geometry.sides, geometry.steps)
         entry = same.get(key)
         if entry is not None and entry.stored is not None:
             entry.shared = True
             self._counts["shared"] += 1
             return entry
         elements = geometry.elements(tensor).view(torch.uint8)  # 1D
-        entry = same[key] = _Entry(self.storage.put(elements), elements.numel(), self._last)
-        self._entries[id(entry)], self._last = entry, weakref.ref(entry)
+        entry = same[key] = _Entry(self.storage.put(elements), elements.numel(), self._last, self._gone)
+        self._entries.add(entry)
+        self._last = weakref.ref(entry)
+        self._counts["stored"] += 1
         self._counts["bytes"] += entry.nbytes
         self._counts["most"] = max(self._counts["most"], self._counts["bytes"])
         return entry
@@ -240,31 +228,26 @@ class ActivationStore:
 
     def _reap(self) -> None:
         while self._gone:
-            entry = self._gone.popleft()
-            entry.users -= 1
-            if not entry.users:
-                self._free(entry)
-
-    def _free(self, entry: _Entry) -> None:
-        if entry.stored is not None:
-            stored, entry.stored, entry.common = entry.stored, None, None
-            del self._entries[id(entry)]
-            self._counts["bytes"] -= entry.nbytes
+            stored, nbytes = self._gone.popleft()
+            self._counts["stored"] -= 1
+            self._counts["bytes"] -= nbytes
             stored.free()
 
     def end_backward(self) -> None:
         """Free what no graph holds, after a backward that has ended or failed. See Note [Lifetime]."""
         with self._lock:
             self._reap()
-            if not self._entries:
+            if not self._counts["stored"]:
                 self.storage.end_pass()
 
     def clear(self) -> None:
         """Free everything, also what live graphs hold."""
         with self._lock:
+            for entry in list(self._entries):
+                if entry.stored is not None:
+                    self._gone.append((entry.stored, entry.nbytes))
+                    entry.stored = entry.common = None
             self._reap()
-            for entry in list(self._entries.values()):
-                self._free(entry)
             self.storage.end_pass()
 
     def stats(self) -> dict[str, int]:
@@ -276,7 +259,7 @@ class ActivationStore:
         """
         with self._lock:
             self._reap()
-            return {**self._counts, "stored": len(self._entries), **self.storage.stats()}
+            return {**self._counts, **self.storage.stats()}
 
     def close(self) -> None:
         """Free everything and remove files. Idempotent."""
@@ -287,14 +270,7 @@ class ActivationStore:
 def open_store(
     block: ActivationCheckpointing, device: torch.device, count: int, aio: Aio | None = None, rank: int = 0
 ) -> ActivationStore | None:
-    """The store that the configuration asks for; None if saved inputs stay where they are.
-
-    Args:
-        block: the configuration.
-        device: of the model.
-        count: number of checkpointed modules.
-        aio: block size, threads and queue depth of file I/O; None: the defaults.
-        rank: of this process, for files.
+    """The store that the configuration asks for, with ``count`` checkpointed modules; None: inputs stay where they are.
 
     Raises:
         SwapError: files cannot be created in ``nvme_path`` on this rank; other ranks may have succeeded.

@@ -138,7 +138,7 @@ def _remembered() -> None:
     model = net(Remembering)
     handle = Checkpointing(model, FULL)
     next_token_loss(model, 0, 0, 0)
-    kept = {place[1] for block in model.blocks for place in vars(block)["forward"]._state.changing}
+    kept = {place[1] for block in model.blocks for place in vars(block)["forward"].state.changing}
     assert kept == {"mean", "_u", "_v"}, "what does not change is not copied at each forward"
     handle.remove()
 

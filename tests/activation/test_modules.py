@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,16 +69,14 @@ class Count:
 
     def end_backward(self) -> None: ...
 
-    def around(self, what: str) -> Callable[[str], Any]:
-        @contextmanager
-        def entered(name: str) -> Iterator[None]:
-            self.log.append((what, name))
-            try:
-                yield
-            finally:
-                self.log.append((f"end of {what}", name))
-
-        return entered
+    @contextmanager
+    def around(self, name: str, recompute: bool) -> Iterator[None]:
+        what = "recompute" if recompute else "forward"
+        self.log.append((what, name))
+        try:
+            yield
+        finally:
+            self.log.append((f"end of {what}", name))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -87,7 +85,7 @@ def test_inputs_and_nothing_else_go_to_the_store(mode: Any) -> None:
     x = torch.randn(3, 5, WIDTH, requires_grad=True)
     mask, context = torch.ones(WIDTH), torch.randn(3, 1, WIDTH)
     block = ActivationCheckpointing(mode=mode, every=3)
-    handle = Checkpointing(model, block, store, store.around("forward"), store.around("recompute"))
+    handle = Checkpointing(model, block, store, store.around)
     call = lambda: model.blocks[0](x, mask=mask, more={"context": (context, x)})  # noqa: E731
     loss = call().x.sum()
     shapes = [(3, 5, WIDTH), (WIDTH,), (3, 1, WIDTH)]  # x is given twice
