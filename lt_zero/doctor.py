@@ -105,9 +105,6 @@ def _row(name: str, found: str, problem: bool, remedy: str) -> Row:
     return Row(name, found, "limited", remedy) if problem else Row(name, found)
 
 
-# ---- versions ------------------------------------------------------------------------------------------------------
-
-
 def _versions(path: Path) -> Iterator[Row]:
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
@@ -126,31 +123,29 @@ def _versions(path: Path) -> Iterator[Row]:
         found = f"{installed} cannot be imported: {type(error).__name__}: {error}"
         row = Row("lt_zero", found, "missing", "Install the missing package, in a version that was checked.", True)
     yield row
-    yield _version("python", platform.python_version(), SpecifierSet(python), None)
+    yield _version("python", SpecifierSet(python), None)
     parsed = [requirement for requirement in map(Requirement, needs) if requirement.marker is None]  # no extras
     allowed = dict.fromkeys(_NAMED, SpecifierSet()) | {each.name: each.specifier for each in parsed}
-    rows = {name: _package(name, allowed[name], checked.get(name)) for name in allowed}
+    rows = {name: _version(name, allowed[name], checked.get(name)) for name in allowed}
     yield from (rows.pop(name) for name in _NAMED)
     if not (wrong := [row for row in rows.values() if row.verdict != "ok"]):
         yield Row("other packages", f"{len(rows)} of {len(rows)} that lt_zero needs")
     yield from wrong
 
 
-def _package(name: str, allowed: SpecifierSet, checked: tuple[str, str] | None) -> Row:
-    try:
-        return _version(name, metadata.version(name), allowed, checked)
-    except metadata.PackageNotFoundError:
-        return Row(name, "not installed", "missing", f"Run: pip install {shlex.quote(name + _text(allowed))}", True)
-
-
-def _version(name: str, found: str, allowed: SpecifierSet, checked: tuple[str, str] | None) -> Row:
+def _version(name: str, allowed: SpecifierSet, checked: tuple[str, str] | None) -> Row:
     from packaging.version import Version
 
-    notes = [f"needs {_text(allowed)}"] if _text(allowed) else []
+    bounds = ",".join(sorted(map(str, allowed), reverse=True))  # lower bounds first
+    try:
+        found = platform.python_version() if name == "python" else metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return Row(name, "not installed", "missing", f"Run: pip install {shlex.quote(name + bounds)}", True)
+    notes = [f"needs {bounds}"] if bounds else []
     notes += [f"checked on {' to '.join(dict.fromkeys(checked))}"] if checked else []
     text = f"{found} ({'; '.join(notes)})" if notes else found
     if not allowed.contains(found, prereleases=True):
-        return Row(name, text, "missing", f"Install {name} {_text(allowed)}.", True)
+        return Row(name, text, "missing", f"Install {name} {bounds}.", True)
     if checked is not None:
         release, (first, last) = Version(found).release, (Version(bound).release for bound in checked)
         if not first <= release[: len(first)] or not release[: len(last)] <= last:
@@ -159,21 +154,12 @@ def _version(name: str, found: str, allowed: SpecifierSet, checked: tuple[str, s
     return Row(name, text, required=True)
 
 
-def _text(allowed: SpecifierSet) -> str:
-    return ",".join(sorted(map(str, allowed), reverse=True))  # lower bounds first
-
-
-# ---- kernels -------------------------------------------------------------------------------------------------------
-
-
 def _compilers(path: Path) -> Iterator[Row]:
     from lt_zero.ops.compiler import BuildError, find_compiler
 
-    remedies = {
-        "C++ compiler": "Install g++ or clang++, or set CXX; or copy kernels that `lt-zero ops build` built elsewhere.",
-        "nvcc": "Only GPUs need it: install the CUDA toolkit, or set NVCC.",
-    }
-    for kind, (name, remedy) in zip(("cpu", "cuda"), remedies.items(), strict=True):
+    cpu = "Install g++ or clang++, or set CXX; or copy kernels that `lt-zero ops build` built elsewhere."
+    cuda = "Only GPUs need it: install the CUDA toolkit, or set NVCC."
+    for kind, name, remedy in (("cpu", "C++ compiler", cpu), ("cuda", "nvcc", cuda)):
         try:
             compiler = find_compiler(kind)
         except BuildError as error:
@@ -202,9 +188,6 @@ def _kernels(path: Path) -> Iterator[Row]:
         else:
             remedy = library.remedy(status)
             yield _row(f"{kind} kernels", found, not status.available, remedy[0].upper() + remedy[1:])
-
-
-# ---- memory and disks ----------------------------------------------------------------------------------------------
 
 
 def _memory(path: Path) -> Iterator[Row]:
@@ -251,9 +234,6 @@ def _direct(path: Path) -> Iterator[Row]:
     else:
         remedy = "Offloading goes through the page cache, which is slower. ext4 and xfs support O_DIRECT."
         yield _row("O_DIRECT", "works" if works else "does not work", not works, remedy)
-
-
-# ---- communication and devices -------------------------------------------------------------------------------------
 
 
 def _shared_memory(path: Path) -> Iterator[Row]:
@@ -306,17 +286,15 @@ def _gpus(path: Path) -> Iterator[Row]:
 def _backends(path: Path) -> Iterator[Row]:
     from lt_zero.comm.communicator import nccl_version, try_gloo
 
-    if version := nccl_version():
-        yield Row("NCCL", version)
-    else:
-        yield Row("NCCL", "torch is built without it", "missing", "Only GPUs need it.")
+    version = nccl_version()
+    lacking = Row("NCCL", "torch is built without it", "missing", "Only GPUs need it.")
+    yield Row("NCCL", version) if version else lacking
     try:
         try_gloo()
+        yield Row("gloo", "a process group was opened", required=True)
     except RuntimeError as error:
         remedy = "Set GLOO_SOCKET_IFNAME to a network interface (on a single machine: lo), or install torch with gloo."
         yield Row("gloo", str(error), "missing", remedy, True)
-    else:
-        yield Row("gloo", "a process group was opened", required=True)
 
 
 _REQUIRED = (_versions, _backends)  # their rows decide whether training on the CPU works

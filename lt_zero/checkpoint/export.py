@@ -6,21 +6,27 @@ process group is needed.
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import os
+import pickle
 import re
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
+import safetensors.torch
 import torch
+from torch import Tensor
 
-from lt_zero.checkpoint.export_formats import Cast, plan_shards, write_ckpt, write_index, write_pt, write_safetensors
+from lt_zero.checkpoint.formats.reading import VERSION
 from lt_zero.checkpoint.native.directory import find, is_url
+from lt_zero.checkpoint.native.torchfile import Stored, TorchFile, Write
 from lt_zero.checkpoint.open import open_source
 from lt_zero.checkpoint.output import check_space, whole_file, whole_folder
-from lt_zero.checkpoint.source import Source, Spec
+from lt_zero.checkpoint.source import SavedOptimizer, Source, Spec
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
 
@@ -34,15 +40,20 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 _STEMS = {"pt": ("pytorch_model", "bin"), "safetensors": ("model", "safetensors")}  # of Hugging Face's shards
 _WEIGHTS = (*_SUFFIXES, ".h5", ".msgpack", ".index.json")  # suffixes that a loader may take for weights
 _PER_TENSOR = 4096  # maximum bytes that a format adds to a tensor
+_CHUNK = 1 << 20  # elements that are cast at a time
+_SHOWN = 8  # names in a warning
+# Keys that Lightning omits with `save_weights_only`.
+_TRAINING = ("optimizer_states", "lr_schedulers", "callbacks")
+_OWN = "lt_zero"  # the key that only this package reads
 
 
-@dataclass(frozen=True)
-class _Target:
-    """Path and format of an export."""
+class _Target(NamedTuple):
+    """What an export writes."""
 
     path: Path
     format: str
     shard_size: int | None  # None: one file
+    earlier: list[str]  # files of an earlier export in a folder, its index first
 
 
 def export(
@@ -88,46 +99,49 @@ def export(
     kind = _DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if kind is None or kind not in _DTYPES.values():
         raise ValueError(f"dtype must be fp16, bf16, fp32 or fp64, not {dtype}.")
-    target = _target(out, format, shard_size)
+    target = _target(checkpoint, out, format, shard_size)
     if training_state and (target.format != "ckpt" or kind != torch.float32):
         raise ValueError(f"training_state requires format ckpt and dtype fp32, not {target.format} and {dtype}.")
     if training_state and strip_prefix:
         raise ValueError("strip_prefix cannot be combined with training_state: runs resume under the saved names.")
-    _check_target(checkpoint, target)
     source = open_source(checkpoint) if isinstance(checkpoint, str | os.PathLike) else checkpoint
     if strip_prefix is None and (target.format == "safetensors" or target.shard_size is not None):
         _warn_of_prefix(source.weights)
     with progress_bar(f"Exporting {target.path.name}", rank=0, in_bytes=True, shown=progress) as work:
         cast = Cast(source, kind, keep_fp32, work.advance, strip_prefix or "")
-        needs = sum(cast.spec(name).nbytes for name in cast.names)
-        needs += _check_training_state(source) if training_state else 0
+        specs = [cast.spec(name) for name in cast.names] + (_training_state(source) if training_state else [])
+        needs = sum(spec.nbytes for spec in specs)
         work.expect(needs)
-        tensors = len(source.weights) + sum(len(e) for saved in source.optimizers for e in saved.state.values())
-        check_space(target.path if target.shard_size else target.path.parent, needs + _PER_TENSOR * (tensors + 16))
-        if target.shard_size is None:
-            _write_file(cast, target, training_state, needs)
-            files = [target.path]
-        else:
+        folder = target.path if target.shard_size else target.path.parent
+        check_space(folder, needs + _PER_TENSOR * (len(cast.weights) + len(specs) + 16))
+        if target.shard_size is not None:
             files = _write_folder(cast, target, target.shard_size)
+        else:
+            files = [target.path]
+            with whole_file(target.path, needs) as write:
+                if target.format == "ckpt":
+                    write_ckpt(write, cast, training_state)
+                else:
+                    _WRITERS[target.format](write, cast, list(cast.weights))
     cast.warn(stacklevel=2)
     return files
 
 
-def _check_training_state(source: Source) -> int:
-    """Bytes of the element-wise optimizer states.
+def _training_state(source: Source) -> list[Spec]:
+    """The element-wise optimizer states.
 
     Raises:
         CheckpointError: the source lacks what training resumes from.
     """
     missing = [] if source.optimizers else ["optimizer states"]
-    missing += [key for key in ("loops",) if key not in source.meta]
+    missing += [] if "loops" in source.meta else ["loops"]
     if missing:
         raise CheckpointError(
             f"The checkpoint has no {' and no '.join(missing)}, so training cannot resume from it. Export without"
             " training_state."
         )
-    states = (entry for saved in source.optimizers for entry in saved.state.values())
-    return sum(value.nbytes for entry in states for value in entry.values() if isinstance(value, Spec))
+    entries = (entry for saved in source.optimizers for entry in saved.state.values())
+    return [value for entry in entries for value in entry.values() if isinstance(value, Spec)]
 
 
 def _warn_of_prefix(names: Iterable[str]) -> None:
@@ -141,16 +155,6 @@ def _warn_of_prefix(names: Iterable[str]) -> None:
         )
 
 
-def _write_file(cast: Cast, target: _Target, training_state: bool, expected: int) -> None:
-    with whole_file(target.path, expected) as write:
-        if target.format == "ckpt":
-            write_ckpt(write, cast, training_state)
-        elif target.format == "pt":
-            write_pt(write, cast, list(cast.weights))
-        else:
-            write_safetensors(write, cast, list(cast.weights))
-
-
 def _write_folder(cast: Cast, target: _Target, limit: int) -> list[Path]:
     stem, suffix = _STEMS[target.format]
     shards = plan_shards(cast, limit)
@@ -159,56 +163,23 @@ def _write_folder(cast: Cast, target: _Target, limit: int) -> list[Path]:
     index = [f"{stem}.{suffix}.index.json"]
     if count == 1:  # Hugging Face's tools expect this name, and no index
         names, index = [f"{stem}.{suffix}"], []
-    write_shard = write_pt if target.format == "pt" else write_safetensors
-    with whole_folder(target.path, names + index, _earlier(target)) as folder:
+    with whole_folder(target.path, names + index, target.earlier) as folder:
         for name, shard in zip(names, shards, strict=True):
             with whole_file(folder / name, sum(cast.spec(n).nbytes for n in shard)) as write:
-                write_shard(write, cast, shard)
+                _WRITERS[target.format](write, cast, shard)
         for name in index:
             with whole_file(folder / name) as write:
                 write_index(write, cast, dict(zip(names, shards, strict=True)), target.format == "pt")
     return [target.path / name for name in names + index]
 
 
-def _earlier(target: _Target) -> list[str]:
-    """Files of an earlier export in the folder, its index first.
-
-    Raises:
-        CheckpointError: the folder contains other weights.
-    """
-    if not target.path.exists():
-        return []
-    stem, suffix = _STEMS[target.format]
-    pattern = re.compile(rf"{stem}(-\d{{5,}}-of-\d{{5,}})?\.{suffix}(\.index\.json)?")
-    found = sorted(os.listdir(target.path), key=lambda name: (not name.endswith(".json"), name))
-    earlier = [name for name in found if pattern.fullmatch(name) and (target.path / name).is_file()]
-    others = [name for name in found if name not in earlier and name.lower().endswith(_WEIGHTS)]
-    if others:
-        raise CheckpointError(
-            f"{target.path} contains {', '.join(others[:5])}{', ...' if len(others) > 5 else ''}, which no earlier "
-            f"export to {target.format} wrote: a loader could take them for this model's. Remove them, or name another "
-            "folder. Files that are not weights, such as config.json, may stay."
-        )
-    return earlier
-
-
-def _check_target(checkpoint: Source | str | os.PathLike[str], target: _Target) -> None:
-    """Check that the export replaces nothing but an earlier export."""
-    out = target.path
-    if isinstance(checkpoint, str | os.PathLike) and not is_url(checkpoint):
-        saved = Path(os.path.realpath(find(checkpoint)))
-        if out == saved or saved in out.parents or (out.exists() and saved.exists() and out.samefile(saved)):
-            raise CheckpointError(f"{out} is (in) the checkpoint {saved} itself. Export to another path.")
-    if target.shard_size is None:
-        if out.exists() and not out.is_file():
-            raise CheckpointError(f"{out} is a folder or a device, but format {target.format} is a file. Name a file.")
-    elif out.exists() and not out.is_dir():
-        raise CheckpointError(f"{out} is a file, but an export with shard_size is a folder. Name a folder.")
-    else:
-        _earlier(target)
-
-
-def _target(place: str | os.PathLike[str], format: str, shard_size: int | str | None) -> _Target:
+def _target(
+    checkpoint: Source | str | os.PathLike[str],
+    place: str | os.PathLike[str],
+    format: str,
+    shard_size: int | str | None,
+) -> _Target:
+    """Decide what to write, and check that it replaces nothing but an earlier export."""
     if format not in get_args(Format):
         raise ValueError(f"format must be one of {', '.join(get_args(Format))}, not {format!r}.")
     out = Path(os.path.realpath(place))
@@ -231,7 +202,36 @@ def _target(place: str | os.PathLike[str], format: str, shard_size: int | str | 
         raise ValueError(
             f"A Lightning checkpoint is one file. Name a file instead of the folder {out}, and leave out shard_size."
         )
-    return _Target(out, format, (limit or SHARD_SIZE) if folder else None)
+    if isinstance(checkpoint, str | os.PathLike) and not is_url(checkpoint):
+        saved = Path(os.path.realpath(find(checkpoint)))
+        if out == saved or saved in out.parents or (out.exists() and saved.exists() and out.samefile(saved)):
+            raise CheckpointError(f"{out} is (in) the checkpoint {saved} itself. Export to another path.")
+    if not out.exists():
+        return _Target(out, format, (limit or SHARD_SIZE) if folder else None, [])
+    if not folder and not out.is_file():
+        raise CheckpointError(f"{out} is a folder or a device, but format {format} is a file. Name a file.")
+    if folder and not out.is_dir():
+        raise CheckpointError(f"{out} is a file, but an export with shard_size is a folder. Name a folder.")
+    return _Target(out, format, (limit or SHARD_SIZE) if folder else None, _earlier(out, format) if folder else [])
+
+
+def _earlier(folder: Path, format: str) -> list[str]:
+    """Files of an earlier export in the folder, its index first.
+
+    Raises:
+        CheckpointError: the folder contains other weights.
+    """
+    stem, suffix = _STEMS[format]
+    pattern = re.compile(rf"{stem}(-\d{{5,}}-of-\d{{5,}})?\.{suffix}(\.index\.json)?")
+    found = sorted(os.listdir(folder), key=lambda name: (not name.endswith(".json"), name))
+    earlier = [name for name in found if pattern.fullmatch(name) and (folder / name).is_file()]
+    others = [name for name in found if name not in earlier and name.lower().endswith(_WEIGHTS)]
+    if others:
+        raise CheckpointError(
+            f"{folder} contains {some(others)}, which no earlier export to {format} wrote: a loader could take them "
+            "for this model's. Remove them, or name another folder. Files that are not weights (config.json) may stay."
+        )
+    return earlier
 
 
 def parse_size(size: int | str) -> int:
@@ -246,3 +246,269 @@ def parse_size(size: int | str) -> int:
     if nbytes <= 0 or isinstance(size, bool):
         raise ValueError(f"shard_size must be a size such as 5GB or 500MB or a number of bytes, not {size!r}.")
     return nbytes
+
+
+class Cast:
+    """The tensors of a source as they are exported: floating-point ones in ``dtype``, others unchanged.
+
+    Attributes:
+        weights: all exported names and their saved specs, in the source's order.
+        owner: tied name -> the exported name with its values.
+        names: those of ``weights`` that are not tied to another.
+
+    Args:
+        keep_fp32: patterns (``*``, ``?``) for names that stay in fp32. ``blocks.0`` includes all names below it.
+        tick: called with the bytes of each chunk.
+        prefix: to remove from names, also from those in ``keep_fp32``.
+
+    Raises:
+        ValueError: a pattern matches no name; no name begins with ``prefix``, or names are not unique without it.
+        CheckpointError: the source's aliases are inconsistent.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        dtype: torch.dtype,
+        keep_fp32: Sequence[str],
+        tick: Callable[[int], object],
+        prefix: str = "",
+    ) -> None:
+        self.source, self.dtype, self._tick = source, dtype, tick
+        self._saved = {name.removeprefix(prefix) or name: name for name in source.weights}
+        others = [name for name in source.weights if not name.startswith(prefix)]
+        if prefix and len(others) == len(source.weights):
+            raise ValueError(f"strip_prefix: no name begins with {prefix!r}. Names are {some(source.weights)}.")
+        if len(self._saved) < len(source.weights):
+            twice = set(source.weights) - set(self._saved.values())
+            raise ValueError(
+                f"strip_prefix={prefix!r}: without it, {some(sorted(twice))} would have the name of another weight."
+            )
+        if others:
+            warnings.warn(f"These names do not begin with {prefix!r} and are kept: {some(others)}.", stacklevel=3)
+        self.weights = {name: source.weights[saved] for name, saved in self._saved.items()}
+        exported = {saved: name for name, saved in self._saved.items()}
+        self.owner = {exported[tied]: exported[_owner(source, tied)] for tied in exported if tied in source.aliases}
+        self.names = [name for name in self.weights if name not in self.owner]
+        self._kept: set[str] = set()
+        for pattern in [pattern.removeprefix(prefix) for pattern in keep_fp32]:
+            found = {n for n in self.weights if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")}
+            if not found:
+                raise ValueError(f"keep_fp32: {pattern!r} matches no weight of the checkpoint. Correct or remove it.")
+            self._kept |= {self.owner.get(name, name) for name in found}
+        self._overflows: dict[str, tuple[int, float]] = {}  # by name: count, largest value
+
+    def spec(self, name: str) -> Spec:
+        """Shape and dtype of an exported tensor; of a tied name those of its owner."""
+        name = self.owner.get(name, name)
+        saved = self.weights[name]
+        if not saved.dtype.is_floating_point:
+            return saved
+        return Spec(saved.shape, torch.float32 if name in self._kept else self.dtype)
+
+    def parts(self, name: str) -> Iterator[Tensor]:
+        """The values of one of ``names``, row-major: 1D, contiguous, on the CPU, in the dtype of ``spec``.
+
+        Each chunk is valid until the next one is requested.
+
+        Raises:
+            CheckpointError: the source cannot read them, or their shape or dtype differs from its spec.
+        """
+        target = self.spec(name)
+        flat = _checked(self.source.read(self._saved[name]), self.weights[name], f"Weight {name!r}").reshape(-1)
+        if flat.dtype == target.dtype:
+            self._tick(target.nbytes)
+            yield flat
+            return
+        buffer = torch.empty(min(_CHUNK, flat.numel()), dtype=target.dtype, device="cpu")
+        for chunk in flat.split(_CHUNK):
+            cast = buffer[: chunk.numel()].copy_(chunk)
+            self._count_overflows(name, chunk, cast)
+            yield cast
+            self._tick(cast.nbytes)
+
+    def state(self, optimizer: int, name: str, key: str, saved: Spec) -> Tensor:
+        """An element-wise state of an optimizer, unchanged."""
+        value = self.source.read_state(optimizer, name, key)
+        self._tick(saved.nbytes)
+        return _checked(value, saved, f"State {key!r} of {name!r} in optimizer {optimizer}")
+
+    def _count_overflows(self, name: str, chunk: Tensor, cast: Tensor) -> None:
+        if torch.finfo(cast.dtype).max >= torch.finfo(chunk.dtype).max:
+            return
+        infinite = cast.isinf()
+        if not infinite.any():
+            return
+        values = chunk[infinite].double().abs()
+        values = values[values.isfinite()]
+        if values.numel():
+            count, largest = self._overflows.get(name, (0, 0.0))
+            self._overflows[name] = count + values.numel(), max(largest, float(values.max()))
+
+    def warn(self, stacklevel: int) -> None:
+        """Warn of finite values that overflowed."""
+        if not self._overflows:
+            return
+        kinds = {self.spec(name).dtype for name in self._overflows}
+        shown = [f"{name} ({count}, the largest {size:.4g})" for name, (count, size) in self._overflows.items()]
+        more = f" and {len(shown) - _SHOWN} more tensors" if len(shown) > _SHOWN else ""
+        total = sum(count for count, _ in self._overflows.values())
+        limits = sorted(f"{str(k).removeprefix('torch.')} (at most {torch.finfo(k).max:.4g})" for k in kinds)
+        remedy = "bf16 or fp32" if kinds == {torch.float16} else "fp32" if kinds == {torch.bfloat16} else "fp64"
+        warnings.warn(
+            f"{total} finite values overflow {' and '.join(limits)} and were exported as inf: "
+            f"{', '.join(shown[:_SHOWN])}{more}. Export with dtype {remedy}.",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def some(names: Iterable[str]) -> str:
+    """The first names, for a message."""
+    shown = list(names)
+    return ", ".join(shown[:5]) + (", ..." if len(shown) > 5 else "")
+
+
+def _owner(source: Source, name: str) -> str:
+    """The name that has the values of a tied one."""
+    seen, found = {name}, source.aliases[name]
+    while found in source.aliases and found not in seen:
+        seen.add(found)
+        found = source.aliases[found]
+    if found in seen or source.weights.get(found) != source.weights[name]:
+        raise CheckpointError(
+            f"The checkpoint ties {name!r} to {found!r}, which is not a weight of the same shape and dtype: it is "
+            "damaged or was edited. Use another copy."
+        )
+    return found
+
+
+def _checked(tensor: Tensor, saved: Spec, what: str) -> Tensor:
+    if tuple(tensor.shape) != tuple(saved.shape) or tensor.dtype != saved.dtype:
+        raise CheckpointError(
+            f"{what} was read as {tuple(tensor.shape)} of {tensor.dtype}, but the checkpoint declares"
+            f" {tuple(saved.shape)} of {saved.dtype}: it is damaged. Use another copy."
+        )
+    return tensor.detach().to("cpu").contiguous()
+
+
+def write_pt(write: Write, cast: Cast, names: Sequence[str]) -> None:
+    """A flat state dict of ``names`` for ``torch.load(path, weights_only=True)``; tied names share storage."""
+    file = TorchFile(write)
+    file.finish(_weights(file, cast, names))
+
+
+def write_ckpt(write: Write, cast: Cast, training_state: bool) -> None:
+    """A Lightning checkpoint that is readable without this package.
+
+    Raises:
+        CheckpointError: its values besides weights cannot be pickled, or its optimizer states are damaged.
+    """
+    file, source = TorchFile(write), cast.source
+    meta = {k: v for k, v in source.meta.items() if k != _OWN and (training_state or k not in _TRAINING)}
+    if training_state:
+        meta.setdefault("lr_schedulers", [])
+    meta.setdefault(VERSION, importlib.metadata.version("lightning"))  # decides the migrations of a checkpoint
+    value = {**meta, "state_dict": _weights(file, cast, list(cast.weights))}
+    if training_state:
+        value["optimizer_states"] = [_optimizer(file, cast, i, saved) for i, saved in enumerate(source.optimizers)]
+    try:
+        file.finish(value)
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(
+            f"The checkpoint's values besides its weights ({', '.join(meta)}) cannot be pickled: {error}. Export the"
+            " weights alone, with format pt or safetensors."
+        ) from error
+
+
+def _weights(file: TorchFile, cast: Cast, names: Sequence[str]) -> dict[str, Stored]:
+    stored: dict[str, Stored] = {}
+    for name in names:
+        if name not in cast.owner:
+            spec = cast.spec(name)
+            stored[name] = file.add_parts(spec.shape, spec.dtype, cast.parts(name))
+    return {name: stored[cast.owner.get(name, name)] for name in names}
+
+
+def _optimizer(file: TorchFile, cast: Cast, index: int, saved: SavedOptimizer) -> dict[str, Any]:
+    """An optimizer's state in torch's form, with parameters numbered through the groups."""
+    names = [name for group in saved.groups for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    ungrouped = [name for name in saved.state if name not in numbers]
+    if ungrouped or len(numbers) != len(names):
+        wrong = ungrouped or sorted({name for name in names if names.count(name) > 1})
+        raise CheckpointError(
+            f"Optimizer {index} has {wrong[:5]} not once in its groups: the checkpoint is damaged. Use another copy."
+        )
+    state = {
+        numbers[name]: {
+            key: file.add(cast.state(index, name, key, value)) if isinstance(value, Spec) else value
+            for key, value in saved.state[name].items()
+        }
+        for name in names
+        if name in saved.state
+    }
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved.groups]
+    return {"state": state, "param_groups": groups}
+
+
+def write_safetensors(write: Write, cast: Cast, names: Sequence[str]) -> None:
+    """A file of the safetensors library. Of tied names one is written; the file's metadata lists the others.
+
+    Raises:
+        CheckpointError: safetensors does not support a dtype.
+    """
+    # Larger elements first, as the library does, which aligns all values.
+    own = sorted((name for name in names if name not in cast.owner), key=lambda name: -cast.spec(name).dtype.itemsize)
+    metadata = {**{name: cast.owner[name] for name in names if name in cast.owner}, "format": "pt"}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    at = 0
+    for name in own:
+        spec = cast.spec(name)
+        try:  # the library's own name of the dtype
+            dtype = json.loads(safetensors.torch.save({"": torch.empty(0, dtype=spec.dtype)})[8:])[""]["dtype"]
+        except KeyError:
+            dtype = None
+        if dtype is None or name == "__metadata__":
+            raise CheckpointError(f"safetensors does not support {name!r} of {spec.dtype}. Export to format pt.")
+        end = at + spec.nbytes
+        header[name] = {"dtype": dtype, "shape": list(spec.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > 100_000_000:
+        raise CheckpointError(
+            f"safetensors supports a header of 100 MB, and this one has {len(text)} bytes. Export to format pt."
+        )
+    write(len(text).to_bytes(8, "little") + text)
+    for name in own:
+        for part in cast.parts(name):
+            if part.numel():
+                write(part.view(torch.uint8))
+
+
+def plan_shards(cast: Cast, limit: int) -> list[list[str]]:
+    """Names by file, in order: as many as fit into ``limit`` bytes, but at least one. Tied names follow their owner."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name in cast.names:
+        nbytes = cast.spec(name).nbytes
+        if shards[-1] and filled + nbytes > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += nbytes
+    place = {name: shard for shard in shards for name in shard}
+    for alias, owner in cast.owner.items():
+        place[owner].append(alias)
+    return shards
+
+
+def write_index(write: Write, cast: Cast, files: Mapping[str, Sequence[str]], with_aliases: bool) -> None:
+    """Hugging Face's index of a sharded checkpoint. ``files``: name of a file -> the tensors in it."""
+    places = {name: file for file, names in files.items() for name in names if with_aliases or name not in cast.owner}
+    total = sum(cast.spec(name).nbytes for name in cast.names)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    write((json.dumps(index, indent=2) + "\n").encode())
+
+
+_WRITERS = {"pt": write_pt, "safetensors": write_safetensors}

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from lt_zero.checkpoint.export import export
-from lt_zero.checkpoint.export_formats import Cast, plan_shards
+from lt_zero.checkpoint.export import Cast, export, plan_shards
 from lt_zero.common.errors import CheckpointError
 from tests.support.export_tools import Memory, check_equal, layers, listing
 
