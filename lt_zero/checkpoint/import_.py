@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from lt_zero.checkpoint.source import Source, Spec
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
+from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.engine.lazy_tensor import LazyTensor
 
 _PER_TENSOR = 4096  # maximum bytes that a directory adds to a tensor
@@ -81,11 +82,11 @@ def import_checkpoint(
     comm = Comm(None, None, torch.device("cpu"))
     with progress_bar(f"Importing {os.path.basename(target)}", rank=0, in_bytes=True, shown=progress) as work:
         work.expect(sum(spec.nbytes for spec in specs))
-        checkpoint, names, config, left_out = _content(opened, target, work.advance)
+        checkpoint, names, config, left_out = _content(opened, target)
         content = bundle(checkpoint, names, comm, run, config, left_out)
         place = Place.make(target)
         try:
-            write(content, place, comm, None)
+            write(content, place, comm, None, tick=work.advance)
         except BaseException:
             place.discard()
             raise
@@ -110,9 +111,7 @@ def _target(source: str | os.PathLike[str], out: str) -> str:
     return str(target)
 
 
-def _content(
-    source: Source, target: str, tick: Callable[[int], object]
-) -> tuple[dict[str, Any], list[list[list[str]]], Mapping[str, Any], list[str]]:
+def _content(source: Source, target: str) -> tuple[dict[str, Any], list[list[list[str]]], Mapping[str, Any], list[str]]:
     """Arguments of ``bundle``: checkpoint, names of parameters by optimizer and group, config, left out."""
     checkpoint = as_lightning(source)
     own = checkpoint.pop(KEY)
@@ -124,38 +123,30 @@ def _content(
     names = [[list(group["params"]) for group in state["param_groups"]] for state in states]
     if "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"] = [number_states(state, names[i], i) for i, state in enumerate(states)]
-    checkpoint = _with_fragments(checkpoint, tick, {})
+    made: dict[int, Fragment] = {}  # tied tensors share one
+
+    def fragment(value: Tensor) -> Tensor:
+        if isinstance(value, LazyTensor) and id(value) not in made:
+            made[id(value)] = _fragment(value)
+        return made.get(id(value), value)
+
+    checkpoint = map_tensors(checkpoint, fragment)
     checkpoint[KEY] = {"hparams": own["hparams"], "foreign": any(state.get("foreign") for state in states)}
     return checkpoint, names, saved.get("config", {}), own["frozen_left_out"]
 
 
-def _with_fragments(value: Any, tick: Callable[[int], object], made: dict[int, tuple[LazyTensor, Fragment]]) -> Any:
-    """``value`` with a fragment for each lazy tensor in it; tied ones share a fragment (``made``, by id)."""
-    if isinstance(value, LazyTensor):
-        if id(value) not in made:
-            made[id(value)] = value, _fragment(value, tick)
-        return made[id(value)][1]
-    if isinstance(value, Mapping):
-        return {key: _with_fragments(item, tick, made) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_with_fragments(item, tick, made) for item in value)
-    return value
-
-
-def _fragment(lazy: LazyTensor, tick: Callable[[int], object]) -> Fragment:
+def _fragment(lazy: LazyTensor) -> Fragment:
     """A fragment that reads the tensor when it is written, and frees it before the next one."""
     kept: list[Tensor] = []
 
     def read() -> Tensor:
         if not kept:
-            values = lazy.elements(0, lazy.numel())
-            if values.dtype != lazy.dtype or values.numel() != lazy.numel():
+            kept.append(lazy.elements(0, lazy.numel()))
+            if kept[0].dtype != lazy.dtype or kept[0].numel() != lazy.numel():
                 raise CheckpointError(
-                    f"A tensor was read as {values.numel()} elements of {values.dtype}, but the checkpoint declares "
+                    f"A tensor was read as {kept[0].numel()} elements of {kept[0].dtype}, but the checkpoint declares "
                     f"{tuple(lazy.shape)} of {lazy.dtype}: it is damaged. Import another copy."
                 )
-            kept.append(values)
-            tick(values.nbytes)
         return kept[0]
 
     return Fragment(read, tuple(lazy.shape), 0, lazy.numel(), lazy.dtype, kept.clear)

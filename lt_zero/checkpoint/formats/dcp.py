@@ -125,10 +125,7 @@ class DcpSource(ForeignSource):
                 )
             if sizes == spec.shape:
                 return values
-            box = result
-            for dimension, (start, size) in enumerate(zip(low, sizes, strict=True)):
-                box = box.narrow(dimension, start, size)
-            box.copy_(values.detach())
+            result[tuple(slice(a, a + n) for a, n in zip(low, sizes, strict=True))] = values.detach()
         return result
 
 
