@@ -56,7 +56,7 @@ def shard(
             is sharded, and weights are released after each use.
 
     Raises:
-        ValueError: a pattern of ``fp16_override_modules`` matches nothing.
+        ValueError: a pattern of ``fp16_override_modules`` matches nothing; or ``device`` is not the current GPU.
         ConfigError: activation checkpointing is on, and no module can be checkpointed; or ``ops`` is "required", and
             native kernels are missing on a rank.
         NotEnoughMemory: a machine has too little memory; the module is unchanged.
@@ -64,6 +64,11 @@ def shard(
     config = with_sizes(config if isinstance(config, ZeroConfig) else ZeroConfig.of(config), module)
     placed = (t.device for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta")
     device = with_index(device or next(placed, torch.device("cpu")))
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise ValueError(
+            f"device={device} is not the current device, cuda:{torch.cuda.current_device()}, whose streams torch uses: "
+            f"call torch.cuda.set_device({device.index}) first."
+        )
     comm = comm or Comm.for_world(device, check=config.zero_optimization.enable_sanity_checks)
     policy = policy or dtype_policy(config, resolve_mode(config, "32-true", device.type))
     zero = config.zero_optimization

@@ -57,4 +57,6 @@ def anonymous_pages(nbytes: int, *advice: str) -> mmap.mmap:
 
 def flat_empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialized 1D tensor for the whole run, on huge pages where available."""
+    if device.type != "cpu":
+        return torch.empty(numel, dtype=dtype, device=device)
     return FlatStorage(numel, dtype, device).tensor

@@ -456,7 +456,9 @@ class ZeroOptimization(Block):
     allgather_bucket_size: Positive = key(
         500_000_000, "maximum elements per all-gather of updated parameters (stages 1 and 2)"
     )
-    stage3_prefetch_bucket_size: Elements = key(50_000_000, "elements to prefetch")
+    stage3_prefetch_bucket_size: Elements = key(
+        50_000_000, "elements to prefetch; a unit may be larger if no other is prefetched; 0: none"
+    )
     stage3_param_persistence_threshold: Elements = key(
         100_000, "parameters with fewer elements are not sharded (DeepSpeed: with at most as many)"
     )

@@ -169,7 +169,8 @@ def restore_whole(engine: Engine) -> None:
         bucket.gather()
         with torch.no_grad():
             for parameter, span, dtype in zip(bucket.params, bucket.layout.spans, bucket.original, strict=True):
-                parameter.data = flat[span.lo : span.hi].view(span.shape).to(dtype, copy=True)
+                value = flat[span.lo : span.hi].view(span.shape)
+                parameter.data = value.to("cpu", dtype, copy=True)  # a full model need not fit on a GPU
     engine.detach()
     engine.offload_manager.rest()  # reading files has started threads
 

@@ -151,7 +151,10 @@ class Gatherer:
                 return
             units += 1
             flying, live, count = flying + unit.numel, live + unit.numel, count + len(unit.sharded)
-            if flying > limit or live > self._residency.max_live:
+            # One unit may be larger than the limit: no block of a wide model would be prefetched otherwise.
+            if (flying > limit and (units > 1 or not limit or manager.params is not None)) or (
+                live > self._residency.max_live
+            ):
                 return
             if manager.params is not None and count > manager.param_blocks.buffer_count:
                 return

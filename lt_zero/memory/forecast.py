@@ -248,7 +248,8 @@ class _Replay:
                 return
             flying, buckets = flying + unit.numel, buckets + unit.buckets
             live = self._numel + unit.numel
-            if flying > limits.prefetch or live > limits.max_live or buckets > self._most_buckets:
+            large = flying > limits.prefetch and (bool(self._early) or self._most_buckets < float("inf"))
+            if large or live > limits.max_live or buckets > self._most_buckets:
                 return
             self._gather(other)
             self._early.add(other)

@@ -225,6 +225,8 @@ def test_a_device_has_its_number_everywhere(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ZeroDivisionError):
         lt_zero.shard(Net(), config_of(0), torch.device("cuda"), comm=Comm.for_world(torch.device("cpu")))
     assert seen == [torch.device("cuda", 3)]
+    with pytest.raises(ValueError, match=r"device=cuda:1 is not the current device, cuda:3, .*set_device\(1\)"):
+        lt_zero.shard(Net(), config_of(0), torch.device("cuda", 1), comm=Comm.for_world(torch.device("cpu")))
 
 
 def _timeouts() -> list[float]:

@@ -16,6 +16,7 @@ from lt_zero.comm.communicator import Comm
 from lt_zero.comm.work import All
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
+from lt_zero.engine.gather import Gatherer, Unit
 from lt_zero.engine.grad_bucket import Reducer
 from lt_zero.offload.store import Store
 from tests.support.parity import STAGES, CountedStorage, config_of, counted_storages, full_values
@@ -104,6 +105,31 @@ def test_a_group_of_one_rank_trains_like_a_single_process(stage: int) -> None:
         got = full_values(trained(stage, comm))
     for name, value in expected().items():
         torch.testing.assert_close(got[name], value, rtol=1e-6, atol=1e-7)
+
+
+def exposed(prefetch: int) -> int:
+    """Gathers of a step that begin when their unit is needed, after a step that recorded the order of units."""
+    zero = {"stage3_prefetch_bucket_size": prefetch, "stage3_max_reuse_distance": 0}
+    engine = lt_zero.shard(net(), config_of(3, zero), CPU, comm=LateComm(CPU))
+    gather, late = Gatherer.gather, list[str]()
+
+    def note(self: Gatherer, unit: Unit) -> None:
+        if not unit.resident:
+            late.append(unit.name)
+        gather(self, unit)
+
+    for step in range(2):
+        late.clear()
+        with mock.patch.object(Gatherer, "gather", note):
+            engine.root(batch(step)).square().mean().backward()
+    return len(late)
+
+
+@pytest.mark.parametrize("prefetch", [1, 10**9])
+def test_a_unit_that_is_larger_than_the_limit_is_prefetched(prefetch: int) -> None:
+    """The first unit of each pass cannot be; the last of forward is the first of backward."""
+    assert exposed(0) == 2 * len(net())
+    assert exposed(prefetch) <= 2
 
 
 def _sends_before_it_writes(self: Reducer, bucket: Bucket) -> None:

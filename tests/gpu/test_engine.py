@@ -16,6 +16,7 @@ import lt_zero
 from lt_zero.comm.communicator import Comm
 from lt_zero.config.precision import dtype_policy
 from lt_zero.engine.engine import Engine
+from lt_zero.engine.full_params import restore_whole
 from lt_zero.memory.estimate import estimate
 from lt_zero.memory.forecast import DEVICE
 from tests.support.parity import STAGES, config_of, full_values
@@ -218,3 +219,12 @@ def test_memory_is_what_was_forecast(cuda: torch.device, stage: int) -> None:
         optimizer.step()
     peak = torch.cuda.max_memory_allocated() - before
     assert peak == pytest.approx(forecast.rank(DEVICE), rel=0.05)
+
+
+def test_a_model_is_restored_in_host_memory(cuda: torch.device) -> None:
+    engine = sharded(cuda, 3)
+    want = full_values(engine)
+    restore_whole(engine)
+    got = {name: p.detach() for name, p in engine.root.named_parameters()}
+    assert {value.device.type for value in got.values()} == {"cpu"}
+    assert far(got, want) == 0
