@@ -389,15 +389,14 @@ def _make_place(comm: Comm, path: str) -> Place:
     try:
         if comm.rank == 0:
             place = Place.make(path)
-            facts = (place.name, place.folder, place.token())
+            facts = (place.name, place.folder)
     except Exception as error:  # any error of the path or file system: the other ranks are waiting
         problem = str(error) if isinstance(error, CheckpointError) else f"Cannot save to {path!r}: {error!r}."
     facts = comm.host_broadcast(facts, "checkpoint directory")
     if facts is not None and place is None:
-        place = Place(facts[0], facts[1])
+        place = Place(*facts)
         try:
-            seen = place.token()
-            problem = None if seen == facts[2] else f"{place.folder} is not the directory that rank 0 created."
+            place.check_visible()
         except CheckpointError as error:
             problem = str(error)
     if found := comm.problems(problem, "checkpoint directory"):

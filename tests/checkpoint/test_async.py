@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import pickle
 import threading
 import time
 from pathlib import Path
@@ -21,7 +20,6 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.pieces import _pack, _unpack
 from lt_zero.io import direct_file
 from lt_zero.lightning import checkpoint_service
 from tests.support.checkpoint_tools import copied, error_of, everything, resume, same, train
@@ -418,11 +416,6 @@ def _finds(folder: str) -> Any:
 
 def test_lr_find_restores_what_is_still_being_saved(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(2, _finds, str(tmp_path)) == [(True, [])] * 2
-
-
-def test_counters_are_packed_and_unpacked() -> None:
-    own = {3: {"step": torch.tensor(2.0), "name": "x"}, 5: {"step": torch.tensor(4.0), "t": torch.tensor(7)}, 6: {}}
-    assert _unpack(*pickle.loads(pickle.dumps(_pack(own)))) == own
 
 
 def test_counters_are_saved_without_their_neighbours(pool: Pool, tmp_path: Path) -> None:

@@ -54,9 +54,7 @@ def _failed_save(trainer: Any, folder: str, how: str) -> str:
     if how == "space":
         patch.setattr(directory.Place, "free_bytes", lambda self: 1000)
     elif how == "unseen" and rank == 1:
-        patch.setattr(directory.Path, "read_text", _missing)
-    elif how == "other" and rank == 1:
-        patch.setattr(directory.Path, "read_text", lambda *args, **kwargs: "another")
+        patch.setattr(directory.Path, "is_dir", lambda path: False)
     elif how == "write" and rank == 1:
         patch.setattr(direct_file, "write_some", _full)
     elif how == "manifest" and rank == 0:
@@ -79,10 +77,6 @@ def _failed_save(trainer: Any, folder: str, how: str) -> str:
         patch.undo()
 
 
-def _missing(*args: Any, **kwargs: Any) -> str:
-    raise FileNotFoundError(errno.ENOENT, "No such file")
-
-
 def _full(*args: Any, **kwargs: Any) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -90,7 +84,6 @@ def _full(*args: Any, **kwargs: Any) -> int:
 FAILURES: dict[str, list[str]] = {  # and words of their errors
     "space": ["one", "free", "save_top_k"],
     "unseen": ["rank 1", "one", "disk of one node", 'format="full"'],
-    "other": ["rank 1", "not the directory that rank 0 created"],
     "write": ["rank 1", "-00001.pt", "ENOSPC", "Free space"],
     "manifest": ["rank 0", "No space left"],
     "rename": ["Cannot name", "one", "ENOSPC"],

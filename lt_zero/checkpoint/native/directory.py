@@ -38,7 +38,7 @@ from lt_zero.io.checked_file import Blocks, FileSink, Sink, StreamSink, trouble
 from lt_zero.io.direct_file import free_bytes
 
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?:tmp|old)-(?P<host>[^-]+(?:-[^-]+)*)-(?P<pid>\d+)-[0-9a-f]{8}")
-_FILES = re.compile(r"(weights|moments)-\d+\.pt|(meta|extras)\.pt|objects\.pkl|\.metadata|manifest\.json|probe")
+_FILES = re.compile(r"(weights|moments)-\d+\.pt|(meta|extras)\.pt|objects\.pkl|\.metadata|manifest\.json")
 _OLD_AGE = 86400.0  # seconds after which another host's temporary directory is removed
 _EXCHANGE, _AT_FDCWD = 2, -100  # of renameat2
 
@@ -88,26 +88,21 @@ class Place:
             place._lock = os.open(place.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             with contextlib.suppress(OSError):  # without locks, leftovers are kept for ``_OLD_AGE``
                 fcntl.flock(place._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            Path(place.folder, "probe").write_text(secrets.token_hex(8), encoding="utf-8")
         except OSError as error:
             raise trouble("Cannot make", place.folder, error) from None
         return place
 
-    def token(self) -> str:
-        """A random value in the directory, which all ranks read if they see the same directory.
+    def check_visible(self) -> None:
+        """Check that this rank sees the directory, whose random name no other one has.
 
         Raises:
-            CheckpointError: this rank does not see the directory.
+            CheckpointError: it does not.
         """
-        if self._fs is not None:
-            return ""
-        try:
-            return Path(self.folder, "probe").read_text(encoding="utf-8")
-        except OSError:
+        if self._fs is None and not Path(self.folder).is_dir():
             raise CheckpointError(
                 f"{self.folder}, which rank 0 created, is not visible: {Path(self.folder).parent} is a disk of one "
                 'node. Save to a file system that all nodes share, or set checkpoint.format="full".'
-            ) from None
+            )
 
     def free_bytes(self) -> int | None:
         """Free space; None if unknown."""
@@ -129,8 +124,6 @@ class Place:
 
     def seal(self, content: Manifest) -> None:
         """Write the manifest, once all files are durable."""
-        if self._fs is None:
-            Path(self.folder, "probe").unlink(missing_ok=True)
         sink = self.sink(manifest.NAME)
         sink.write(content.dump().encode())
         sink.close()

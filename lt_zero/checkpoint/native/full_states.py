@@ -29,13 +29,12 @@ def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
     state: dict[int, dict[str, Any]] = {}
     with progress_bar("Gathering optimizer states", len(engine.buckets), rank=engine.comm.rank) as work:
         for bucket in engine.buckets:
-            mine = {i: p for i, p in enumerate(bucket.params) if id(p) in numbers}
-            local = {i: optimizer.state[p] for i, p in mine.items() if p in optimizer.state}
+            mine = [(i, p) for i, p in enumerate(bucket.params) if id(p) in numbers]
+            local = {i: optimizer.state[p] for i, p in mine if p in optimizer.state}
             for store in bucket.step_stores() if local else ():
                 store.read()
             for index, entries in _gathered(bucket, local).items():
-                if index in mine:
-                    state[numbers[id(mine[index])]] = entries
+                state[numbers[id(bucket.params[index])]] = entries
             bucket.put_away()
             work.advance()
     engine.offload_manager.check(engine.comm, "optimizer states in files")
@@ -47,33 +46,32 @@ def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
 def _gathered(bucket: Bucket, local: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
     """The states of a bucket's parameters; element-wise ones, on rank 0, in full on the CPU. Collective."""
     rows: dict[str, dict[int, Tensor]] = {}
-    others: dict[int, dict[str, Any]] = {}
+    others: dict[int, dict[str, Any]] = {index: {} for index in local}
     for index, entries in local.items():
         for key, value in entries.items():
             if is_elementwise(bucket, index, value):
                 rows.setdefault(key, {})[index] = value
             else:
-                others.setdefault(index, {})[key] = value
-    facts = {key: (next(iter(values.values())).dtype, list(values)) for key, values in rows.items()}
+                others[index][key] = value
+    dtypes = {key: {index: value.dtype for index, value in values.items()} for key, values in rows.items()}
     state: dict[int, dict[str, Any]] = {}
-    dtypes: dict[str, torch.dtype] = {}
-    holders: dict[str, set[int]] = {}  # parameters that have a state, which a rank may own no element of
-    for found, held in bucket.comm.host_gather((others, facts), f"optimizer state of {bucket.name}"):
+    every: dict[str, dict[int, torch.dtype]] = {}  # the element-wise states of all ranks
+    for found, found_dtypes in bucket.comm.host_gather((others, dtypes), f"optimizer state of {bucket.name}"):
         for index, entries in found.items():
             state.setdefault(index, {}).update(entries)
-        for key, (dtype, indices) in held.items():
-            dtypes[key] = dtype
-            holders.setdefault(key, set()).update(indices)
+        for key, held in found_dtypes.items():
+            every.setdefault(key, {}).update(held)
     lo, hi = bucket.shard_range
-    for key, dtype in sorted(dtypes.items(), key=lambda item: item[0]):
-        own = torch.zeros(hi - lo, dtype=dtype, device=bucket.flat.device)
+    for key, held in sorted(every.items()):
+        own = torch.zeros(hi - lo, dtype=next(iter(held.values())), device=bucket.flat.device)
         for index, value in rows.get(key, {}).items():
             (piece,) = bucket.pieces_of(index)
             own[piece.offset : piece.offset + piece.numel] = value.reshape(-1)
         flat = gather_own(bucket, own)
-        for index in sorted(holders[key]) if bucket.comm.rank == 0 else ():
+        for index in sorted(held) if bucket.comm.rank == 0 else ():
             span = bucket.layout.spans[index]
-            state.setdefault(index, {})[key] = flat[span.lo : span.hi].view(span.shape).to("cpu", copy=True)
+            state[index][key] = flat[span.lo : span.hi].view(span.shape).to("cpu", copy=True)
+        del own, flat  # before the next one is gathered
     return state
 
 
@@ -105,11 +103,11 @@ def load_full_optimizer_state(
         if state is None or place is None:
             continue
         bucket, index = place
-        shape = tuple(bucket.shapes[index])
         for piece in bucket.pieces_of(index):
             cut[number] = {}
             for key, value in state.items():
-                if not (isinstance(value, Tensor) and value.dim() and tuple(value.shape) == shape):
+                is_whole = isinstance(value, Tensor) and value.dim() > 0 and value.shape == bucket.shapes[index]
+                if not is_whole:
                     cut[number][key] = whole(value)
                 elif bucket.step_place.streamed:
                     streamed.setdefault(bucket, []).append((parameter, piece, key, value))
@@ -119,11 +117,10 @@ def load_full_optimizer_state(
             tick()
     optimizer.load_state_dict({**full, "state": cut})
     for number, parameter in zip(numbers, parameters, strict=True):
-        place = engine.owner.get(id(parameter))
+        place, loaded = engine.owner.get(id(parameter)), optimizer.state[parameter] if number in cut else {}
         moves = place is not None and place[0].offloaded
         for key, value in cut.get(number, {}).items():
             # torch casts states to the parameter's dtype, but here they have that of the master weights.
-            loaded = optimizer.state[parameter]
             if isinstance(value, Tensor) and (loaded[key].dtype != value.dtype or moves):
                 loaded[key] = value.to("cpu" if moves else loaded[key].device, copy=True)
     for bucket, states in streamed.items():  # one bucket in memory at a time

@@ -61,25 +61,23 @@ class Manifest:
     def dump(self) -> str:
         names = sorted(self.files)
         number = {name: i for i, name in enumerate(names)}
-        tensors = {
-            name: {
-                "dtype": str(entry.dtype).removeprefix("torch."),
-                "shape": list(entry.shape),
-                "chunks": [[list(c.offsets), list(c.sizes), number[c.file], c.start] for c in entry.chunks],
-            }
-            for name, entry in self.tensors.items()
-        }
-        files = [{"name": n, "bytes": self.files[n].nbytes, "sums": list(self.files[n].sums)} for n in names]
         body = {
             "format": "lt_zero",
             "version": VERSION,
             "block": STEP,
-            "run": dict(self.run),
-            "order": list(self.order),
-            "aliases": dict(self.aliases),
-            "left_out": list(self.left_out),
-            "files": files,
-            "tensors": tensors,
+            "run": self.run,
+            "order": self.order,
+            "aliases": self.aliases,
+            "left_out": self.left_out,
+            "files": [{"name": n, "bytes": self.files[n].nbytes, "sums": self.files[n].sums} for n in names],
+            "tensors": {
+                name: {
+                    "dtype": str(entry.dtype).removeprefix("torch."),
+                    "shape": entry.shape,
+                    "chunks": [(c.offsets, c.sizes, number[c.file], c.start) for c in entry.chunks],
+                }
+                for name, entry in self.tensors.items()
+            },
         }
         # One line per top-level key keeps the beginning readable.
         lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items())

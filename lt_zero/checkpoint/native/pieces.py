@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,20 +52,18 @@ def _cut(shape: tuple[int, ...], lo: int, hi: int) -> list[Box]:
         return []
     if not shape:
         return [((), ())]
-    if len(shape) == 1:
-        return [((lo,), (hi - lo,))]
-    inner = shape[1:]
-    row = math.prod(inner)
+    row = math.prod(shape[1:])
     first, last = -(-lo // row), hi // row  # full rows are [first, last)
-    if first > last:  # the range lies within row ``last``
-        return _within(last, _cut(inner, lo - last * row, hi - last * row))
-    head = _within(first - 1, _cut(inner, lo - (first - 1) * row, row)) if lo < first * row else []
-    body: list[Box] = [((first, *(0 for _ in inner)), (last - first, *inner))] if first < last else []
-    return head + body + _within(last, _cut(inner, 0, hi - last * row))
 
+    def within(number: int, start: int, stop: int) -> list[Box]:
+        """Rectangles of elements [start, stop) of the tensor, which lie in one row."""
+        inner = _cut(shape[1:], start - number * row, stop - number * row)
+        return [((number, *offsets), (1, *sizes)) for offsets, sizes in inner]
 
-def _within(row: int, parts: list[Box]) -> list[Box]:
-    return [((row, *offsets), (1, *sizes)) for offsets, sizes in parts]
+    if first > last:
+        return within(last, lo, hi)
+    body: list[Box] = [((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))] if first < last else []
+    return within(first - 1, lo, first * row) + body + within(last, last * row, hi)
 
 
 def _split(box: Box, largest: int) -> list[Box]:
@@ -75,14 +73,11 @@ def _split(box: Box, largest: int) -> list[Box]:
     if axis is None or math.prod(sizes) <= largest:
         return [box]
     step = max(1, largest // math.prod(sizes[axis + 1 :]))
-    cuts = range(0, sizes[axis], step)
-    return [
-        (
-            (*offsets[:axis], offsets[axis] + cut, *offsets[axis + 1 :]),
-            (*sizes[:axis], min(step, sizes[axis] - cut), *sizes[axis + 1 :]),
-        )
-        for cut in cuts
-    ]
+    parts = []
+    for cut in range(0, sizes[axis], step):
+        at, size = offsets[axis] + cut, min(step, sizes[axis] - cut)
+        parts.append(((*offsets[:axis], at, *offsets[axis + 1 :]), (*sizes[:axis], size, *sizes[axis + 1 :])))
+    return parts
 
 
 def flat_index(shape: tuple[int, ...], offsets: tuple[int, ...]) -> int:
@@ -139,33 +134,25 @@ class Fragment(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Fragment:
         return self
 
-    @property
-    def chunks(self) -> list[ChunkStorageMetadata]:
-        limit = max(1, LARGEST // self.dtype.itemsize)
-        parts = boxes(tuple(self.shape), self.lo, self.hi, limit)
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        parts = boxes(tuple(self.shape), self.lo, self.hi, max(1, LARGEST // self.dtype.itemsize))
         return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in parts]
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return self.chunks
-
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        whole = TensorProperties(dtype=self.dtype)
+        properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=whole, size=self.shape),
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
             )
-            for chunk in self.chunks
+            for chunk in self.__create_chunk_list__()
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        shape = tuple(self.shape)
-        for chunk in self.chunks:
-            if chunk.offsets == index.offset:
-                first = flat_index(shape, tuple(chunk.offsets)) - self.lo if self.hi > self.lo else 0
-                return self.local()[first : first + math.prod(chunk.sizes)].view(chunk.sizes)
-        raise KeyError(index)
+        chunk = next(chunk for chunk in self.__create_chunk_list__() if chunk.offsets == index.offset)
+        first = flat_index(tuple(self.shape), tuple(chunk.offsets)) - self.lo if self.hi > self.lo else 0
+        return self.local()[first : first + math.prod(chunk.sizes)].view(chunk.sizes)
 
 
 def _no_values(what: str) -> RuntimeError:
@@ -213,6 +200,13 @@ def _fragment(bucket: Bucket, index: int, local: Callable[[], Tensor], dtype: to
     return Fragment(local, shape, lo, hi, dtype, bucket.put_away if streamed else None)
 
 
+class _Scalar(NamedTuple):
+    """A 0D tensor (a step counter) for other ranks: pickling thousands of tensors is slow."""
+
+    dtype: torch.dtype
+    value: Any
+
+
 def optimizer_fragments(sharded: ShardedOptimizer) -> dict[str, Any]:
     """The optimizer's ``state_dict`` with a ``Fragment`` for each element-wise state. Collective.
 
@@ -222,14 +216,22 @@ def optimizer_fragments(sharded: ShardedOptimizer) -> dict[str, Any]:
     optimizer, engine = sharded.optimizer, sharded.engine
     packed, numbers = packed_states(sharded)
     state: dict[int, dict[str, Any]] = {}
+    own: dict[int, dict[str, Any]] = {}
     for bucket in engine.buckets:
         for index, parameter in enumerate(bucket.params):
             if id(parameter) in numbers and parameter in optimizer.state:
-                state[numbers[id(parameter)]] = _states(bucket, index, optimizer.state[parameter])
-    own = {n: {k: v for k, v in held.items() if not isinstance(v, Fragment)} for n, held in state.items()}
-    for packed_scalars in engine.comm.host_gather(_pack(own), "optimizer states that are no tensors"):
-        for number, held in _unpack(*packed_scalars).items():
-            state[number] = {**held, **state.get(number, {})}
+                number = numbers[id(parameter)]
+                state[number], own[number] = _states(bucket, index, optimizer.state[parameter]), {}
+                for key, value in state[number].items():
+                    if not isinstance(value, Fragment):
+                        is_scalar = isinstance(value, Tensor) and value.dim() == 0
+                        own[number][key] = _Scalar(value.dtype, value.item()) if is_scalar else value
+    for others in engine.comm.host_gather(own, "optimizer states that are no tensors"):
+        for number, held in others.items():
+            mine = state.setdefault(number, {})
+            for key, value in held.items():
+                if key not in mine:
+                    mine[key] = torch.tensor(value.value, dtype=value.dtype) if isinstance(value, _Scalar) else value
     return {**packed, "state": {**packed["state"], **dict(sorted(state.items()))}}
 
 
@@ -255,34 +257,6 @@ def _row(stored: Store | None, value: Tensor) -> Tensor:
     if stored is not None:
         stored.read()
     return value.detach().reshape(-1)
-
-
-_Scalars = dict[torch.dtype, tuple[list[tuple[int, str]], Tensor]]
-
-
-def _pack(own: Mapping[int, Mapping[str, Any]]) -> tuple[dict[int, dict[str, Any]], _Scalars]:
-    """Pack step counters of thousands of parameters into one tensor per dtype, since pickling tensors is slow."""
-    rest: dict[int, dict[str, Any]] = {}
-    scalars: dict[torch.dtype, list[tuple[int, str, Tensor]]] = {}
-    for number, held in own.items():
-        rest[number] = {}
-        for key, value in held.items():
-            if isinstance(value, Tensor) and value.dim() == 0:
-                scalars.setdefault(value.dtype, []).append((number, key, value.detach()))
-            else:
-                rest[number][key] = value
-    return rest, {
-        dtype: ([(number, key) for number, key, _ in found], torch.stack([value.cpu() for *_, value in found]))
-        for dtype, found in scalars.items()
-    }
-
-
-def _unpack(rest: dict[int, dict[str, Any]], scalars: _Scalars) -> dict[int, dict[str, Any]]:
-    """The reverse of ``_pack``."""
-    for places, values in scalars.values():
-        for (number, key), value in zip(places, values.unbind(), strict=True):
-            rest[number][key] = value
-    return rest
 
 
 def packed_states(sharded: ShardedOptimizer) -> tuple[dict[str, Any], dict[int, int]]:

@@ -11,9 +11,11 @@ Note [Plain values]
 from __future__ import annotations
 
 import collections
+import contextlib
 import enum
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -32,34 +34,35 @@ _TORCH = (torch.dtype, torch.Size, torch.device)
 MISSING = "<left out: not a plain value>"
 
 
-def plain(value: Any, swap: Callable[[Path, Tensor], Any] | None = None) -> tuple[Any, dict[Path, Any]]:
+def plain(value: Any, swap: Callable[[Path, Tensor], Any] = lambda _, tensor: tensor) -> tuple[Any, dict[Path, Any]]:
     """``value`` in plain containers, and the values without a plain form by their path.
 
     Args:
         value: any nesting of containers.
-        swap: returns the replacement of a tensor, given its path; default: tensors are kept.
+        swap: returns the replacement of a tensor, given its path.
 
     >>> plain({"a": (1, {"b": object})})[0]
     {'a': (1, {'b': '<left out: not a plain value>'})}
     """
     rest: dict[Path, Any] = {}
-    return _Converter(swap or (lambda path, tensor: tensor), rest).convert(value, ()), rest
+    return _Converter(swap, rest, set()).convert(value, ()), rest
 
 
+@dataclass
 class _Converter:
     """Converts a value recursively; values without a plain form go to ``rest``."""
 
-    def __init__(self, swap: Callable[[Path, Tensor], Any], rest: dict[Path, Any]) -> None:
-        self._swap, self._rest = swap, rest
-        self._open: set[int] = set()  # ids of the containers around the value
+    swap: Callable[[Path, Tensor], Any]
+    rest: dict[Path, Any]
+    open: set[int]  # ids of the containers around the value
 
     def convert(self, value: Any, path: Path) -> Any:
         if isinstance(value, Tensor) and _is_dense(value):
-            return self._swap(path, value)
-        if isinstance(value, enum.Enum):
-            return self.convert(value.value, path)
+            return self.swap(path, value)
         if type(value) in _ATOMS or isinstance(value, _TORCH):
             return value
+        if isinstance(value, enum.Enum):
+            return self.convert(value.value, path)
         if isinstance(value, _ATOMS):  # a number or string of a subclass
             return next(kind(value) for kind in _ATOMS[2:] if isinstance(value, kind))
         if isinstance(value, Container):  # it may contain enums, paths and objects
@@ -68,24 +71,21 @@ class _Converter:
             return os.fspath(value)
         if isinstance(value, timedelta):
             return value.total_seconds()
-        if isinstance(value, np.generic):
-            item = value.item()
-            return self._aside(value, path) if isinstance(item, np.generic) else self.convert(item, path)
+        if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
+            return self.convert(value.item(), path)
         if isinstance(value, np.ndarray):
-            try:
+            with contextlib.suppress(TypeError):  # strings, objects, dtypes that torch lacks
                 return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C", copy=True))
-            except TypeError:  # strings, objects, dtypes that torch lacks
-                return self._aside(value, path)
-        if not isinstance(value, Mapping | tuple | list | set | frozenset) or id(value) in self._open:
-            return self._aside(value, path)
-        self._open.add(id(value))
-        try:
-            return self._container(value, path)
-        finally:
-            self._open.discard(id(value))
+        if isinstance(value, Mapping | tuple | list | set | frozenset) and id(value) not in self.open:
+            self.open.add(id(value))
+            try:
+                return self._container(value, path)
+            finally:
+                self.open.discard(id(value))
+        return self._aside(value, path)
 
     def _aside(self, value: Any, path: Path) -> str:
-        self._rest[path] = value
+        self.rest[path] = value
         return MISSING
 
     def _container(self, value: Any, path: Path) -> Any:
@@ -98,10 +98,9 @@ class _Converter:
         if isinstance(value, tuple | list):
             items = [self.convert(v, (*path, i)) for i, v in enumerate(value)]
             return items if isinstance(value, list) else tuple(items)
-        parts = [plain(v) for v in sorted(value, key=repr)]
-        if any(rest for _, rest in parts):
+        members, rest = plain(sorted(value, key=repr))
+        if rest:
             return self._aside(value, path)  # ``put_back`` does not support sets
-        members = [member for member, _ in parts]
         return set(members) if all(map(_is_hashable, members)) else members
 
 
@@ -145,7 +144,7 @@ def put_back(value: Any, rest: Mapping[Path, Any]) -> None:
     """Put values without a plain form back into the containers; tuples on their paths become lists."""
     for path, item in rest.items():
         inner = value
-        for part, _ in zip(path[:-1], path[1:], strict=True):
+        for part in path[:-1]:
             if isinstance(inner[part], tuple):
                 inner[part] = list(inner[part])
             inner = inner[part]
