@@ -30,8 +30,6 @@ class EngineSource:
         engine: its other ranks must be in ``_serve``.
     """
 
-    aliases: Mapping[str, str]
-    weights: Mapping[str, Spec]
     optimizers: Sequence[SavedOptimizer] = ()
     meta: Mapping[str, Any] = {}
 
@@ -40,18 +38,15 @@ class EngineSource:
         state = engine.root.state_dict(keep_vars=True)
         self._tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         first: dict[int, str] = {}
-        self.aliases = {}
+        owners = {name: first.setdefault(id(value), name) for name, value in self._tensors.items()}
+        self.aliases: Mapping[str, str] = {name: owner for name, owner in owners.items() if name != owner}
+        self.weights: dict[str, Spec] = {}
         for name, value in self._tensors.items():
-            known = first.setdefault(id(value), name)
-            if known != name:
-                self.aliases[name] = known
-        self.weights = {name: self._spec(value) for name, value in self._tensors.items()}
+            place = engine.owner.get(id(value))
+            dtype = place[0].weights.precision if place is not None else value.dtype
+            self.weights[name] = Spec(tuple(value.shape), dtype)
         self._bucket: Bucket | None = None
         self._flat: Tensor | None = None  # of the last bucket that was gathered
-
-    def _spec(self, value: Tensor) -> Spec:
-        place = self._engine.owner.get(id(value))
-        return Spec(tuple(value.shape), place[0].weights.precision if place is not None else value.dtype)
 
     def read(self, name: str) -> Tensor:
         value = self._tensors[name]
@@ -61,7 +56,9 @@ class EngineSource:
         bucket, index = place
         if bucket is not self._bucket:
             self._flat = None  # free it before gathering the next one
-            self._bucket, self._flat = bucket, _gather(self._engine, self._engine.buckets.index(bucket))
+            number = self._engine.buckets.index(bucket)
+            self._engine.comm.host_broadcast(number, "export")
+            self._bucket, self._flat = bucket, _flat(self._engine, number)
         span = bucket.layout.spans[index]
         assert self._flat is not None
         return self._flat[span.lo : span.hi].view(span.shape).detach().cpu()
@@ -70,13 +67,8 @@ class EngineSource:
         raise CheckpointError("Optimizer states of a running engine are in its checkpoints: `trainer.save_checkpoint`.")
 
 
-def _gather(engine: Engine, number: int) -> Tensor:
-    """All elements of a bucket. Collective, with the other ranks in ``_serve``."""
-    engine.comm.host_broadcast(number, "export")
-    return _flat(engine, number)
-
-
 def _flat(engine: Engine, number: int) -> Tensor:
+    """All elements of a bucket. Collective."""
     flat = full_flat(engine.buckets[number])
     engine.buckets[number].put_away()
     engine.offload_manager.check(engine.comm, "weights in files")
@@ -84,6 +76,7 @@ def _flat(engine: Engine, number: int) -> Tensor:
 
 
 def _serve(engine: Engine) -> None:
+    """Take part in gathering until rank 0 signals the end."""
     while (number := engine.comm.host_broadcast(None, "export")) != _END:
         _flat(engine, number)
 

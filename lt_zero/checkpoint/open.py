@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from pathlib import Path
@@ -112,19 +113,18 @@ def verify(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{found} is not a checkpoint directory of lt_zero, or not a complete one: it has no {manifest.NAME}, which"
             " is written last. To check other formats, convert them with `lt-zero import`."
         )
-    archive = Archive(found)
-    try:
-        total = sum(record.nbytes for record in archive.manifest.files.values())
+    with contextlib.closing(Archive(found)) as archive:
+        files, run, weights = archive.manifest.files, archive.manifest.run, archive.weights
+        total = sum(record.nbytes for record in files.values())
         with progress_bar(f"Reading all of {found}", total, rank=0, in_bytes=True) as work:
-            nbytes = archive.verify(work.advance)
-        run, meta = archive.manifest.run, archive.meta
-        facts: dict[str, Any] = {key: run[key] for key in _FACTS if key in run}
-        facts |= {name: meta[key] for name, key in (("step", "global_step"), ("epoch", "epoch")) if key in meta}
-        numel = sum(spec.numel for name, spec in archive.weights.items() if name not in archive.aliases)
-        facts["weights"] = f"{len(archive.weights)} tensors, {numel} elements"
-        facts["optimizers"] = len(archive.optimizers)
-        facts["files"] = len(archive.manifest.files) + 1
-        facts["bytes"] = nbytes
-        return facts
-    finally:
-        archive.close()
+            archive.verify(work.advance)
+        numel = sum(spec.numel for name, spec in weights.items() if name not in archive.aliases)
+        steps = {name: archive.meta.get(key) for name, key in (("step", "global_step"), ("epoch", "epoch"))}
+        return {
+            **{key: run[key] for key in _FACTS if key in run},
+            **{name: value for name, value in steps.items() if value is not None},
+            "weights": f"{len(weights)} tensors, {numel} elements",
+            "optimizers": len(archive.optimizers),
+            "files": len(files) + 1,
+            "bytes": total,
+        }

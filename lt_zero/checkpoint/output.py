@@ -19,7 +19,7 @@ from pathlib import Path
 from lt_zero.checkpoint.native.directory import sync_folder
 from lt_zero.checkpoint.native.torchfile import Write
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io.checked_file import Blocks, FileSink
+from lt_zero.io.checked_file import Blocks, FileSink, trouble
 from lt_zero.io.direct_file import free_bytes, in_words
 
 _THREADS = 3  # threads that write one file
@@ -31,10 +31,7 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(
-            f"Cannot write {path}: {error.strerror or error}. Existing files are unchanged. Choose another path, or "
-            "check its free space and permissions."
-        ) from error
+        raise trouble(f"Cannot write {path} (existing files are unchanged)", path, error) from error
 
 
 def check_space(folder: Path, nbytes: int, what: str = "export", instead: str = " or a smaller dtype") -> None:
@@ -65,24 +62,22 @@ def whole_file(path: Path, expected: int = 0) -> Iterator[Write]:
         CheckpointError: the file cannot be written.
     """
     temporary = path.with_name(f".{path.name[:200]}.{_stamp()}")
-    blocks = Blocks(_THREADS)
-    try:
-        with naming(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        sink = FileSink(temporary, blocks, expected, name=path, copies=True)
+    with contextlib.closing(Blocks(_THREADS)) as blocks:
         try:
-            yield sink.write
-            sink.close()
-        finally:
-            sink.abandon()
-        with naming(path):
-            os.replace(temporary, path)
-            sync_folder(path.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    finally:
-        blocks.close()
+            with naming(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            sink = FileSink(temporary, blocks, expected, name=path, copies=True)
+            try:
+                yield sink.write
+                sink.close()
+            finally:
+                sink.abandon()
+            with naming(path):
+                os.replace(temporary, path)
+                sync_folder(path.parent)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 @contextmanager
@@ -96,37 +91,28 @@ def whole_folder(folder: Path, new: Sequence[str], earlier: Sequence[str]) -> It
     """
     created = not folder.exists()
     staging, retired = folder / f".{_stamp()}", folder / f".old-{_stamp()}"
+    moves = [(folder / name, retired / name) for name in earlier] + [(staging / name, folder / name) for name in new]
+    moved: list[tuple[Path, Path]] = []
     try:
         with naming(folder):
             staging.mkdir(parents=True)
         yield staging
         with naming(folder):
             retired.mkdir()
-            _move([(folder, retired, name) for name in earlier] + [(staging, folder, name) for name in new])
+            for old, target in moves:
+                os.rename(old, target)
+                moved.append((old, target))
             sync_folder(folder)
     except BaseException:
+        for old, target in reversed(moved):
+            os.rename(target, old)
         shutil.rmtree(staging, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            retired.rmdir()  # fails if files are left in it
-        if created:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+        for empty in (retired, folder) if created else (retired,):
+            with contextlib.suppress(OSError):  # files are left in it
+                empty.rmdir()
         raise
     for rest in (staging, retired):
         shutil.rmtree(rest, ignore_errors=True)
-
-
-def _move(moves: Sequence[tuple[Path, Path, str]]) -> None:
-    """Move files between folders, all or none."""
-    done: list[tuple[Path, Path, str]] = []
-    try:
-        for old, new, name in moves:
-            os.rename(old / name, new / name)
-            done.append((old, new, name))
-    except BaseException:
-        for old, new, name in reversed(done):
-            os.rename(new / name, old / name)
-        raise
 
 
 def _stamp() -> str:

@@ -178,6 +178,31 @@ def test_low_precision_parameters_resume(pool: Pool, stage: int) -> None:
     pool.run(2, _low_precision_resume, stage)
 
 
+def _gather_states() -> None:
+    from lt_zero.checkpoint.native import full_states
+
+    gathered: list[weakref.ref[Tensor]] = []
+
+    def gather(bucket: Any, own: Tensor) -> Tensor:
+        assert [flat() for flat in gathered] == [None] * len(gathered), "an earlier one is still in memory"
+        gathered.append(weakref.ref(flat := gather_own(bucket, own)))
+        return flat
+
+    gather_own = full_states.gather_own
+    engine = lt_zero.shard(Net(), config_of(2))
+    sharded = lt_zero.ShardedOptimizer(engine, torch.optim.AdamW(engine.root.parameters(), lr=1e-2))
+    next_token_loss(engine.root, 0, 0, dist.get_rank()).backward()
+    sharded.optimizer.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(full_states, "gather_own", gather)
+        full_states.full_optimizer_state(sharded)
+    assert len(gathered) == 2 * len(engine.buckets)
+
+
+def test_one_gathered_state_is_in_memory_at_a_time(pool: Pool) -> None:
+    pool.run(2, _gather_states)
+
+
 class Reused(GPT):
     def __init__(self, world: int, net: nn.Module) -> None:
         super().__init__(world)

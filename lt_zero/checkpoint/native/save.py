@@ -62,13 +62,12 @@ class Bundle:
     """A checkpoint that is ready to be written.
 
     ``tensors``: of this rank, by full name. The rest is on rank 0: ``meta`` in plain containers, ``objects`` without a
-    plain form (pickled), ``others`` for readers of ``.metadata`` (torch, Lightning), ``manifest``: arguments of it.
+    plain form (pickled), ``manifest``: arguments of it.
     """
 
     tensors: dict[str, Any]
     meta: dict[str, Any] = field(default_factory=dict)
     manifest: dict[str, Any] = field(default_factory=dict)
-    others: dict[tuple[str, ...], Any] = field(default_factory=dict)
     objects: bytes | None = None
 
     @property
@@ -129,7 +128,6 @@ def bundle(
                 **({"has_optimizers": True} if "optimizer_states" in checkpoint else {}),
             }
             made.objects = _pickled(left) if left else None
-            made.others = _others(extra, packed)
             made.manifest = {"order": tuple(order), "aliases": aliases, "left_out": tuple(left_out), "run": dict(run)}
     return made
 
@@ -193,17 +191,6 @@ def _pickled(left: Mapping[Path, Any]) -> bytes | None:
     return pickle.dumps(kept) if kept else None
 
 
-def _others(extra: Mapping[str, Any], packed: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Any]:
-    """Extra states, groups and counters of optimizers, by path."""
-    found: dict[tuple[str, ...], Any] = {("model", name): value for name, value in extra.items()}
-    for number, optimizer in enumerate(packed):
-        head = f"optimizer_{number}"
-        found[head, "param_groups"] = optimizer["param_groups"]
-        for name, entries in optimizer["state"].items():
-            found |= {(head, "state", name, key): value for key, value in entries.items()}
-    return found
-
-
 def stage(made: Bundle, buffer: Tensor | None) -> Tensor:
     """Copy all tensors of a bundle to host memory, so that training can continue. Not collective.
 
@@ -231,13 +218,15 @@ def stage(made: Bundle, buffer: Tensor | None) -> Tensor:
     def copied(_: Path, value: Tensor) -> Tensor:
         return value if isinstance(value, LazyTensor) else value.detach().to("cpu", copy=True)
 
-    made.meta, made.others = plain(made.meta, copied)[0], plain(made.others, copied)[0]
+    made.meta = plain(made.meta, copied)[0]
     return buffer
 
 
-def _releasing(
-    items: Iterable[tuple[_T, Any]], before: Callable[[], object] = lambda: None
-) -> Iterator[tuple[_T, Any]]:
+def _ignore(*_: Any) -> None:
+    """No reaction to progress."""
+
+
+def _releasing(items: Iterable[tuple[_T, Any]], before: Callable[[], object] = _ignore) -> Iterator[tuple[_T, Any]]:
     """Yield items with their tensors. Between two that are held by different buckets, and at the end, call ``before``
     and release the first one's stored tensors, whose buffers the next bucket needs."""
     done: Callable[[], object] | None = None
@@ -258,8 +247,8 @@ def write(
     place: Place,
     comm: Comm,
     group: Any,
-    then: Callable[[], object] = lambda: None,
-    tick: Callable[[int], object] = lambda _: None,
+    then: Callable[[], object] = _ignore,
+    tick: Callable[[int], object] = _ignore,
 ) -> None:
     """Write and publish a bundle, then call ``then`` on rank 0. Collective over ``group`` (None: one process).
 
@@ -284,22 +273,19 @@ def write(
         raise CheckpointError(" ".join(reasons)) from None
 
 
+@dataclass(eq=False)
 class DirectoryWriter(StorageWriter):
     """Writes the tensors of one rank into the (temporary) directory, and on rank 0 the rest and the manifest.
 
     What is not tensors is read when all tensors are written. ``then`` and ``tick``: as for ``write``.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        made: Bundle,
-        rank: int,
-        then: Callable[[], object] = lambda: None,
-        tick: Callable[[int], object] = lambda _: None,
-    ) -> None:
-        self._place, self._made, self._rank, self._then, self._tick = place, made, rank, then, tick
-        self._files: dict[str, FileRecord] = {}  # that are complete
+    place: Place
+    made: Bundle
+    rank: int
+    then: Callable[[], object] = _ignore
+    tick: Callable[[int], object] = _ignore
+    files: dict[str, FileRecord] = field(default_factory=dict)  # that are complete
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Does nothing: a writer is used once."""
@@ -316,10 +302,10 @@ class DirectoryWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         need = sum(_nbytes(item) + _OVERHEAD for plan in plans for item in plan.items)
-        free = self._place.free_bytes()
+        free = self.place.free_bytes()
         if free is not None and free < need:
             raise CheckpointError(
-                f"{self._place.name} needs {in_words(need)}, but {in_words(free)} are free. Nothing was written. "
+                f"{self.place.name} needs {in_words(need)}, but {in_words(free)} are free. Nothing was written. "
                 "Free space, lower ModelCheckpoint's save_top_k, or save to another disk."
             )
         return plans
@@ -328,12 +314,12 @@ class DirectoryWriter(StorageWriter):
         files: dict[str, list[WriteItem]] = {}
         for item in plan.items:
             kind = "moments" if item.index.fqn.startswith("optimizer_") else "weights"
-            files.setdefault(f"{kind}-{self._rank:05d}.pt", []).append(item)
+            files.setdefault(f"{kind}-{self.rank:05d}.pt", []).append(item)
         future: Future[list[WriteResult]] = Future()
         try:
             future.set_result([result for name, items in files.items() for result in self._write(name, items, planner)])
         finally:
-            self._place.close()
+            self.place.close()
         return future
 
     def _write(self, name: str, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
@@ -342,7 +328,7 @@ class DirectoryWriter(StorageWriter):
         results = []
         with self._file(name, sum(_nbytes(item) + _OVERHEAD // 2 for item in items)) as sink:
             file = TorchFile(sink.write, blobs=True)
-            tensors = ((item, self._made.tensors[item.index.fqn]) for item in items)
+            tensors = ((item, self.made.tensors[item.index.fqn]) for item in items)
             for item, _ in _releasing(tensors, sink.wait_written):
                 tensor = planner.resolve_data(item)
                 assert isinstance(tensor, Tensor)
@@ -353,35 +339,36 @@ class DirectoryWriter(StorageWriter):
                     key = f"{key}[{', '.join(ranges)}]"
                 content[key] = file.add(tensor.detach().cpu().contiguous())
                 results.append(WriteResult(item.index, tensor.nbytes, (name, content[key])))
-                self._tick(tensor.nbytes)
+                self.tick(tensor.nbytes)
             file.finish(content)
-        record = self._files[name]
+        record = self.files[name]
         return [*results, WriteResult(MetadataIndex(f"file:{name}"), record.nbytes, record)]
 
     @contextmanager
     def _file(self, name: str, expected: int = 0) -> Iterator[Sink]:
         """A file to write, which is in ``_files`` when it is complete."""
-        sink = self._place.sink(name, expected)
+        sink = self.place.sink(name, expected)
         try:
             yield sink
-            self._files[name] = sink.close()
+            self.files[name] = sink.close()
         except BaseException:
             sink.abandon()
             raise
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Add the content of rank 0 and the manifest, then publish the directory."""
-        made, placed = self._made, {}
+        made, placed = self.made, {}
         for result in chain.from_iterable(results):
             if isinstance(result.storage_data, FileRecord):
-                self._files[result.index.fqn.removeprefix("file:")] = result.storage_data
+                self.files[result.index.fqn.removeprefix("file:")] = result.storage_data
             else:
                 placed[result.index] = result.storage_data
         try:
             tensors = _describe(metadata, placed, made.manifest.get("aliases", {}))
-            if made.others:
+            own = made.meta.get(KEY, {})
+            if own.get("extra_state") or own.get("optimizers"):
                 with self._file("extras.pt") as sink:
-                    _add_others(sink, metadata, made.others)
+                    _add_others(sink, metadata, own["extra_state"], own["optimizers"])
             with self._file("meta.pt") as sink:
                 TorchFile(sink.write).finish(made.meta)
             if made.objects is not None:
@@ -389,11 +376,11 @@ class DirectoryWriter(StorageWriter):
                     sink.write(made.objects)
             with self._file(".metadata") as sink:
                 sink.write(pickle.dumps(metadata))
-            self._place.seal(Manifest(tensors, self._files, **made.manifest))
-            self._place.commit()
-            self._then()
+            self.place.seal(Manifest(tensors, self.files, **made.manifest))
+            self.place.commit()
+            self.then()
         finally:
-            self._place.close()
+            self.place.close()
 
 
 def _local_bytes(value: Any) -> int:
@@ -431,8 +418,14 @@ def _describe(
     return tensors
 
 
-def _add_others(sink: Sink, metadata: Metadata, others: Mapping[tuple[str, ...], Any]) -> None:
-    """Write values for readers of ``.metadata``, each as a torch.save file within ``extras.pt``."""
+def _add_others(sink: Sink, metadata: Metadata, extra: Mapping[str, Any], optimizers: Sequence[Any]) -> None:
+    """Write extra states, groups and counters of optimizers for readers of ``.metadata`` (torch, Lightning), each as a
+    torch.save file within ``extras.pt``."""
+    others: dict[tuple[str, ...], Any] = {("model", name): value for name, value in extra.items()}
+    for head, optimizer in ((f"optimizer_{number}", optimizer) for number, optimizer in enumerate(optimizers)):
+        others[head, "param_groups"] = optimizer["param_groups"]
+        for name, entries in optimizer["state"].items():
+            others |= {(head, "state", name, key): value for key, value in entries.items()}
     file = TorchFile(sink.write)
     content: dict[str, Stored] = {}
     known: dict[Any, Stored] = {}  # equal values are stored once: thousands of equal step counters
