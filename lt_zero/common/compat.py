@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -125,6 +125,12 @@ def version_of(tensor: torch.Tensor) -> int:
     """The version counter of ``tensor``, which each in-place write increments."""
     with without_torch_function():
         return int(tensor._version)
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """``version_of`` each tensor."""
+    with without_torch_function():
+        return [tensor._version for tensor in tensors]
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 
@@ -27,7 +28,7 @@ from torch.nn import Parameter
 
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.work import Work
-from lt_zero.common.compat import version_of
+from lt_zero.common.compat import versions_of, without_torch_function
 from lt_zero.common.flat_storage import FlatStorage, flat_empty
 from lt_zero.common.timing import phase
 from lt_zero.config.precision import DtypePolicy
@@ -46,6 +47,15 @@ class State(Enum):
     RELEASED = auto()
     GATHERING = auto()
     RESIDENT = auto()
+
+
+@dataclass
+class Live:
+    """What buckets that share this object have gathered, or are gathering."""
+
+    elements: int = 0
+    flying: int = 0  # elements that are being gathered
+    launched: int = 0  # buckets that are being gathered
 
 
 class Bucket:
@@ -83,6 +93,7 @@ class Bucket:
         self.memory = device_place(allocate, self._readable_by_peers if sharding.params else None)
         self.use(self.memory, self.memory)
         self.state = State.RESIDENT
+        self.live = Live()
         self._guarded = False
         self._owner = owner
         self._sentinels: list[Tensor] = []  # one for each parameter, with sharded parameters
@@ -157,6 +168,9 @@ class Bucket:
             gather = self.weights.gather_source.launch_gather
             self._pending = gather(self.shard, lambda own: self.comm.all_gather(self.flat, self.name, own))
         self.state = State.GATHERING
+        self.live.elements += self.layout.numel
+        self.live.flying += self.layout.numel
+        self.live.launched += 1
 
     def gather(self) -> None:
         """To RESIDENT from any state: parameters are readable afterwards, without a guard."""
@@ -178,6 +192,8 @@ class Bucket:
         assert self._pending is not None
         self._pending.wait()
         self._pending = None
+        self.live.flying -= self.layout.numel
+        self.live.launched -= 1
 
     def release(self) -> None:
         """To RELEASED, if the parameters are sharded: free the memory and replace parameters by sentinels."""
@@ -196,6 +212,7 @@ class Bucket:
                 for parameter, value in zip(self.params, self._sentinels, strict=True):
                     parameter.data = value
                 self._guard()
+        self.live.elements -= self.layout.numel
         self._storage.free()
 
     @property
@@ -234,7 +251,8 @@ class Bucket:
 
     def has_grads(self) -> bool:
         """Whether a parameter has a gradient that is not in the accumulator yet."""
-        return any(p.grad is not None for p in self.params)
+        with without_torch_function():  # guards would intercept each access
+            return any([p.grad is not None for p in self.params])
 
     def grads_complete(self) -> bool:
         """Whether each trainable parameter has received its gradient in the running backward."""
@@ -389,7 +407,7 @@ class InplaceEdits:
         """Record the current values as unedited."""
         self._paused = False
         if not self._weights.master_is_view:
-            self._versions = [version_of(p) for p in self._bucket.params]
+            self._versions = versions_of(self._bucket.params)
             self._digest = _digest_of(self._bucket.shard) if self._has_digest else None
 
     def pause(self) -> None:
@@ -409,7 +427,7 @@ class InplaceEdits:
             return False
         digest, shard = self._digest, self._bucket.shard
         changed = self._has_digest and (digest is None or bool(digest != _digest_of(shard)))
-        return changed or [version_of(p) for p in self._bucket.params] != self._versions
+        return changed or versions_of(self._bucket.params) != self._versions
 
     def check(self, values: bool = False) -> None:
         """Keep the edits since ``note``, or add them to ``lost``; with ``values`` check values, too."""
@@ -419,9 +437,10 @@ class InplaceEdits:
         edited = self._put_back() if not self._sharded else []
         if not weights.has_master:
             return
-        for parameter, version, span in zip(bucket.params, self._versions, bucket.layout.spans, strict=True):
-            if version_of(parameter) != version:
-                edited.append(span.name)
+        versions = versions_of(bucket.params)
+        if versions != self._versions:
+            changed = zip(bucket.layout.spans, versions, self._versions, strict=True)
+            edited += [span.name for span, version, before in changed if version != before]
         if self._sharded:
             if self.handed_out and not edited:
                 for piece in bucket.pieces():

@@ -10,6 +10,7 @@ stays gathered through any number of passes, without a guard.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,7 @@ from torch import nn
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.tensor_tree import ReplacedTensors
 from lt_zero.common.timing import NOTHING, Span
-from lt_zero.engine.bucket import Bucket, State
+from lt_zero.engine.bucket import Bucket, Live, State
 from lt_zero.engine.offload_manager import OffloadManager
 
 
@@ -36,10 +37,6 @@ class Unit:
         self.visited = False  # took a lease in this backward
         self.calls: list[Call] = []  # running forwards, innermost last
 
-    @property
-    def resident(self) -> bool:
-        return all(b.state is not State.RELEASED for b in self.sharded)
-
 
 @dataclass(eq=False)
 class Call:
@@ -55,21 +52,31 @@ class Order:
     """The sequence of a repeated pass (all gathers of a forward, or of a backward)."""
 
     def __init__(self) -> None:
-        self._last: list[Unit] = []
+        self.last: list[Unit] = []  # the recorded pass
         self._now: list[Unit] = []
-        self._cursor = 0
+        self.start()
 
     def start(self) -> None:
         """Begin a pass; the recorded one becomes the forecast."""
-        self._last = self._now or self._last
-        self._now, self._cursor = [], 0
+        self.last, self._now, self._cursor = self._now or self.last, [], 0
+        self.ahead = 0  # the next unit of ``last`` to prefetch: those before it are gathered, or will not be used
+        self._places: dict[Unit, list[int]] = {}
+        for place, unit in enumerate(self.last):
+            self._places.setdefault(unit, []).append(place)
 
-    def visit(self, item: Unit) -> Sequence[Unit]:
-        """Record the use of ``item``; returns what followed it in the last pass."""
-        self._now.append(item)
-        if item in self._last[self._cursor :]:  # else the sequence has changed
-            self._cursor = self._last.index(item, self._cursor) + 1
-        return self._last[self._cursor :]
+    def next(self, unit: Unit) -> int:
+        """Where ``unit`` is used next in ``last``; its end if it is not."""
+        places = self._places.get(unit, [])
+        following = bisect_left(places, self._cursor)
+        return places[following] if following < len(places) else len(self.last)
+
+    def visit(self, unit: Unit) -> None:
+        """Record the use of ``unit``."""
+        self._now.append(unit)
+        place = self.next(unit)
+        if place < len(self.last):  # else the sequence has changed
+            self._cursor = place + 1
+            self.ahead = max(self.ahead, self._cursor)
 
 
 @dataclass(frozen=True)
@@ -108,8 +115,12 @@ class Gatherer:
         self._comm, self._offload_manager = comm, offload_manager
         self.limit(residency)
         root_unit.keep = True
-        self._forward = Order()
-        self._backward = Order()
+        self._live = Live()  # of the units; the root's buckets are not counted
+        for unit in units:
+            for bucket in unit.sharded:
+                bucket.live = self._live
+        self._forward, self._backward = Order(), Order()
+        self._order = self._forward  # of the running pass
         self._pinned: set[Bucket] = set()
         self._held: set[Bucket] = set()  # held by user code
         self._outside: dict[Bucket, None] = {}  # used outside of their unit since the last step: pinned in backward
@@ -136,31 +147,28 @@ class Gatherer:
 
     def visit(self, unit: Unit, backward: bool = False) -> None:
         """Record the use of ``unit``, and prefetch the units that followed it in the last pass."""
-        upcoming, manager = (self._backward if backward else self._forward).visit(unit), self._offload_manager
+        self._order = order = self._backward if backward else self._forward
+        order.visit(unit)
+        manager, limits, live = self._offload_manager, self._residency, self._live
         if not self._comm.gathers_in_background and manager.params is None:
             return
-        ahead = [u for u in self._units if any(b.state is State.GATHERING for b in u.sharded)]
-        flying, live = sum(u.numel for u in ahead), sum(u.numel for u in self._units if u.resident)
-        limit, count, units = self._residency.prefetch, sum(len(u.sharded) for u in ahead), len(ahead)
+        limit, most = limits.prefetch, float("inf")
         if manager.params is not None:
-            limit = min(limit, manager.param_blocks.buffer_size)
-        for unit in upcoming:
-            if unit.resident:
-                continue
-            if units >= self._residency.ahead:
-                return
-            units += 1
-            flying, live, count = flying + unit.numel, live + unit.numel, count + len(unit.sharded)
-            # One unit may be larger than the limit: no block of a wide model would be prefetched otherwise.
-            if (flying > limit and (units > 1 or not limit or manager.params is not None)) or (
-                live > self._residency.max_live
-            ):
-                return
-            if manager.params is not None and count > manager.param_blocks.buffer_count:
-                return
-            for bucket in unit.sharded:
-                if bucket.state is State.RELEASED:
+            limit, most = min(limit, manager.param_blocks.buffer_size), manager.param_blocks.buffer_count
+        units = 1 if live.launched else 0
+        while order.ahead < len(order.last):
+            upcoming = order.last[order.ahead]
+            released = [bucket for bucket in upcoming.sharded if bucket.state is State.RELEASED]
+            if released:
+                # One unit may be larger than the limit: no block of a wide model would be prefetched otherwise.
+                large = live.flying + upcoming.numel > limit and (units > 0 or not limit or manager.params is not None)
+                full = live.elements + upcoming.numel > limits.max_live
+                if units >= limits.ahead or large or full or live.launched + len(upcoming.sharded) > most:
+                    return
+                units += 1
+                for bucket in released:
                     bucket.launch_gather()
+            order.ahead += 1
 
     def end_pass(self, keep: bool = False) -> None:
         """End a pass: drop all pins, and call ``release_all``."""
@@ -193,6 +201,7 @@ class Gatherer:
         for bucket in unit.sharded:
             if bucket not in self._pinned and bucket not in self._held:
                 bucket.release()
+        self._order.ahead = min(self._order.ahead, self._order.next(unit))
 
     def release_all(self, keep: bool = False) -> None:
         """Release all units; with ``keep`` except those that may stay gathered."""

@@ -61,7 +61,7 @@ class Piece:
     hi: int
     offset: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return self.hi - self.lo
 
@@ -74,7 +74,7 @@ class BucketLayout:
     shard_numel: int
     world: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return self.shard_numel * self.world
 

@@ -298,7 +298,8 @@ class Accumulator:
 
     def of(self, piece: Piece, write: bool = True) -> Tensor:
         """The accumulated gradient (1D) of one of this rank's pieces; read-only without ``write``."""
-        self.apply_deferred_scale()
+        if self.factor is not None:
+            self.apply_deferred_scale()
         grad = self.write() if write else self.read()
         return grad[piece.offset : piece.offset + piece.numel]
 

@@ -46,49 +46,6 @@ _REMEDY = (
 )
 
 
-class Norms:
-    """Norms of the shown gradients, computed together when the first is read. Collective then."""
-
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
-        self.places: list[Place] = []  # of all shown gradients, in the order of parameters
-        self.tables: dict[float, dict[Place, Tensor]] = {}  # norm type -> norms; empty after gradients have changed
-
-    def of(self, place: Place, norm_type: float) -> Tensor:
-        name = place[0].layout.spans[place[1]].name
-        if place[0].grads.local is not None:
-            raise RuntimeError(f"Only a part of the gradient of {name!r} is reduced. Ask after the last micro-batch.")
-        if norm_type not in self.tables:
-            self.tables[norm_type] = self._compute(norm_type)
-        if place not in self.tables[norm_type]:
-            raise RuntimeError(f"This gradient of {name!r} is that of an earlier step. Read p.grad again.")
-        return self.tables[norm_type][place]
-
-    def prepare(self) -> None:
-        """Compute the 2-norms, so that one rank alone may read them. Collective."""
-        if self.places:
-            self.of(self.places[0], 2.0)
-
-    @torch.no_grad()
-    def _compute(self, norm_type: float) -> dict[Place, Tensor]:
-        row = torch.zeros(len(self.places), dtype=torch.float64, device=self._comm.device)
-        infinite = norm_type == float("inf")
-        for number, (bucket, index) in enumerate(self.places):
-            if bucket.grads.local is not None:
-                continue  # not reduced: ``of`` refuses it
-            if bucket.shard_range == (0, bucket.layout.numel) and self._comm.rank > 0:
-                continue  # every rank has all elements: count them once
-            for grad in _local(bucket, index):
-                norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
-                row[number] = norm if infinite else norm**norm_type
-            if number + 1 == len(self.places) or self.places[number + 1][0] is not bucket:
-                bucket.grads.put_away()
-        reduce = self._comm.max_scalar if infinite else self._comm.sum_scalar
-        row = reduce(row, "gradient norms")
-        row = row if infinite else row ** (1.0 / norm_type)
-        return {place: row[number].to(wide(place[0].grads.dtype)) for number, place in enumerate(self.places)}
-
-
 def _local(bucket: Bucket, index: int) -> list[Tensor]:
     """This rank's rows (1D) of a gradient: all elements of the unreduced one, and the piece of the reduced one."""
     grads, span = bucket.grads, bucket.layout.spans[index]
@@ -114,34 +71,25 @@ def is_view(bucket: Bucket) -> bool:
 class ShardedGrad(Tensor):
     """A gradient that is sharded over the ranks. Reading a norm is collective.
 
-    It refers weakly to its bucket and norms: the garbage collector does not traverse ``p.grad``, so a cycle of a
+    It refers weakly to its bucket and engine: the garbage collector does not traverse ``p.grad``, so a cycle of a
     parameter, its stand-in and its bucket, with the process groups of the run, would never be freed.
     """
 
-    _index: int
-    _bucket_ref: weakref.ref[Bucket]
-    _norms_ref: weakref.ref[Norms]
+    _refs: tuple[weakref.ref[Bucket], int, weakref.ref[UsedParameters]]
 
-    @classmethod
-    def make(cls, bucket: Bucket, index: int, norms: Norms) -> ShardedGrad:
-        parameter = bucket.params[index]
-        grad = _nothing(bucket.shapes[index], parameter.dtype, parameter.device).as_subclass(cls)
-        grad._index, grad._bucket_ref, grad._norms_ref = index, weakref.ref(bucket), weakref.ref(norms)
-        return grad
-
-    def _owners(self) -> tuple[Bucket, int, Norms]:
-        bucket, norms = self._bucket_ref(), self._norms_ref()
-        if bucket is None or norms is None:
+    def _owners(self) -> tuple[Bucket, int, UsedParameters]:
+        bucket, index, shown_by = self._refs[0](), self._refs[1], self._refs[2]()
+        if bucket is None or shown_by is None:
             raise RuntimeError("A gradient of a model whose ZeRO engine is gone was read.")
-        return bucket, self._index, norms
+        return bucket, index, shown_by
 
     def _apply(self, func: Any, *args: Any, **kwargs: Any) -> ShardedGrad:
         """Apply an element-wise in-place function to this rank's piece."""
-        bucket, index, norms = self._owners()
+        bucket, index, shown_by = self._owners()
         for piece in _local(bucket, index):
             func(piece, *args, **kwargs)
         bucket.grads.put_away()
-        norms.tables.clear()
+        shown_by.norms.clear()
         return self
 
     @classmethod
@@ -154,7 +102,7 @@ class ShardedGrad(Tensor):
             return f"ShardedGrad(shape={tuple(args[0].shape)}, dtype={args[0].dtype}, device={str(args[0].device)!r})"
         stand_ins = [t for t in iter_tensors(args) if isinstance(t, ShardedGrad)]
         if all(_is_whole(grad._owners()[0]) for grad in stand_ins):  # no view only because of its dtype
-            return func(*_open(args), **_open(kwargs))
+            return func(*map_tensors(args, _accumulated), **map_tensors(kwargs, _accumulated))
         if getattr(func, "__name__", "") == "_foreach_zero_":  # optimizer.zero_grad(set_to_none=False)
             for grad in args[0]:
                 grad._apply(Tensor.zero_) if isinstance(grad, ShardedGrad) else grad.zero_()
@@ -165,8 +113,8 @@ class ShardedGrad(Tensor):
         given = {key: value for key, value in kwargs.items() if value not in (None, False)}
         if me is not None and func in _NORMS and not given.keys() - {"p", "ord"} and len(args) <= 2:
             order = args[1] if len(args) == 2 else given.get("p", given.get("ord", 2))
-            bucket, index, norms = me._owners()
-            return norms.of((bucket, index), float(2 if order == "fro" else order))
+            bucket, index, shown_by = me._owners()
+            return shown_by.norm((bucket, index), float(2 if order == "fro" else order))
         others = [*args[1:], *kwargs.values()]
         if me is not None and func in _IN_PLACE and not any(isinstance(o, Tensor) and o.dim() > 0 for o in others):
             return me._apply(func, *args[1:], **kwargs)
@@ -180,18 +128,13 @@ def _nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Ten
     return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
 
 
-def _open(value: Any) -> Any:
-    """``value`` with stand-ins replaced by the accumulated gradients."""
-
-    def full(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, ShardedGrad):
-            return tensor
-        bucket, index, _ = tensor._owners()
-        local = _local(bucket, index)  # none if it has no elements
-        shape = bucket.shapes[index]
-        return local[0].view(shape) if local else bucket.param_views[index].new_empty(shape)
-
-    return map_tensors(value, full)
+def _accumulated(tensor: Tensor) -> Tensor:
+    """The accumulated gradient of a stand-in; any other tensor itself."""
+    if not isinstance(tensor, ShardedGrad):
+        return tensor
+    bucket, index, _ = tensor._owners()
+    local, shape = _local(bucket, index), bucket.shapes[index]  # no row if it has no elements
+    return local[0].view(shape) if local else bucket.param_views[index].new_empty(shape)
 
 
 class UsedParameters:
@@ -207,8 +150,11 @@ class UsedParameters:
         self._hold = False  # user code reads p.grad: ``finish_reductions`` leaves it as it is
         self._shown: dict[Place, Tensor | None] = {}  # shown in p.grad; None: p.grad is a late gradient
         self._hidden: dict[Place, ShardedGrad] = {}  # of the last backward, for reuse
+        self._places: list[Place] = []  # of all shown gradients, in the order of parameters
+        self.norms: dict[float, dict[Place, Tensor]] = {}  # norm type -> norms of shown gradients, until these change
         self.nonfinite = False  # a loss was not finite: on this rank, after the exchange on any
-        self._norms = Norms(comm)  # of shown gradients, which refer to it weakly
+
+    # ---- the exchange of flags -------------------------------------------------------------------------------------
 
     def record(self) -> None:
         """Called when the reductions of a backward are finished."""
@@ -226,16 +172,17 @@ class UsedParameters:
                 parameter.grad = None
             bucket.grads.clear(bucket.grads.held)
 
-    def _launch(self) -> None:
+    def _launch(self) -> tuple[Work, Tensor]:
         """Launch the exchange of flags: used parameters, buckets with late gradients, errors."""
         for bucket in self._buckets:
             bucket.edits.check()
         used = [i in b.grads.used or p.grad is not None for b in self._buckets for i, p in enumerate(b.params)]
-        late = [b.has_grads() for b in self._buckets]
-        self.late = {bucket for bucket, flag in zip(self._buckets, late, strict=True) if flag}
+        self.late = {b for b in self._buckets if b.has_grads()}
         lost = any(b.edits.lost for b in self._buckets)
-        flags = torch.tensor([*used, *late, self.nonfinite, self._problem() is not None, lost], dtype=torch.uint8)
-        self._flags = (self._comm.host_max(flags, "used parameters"), flags)
+        news = [*(b in self.late for b in self._buckets), self.nonfinite, self._problem() is not None, lost]
+        flags = torch.tensor([*used, *news], dtype=torch.uint8)
+        self._flags = self._comm.host_max(flags, "used parameters"), flags
+        return self._flags
 
     def finish_reductions(self) -> Callable[[Bucket, int], bool]:
         """Finish all reductions; returns whether parameter ``index`` of a bucket has a gradient. Collective.
@@ -248,31 +195,15 @@ class UsedParameters:
             self.hide()
         self._reducer.flush()
         unseen = not self._shown and any(b.has_grads() for b in self._buckets if b not in self.late)
-        if self._flags is None or unseen:
-            self._launch()
-        assert self._flags is not None
-        pending, flags = self._flags
+        pending, flags = self._launch() if self._flags is None or unseen else self._flags
         with phase("reduce", "used parameters"):
             pending.wait()
-        *row, nonfinite, failed, lost = flags.tolist()
-        self.nonfinite |= bool(nonfinite)
-        if failed:
+        row, count = flags.tolist(), len(self._buckets)
+        self.nonfinite |= bool(row[-3])
+        if row[-2] or row[-1]:
             self._flags = None
-            problem = self._problem()
-            raise SwapError(" ".join(self._comm.problems(str(problem) if problem else None, "files")))
-        if lost:
-            names = [name for bucket in self._buckets for name in bucket.edits.lost]
-            for bucket in self._buckets:
-                bucket.edits.lost = []
-            self._flags = None
-            every = sorted({name for some in self._comm.host_gather(names, "lost edits") for name in some})
-            raise RuntimeError(
-                f"Parameter {', '.join(map(repr, every[:5]))} was modified in place, but its master weights are stored "
-                "elsewhere and would overwrite the edit. Wrap the edit in "
-                "`with lt_zero.gathered(parameters, write=True): ...`."
-            )
-        count = len(self._buckets)
-        late = [bucket for bucket, flag in zip(self._buckets, row[-count:], strict=True) if flag]
+            self._raise(files=bool(row[-2]))
+        late = [bucket for bucket, flag in zip(self._buckets, row[-3 - count : -3], strict=True) if flag]
         if late:
             self._reducer.reduce_again(late)
             flags[-count - 3 :] = 0
@@ -285,6 +216,23 @@ class UsedParameters:
             self.show(used)
         return lambda bucket, index: (bucket, index) in used and index in bucket.grads.valid
 
+    def _raise(self, files: bool) -> None:
+        """Raise the error of files, or of lost edits, that some rank has. Collective."""
+        if files:
+            problem = self._problem()
+            raise SwapError(" ".join(self._comm.problems(str(problem) if problem else None, "files")))
+        names = [name for bucket in self._buckets for name in bucket.edits.lost]
+        for bucket in self._buckets:
+            bucket.edits.lost = []
+        every = sorted({name for some in self._comm.host_gather(names, "lost edits") for name in some})
+        raise RuntimeError(
+            f"Parameter {', '.join(map(repr, every[:5]))} was modified in place, but its master weights are stored "
+            "elsewhere and would overwrite the edit. Wrap the edit in "
+            "`with lt_zero.gathered(parameters, write=True): ...`."
+        )
+
+    # ---- what p.grad shows -----------------------------------------------------------------------------------------
+
     def show_held(self) -> None:
         """Show all accumulated gradients, reduced or not, so that ``p.grad = None`` clears them."""
         self.show({(bucket, index) for bucket in self._buckets for index in bucket.grads.held})
@@ -292,8 +240,8 @@ class UsedParameters:
     def show(self, places: set[Place]) -> None:
         """Set ``p.grad`` to stand-ins for the accumulated gradients."""
         self.hide()
-        self._norms.places = [(b, i) for b in self._buckets for i in range(len(b.params)) if (b, i) in places]
-        self._norms.tables = {}
+        self._places = [(b, i) for b in self._buckets for i in range(len(b.params)) if (b, i) in places]
+        self.norms = {}
         views = {bucket: is_view(bucket) for bucket in {bucket for bucket, _ in places}}
         with without_torch_function():  # guards would intercept each access
             for bucket, index in places:
@@ -304,22 +252,11 @@ class UsedParameters:
                 local = _local(bucket, index) if views[bucket] else []
                 grad = local[0].view(bucket.shapes[index]) if local else self._hidden.get((bucket, index))
                 if grad is None:
-                    grad = ShardedGrad.make(bucket, index, self._norms)
+                    empty = _nothing(bucket.shapes[index], parameter.dtype, parameter.device)
+                    grad = empty.as_subclass(ShardedGrad)
+                    grad._refs = weakref.ref(bucket), index, weakref.ref(self)
                 parameter.grad = self._shown[(bucket, index)] = grad
         self._hidden = {}
-
-    def scaled(self, places: list[tuple[Bucket, int, Parameter]], factor: Tensor | float) -> None:
-        """Scale computed norms after gradients were multiplied by ``factor`` (0D, not negative). Not collective."""
-        for table in self._norms.tables.values():
-            for bucket, index, _ in places:
-                if (bucket, index) in table:
-                    table[(bucket, index)] = table[(bucket, index)] * factor
-
-    def changed(self) -> None:
-        """Drop computed norms after any other change of gradients. Collective."""
-        self._norms.tables.clear()
-        if self._hold:
-            self._norms.prepare()
 
     @contextmanager
     def looked_at(self) -> Iterator[None]:
@@ -330,9 +267,9 @@ class UsedParameters:
         used = self.finish_reductions()
         places = {(b, i) for b in self._buckets for i in range(len(b.params)) if used(b, i)}
         self.show(places)
-        self._norms.prepare()
         self._hold = True
         try:
+            self.changed()
             yield
         finally:
             self._hold = False
@@ -374,7 +311,8 @@ class UsedParameters:
 
     def drop_cleared(self) -> None:
         """Clear the accumulators whose ``p.grad`` was set to None, to free memory before forward."""
-        cleared = [(bucket, index) for bucket, index in self._shown if bucket.params[index].grad is None]
+        with without_torch_function():
+            cleared = [(bucket, index) for bucket, index in self._shown if bucket.params[index].grad is None]
         self._clear(cleared, self._shown)
         for place in cleared:
             del self._shown[place]
@@ -388,3 +326,47 @@ class UsedParameters:
         for bucket, indices in gone.items():
             # Unused parameters were not shown; they are cleared with the last of the others.
             bucket.grads.clear(indices if bucket in left else bucket.grads.held)
+
+    # ---- norms of shown gradients ----------------------------------------------------------------------------------
+
+    def norm(self, place: Place, norm_type: float) -> Tensor:
+        """The norm (0D) of a shown gradient. The first one of a type computes all. Collective then."""
+        name = place[0].layout.spans[place[1]].name
+        if place[0].grads.local is not None:
+            raise RuntimeError(f"Only a part of the gradient of {name!r} is reduced. Ask after the last micro-batch.")
+        if norm_type not in self.norms:
+            self.norms[norm_type] = self._compute_norms(norm_type)
+        if place not in self.norms[norm_type]:
+            raise RuntimeError(f"This gradient of {name!r} is that of an earlier step. Read p.grad again.")
+        return self.norms[norm_type][place]
+
+    @torch.no_grad()
+    def _compute_norms(self, norm_type: float) -> dict[Place, Tensor]:
+        row = torch.zeros(len(self._places), dtype=torch.float64, device=self._comm.device)
+        infinite = norm_type == float("inf")
+        for number, (bucket, index) in enumerate(self._places):
+            if bucket.grads.local is not None:
+                continue  # not reduced: ``norm`` refuses it
+            if bucket.shard_range == (0, bucket.layout.numel) and self._comm.rank > 0:
+                continue  # every rank has all elements: count them once
+            for grad in _local(bucket, index):
+                norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
+                row[number] = norm if infinite else norm**norm_type
+            if number + 1 == len(self._places) or self._places[number + 1][0] is not bucket:
+                bucket.grads.put_away()
+        row = (self._comm.max_scalar if infinite else self._comm.sum_scalar)(row, "gradient norms")
+        row = row if infinite else row ** (1.0 / norm_type)
+        return {place: row[number].to(wide(place[0].grads.dtype)) for number, place in enumerate(self._places)}
+
+    def scaled(self, places: list[tuple[Bucket, int, Parameter]], factor: Tensor | float) -> None:
+        """Scale computed norms after gradients were multiplied by ``factor`` (0D, not negative). Not collective."""
+        for table in self.norms.values():
+            for bucket, index, _ in places:
+                if (bucket, index) in table:
+                    table[(bucket, index)] = table[(bucket, index)] * factor
+
+    def changed(self) -> None:
+        """Drop computed norms after any other change of gradients. Collective."""
+        self.norms.clear()
+        if self._hold and self._places:
+            self.norm(self._places[0], 2.0)

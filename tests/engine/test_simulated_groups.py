@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lt_zero
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.work import All
-from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.gather import Gatherer, Unit
 from lt_zero.engine.grad_bucket import Reducer
@@ -114,7 +114,7 @@ def exposed(prefetch: int) -> int:
     gather, late = Gatherer.gather, list[str]()
 
     def note(self: Gatherer, unit: Unit) -> None:
-        if not unit.resident:
+        if any(bucket.state is State.RELEASED for bucket in unit.sharded):
             late.append(unit.name)
         gather(self, unit)
 

@@ -133,7 +133,7 @@ def gathered(lab: Lab, config: Config) -> Any:
     """How many units stay gathered after a forward."""
     engine = engine_of(lab, config)
     engine.root(tokens(0, 0, 0))
-    return sum(unit.resident for unit in engine.units)
+    return sum(all(b.state is not State.RELEASED for b in unit.sharded) for unit in engine.units)
 
 
 def ahead(lab: Lab, config: Config) -> Any:
