@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -70,8 +71,7 @@ class Reconciler:
     def __init__(self, config: ZeroConfig, marks: Mapping[Path, Mark] | None = None) -> None:
         self.config = self._given = config  # "auto" is resolved again for each fit, with its module, Trainer and data
         self._written = Document({}, dict(marks or {}))
-        self._patched: pl.LightningModule | None = None  # the module whose configure_optimizers is replaced
-        self._instance_hook: Any = None  # configure_optimizers of the module instance, as LightningCLI sets it
+        self._patched: tuple[pl.LightningModule, Any] | None = None  # and its instance's own configure_optimizers
         self._seen, self._steps = False, 1
 
     # ---- before a run ------------------------------------------------------------------------------------------
@@ -83,54 +83,42 @@ class Reconciler:
             ConfigError: the module already has one.
         """
         self.take_back()
-        if self.config.optimizer is None and self.config.scheduler is None:
-            return
-        self._instance_hook = vars(module).get(_HOOK)
+        configured, in_instance = self.config.optimizer, vars(module).get(_HOOK)  # LightningCLI sets the instance's
         overridden = type(module).configure_optimizers is not pl.LightningModule.configure_optimizers
-        own = self._instance_hook is not None or overridden
-        if self.config.optimizer is not None and own:
+        own = overridden or in_instance is not None
+        if configured is not None and own:
             text = (
-                f"optimizer.type={self.config.optimizer.type!r} is configured, and {type(module).__name__}."
-                "configure_optimizers returns optimizers, too. Remove one of them (override the key with "
-                "optimizer=null to keep the module's)."
+                f"optimizer.type={configured.type!r} is configured, and {type(module).__name__}.configure_optimizers "
+                "returns optimizers, too. Remove one of them (override the key with optimizer=null to keep the "
+                "module's)."
             )
             raise ConfigError([Problem("optimizer", text, self._written.mark(("optimizer",)))])
-        original = getattr(module, _HOOK)
-        if self.config.optimizer is not None:
-            setattr(module, _HOOK, _ConfigureOptimizers(original, lambda: self._configured(module)))
-        elif own:
-            setattr(module, _HOOK, _ConfigureOptimizers(original, lambda: self._scheduled(original())))
-        else:
-            return  # Lightning raises that there is no optimizer
-        self._patched = module
+        original: Callable[[], Any] = getattr(module, _HOOK)
+        if configured is not None or (own and self.config.scheduler is not None):
+            self._patched = module, in_instance
+            setattr(module, _HOOK, _ConfigureOptimizers(original, lambda: self._optimizers(module, original)))
 
     def take_back(self) -> None:
         """Restore ``configure_optimizers`` of the module."""
         if self._patched is not None:
-            vars(self._patched).pop(_HOOK, None)
-            if self._instance_hook is not None:
-                setattr(self._patched, _HOOK, self._instance_hook)
+            module, in_instance = self._patched
+            vars(module).pop(_HOOK, None)
+            if in_instance is not None:
+                setattr(module, _HOOK, in_instance)
         self._patched = None
 
     def agree(self, trainer: pl.Trainer, module: pl.LightningModule, comm: Comm, show: bool) -> ZeroConfig:
         """Resolve "auto" and make the Trainer and the configuration agree. Collective.
 
-        Args:
-            trainer: about to fit.
-            module: fully constructed, not sharded yet.
-            comm: the collectives.
-            show: whether to print the resolved values.
+        The ``module`` is fully constructed, and not sharded yet. ``show``: print the resolved values.
 
         Raises:
             ConfigError: on all ranks, if the values contradict each other, or an "auto" cannot be resolved.
         """
         self._seen, config = False, self._given
         with comm.agree("reading the configuration", ConfigError), self._marked():
-            derived = _derived(config, comm.world)
-            rows = _apply_to_trainer(config, trainer, module, derived)
+            rows, config = _apply_to_trainer(config, trainer, module, comm.world)
             self._steps = steps = trainer.accumulate_grad_batches
-            if derived is not None:
-                config = config.model_copy(update={"gradient_accumulation_steps": derived.value})
             facts = Facts(
                 accumulation=steps,
                 clipping=float(trainer.gradient_clip_val or 0.0),
@@ -139,31 +127,26 @@ class Reconciler:
                 steps=lambda: _steps(trainer),
             )
             config, resolutions = resolve(config, facts)
-            micro, total, parts = config.train_micro_batch_size_per_gpu, config.train_batch_size, steps * comm.world
+            micro, total = config.train_micro_batch_size_per_gpu, config.train_batch_size
             if micro is not None:
                 _check_batch(config, micro, steps, comm.world, "is configured")
             elif total is not None:  # it implies the micro-batch, with which the first batch is compared
-                if total % parts:
-                    raise ConfigError.about(
-                        "train_batch_size",
-                        f"train_batch_size={total} is not a multiple of accumulation * ranks = {steps} * {comm.world} "
-                        f"= {parts}, so no micro-batch fits. Change one of them, or remove the key.",
-                    )
+                micro = _quotient(total, "accumulation", steps, comm.world, "micro-batch")
                 source = f"train_batch_size: {total} / ({steps} * {comm.world} ranks)"
-                rows.append(Resolution("batch_size of the data loader", total // parts, source))
+                rows.append(Resolution("batch_size of the data loader", micro, source))
         check_same(config, comm)
         self.config = config
         if show:
             show_table([*rows, *resolutions])
             if config.scheduler is not None and not module.automatic_optimization:
-                text = f"scheduler.type={config.scheduler.type!r}: the module optimizes manually, so it must call "
                 call = "step(metric) after each epoch" if config.scheduler.type == PLATEAU else "step() after each step"
+                text = f"scheduler.type={config.scheduler.type!r}: the module optimizes manually, so it must call "
                 warnings.warn(f"{text}self.lr_schedulers().{call}.", ConfigWarning, stacklevel=2)
         return config
 
     @contextmanager
     def _marked(self) -> Iterator[None]:
-        """Add the position of each key in its file to a ConfigError."""
+        """Add the place of each key in its file to a ConfigError."""
         try:
             yield
         except ConfigError as error:
@@ -182,37 +165,37 @@ class Reconciler:
         """
         if self._seen:
             return self.config
-        given = {key: getattr(self.config, key) for key in _BATCH if getattr(self.config, key) is not None}
-        if not given and not any((key,) in self.config.autos for key in _BATCH):
-            self._seen = True
-            return self.config
-        if trainer.is_last_batch and trainer.fit_loop.epoch_loop.batch_idx > 0:
+        given = {key: value for key in _BATCH if (value := getattr(self.config, key)) is not None}
+        wanted = given or any((key,) in self.config.autos for key in _BATCH)
+        if wanted and trainer.is_last_batch and trainer.fit_loop.epoch_loop.batch_idx > 0:
             return self.config
         self._seen = True
+        if not wanted:
+            return self.config
         try:  # Lightning's ``extract_batch_size`` would take the first of several sizes and warn once per process
             sizes = set(sizes_of(batch))
         except RecursionError:
             sizes = set()
-        size, world = sizes.pop() if len(sizes) == 1 else None, comm.world
+        size = sizes.pop() if len(sizes) == 1 else None
         with comm.agree("reading the configuration", ConfigError), self._marked():
             if size is not None:
-                _check_batch(self.config, size, self._steps, world, "is the size of the first batch")
-        if size is None:
-            if given and show:
-                names = " and ".join(f"{key}={value}" for key, value in given.items())
-                text = f"{names} cannot be compared with the first batch: its size is ambiguous."
-                warnings.warn(text, ConfigWarning, stacklevel=2)
-            return self.config
-        self.config, found = resolve_batch(self.config, size, self._steps, world)
-        if show:
-            show_table(found)
+                _check_batch(self.config, size, self._steps, comm.world, "is the size of the first batch")
+        if size is not None:
+            self.config, found = resolve_batch(self.config, size, self._steps, comm.world)
+            show_table(found if show else [])
+        elif given and show:
+            names = " and ".join(f"{key}={value}" for key, value in given.items())
+            text = f"{names} cannot be compared with the first batch: its size is ambiguous."
+            warnings.warn(text, ConfigWarning, stacklevel=2)
         return self.config
 
     # ---- optimizers --------------------------------------------------------------------------------------------
 
-    def _configured(self, module: pl.LightningModule) -> Any:
+    def _optimizers(self, module: pl.LightningModule, original: Callable[[], Any]) -> Any:
+        """The result of ``configure_optimizers``: the configured optimizer or the module's, and the scheduler."""
         block = self.config.optimizer
-        assert block is not None
+        if block is None:
+            return self._scheduled(original())
         parameters: list[Any] = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
             raise ConfigError(
@@ -226,13 +209,12 @@ class Reconciler:
             return self._scheduled(optimizer)
         if block.type.lower() == "muon":
             parameters = muon_groups(module)
-            if module.trainer.is_global_zero:
-                rows = []
-                for name, which in (("Muon", "matrices of hidden layers"), ("Adam", "all other parameters")):
-                    members = [p for g in parameters if g["use_muon"] is (name == "Muon") for p in g["params"]]
-                    text = f"{len(members)} of {sum(p.numel() for p in members):,} elements"
-                    rows.append(Resolution(f"stepped by {name}", text, which))
-                show_table(rows)
+            rows = []
+            for name, which in (("Muon", "matrices of hidden layers"), ("Adam", "all other parameters")):
+                members = [p for g in parameters if g["use_muon"] is (name == "Muon") for p in g["params"]]
+                text = f"{len(members)} of {sum(p.numel() for p in members):,} elements"
+                rows.append(Resolution(f"stepped by {name}", text, which))
+            show_table(rows if module.trainer.is_global_zero else [])
         return self._scheduled(build_optimizer(block.type, block.params, parameters))
 
     def _scheduled(self, optimizers: Any) -> Any:
@@ -256,59 +238,56 @@ class Reconciler:
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **timing}}
 
 
-def show_table(rows: Sequence[Resolution], console: Console | None = None) -> None:
+def show_table(rows: Sequence[Resolution]) -> None:
     """Print resolved values, one per line, never cut to the terminal's width."""
     width = max((len(row.key) for row in rows), default=0)
     lines = [f"  {row.key.ljust(width)}  {row.value}  ({row.source})" for row in rows]
     if lines:
-        text = "\n".join(["Configuration:", *lines])
-        (console or Console()).print(text, markup=False, highlight=False, soft_wrap=True)
+        Console().print("\n".join(["Configuration:", *lines]), markup=False, highlight=False, soft_wrap=True)
 
 
-def _derived(config: ZeroConfig, world: int) -> Resolution | None:
-    """The accumulation implied by the two batch sizes, as in DeepSpeed; None if they are not both set.
-
-    Raises:
-        ConfigError: the sizes imply none for this number of ranks.
-    """
-    total, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
-    if config.gradient_accumulation_steps is not None or total is None or micro is None:
-        return None
-    if total % (micro * world):
+def _quotient(total: int, name: str, factor: int, world: int, wanted: str) -> int:
+    """``train_batch_size`` divided by another factor and the ranks."""
+    if total % (factor * world):
         raise ConfigError.about(
             "train_batch_size",
-            f"train_batch_size={total} is not a multiple of train_micro_batch_size_per_gpu * ranks = {micro} * {world} "
-            f"= {micro * world}, so no number of micro-batches per step fits. Change one of them, or remove "
-            "train_batch_size.",
+            f"train_batch_size={total} is not a multiple of {name} * ranks = {factor} * {world} = {factor * world}, so "
+            f"no {wanted} fits. Change one of them, or remove train_batch_size.",
         )
-    source = f"train_batch_size: {total} / ({micro} * {world} ranks)"
-    return Resolution("Trainer.accumulate_grad_batches, was 1", total // (micro * world), source)
+    return total // (factor * world)
 
 
 def _apply_to_trainer(
-    config: ZeroConfig, trainer: pl.Trainer, module: pl.LightningModule, derived: Resolution | None
-) -> list[Resolution]:
+    config: ZeroConfig, trainer: pl.Trainer, module: pl.LightningModule, world: int
+) -> tuple[list[Resolution], ZeroConfig]:
     """Set accumulation and clipping of the Trainer, unless the Trainer or the module decides them.
 
+    Returns what was set, and the configuration with the accumulation that two batch sizes imply, as in DeepSpeed.
+
     Raises:
-        ConfigError: the Trainer or the module contradicts the configured values, or the ``derived`` accumulation.
+        ConfigError: the Trainer or the module contradicts the configured or implied values.
     """
-    rows, problems = list[Resolution](), list[Problem]()
-    key, wanted = "gradient_accumulation_steps", config.gradient_accumulation_steps
-    current, setting = trainer.accumulate_grad_batches, f"{key}={wanted}"
-    if derived is not None and current == 1:  # otherwise ``_check_batch`` compares the sizes with it
-        key, wanted = "train_batch_size", derived.value
-        setting = f"{derived.source} = {wanted} micro-batches per step"
+    rows, problems, manual = list[Resolution](), list[Problem](), not module.automatic_optimization
+    current, total = trainer.accumulate_grad_batches, config.train_batch_size
+    micro, wanted = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    key, source = "gradient_accumulation_steps", "gradient_accumulation_steps"
+    setting = f"{key}={wanted}"
+    if wanted is None and total is not None and micro is not None:
+        implied = _quotient(total, _BATCH[1], micro, world, "number of micro-batches per step")
+        config = config.model_copy(update={key: implied})
+        if current == 1:  # otherwise ``_check_batch`` compares the sizes with it
+            key, wanted, source = "train_batch_size", implied, f"train_batch_size: {total} / ({micro} * {world} ranks)"
+            setting = f"{source} = {wanted} micro-batches per step"
     if wanted is not None and wanted != current:
         if current != 1:
             reason = f"Trainer(accumulate_grad_batches={current}) contradicts it. {_SAME}"
-        elif not module.automatic_optimization:
+        elif manual:
             reason = "the module optimizes manually, so it decides when to step. Remove the key"
         elif _accumulation_scheduler(trainer) is not None:
             reason = "the Trainer has a GradientAccumulationScheduler, which decides it. Remove the key"
         else:
             reason, trainer.accumulate_grad_batches = None, wanted
-            rows.append(derived or Resolution("Trainer.accumulate_grad_batches, was 1", wanted, key))
+            rows.append(Resolution("Trainer.accumulate_grad_batches, was 1", wanted, source))
         if reason is not None:
             problems.append(Problem(key, f"{setting}, but {reason}."))
     key, limit, clip_val = "gradient_clipping", config.gradient_clipping, trainer.gradient_clip_val
@@ -317,7 +296,7 @@ def _apply_to_trainer(
         if clip_val or by_value:
             algorithm = ", gradient_clip_algorithm='value'" if by_value else ""
             reason = f"Trainer(gradient_clip_val={clip_val}{algorithm}) contradicts it. {_SAME}"
-        elif not module.automatic_optimization:
+        elif manual:
             reason = "the module optimizes manually. Call self.clip_gradients there, and remove the key"
         else:
             reason, trainer.gradient_clip_val = None, limit
@@ -326,7 +305,7 @@ def _apply_to_trainer(
             problems.append(Problem(key, f"{key}={limit} is the maximum norm, but {reason}."))
     if problems:
         raise ConfigError(problems)
-    return rows
+    return rows, config
 
 
 def _accumulation_scheduler(trainer: pl.Trainer) -> GradientAccumulationScheduler | None:
@@ -334,24 +313,16 @@ def _accumulation_scheduler(trainer: pl.Trainer) -> GradientAccumulationSchedule
 
 
 def _check_batch(config: ZeroConfig, micro: int, steps: int, world: int, origin: str) -> None:
-    problems = []
-    if config.train_micro_batch_size_per_gpu not in (None, micro):
-        problems.append(
-            Problem(
-                "train_micro_batch_size_per_gpu",
-                f"train_micro_batch_size_per_gpu={config.train_micro_batch_size_per_gpu}, but {micro} {origin}. Give "
-                "the data loader that batch_size, or remove the key.",
-            )
-        )
-    if config.train_batch_size not in (None, micro * steps * world):
-        problems.append(
-            Problem(
-                "train_batch_size",
-                f"train_batch_size={config.train_batch_size}, but micro-batch * accumulation * ranks = {micro} * "
-                f"{steps} * {world} = {micro * steps * world} (the micro-batch {origin}). Remove the key, or change "
-                "one of them.",
-            )
-        )
+    problems, total = [], micro * steps * world
+    key, given = "train_micro_batch_size_per_gpu", config.train_micro_batch_size_per_gpu
+    if given not in (None, micro):
+        remedy = "Give the data loader that batch_size, or remove the key."
+        problems.append(Problem(key, f"{key}={given}, but {micro} {origin}. {remedy}"))
+    key, given = "train_batch_size", config.train_batch_size
+    if given not in (None, total):
+        product = f"micro-batch * accumulation * ranks = {micro} * {steps} * {world} = {total}"
+        remedy = "Remove the key, or change one of them."
+        problems.append(Problem(key, f"{key}={given}, but {product} (the micro-batch {origin}). {remedy}"))
     if problems:
         raise ConfigError(problems)
 
@@ -388,27 +359,24 @@ def find_value(module: pl.LightningModule, names: Sequence[str]) -> tuple[Any, s
     Raises:
         ConfigError: the value is of another type, or a property raised.
     """
-    kind = type(module).__name__
-    places: list[tuple[str, Callable[[str], Any], str]] = [
-        *((f"{kind}.hparams.{name}", module.hparams.get, name) for name in names),
-        *((f"{kind}.{name}", lambda attribute: getattr(module, attribute, None), name) for name in names),
-    ]
-    for place, get, name in places:
-        try:
-            value = get(name)
-        except Exception as error:  # a user's property or an interpolation of OmegaConf
-            raise ConfigError(
-                f'{place} would resolve "auto", but reading it raised {type(error).__name__}: {error}. Correct it, or '
-                'write a value instead of "auto".'
-            ) from error
-        if value is None or isinstance(value, (bool, nn.Module, nn.Parameter)) or callable(value):
-            continue
-        if (number := _plain(value)) is None:
-            raise ConfigError(
-                f'{place}={value!r:.80} would resolve "auto", but is not a number. Make it one, or write a value '
-                'instead of "auto".'
-            )
-        return number, place
+    for prefix, get in ((".hparams", module.hparams.get), ("", partial(getattr, module))):
+        for name in names:
+            place = f"{type(module).__name__}{prefix}.{name}"
+            try:
+                value = get(name, None)
+            except Exception as error:  # a user's property or an interpolation of OmegaConf
+                raise ConfigError(
+                    f'{place} would resolve "auto", but reading it raised {type(error).__name__}: {error}. Correct it, '
+                    'or write a value instead of "auto".'
+                ) from error
+            if value is None or isinstance(value, (bool, nn.Module, nn.Parameter)) or callable(value):
+                continue
+            if (number := _plain(value)) is None:
+                raise ConfigError(
+                    f'{place}={value!r:.80} would resolve "auto", but is not a number. Make it one, or write a value '
+                    'instead of "auto".'
+                )
+            return number, place
     return None
 
 

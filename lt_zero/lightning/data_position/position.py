@@ -160,23 +160,19 @@ class DataPosition:
     # ---- restoring -----------------------------------------------------------------------------------------------
 
     def load(self, states: Sequence[dict[str, Any]], rank: int) -> None:
-        """Load the states of all ranks of the saved run, for the fit that begins.
+        """Load the ``state_dict`` of all ranks of the saved run, for the fit that begins.
 
-        Args:
-            states: by rank, from ``state_dict``.
-            rank: this rank, which the saved run may not have had.
+        The saved run may not have had this ``rank``.
 
         Raises:
             CheckpointError: the states cannot be read.
         """
-        if self._trainer is None:
-            raise RuntimeError("`DataPosition.load` belongs to a fit: call `watch(trainer)` first.")
         if not isinstance(states, Sequence) or not states:
             raise CheckpointError(f"{KEY}: the states of the saved ranks were expected, not {type(states).__name__}.")
         for number, state in enumerate(states):
             _check(state, f"{KEY}[{number}]")
-        own = states[rank] if rank < len(states) else states[0]
-        where = f"{KEY}[{rank if rank < len(states) else 0}]"
+        number = rank if rank < len(states) else 0
+        own, where = states[number], f"{KEY}[{number}]"
         upcoming = [
             own_or_derived([RandomStates.of(s["states"][i], where) for s in states if i < len(s["states"])], rank)
             for i in range(len(own["states"]))

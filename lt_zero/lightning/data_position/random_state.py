@@ -14,8 +14,6 @@ from torch import Tensor
 
 from lt_zero.common.errors import CheckpointError
 
-_WORDS = 624  # words in the state of a Mersenne twister
-
 
 def _cuda_in_use() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_initialized()
@@ -74,30 +72,29 @@ class RandomStates:
 
     @classmethod
     def of(cls, packed: Any, where: str) -> RandomStates:
-        """Restore from ``state_dict``.
+        """Restore from ``state_dict``; new generators check the states.
 
         Raises:
             CheckpointError: the states are malformed.
         """
         try:
-            host = _checked(packed["torch"], torch.get_rng_state())
-            cuda = packed.get("cuda")
+            host, cuda, python, saved = packed["torch"].cpu(), packed.get("cuda"), packed["python"], packed.get("numpy")
+            torch.Generator().set_state(host)
             if cuda is not None and _cuda_in_use():
-                cuda = _checked(cuda, torch.cuda.get_rng_state())
-            python = packed["python"]
-            state = (int(python["version"]), tuple(_words(python["words"], _WORDS + 1)), python["gauss"])
+                cuda = cuda.cpu()
+                torch.Generator("cuda").set_state(cuda)
+            state = (int(python["version"]), tuple(python["words"].tolist()), python["gauss"])
             random.Random().setstate(state)
             numpy = dict(np.random.get_state(legacy=False))
-            if (saved := packed.get("numpy")) is not None:
-                key = np.array(_words(saved["words"], _WORDS), dtype=np.uint32)
+            if saved is not None:
                 numpy = {
                     "bit_generator": "MT19937",
-                    "state": {"key": key, "pos": int(saved["position"])},
+                    "state": {"key": np.array(saved["words"].tolist(), dtype=np.uint32), "pos": int(saved["position"])},
                     "has_gauss": int(saved["has_gauss"]),
                     "gauss": float(saved["gauss"]),
                 }
                 np.random.RandomState().set_state(numpy)
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
             raise CheckpointError(
                 f"{where}: the states of the random number generators cannot be read ({error!r}). The checkpoint is "
                 "damaged, or was written by another version. Remove this key to resume without them."
@@ -124,15 +121,3 @@ def own_or_derived(states: Sequence[RandomStates], rank: int) -> RandomStates:
     if len(states) > 1 and not any(states[0].differing(other) for other in states[1:]):
         return states[0]
     return states[0].derived(rank)
-
-
-def _words(values: Tensor, count: int) -> list[int]:
-    if values.shape != (count,) or values.is_floating_point():
-        raise ValueError(f"{count} integers were expected, not {tuple(values.shape)} of {values.dtype}")
-    return [int(value) for value in values.tolist()]
-
-
-def _checked(state: Tensor, like: Tensor) -> Tensor:
-    if not isinstance(state, Tensor) or state.dtype != like.dtype or state.shape != like.shape:
-        raise ValueError(f"a generator's state of {like.numel()} bytes was expected")
-    return state.cpu()
