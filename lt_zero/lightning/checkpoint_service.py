@@ -3,8 +3,8 @@
 Note [Life of a save]
     ``dump_checkpoint`` collects the module's and the optimizers' states as fragments, without copies. Then ``save``
     writes them (checkpoint/native/save.py). With ``checkpoint.async`` it copies them to host memory and a thread
-    writes while training continues. At most one save is pending; older checkpoints are removed only after it succeeds.
-    All ranks check the outcome at the beginning of each training step.
+    writes while training continues, unless the run is about to end. At most one save is pending; older checkpoints are
+    removed only after it succeeds. All ranks check the outcome at the beginning of each training step.
 
 Note [Life of a restore]
     Lightning restores before the module is sharded. The state dict of a directory is lazy and is kept until then, so
@@ -121,17 +121,30 @@ class CheckpointService:
             return
         if storage_options is not None:
             raise TypeError("Sharded checkpoints do not support storage_options: set checkpoint.format='full'.")
-        content = self._collect(run, checkpoint, path)
-        made = self._describe(run, content)
-        place = _make_place(run.engine.comm, path)
-        background = self._stage(run, made)
-        self._write_and_publish(run, made, place, path, background)
+        content, engine = self._collect(run, checkpoint, path), run.engine
+        names = [parameter_names(optimizer, engine) for optimizer in run.optimizers]
+        facts = {
+            "stage": run.config.zero_optimization.stage,
+            "ranks": engine.comm.world,
+            "precision": engine.policy.mode,
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "torch": str(torch.__version__),
+        }
+        made = bundle(content, names, engine.comm, facts, resolved(run.config), self._frozen)
+        place, trainer = _make_place(engine.comm, path), run.trainer
+        ends = trainer is None or not trainer.training or trainer.state.status == TrainerStatus.INTERRUPTED
+        if not run.config.checkpoint.async_save or ends or self._synchronous:
+            group = engine.comm.saving_group(False)
+            with progress_bar(f"Saving {path}", made.nbytes, rank=run.rank, in_bytes=True) as work:
+                _write(run, made, place, group, work.advance)
+            return
+        with run.agree("copying the state for an asynchronous save", CheckpointError):
+            self._buffer = stage(made, self._buffer)
+        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="lt_zero-async-save")
+        self._pending = self._thread.submit(_write, run, made, place, engine.comm.saving_group(True))
 
     def _collect(self, run: Run, checkpoint: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """Add random states and data positions of all ranks. Collective.
-
-        Returns a new dict, as callbacks may have kept the one passed to their hooks.
-        """
+        """A copy (callbacks may have kept theirs) with random states and data positions of all ranks. Collective."""
         content = dict(checkpoint)
         content.pop(_HPARAMS_TYPE, None)
         if isinstance(content.get(_HPARAMS), Container):  # it is written as plain containers
@@ -141,44 +154,6 @@ class CheckpointService:
         self.wait(run)
         _file_beside(run, path)  # refuses a URL before anything is written
         return content
-
-    def _describe(self, run: Run, content: Mapping[str, Any]) -> Bundle:
-        """Sort the content into tensors, plain containers and the manifest. Collective."""
-        engine = run.engine
-        names = [parameter_names(optimizer, engine) for optimizer in run.optimizers]
-        facts = {
-            "stage": run.config.zero_optimization.stage,
-            "ranks": engine.comm.world,
-            "precision": engine.policy.mode,
-            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "torch": str(torch.__version__),
-        }
-        return bundle(content, names, engine.comm, facts, resolved(run.config), self._frozen)
-
-    def _stage(self, run: Run, made: Bundle) -> bool:
-        """Copy the tensors to host memory if the save continues in the background; returns whether it does.
-
-        A save is synchronous where the process is about to end. Collective.
-        """
-        trainer = run.trainer
-        ends = trainer is None or not trainer.training or trainer.state.status == TrainerStatus.INTERRUPTED
-        if not run.config.checkpoint.async_save or ends or self._synchronous:
-            return False
-        with run.agree("copying the state for an asynchronous save", CheckpointError):
-            self._buffer = stage(made, self._buffer)
-        return True
-
-    def _write_and_publish(self, run: Run, made: Bundle, place: Place, path: str, background: bool) -> None:
-        """Write all files, then give the directory its name; with ``background`` in a thread."""
-        comm = run.engine.comm
-        group = comm.saving_group(background)
-        if not background:
-            with progress_bar(f"Saving {path}", made.nbytes, rank=comm.rank, in_bytes=True) as work:
-                _write(run, made, place, group, work.advance)
-            return
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="lt_zero-async-save")
-        self._pending = self._thread.submit(_write, run, made, place, group)
 
     def _save_file(self, run: Run, checkpoint: Mapping[str, Any], path: str, storage_options: Any) -> None:
         """Rank 0 writes one file, in plain containers where possible. Collective."""
@@ -210,17 +185,12 @@ class CheckpointService:
             self._synchronous = False
 
     def check_pending(self, run: Run) -> None:
-        """Check whether the pending save, if any, has ended. Collective.
-
-        Raises:
-            CheckpointError: on all ranks: it failed.
-        """
-        if self._pending is None:
-            return
-        running = torch.tensor([not self._pending.done()], dtype=torch.uint8)
-        run.engine.comm.host_max(running, "save in the background").wait()
-        if not running.item():
-            self.wait(run)
+        """``wait`` for the pending save if it has ended. Collective."""
+        if self._pending is not None:
+            running = torch.tensor([not self._pending.done()], dtype=torch.uint8)
+            run.engine.comm.host_max(running, "save in the background").wait()
+            if not running.item():
+                self.wait(run)
 
     def wait(self, run: Run) -> None:
         """Wait for the pending save, if any. Collective.
