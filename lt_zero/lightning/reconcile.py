@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,8 +21,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lt_zero.comm.communicator import Comm
@@ -46,6 +46,7 @@ _LOCAL = ("aio", "csv_monitor", "tensorboard", "wandb", "comet", "log_level", "d
 _LOCAL_NAMES = ("nvme_path", "pin_memory")
 _SHOWN = 5  # maximum keys in an error
 _SAME = "Remove one of them, or make them equal"
+_NUMBERS: TypeAdapter[Any] = TypeAdapter(int | float | list[int | float])
 
 
 class _ConfigureOptimizers:
@@ -107,7 +108,7 @@ class Reconciler:
                 setattr(module, _HOOK, in_instance)
         self._patched = None
 
-    def agree(self, trainer: pl.Trainer, module: pl.LightningModule, comm: Comm, show: bool) -> ZeroConfig:
+    def agree(self, trainer: pl.Trainer, module: pl.LightningModule, comm: Comm, show: bool) -> None:
         """Resolve "auto" and make the Trainer and the configuration agree. Collective.
 
         The ``module`` is fully constructed, and not sharded yet. ``show``: print the resolved values.
@@ -142,7 +143,6 @@ class Reconciler:
                 call = "step(metric) after each epoch" if config.scheduler.type == PLATEAU else "step() after each step"
                 text = f"scheduler.type={config.scheduler.type!r}: the module optimizes manually, so it must call "
                 warnings.warn(f"{text}self.lr_schedulers().{call}.", ConfigWarning, stacklevel=2)
-        return config
 
     @contextmanager
     def _marked(self) -> Iterator[None]:
@@ -155,7 +155,7 @@ class Reconciler:
 
     # ---- in a run ----------------------------------------------------------------------------------------------
 
-    def see(self, batch: Any, trainer: pl.Trainer, comm: Comm, show: bool) -> ZeroConfig:
+    def see(self, batch: Any, trainer: pl.Trainer, comm: Comm, show: bool) -> None:
         """Resolve the keys about batches and compare them with the first batch. Collective for that batch.
 
         If a resumed run begins with the short last batch of an epoch, the next batch is used.
@@ -164,14 +164,14 @@ class Reconciler:
             ConfigError: on all ranks, if a key contradicts the batch.
         """
         if self._seen:
-            return self.config
+            return
         given = {key: value for key in _BATCH if (value := getattr(self.config, key)) is not None}
         wanted = given or any((key,) in self.config.autos for key in _BATCH)
         if wanted and trainer.is_last_batch and trainer.fit_loop.epoch_loop.batch_idx > 0:
-            return self.config
+            return
         self._seen = True
         if not wanted:
-            return self.config
+            return
         try:  # Lightning's ``extract_batch_size`` would take the first of several sizes and warn once per process
             sizes = set(sizes_of(batch))
         except RecursionError:
@@ -187,7 +187,6 @@ class Reconciler:
             names = " and ".join(f"{key}={value}" for key, value in given.items())
             text = f"{names} cannot be compared with the first batch: its size is ambiguous."
             warnings.warn(text, ConfigWarning, stacklevel=2)
-        return self.config
 
     # ---- optimizers --------------------------------------------------------------------------------------------
 
@@ -382,20 +381,10 @@ def find_value(module: pl.LightningModule, names: Sequence[str]) -> tuple[Any, s
 
 def _plain(value: Any) -> Any:
     """Convert to a Python number or list of numbers; None if it is neither."""
-    if isinstance(value, Tensor) and value.is_meta:
+    try:
+        return _NUMBERS.validate_python(value.tolist() if hasattr(value, "tolist") else value)  # tensors, numpy scalars
+    except (ValidationError, RuntimeError):  # NotImplementedError of a tensor on the meta device
         return None
-    if not isinstance(value, (int, float)) and hasattr(value, "tolist"):  # tensors and numpy scalars
-        value = value.tolist()
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            return None
-        return int(value) if math.isfinite(value) and value.is_integer() else value
-    if isinstance(value, Sequence):
-        entries = [_plain(entry) for entry in value]
-        return entries if all(isinstance(entry, (int, float)) for entry in entries) else None
-    return value if isinstance(value, (int, float)) and not isinstance(value, (bool, Mapping)) else None
 
 
 # ---- all ranks -----------------------------------------------------------------------------------------------------

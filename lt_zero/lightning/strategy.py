@@ -65,7 +65,6 @@ class ZeroStrategy(DDPStrategy):
             blocks, "selective", "none", or keys of that block of the configuration, which must not contradict it.
 
     Attributes:
-        config: as far as it is resolved.
         checkpoints, monitor, data: own saving and loading, what is shown of a run, and the position in the data.
 
     Raises:
@@ -96,9 +95,8 @@ class ZeroStrategy(DDPStrategy):
     ) -> None:
         default = 3 if config is None else None
         loaded = examine(config, stage, overrides, default, activation_checkpointing)
-        self.config = loaded.usable()
+        self._reconciler = Reconciler(loaded.usable(), loaded.marks)
         loaded.announce()
-        self._reconciler = Reconciler(self.config, loaded.marks)
         self._group_timeout = timeout
         self._begin()
         super().__init__(
@@ -150,6 +148,11 @@ class ZeroStrategy(DDPStrategy):
         return self.lightning_module
 
     # ---- what the user can ask ---------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> ZeroConfig:
+        """The configuration, as far as it is resolved."""
+        return self._reconciler.config
 
     @property
     def stage(self) -> int:
@@ -240,8 +243,7 @@ class ZeroStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.monitor.attach(self._module.trainer, self.global_rank, self.local_rank)
-        known = self._comm
-        check = self.config.zero_optimization.enable_sanity_checks
+        known, check = self._comm, self.config.zero_optimization.enable_sanity_checks
         self._comm = known or self.monitor.comm_class.for_world(self.root_device, check, self._group_timeout)
         self.monitor.record(self._comm, new=known is None)
         if known is None:
@@ -261,15 +263,14 @@ class ZeroStrategy(DDPStrategy):
         set_up.check_callbacks(trainer, self.stage)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            self.config = self._reconciler.agree(trainer, self._module, self._comm, self.is_global_zero)
+            self._reconciler.agree(trainer, self._module, self._comm, self.is_global_zero)
         if self.config.zero_optimization.sync_bn_in_backward and self._layer_sync is None:
             self._layer_sync = TorchSyncBatchNorm()
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self._module)
-        self.precision_plugin.convert_module(self._module)
+        plugin, module, before = self.precision_plugin, self._module, self._engine
+        plugin.convert_module(module)
         self.model_to_device()
-        before = self._engine
-        plugin, module = self.precision_plugin, self._module
         known = set_up.find_engine(module, self.config, plugin.policy, before)
         self._engine = known or shard(module, self.config, self.root_device, plugin.policy, self._comm, fitting)
         self.checkpoints.load_deferred(self.run)
@@ -351,7 +352,7 @@ class ZeroStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         run, module, batch = self.run, self._module, args[0] if args else None
         self.checkpoints.check_pending(run)
-        self.config = self._reconciler.see(batch, module.trainer, run.engine.comm, self.is_global_zero)
+        self._reconciler.see(batch, module.trainer, run.engine.comm, self.is_global_zero)
         with phase("forward"), run.engine.forward_scope():
             return self.monitor.training_step(module, batch, partial(super().training_step, *args, **kwargs))
 
@@ -405,17 +406,14 @@ class ZeroStrategy(DDPStrategy):
     def on_validation_end(self) -> None:
         self.monitor.after_validation()
         self.data.after_validation()
-        self._release_weights()
+        self.on_predict_end()
 
     @override
     def on_test_end(self) -> None:
-        self._release_weights()
+        self.on_predict_end()
 
     @override
     def on_predict_end(self) -> None:
-        self._release_weights()
-
-    def _release_weights(self) -> None:
         self.engine.gatherer.release_all()
         self.engine.offload_manager.check(self.engine.comm, "weights in files")
 
