@@ -10,7 +10,8 @@ Note [Order of launches]
     Ranks must launch the same collectives in the same order. Nothing in this file reorders; the callers launch in an
     order that depends only on the module and the recorded schedule, not on data (grad_bucket.py, gather.py).
     When a bucket's gradients are complete, relative to the gathers around it, does depend on data: a rank whose router
-    skipped an expert reduces later. So reductions have their own process group and their own numbers. A user's module
+    skipped an expert reduces later. So reductions have their own process group and their own numbers. (One group with
+    ``CUDA_DEVICE_MAX_CONNECTIONS=1``, where a second one could only deadlock with the first.) A user's module
     may break the rule, so it is checked: work.py, Note [Unforeseen collectives].
 """
 
@@ -34,6 +35,7 @@ from lt_zero.comm.agreement import Agreement
 from lt_zero.comm.hang_detection import HangDetector, in_collective, user_line
 from lt_zero.comm.shared_memory import SharedArena, store, supported, wide
 from lt_zero.comm.work import CALL, FENCE, All, Done, Launch, Watch, Work
+from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.flat_storage import flat_empty
 from lt_zero.common.module_hooks import ProcessLocal
 
@@ -107,9 +109,10 @@ class Comm(ProcessLocal):
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(None, None, device)
         check = check or os.environ.get("LT_ZERO_DEBUG", "0").lower() not in ("", "0", "false", "no", "off")
-        groups = [dist.new_group(timeout=timeout), dist.new_group(timeout=timeout)]
+        groups = [dist.new_group(timeout=timeout) for _ in range(1 if _one_queue() else 2)]
         for group in groups:
             _connect(group, device)
+        groups = [groups[0], groups[-1]]
         comm = cls(groups[0], groups[1], device, check, timeout)
         assert comm._host is not None
         if dist.get_backend(comm._host) == "gloo":  # not a simulated group
@@ -207,8 +210,22 @@ class Comm(ProcessLocal):
     # ---- in the background ---------------------------------------------------------------------------------------
 
     def allow_background(self) -> None:
-        """Make a process group for the background thread (background.py). Collective."""
+        """Make a process group for the background thread (background.py). Collective.
+
+        Raises:
+            ConfigError: a GPU has one queue for all groups, where ranks that launch in different orders deadlock.
+        """
         if self._group is not None and self._background is None:
+            if _one_queue():
+                raise ConfigError(
+                    [
+                        Problem(
+                            "zero_optimization.offload_optimizer.overlap_step",
+                            "zero_optimization.offload_optimizer.overlap_step=true needs collectives beside each other, which"
+                            " CUDA_DEVICE_MAX_CONNECTIONS=1 does not allow: unset it, or set overlap_step='auto'.",
+                        )
+                    ]
+                )
             self._background = self._new_group(dist.get_backend(self._group))
 
     def saving_group(self, background: bool) -> dist.ProcessGroup | None:
@@ -499,6 +516,11 @@ class Comm(ProcessLocal):
         box: list[Any] = [None] * self.world
         dist.all_gather_object(box, _packed(value), group=self._host)
         return [pickle.loads(packed) for packed in box]
+
+
+def _one_queue() -> bool:
+    """Whether all kernels of a GPU take one queue: then collectives of different groups cannot pass each other."""
+    return dist.get_backend() != "gloo" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:

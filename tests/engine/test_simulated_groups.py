@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lt_zero
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.work import All
+from lt_zero.common.errors import ConfigError
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.gather import Gatherer, Unit
@@ -242,3 +243,13 @@ def test_groups_connect_when_they_are_made() -> None:
         assert connected == [(comm._group, 1), (comm._reductions, 1)]
         comm.allow_background()
         assert connected[2:] == [(comm._background, 1)]
+
+
+def test_a_gpu_with_one_queue_has_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    with one_of(4, CPU) as comm:
+        assert comm._reductions is not comm._group
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with one_of(4, CPU) as comm:
+        assert comm._reductions is comm._group
+        with pytest.raises(ConfigError, match="overlap_step=true .*CUDA_DEVICE_MAX_CONNECTIONS=1.* unset it"):
+            comm.allow_background()
