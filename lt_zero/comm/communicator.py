@@ -217,15 +217,9 @@ class Comm(ProcessLocal):
         """
         if self._group is not None and self._background is None:
             if _one_queue():
-                raise ConfigError(
-                    [
-                        Problem(
-                            "zero_optimization.offload_optimizer.overlap_step",
-                            "zero_optimization.offload_optimizer.overlap_step=true needs collectives beside each other, which"
-                            " CUDA_DEVICE_MAX_CONNECTIONS=1 does not allow: unset it, or set overlap_step='auto'.",
-                        )
-                    ]
-                )
+                key = "zero_optimization.offload_optimizer.overlap_step"
+                text = "needs collectives beside each other, which CUDA_DEVICE_MAX_CONNECTIONS=1 does not allow"
+                raise ConfigError([Problem(key, f"{key}=true {text}: unset it, or set overlap_step='auto'.")])
             self._background = self._new_group(dist.get_backend(self._group))
 
     def saving_group(self, background: bool) -> dist.ProcessGroup | None:

@@ -111,6 +111,7 @@ def estimate(
         device=device,
         windows=one_cpu_node,
         sums_wide=world == 1 or one_cpu_node or gloo,
+        scratch=device == "cpu" and world > 1,
         background=world > 1 and not one_cpu_node,
         states=states,
         fused=fused and config.fused_step,

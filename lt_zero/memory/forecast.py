@@ -59,6 +59,7 @@ class Setup:
     device: str = "cuda"  # type, "cpu" or "cuda"
     windows: bool = False  # ranks read each other's memory (comm/shared_memory.py)
     sums_wide: bool = False  # gradients are summed in the accumulators' dtype, whatever dtype is sent (communicator.py)
+    scratch: bool = False  # reductions need as much scratch memory as they send (gloo)
     background: bool = True  # gathers overlap with compute, so units are prefetched
     states: float = 2.0  # element-wise states of the optimizer; 2 for Adam
     fused: bool = True  # the optimizer is stepped by the native kernel, which takes any dtype of gradients
@@ -75,6 +76,7 @@ class Setup:
             device=comm.device.type,
             windows=comm.shares_memory,
             sums_wide=comm.sums_wide,
+            scratch=comm.scratch_numel(1) > 0,
             background=comm.gathers_in_background,
             states=states,
             fused=fused,
@@ -348,14 +350,14 @@ class _Sums:
 
     def reduce_buffers(self) -> list[Part]:
         """The buffers of ``Reducer``: send buffers, and scratch of the same size where the collective needs it."""
-        limit, world, total = self.zero.reduce_bucket_size, self.setup.world, 0
+        limit, each, total = self.zero.reduce_bucket_size, 2 if self.setup.scratch else 1, 0
         for dtype in {row.send for row in self.trained}:
             alike = [row for row in self.rows if row.send == dtype]
             reusable = max((row.numel for row in alike if row.numel <= limit), default=0)
             shared = self.setup.windows and self.rows[0].sharding.optim
-            buffers = SEND_BUFFERS if shared else 2 if world == 1 else 4
+            buffers = SEND_BUFFERS if shared else 2 * each
             own = sorted((row.numel for row in alike if row.trains and row.numel > limit), reverse=True)
-            total += (reusable * buffers + sum(own[:2]) * (1 if world == 1 else 2)) * dtype.itemsize
+            total += (reusable * buffers + sum(own[:2]) * each) * dtype.itemsize
         return [(DEVICE, REDUCE, total)]
 
     def offloading(self) -> list[Part]:
