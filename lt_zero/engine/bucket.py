@@ -76,8 +76,8 @@ class Bucket:
         self.original = [dtype if dtype == torch.float64 else p.dtype for p in self.params]
         self.step_dtype = policy.step_of(dtype)
         self.shard_range = self.layout.shard(comm.rank) if sharding.optim or sharding.params else (0, self.layout.numel)
-        self._pieces = self.layout.pieces(*self.shard_range)
-        self._piece_of = {piece.index: piece for piece in self._pieces}  # a bucket may have thousands
+        self.pieces = self.layout.pieces(*self.shard_range)  # that master weights and accumulator of this rank hold
+        self._piece_of = {piece.index: [piece] for piece in self.pieces}  # a bucket may have thousands
         self._storage = FlatStorage(self.layout.numel, dtype, comm.device) if sharding.params else None
         self.flat = self._storage.tensor if self._storage else comm.allocate(self.layout.numel, dtype)  # 1D
         self.param_views = [self.flat[s.lo : s.hi].view(s.shape) for s in self.layout.spans]
@@ -85,12 +85,18 @@ class Bucket:
             self._storage.free()  # until ``adopt``: all buckets are made before the first is filled
         self.shard = self.flat[self.shard_range[0] : self.shard_range[1]]  # 1D, elements [shard_range) of ``flat``
         self._background = BackgroundStep()
-        gaps = gaps_between(((p.offset, p.offset + p.numel) for p in self._pieces), self.shard.numel())
+        gaps = gaps_between(((p.offset, p.offset + p.numel) for p in self.pieces), self.shard.numel())
         self.weights = Weights(self.shard, policy.master_of(dtype), sharding.params, gaps, self._background)
         self.grads = Accumulator(plan, self.layout, self.shard_range, comm, policy, self._background)
         self.states: dict[str, Store] = {}  # optimizer states that are kept in stores
+
+        def readable_by_peers(numel: int, dtype: torch.dtype) -> Tensor:
+            window = comm.allocate(numel, dtype)
+            comm.after_write()
+            return window
+
         allocate = partial(flat_empty, device=comm.device)
-        self.memory = device_place(allocate, self._readable_by_peers if sharding.params else None)
+        self.memory = device_place(allocate, readable_by_peers if sharding.params else None)
         self.use(self.memory, self.memory)
         self.state = State.RESIDENT
         self.live = Live()
@@ -110,11 +116,6 @@ class Bucket:
         self.offloaded = optim.offloads  # master weights, optimizer states and gradients are kept off the device
         self.weights.use(optim, params)
         self.grads.use(optim)
-
-    def _readable_by_peers(self, numel: int, dtype: torch.dtype) -> Tensor:
-        window = self.comm.allocate(numel, dtype)
-        self.comm.after_write()
-        return window
 
     @torch.no_grad()
     def adopt(self, fetch: Callable[[Parameter], Tensor], training: bool = True) -> None:
@@ -221,7 +222,7 @@ class Bucket:
 
     def guard(self) -> None:
         """Keep the values, but intercept uses outside of the owning unit's forward. See guard.py."""
-        if self.sharding.params and self.state is State.RESIDENT and not self._guarded:
+        if self.sharding.params and self.resident and not self._guarded:
             self._guard()
 
     def _guard(self) -> None:
@@ -236,14 +237,9 @@ class Bucket:
 
     # ---- parameters --------------------------------------------------------------------------------------------
 
-    def pieces(self) -> tuple[Piece, ...]:
-        """The piece of each parameter that this rank's master weights and accumulator hold."""
-        return self._pieces
-
     def pieces_of(self, index: int) -> list[Piece]:
         """This rank's piece of parameter ``index``: none or one."""
-        piece = self._piece_of.get(index)
-        return [piece] if piece is not None else []
+        return self._piece_of.get(index, [])
 
     @property
     def wants_grad(self) -> bool:
@@ -255,8 +251,9 @@ class Bucket:
             return any([p.grad is not None for p in self.params])
 
     def grads_complete(self) -> bool:
-        """Whether each trainable parameter has received its gradient in the running backward."""
-        return all(p.grad is not None for p in self.params if p.requires_grad)
+        """Whether each trainable parameter, of which there is one, has got its gradient in the running backward."""
+        trainable = [p for p in self.params if p.requires_grad]
+        return bool(trainable) and all([p.grad is not None for p in trainable])
 
     @property
     def staged(self) -> bool:
@@ -338,12 +335,6 @@ class Bucket:
     # ---- values ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def write_back(self) -> None:
-        """Copy the updated master weights to the compute copy; sharded parameters are released first."""
-        self.release()
-        self.refresh_after_step()
-
-    @torch.no_grad()
     def refresh_after_step(self) -> None:
         """Copy the master weights to what gathers read, or to this rank's shard of the compute copy."""
         # Streamed stores were refreshed during the step, bucket by bucket.
@@ -354,7 +345,7 @@ class Bucket:
 
     @torch.no_grad()
     def launch_publish(self) -> Work | None:
-        """Start gathering the other ranks' updates into the compute copy, after ``write_back`` of all buckets."""
+        """Start gathering the other ranks' updates into the compute copy, after all buckets are refreshed."""
         if not self.weights.trains or self.sharding.params or not self.sharding.optim:
             return None
         return self.comm.all_gather(self.flat, self.name, self.flat)
@@ -363,7 +354,7 @@ class Bucket:
     def write(self, index: int, value: Tensor) -> None:
         """Set parameter ``index`` to ``value`` (full shape, the same on every rank) in every copy this rank holds."""
         self.comm.before_write()
-        if self.state is State.RESIDENT:
+        if self.resident:
             value = whole(value)
             self.param_views[index].copy_(value)
         for piece in self.pieces_of(index):
@@ -432,7 +423,7 @@ class InplaceEdits:
     def check(self, values: bool = False) -> None:
         """Keep the edits since ``note``, or add them to ``lost``; with ``values`` check values, too."""
         bucket, weights = self._bucket, self._weights
-        if bucket.state is not State.RESIDENT or self._paused:
+        if not bucket.resident or self._paused:
             return
         edited = self._put_back() if not self._sharded else []
         if not weights.has_master:
@@ -443,7 +434,7 @@ class InplaceEdits:
             edited += [span.name for span, version, before in changed if version != before]
         if self._sharded:
             if self.handed_out and not edited:
-                for piece in bucket.pieces():
+                for piece in bucket.pieces:
                     rows = slice(piece.offset, piece.offset + piece.numel)
                     kept, shown = weights.values()[rows], bucket.shard[rows]
                     if not torch.equal(shown, kept.to(shown.device, shown.dtype)):

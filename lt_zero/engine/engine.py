@@ -10,9 +10,8 @@ Note [Life of a unit in a step]
 
 Note [Leases]
     A unit's weights are needed from the first of its output nodes to the last of its input gradients, once per call
-    of the module. Releasing when the last weight gradient arrives would be wrong for frozen first layers; releasing
-    without counting, for modules that are called twice. A unit whose inputs need no gradient keeps its lease until
-    the end of backward.
+    of the module, as frozen layers and modules that are called twice show. A unit whose inputs need no gradient keeps
+    its lease until the end of backward.
 
 Note [End of backward]
     Hooks queue an autograd callback for the end of the running backward. A caller that knows the bounds of a backward
@@ -20,8 +19,7 @@ Note [End of backward]
 
 Note [Recomputation]
     Activation checkpointing runs a unit's forward inside backward, and stops it in the middle by an exception. So
-    inside backward the pre-forward hook only gathers, the post-forward hook does nothing, and the weights are released
-    with the lease of the original call.
+    there the pre-forward hook only gathers, the post-forward hook does nothing, and the original call has the lease.
 
 Note [Aliases]
     The hook that ends a unit's backward is on a view of each input, not on the input: a tensor that feeds every block
@@ -105,6 +103,8 @@ class Engine(ProcessLocal):
         self._span: Span = NOTHING  # timing of a backward without a backward_pass context
         self._ranges = UnitRanges()  # timing of units in the running backward
         self.used_parameters = UsedParameters(comm, self.reducer, self.buckets, offload_manager.find_problem)
+        self.finish_reductions = self.used_parameters.finish_reductions
+        self.sharded_optim = any(b.shard_range != (0, b.layout.numel) for b in self.buckets)
         self.after_backward: list[Callable[[], None]] = []  # called at the end of a backward, also of a failed one
         self.after_step: list[Callable[[], None]] = []  # called when the compute copies are up to date
         self.handles = hook_bare_parameters(root, self.owner, self._arm)
@@ -161,12 +161,12 @@ class Engine(ProcessLocal):
             for call in unit.calls:
                 call.range.close()  # an exception ended it
             unit.calls.clear()
-        if torch.is_grad_enabled():
-            for unit in self.units:  # prefetched but not used in this pass
-                if unit.leases == 0 and not unit.keep:
-                    self.gatherer.release(unit)
-        else:
+        if not torch.is_grad_enabled():
             self.gatherer.end_pass(keep=True)
+            return
+        for unit in self.units:  # prefetched but not used in this pass
+            if unit.leases == 0 and not unit.keep:
+                self.gatherer.release(unit)
 
     def pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recomputes = self.in_backward or in_running_backward()
@@ -249,8 +249,7 @@ class Engine(ProcessLocal):
     def _pre_backward(self, unit: Unit, call: Call) -> None:
         self._arm()
         self._ranges.enter(unit.name)
-        if not unit.visited:
-            self._refuse_ungathered(unit)
+        self._refuse_ungathered(unit)
         self._create_graph |= torch.is_grad_enabled()
         unit.visited = True
         if not call.held:
@@ -274,8 +273,11 @@ class Engine(ProcessLocal):
             call.held = False
             unit.leases -= 1
         for bucket in unit.buckets:
-            finished = unit.leases == 0 and unit.awaited <= 0 if bucket.sharding.params else bucket.grads_complete()
-            if finished and bucket.wants_grad:
+            if bucket.sharding.params:
+                finished = unit.leases == 0 and unit.awaited <= 0 and bucket.wants_grad
+            else:
+                finished = bucket.grads_complete()
+            if finished:
                 self.reducer.mark_ready(bucket)
         # Weights do not change in an accumulation window, and create_graph needs them.
         keeps = torch.is_grad_enabled() or (not self.reducer.sync and unit.keep and self.gatherer.fits_whole)
@@ -293,8 +295,7 @@ class Engine(ProcessLocal):
         self.backwards += 1
         if arrived:
             for unit in self.units:
-                if not unit.visited:
-                    self._refuse_ungathered(unit)
+                self._refuse_ungathered(unit)
         # torch.autograd.grad leaves no gradients behind: nothing to reduce, on any rank.
         if arrived or explicit:
             self.reducer.finish()
@@ -311,7 +312,9 @@ class Engine(ProcessLocal):
 
     def _refuse_ungathered(self, unit: Unit) -> None:
         """Raise if gradients arrived while the weights of ``unit``, which backward needs, were released."""
-        for bucket in unit.sharded if unit.backward_needs_weights else ():
+        if unit.visited or not unit.backward_needs_weights:
+            return
+        for bucket in unit.sharded:
             # Late gradients came in an earlier backward.
             if bucket.state is State.RELEASED and bucket not in self.used_parameters.late and bucket.has_grads():
                 raise RuntimeError(
@@ -332,17 +335,9 @@ class Engine(ProcessLocal):
                 if bucket.wants_grad:
                     bucket.weights.enable_training()
 
-    @property
-    def sharded_optim(self) -> bool:
-        return any(b.shard_range != (0, b.layout.numel) for b in self.buckets)
-
     def finish_steps(self) -> bool:
         """Wait for all background steps; returns whether one was running."""
         return self.offload_manager.overlaps and any([bucket.wait_background_step() for bucket in self.buckets])
-
-    def finish_reductions(self) -> Callable[[Bucket, int], bool]:
-        """Finish all reductions; returns whether parameter ``index`` of a bucket has a gradient. Collective."""
-        return self.used_parameters.finish_reductions()
 
     @phased("publish")
     def publish(self, buckets: set[Bucket]) -> None:
@@ -352,7 +347,8 @@ class Engine(ProcessLocal):
             unit.awaited = 0
         stepped = [bucket for bucket in self.buckets if bucket in buckets]
         for bucket in stepped:
-            bucket.write_back()
+            bucket.release()
+            bucket.refresh_after_step()
         for bucket in stepped:
             bucket.weights.wait_copied()  # other ranks read it next
         self.comm.after_write()
@@ -401,8 +397,7 @@ def _call(fn: Callable[[], None], grads: Any) -> None:
     fn()
 
 
-# torch.compile breaks the graph here instead of tracing the engine.
-_call_uncompiled: Callable[[Callable[[], None], Any], None] = torch.compiler.disable(_call)
+_call_uncompiled: Any = torch.compiler.disable(_call)  # torch.compile breaks the graph here
 
 
 def hook_nodes(output: Any, fn: Callable[[], None], given: ReplacedTensors | None = None) -> None:

@@ -312,7 +312,7 @@ class FusedStep:
 def _covers(bucket: Bucket, parts: list[Part]) -> bool:
     """Whether ``parts`` step all of this rank's pieces of a bucket."""
     mine = sorted((part.run.lo + part.lo, part.run.lo + part.hi) for part in parts if part.run.bucket is bucket)
-    for piece in bucket.pieces():
+    for piece in bucket.pieces:
         before = bisect.bisect_right(mine, piece.offset, key=lambda row: row[0]) - 1
         if before < 0 or mine[before][1] < piece.offset + piece.numel:
             return False

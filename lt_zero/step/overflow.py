@@ -154,7 +154,7 @@ def nonfinite_parameters(engine: Engine) -> list[str]:
         grads = bucket.grads
         if grads.streamed and engine.offload_manager.partially_stepped:
             continue  # a background step may have discarded it
-        for piece in bucket.pieces():
+        for piece in bucket.pieces:
             if grads.accumulated and piece.index in grads.valid:
                 names.append(bucket.layout.spans[piece.index].name)
                 flags.append(_extremes(grads.of(piece, write=False))[0])

@@ -172,7 +172,7 @@ def _rows(bucket: Bucket, indices: list[int], write: bool = True) -> list[Tensor
     """
     edges: list[list[int]] = []
     wanted = set(indices)
-    for piece in bucket.pieces():
+    for piece in bucket.pieces:
         if piece.index not in wanted:
             continue
         if edges and piece.offset - edges[-1][1] < ALIGN:  # a parameter in between would take at least ALIGN

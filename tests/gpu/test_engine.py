@@ -132,7 +132,7 @@ def test_late_collectives(device: torch.device, stage: int, prefetch: int, early
     engine.finish_reductions()
     wanted = {name: p.grad for name, p in reference.named_parameters()}
     for bucket in engine.buckets:
-        for piece in bucket.pieces():
+        for piece in bucket.pieces:
             span = bucket.layout.spans[piece.index]
             want = wanted[span.name]
             assert want is not None

@@ -144,7 +144,7 @@ def _calls(stage: int, dtype: Any) -> None:
         ops.adam_step = original  # type: ignore[assignment]
     dtypes = {(bucket.dtype, bucket.grads.dtype) for bucket in engine.buckets}
     assert len(calls) <= len(dtypes)
-    assert sum(calls) >= sum(piece.numel for bucket in engine.buckets for piece in bucket.pieces())
+    assert sum(calls) >= sum(piece.numel for bucket in engine.buckets for piece in bucket.pieces)
     # Somebody who reads the gradients afterwards finds them clipped.
     assert raw > 0.2
     torch.testing.assert_close(sharded.grads.norm(), torch.tensor(0.1), rtol=1e-3, atol=0)

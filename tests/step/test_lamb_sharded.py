@@ -129,7 +129,7 @@ def test_one_sum_per_step(pool: Pool) -> None:
 def _resting(path: str, stage: int) -> None:
     """Files, host memory, and a thread that is asked to step: the same; a rank may hold nothing of a bucket."""
     want, plain, _ = train(stage, clip=0.5)
-    rows = [len(bucket.pieces()) for bucket in plain.buckets]
+    rows = [len(bucket.pieces) for bucket in plain.buckets]
     assert stage == 0 or dist.get_rank() == 0 or 0 in rows, "a bucket of which this rank holds nothing"
     for overlap in (False, True) if stage == 3 else (False,):
         nvme = {"device": "nvme", "nvme_path": path, "overlap_step": overlap, "ratio": 1.0 if overlap else 0.7}

@@ -357,9 +357,7 @@ def _nonfinite(stage: int) -> None:
     x.sum().backward()
     engine.finish_reductions()
     assert nonfinite_parameters(engine) == []
-    held = [
-        (b, p, b.layout.spans[p.index].name) for b in engine.buckets for p in b.pieces() if p.index in b.grads.valid
-    ]
+    held = [(b, p, b.layout.spans[p.index].name) for b in engine.buckets for p in b.pieces if p.index in b.grads.valid]
     assert all(b.grads.accumulated for b, _, _ in held)
     for turn in range(world):
         mine = held if turn == rank else []
