@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -193,17 +194,13 @@ class Accumulator:
     The reduced ones, of the same elements as the master weights, are in a store of the place of optimizer states. They
     are valid for the parameters in ``valid``, zero in the gaps, and have yet to be multiplied by ``factor`` if there is
     one. Those of an accumulation window that were not reduced yet are in ``local`` (all elements).
-
-    Args:
-        shard_range: the elements [lo, hi) that this rank accumulates.
-        background: the background step of the bucket.
     """
 
     def __init__(
         self,
         plan: BucketPlan,
         layout: BucketLayout,
-        shard_range: tuple[int, int],
+        shard_range: tuple[int, int],  # the elements that this rank accumulates
         comm: Comm,
         policy: DtypePolicy,
         background: BackgroundStep,
@@ -213,8 +210,8 @@ class Accumulator:
         self._whole = shard_range == (0, layout.numel)
         self.dtype, self._wire = policy.accumulate_of(plan.dtype), policy.wire_of(plan.dtype)
         self._sharded, self._background = plan.sharding.optim, background
-        self._store: Store | None = None  # of the place, kept from step to step
-        self._values: Store | None = None  # ``_store``, or what replaces it in this step; None: nothing is accumulated
+        self._store = self._none = Store(self.dtype, partial(torch.empty, 0))  # of the place, kept from step to step
+        self.values = self._none  # ``_store``, or what replaces it in this step; ``_none``: nothing is accumulated
         self.changes = 0  # counts changes of the gradients
         self._dropping = False  # ``_drop`` is queued
         self.factor: Tensor | None = None  # 0D fp32; see fused_step.py, Note [Deferred factor]
@@ -224,7 +221,7 @@ class Accumulator:
 
     def use(self, place: Place) -> None:
         """Keep the accumulator in ``place``."""
-        self._place, self._store = place, None
+        self._place, self._store = place, self._none
 
     def send_dtype(self, have: torch.dtype) -> torch.dtype:
         """Dtype in which gradients of dtype ``have`` are sent: as configured, else ``have`` if that is as precise."""
@@ -265,36 +262,30 @@ class Accumulator:
     def launch_reduce(self, send: Tensor, scratch: Tensor) -> Waits:
         """Start averaging ``send`` (1D, all elements) over the ranks into the accumulator."""
         self.apply_deferred_scale()
-        if self._store is None:
+        if self._store is self._none:
             self._store = self._place.store("grad", self._numel, self.dtype)
-        self._values = self._values or self._store
+        if not self.accumulated:
+            self.values = self._store
         add = bool(self.valid)
         self.changes += 1
         self.valid.update(i for i, p in enumerate(self._params) if p.requires_grad)
         collective, name = self._comm.all_reduce if self._whole else self._comm.reduce_scatter, self._name
-        return self._values.launch_reduce(lambda out, add: collective(out, send, scratch, add, name), add)
+        return self.values.launch_reduce(lambda out, add: collective(out, send, scratch, add, name), add)
 
     @property
     def accumulated(self) -> bool:
-        return self._values is not None
-
-    @property
-    def accumulated_dtype(self) -> torch.dtype:
-        """Dtype of ``read()``: ``dtype``, unless the gradients were widened."""
-        return self._values.dtype if self._values is not None else self.dtype
+        return self.values is not self._none
 
     def read(self) -> Tensor:
         """The accumulator (1D, elements [shard_range)), read-only."""
         self._background.wait()
-        assert self._values is not None
-        return self._values.read()
+        return self.values.read()
 
     def write(self) -> Tensor:
         """The accumulator (1D, elements [shard_range)), for writing."""
         self._background.wait()
         self.changes += 1
-        assert self._values is not None
-        return self._values.write()
+        return self.values.write()
 
     def of(self, piece: Piece, write: bool = True) -> Tensor:
         """The accumulated gradient (1D) of one of this rank's pieces; read-only without ``write``."""
@@ -332,33 +323,26 @@ class Accumulator:
         self._dropping = False
         if not self.valid and not self.used:
             self.local = self.factor = None
-            self.discard()
-            self._values = None
-
-    def discard(self) -> None:
-        """Drop the values, which will not be read: their file is not written."""
-        if self._values is not None:
-            self._values.discard()
+            self.values.discard()
+            self.values = self._none
 
     def stores(self) -> list[Store]:
-        return list({id(store): store for store in (self._store, self._values) if store is not None}.values())
+        return [store for store in dict.fromkeys((self._store, self.values)) if store is not self._none]
 
     @property
     def streamed(self) -> bool:
         """Whether there is an accumulator that takes memory only while it is used."""
-        return self._values is not None and self._values.streamed
+        return self.values.streamed
 
     def end_use(self) -> None:
         """Start writing a streamed accumulator; ``put_away`` completes it."""
         self._background.wait()
-        if self._values is not None:
-            self._values.end_use()
+        self.values.end_use()
 
     def put_away(self) -> None:
         """Write a streamed accumulator and free its memory."""
         self.end_use()
-        if self._values is not None:
-            self._values.wait_written()
+        self.values.wait_written()
 
     @property
     def nbytes(self) -> int:
@@ -384,7 +368,7 @@ class Accumulator:
 
     def widen_fp16(self) -> None:
         """Convert an fp16 accumulator to fp32 before unscaling, where small gradients would underflow."""
-        if self._values is not None and self._values.dtype == torch.float16:
+        if self.accumulated and self.values.dtype == torch.float16:
             self._background.wait()
             self.changes += 1
-            self._values = self._values.widened()
+            self.values = self.values.widened()

@@ -64,7 +64,7 @@ def is_view(bucket: Bucket) -> bool:
     local = bucket.grads.local
     if local is None and bucket.offloaded:
         return False
-    dtype = local.dtype if local is not None else bucket.grads.accumulated_dtype
+    dtype = local.dtype if local is not None else bucket.grads.values.dtype
     return _is_whole(bucket) and dtype == bucket.dtype
 
 

@@ -120,7 +120,7 @@ class Overlap:
         if bucket.sharding.params:
             bucket.weights.refresh()
         if bucket.streamed:
-            bucket.grads.discard()  # saves a write and a read; ``end_step`` clears it
+            bucket.grads.values.discard()  # saves a write and a read; ``end_step`` clears it
 
     def take_early(self, used: dict[Bucket, list[int]]) -> set[Bucket]:
         """The buckets that were stepped beside backward. Collective.
