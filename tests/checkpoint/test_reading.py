@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from lt_zero.checkpoint.formats.dcp import DcpSource
 from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
-from lt_zero.checkpoint.formats.reading import Window, has_checksums, load, load_metadata
+from lt_zero.checkpoint.formats.reading import has_checksums, load, load_metadata
 from lt_zero.checkpoint.formats.torch_file import FileSource
 from lt_zero.common.errors import CheckpointError
 from tests.support.paths import DATA
@@ -330,15 +330,6 @@ def test_a_part_of_a_file(tmp_path: Path, old: bool) -> None:
     for stop in (36 + len(data), 38 + 2 * len(data)):
         with pytest.raises(CheckpointError, match="parts"):
             load(tmp_path / "parts", 37, stop)
-
-
-def test_a_part_that_no_single_call_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system call reads at most 2 GiB of a larger tensor; here, 1000 bytes."""
-    whole = Window.readinto
-    monkeypatch.setattr(Window, "readinto", lambda self, buffer: whole(self, memoryview(buffer).cast("B")[:1000]))
-    value = torch.arange(100_000)
-    torch.save(value, tmp_path / "a.pt")
-    assert torch.equal(load(tmp_path / "a.pt", 0, (tmp_path / "a.pt").stat().st_size), value)
 
 
 def read_all(source: Any) -> None:

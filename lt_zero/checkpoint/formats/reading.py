@@ -13,6 +13,7 @@ Note [Read as data]
 from __future__ import annotations
 
 import collections
+import contextlib
 import io
 import os
 import pickle
@@ -20,9 +21,9 @@ import pickletools
 import re
 import threading
 import zipfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -114,43 +115,29 @@ _METADATA = re.compile(  # of DCP
 )
 
 
-class Window(io.FileIO):
-    """Bytes ``start`` to ``stop`` of a file, as a file to read.
+@contextlib.contextmanager
+def _opened(path: Path, start: int = 0, stop: int | None = None) -> Iterator[IO[bytes]]:
+    """Context that yields a file, or its bytes ``start`` to ``stop`` as a file in memory.
 
     Raises:
         CheckpointError: the file is not there, or shorter.
     """
-
-    def __init__(self, path: Path, start: int = 0, stop: int | None = None) -> None:
-        try:
-            super().__init__(path)
-        except OSError as error:
-            raise CheckpointError(f"Cannot open {path}: {error.strerror}. Is the checkpoint complete?") from error
-        size = os.fstat(super().fileno()).st_size
-        self._start, self._stop = start, size if stop is None else stop
-        if not 0 <= start <= self._stop <= size:
-            self.close()
+    try:
+        file = open(path, "rb")  # noqa: SIM115
+    except OSError as error:
+        raise CheckpointError(f"Cannot open {path}: {error.strerror}. Is the checkpoint complete?") from error
+    with file:
+        size = os.fstat(file.fileno()).st_size
+        if stop is None:
+            yield file
+        elif not 0 <= start <= stop <= size:
             raise CheckpointError(
                 f"{path} has {size} bytes, but the checkpoint says that bytes {start} to {stop} of it are in use: it "
                 "was cut off or replaced. Take another checkpoint."
             )
-        self.seek(0)
-
-    def fileno(self) -> int:
-        raise io.UnsupportedOperation("fileno")  # with it torch would read files of its old format past this window
-
-    def tell(self) -> int:
-        return super().tell() - self._start
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return super().seek((self._start, super().tell(), self._stop)[whence] + offset) - self._start
-
-    def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._stop - super().tell())
-        return super().read(left if size is None or size < 0 else min(size, left)) or b""
-
-    def readinto(self, buffer: Any) -> int | None:
-        return super().readinto(memoryview(buffer).cast("B")[: max(0, self._stop - super().tell())])
+        else:
+            file.seek(start)
+            yield io.BytesIO(file.read(stop - start))
 
 
 def load(path: Path, start: int = 0, stop: int | None = None, inert: Collection[str] = ()) -> Any:
@@ -167,24 +154,23 @@ def load(path: Path, start: int = 0, stop: int | None = None, inert: Collection[
     Raises:
         CheckpointError: the file is damaged, or holds what is not read; names it.
     """
-    with Window(path, start, stop) as window:
-        head = window.read(len(_OLD_FORMAT))
+    with _opened(path, start, stop) as file:
+        head = file.read(len(_OLD_FORMAT))
         if not head.startswith(_ZIP) and head != _OLD_FORMAT:
             raise CheckpointError(f"{path} is no file that torch.save wrote (it begins with {head[:8]!r}).")
-        window.seek(0)
-        mapped = head != _OLD_FORMAT and (start, stop) == (0, None)
+        file.seek(0)
+        mapped = head != _OLD_FORMAT and stop is None
         try:
             if head != _OLD_FORMAT:
-                with zipfile.ZipFile(window) as archive:  # torch would take a compressed record for values
+                with zipfile.ZipFile(file) as archive:  # torch would take a compressed record for values
                     for info in archive.infolist():
                         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
                             raise ValueError(f"its record {info.filename} is compressed")
-                window.seek(0)
-            # A system call reads at most 2 GiB, and torch takes less than it asked for as damage.
-            file: Any = path if mapped else io.BufferedReader(window)
+                file.seek(0)
             admitted = [*_ADMITTED, *((_stub(name), name) for name in inert)]
             with _lock, torch.serialization.safe_globals(admitted):  # type: ignore[arg-type]
-                value = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+                source = path if mapped else file
+                value = torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
             _check_tensors(value)
         except Exception as error:  # a damaged file may be anything to the loader
             raise _explained(error, path) from None
@@ -237,12 +223,11 @@ def has_checksums(path: Path, start: int = 0, stop: int | None = None) -> bool:
     Raises:
         CheckpointError: a record is not what was written; names it.
     """
-    with Window(path, start, stop) as window:
-        if window.read(len(_ZIP)) != _ZIP:
+    with _opened(path, start, stop) as file:
+        if file.read(len(_ZIP)) != _ZIP:
             return False
-        window.seek(0)
         try:
-            with zipfile.ZipFile(window) as archive:
+            with zipfile.ZipFile(file) as archive:
                 records = archive.infolist()
                 small = [info for info in records if info.filename.endswith(("/byteorder", "/version"))]
                 if not any(_is_intact(archive, info) for info in small):
@@ -274,8 +259,8 @@ def load_metadata(path: Path) -> Any:
     Raises:
         CheckpointError: the file is damaged, or names what no metadata needs.
     """
-    with Window(path) as window:
-        data = window.read()
+    with _opened(path) as file:
+        data = file.read()
     try:
         for code, number, _ in pickletools.genops(data):
             # The memo is a list: a large number would make room for as many entries.
