@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 app = typer.Typer(help="ZeRO for PyTorch Lightning.", no_args_is_help=True, add_completion=False)
 ops = typer.Typer(help="The native kernels.", no_args_is_help=True)
@@ -23,12 +22,9 @@ def _root() -> None:
 def _lazy(name: str, module: str, summary: str) -> None:
     """Register the function or app ``<name>_command`` of ``module``, which is only imported to run: it needs torch."""
 
-    @app.command(
-        name,
-        help=summary,
-        add_help_option=False,
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    )
+    passed_on = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+    @app.command(name, help=summary, add_help_option=False, context_settings=passed_on)
     def run(context: typer.Context) -> None:
         command = getattr(importlib.import_module(module), f"{name}_command")
         inner = command if isinstance(command, typer.Typer) else typer.Typer(add_completion=False)
@@ -41,11 +37,7 @@ _CHECKPOINTS = "lt_zero.checkpoint.cli"
 _lazy("config", "lt_zero.config.cli", "Check, show, convert and explain configurations.")
 _lazy("doctor", "lt_zero.doctor", "Check whether this machine is ready for training, with a remedy for each problem.")
 _lazy("estimate", "lt_zero.memory.cli", "Estimate the memory of a run per rank and node, by stage and offload.")
-_lazy(
-    "export",
-    _CHECKPOINTS,
-    "Export a checkpoint's weights as files that need no lt_zero: safetensors, a state dict, a Lightning checkpoint.",
-)
+_lazy("export", _CHECKPOINTS, "Export a checkpoint's weights as safetensors, a state dict or a Lightning checkpoint.")
 _lazy("import", _CHECKPOINTS, "Convert a checkpoint of DeepSpeed, FSDP or others to a checkpoint directory.")
 _lazy("plot", "lt_zero.lightning.monitor.plot", "Plot a run's CSV logs: loss, rates, throughput, memory.")
 _lazy("verify", _CHECKPOINTS, "Read every byte of a checkpoint directory, and print its contents.")
@@ -65,21 +57,19 @@ def build_command(
     from lt_zero.ops.compiler import CSRC, BuildError, build, recipe_of
     from lt_zero.ops.library import cache_dir
 
-    console = Console(soft_wrap=True, highlight=False)
     folder = cache.expanduser().absolute() if cache is not None else cache_dir()
     for kind in ("cpu", "cuda") if cuda else ("cpu",):
         try:
             built = build(recipe_of(kind, CSRC), folder, force=force)
         except BuildError as error:
-            errors = Console(stderr=True, soft_wrap=True, highlight=False)
-            errors.print(f"The {kind} kernels were not built: {error}", markup=False)
+            typer.echo(f"The {kind} kernels were not built: {error}", err=True)
             if error.log is not None:
-                errors.print(f"Output of the compiler: {error.log}", markup=False)
+                typer.echo(f"Output of the compiler: {error.log}", err=True)
             raise typer.Exit(1) from None
         origin = "cached" if built.seconds is None else f"compiled in {built.seconds:.1f} s"
-        console.print(f"{kind}: {built.path} ({origin})", markup=False)
+        typer.echo(f"{kind}: {built.path} ({origin})")
     if folder != cache_dir():
-        console.print(f"Set LT_ZERO_CACHE={folder} to use them.", markup=False)
+        typer.echo(f"Set LT_ZERO_CACHE={folder} to use them.")
 
 
 @ops.command("report")

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from lt_zero.checkpoint.export import Format, export
 from lt_zero.checkpoint.import_ import import_checkpoint
@@ -26,16 +25,15 @@ def _reporting() -> Iterator[None]:
     Raises:
         typer.Exit: there was an error.
     """
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
             yield
         except (CheckpointError, ValueError, OSError) as error:
-            errors.print(" ".join(str(error).split()), markup=False)
+            typer.echo(" ".join(str(error).split()), err=True)
             raise typer.Exit(1) from None
     for message in dict.fromkeys(str(warning.message) for warning in caught):
-        errors.print(f"Warning: {message}", markup=False)
+        typer.echo(f"Warning: {message}", err=True)
 
 
 def export_command(
@@ -59,9 +57,8 @@ def export_command(
     """Export a checkpoint's weights to files that need no lt_zero. One tensor is in memory at a time."""
     with _reporting():
         files = export(ckpt, out, dtype, format, shard_size, training_state, keep_fp32 or (), True, strip_prefix)
-    console = Console(soft_wrap=True, highlight=False)
     for file in files:
-        console.print(f"{file} ({file.stat().st_size / 1e6:.1f} MB)", markup=False)
+        typer.echo(f"{file} ({file.stat().st_size / 1e6:.1f} MB)")
 
 
 def import_command(
@@ -75,7 +72,7 @@ def import_command(
     with _reporting():
         path = import_checkpoint(src, out, tag, progress=True)
         facts = verify(path)
-    Console(soft_wrap=True, highlight=False).print(f"{path} ({in_words(facts['bytes'])})", markup=False)
+    typer.echo(f"{path} ({in_words(facts['bytes'])})")
 
 
 def verify_command(
@@ -84,7 +81,6 @@ def verify_command(
     """Read every byte of a checkpoint directory of lt_zero, and print its contents. Exit code 1: it is damaged."""
     with _reporting():
         facts = verify(ckpt)
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{ckpt}: complete, all checksums match", markup=False)
+    typer.echo(f"{ckpt}: complete, all checksums match")
     for name, value in facts.items():
-        console.print(f"{name}: {in_words(value) if name == 'bytes' else value}", markup=False)
+        typer.echo(f"{name}: {in_words(value) if name == 'bytes' else value}")
