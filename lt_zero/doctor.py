@@ -1,7 +1,7 @@
 """``lt-zero doctor``: checks whether this machine is ready for training, with a remedy for each problem.
 
 A probe checks one thing and yields rows. An exception of a probe becomes a row, so that a broken driver or package
-hides nothing else. Probes import their dependencies themselves: torch may be missing.
+hides nothing else. Probes import torch, and what needs it, themselves: it may be missing.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import typer
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from rich.console import Console
 from rich.markup import escape
 
 import lt_zero
-
-if TYPE_CHECKING:
-    from packaging.specifiers import SpecifierSet
 
 _COLOURS = {"ok": "green", "limited": "yellow", "missing": "red"}
 _NAMED = ("torch", "lightning", "torchmetrics", "omegaconf")  # packages with a row of their own
@@ -106,9 +106,6 @@ def _row(name: str, found: str, problem: bool, remedy: str) -> Row:
 
 
 def _versions(path: Path) -> Iterator[Row]:
-    from packaging.requirements import Requirement
-    from packaging.specifiers import SpecifierSet
-
     python, needs, checked = "", list[str](), dict[str, tuple[str, str]]()
     installed = f"{lt_zero.__version__} in {Path(lt_zero.__file__).parent}"
     row = Row("lt_zero", installed, required=True)
@@ -134,8 +131,6 @@ def _versions(path: Path) -> Iterator[Row]:
 
 
 def _version(name: str, allowed: SpecifierSet, checked: tuple[str, str] | None) -> Row:
-    from packaging.version import Version
-
     bounds = ",".join(sorted(map(str, allowed), reverse=True))  # lower bounds first
     try:
         found = platform.python_version() if name == "python" else metadata.version(name)
@@ -214,11 +209,12 @@ def _disks(path: Path) -> Iterator[Row]:
             yield Row(name, f"{folder} is not a folder", "missing", "Create it, or name another one with --path.")
             continue
         kind, free = filesystem_of(folder), free_bytes(folder)
+        is_memory = name == "disk" and kind in ("tmpfs", "ramfs")
         remedy = "Free space there, or name another folder (--path, TMPDIR)."
-        if name == "disk" and kind in ("tmpfs", "ramfs"):
-            free, remedy = 0, "This is memory: offloading to it frees nothing. Name a folder on a disk with --path."
-        found = f"{amount(free_bytes(folder))} free in {folder}" + (f" ({kind})" if kind else "")
-        yield _row(name, found, free < _LITTLE, remedy)
+        if is_memory:
+            remedy = "This is memory: offloading to it frees nothing. Name a folder on a disk with --path."
+        found = f"{amount(free)} free in {folder}" + (f" ({kind})" if kind else "")
+        yield _row(name, found, is_memory or free < _LITTLE, remedy)
 
 
 def _direct(path: Path) -> Iterator[Row]:
