@@ -84,11 +84,11 @@ class DeepSpeedSource(ForeignSource):
         return _has_models(folder) or (folder.is_dir() and any(map(_has_models, folder.iterdir())))
 
     def _open(self) -> None:
-        self._files = self._files_of(_MODEL)
-        self._models = [self._load(file, "model states") for file in self._files]
-        model, file = self._models[0], self._files[0]
-        self._inner: list[dict[str, Any]] = []  # the optimizer's state, per rank
+        models = {file: self._load(file, "model states") for file in self._files_of(_MODEL)}
+        file, model = next(iter(models.items()))
+        self._inner: dict[Path, dict[str, Any]] = {}  # the optimizer's state, by the file of a rank
         self._rows: list[list[Tensor]] = []  # by group: the fp32 weights of each rank, 1D
+        self._cut_off: list[list[int]] = []  # by group: the number of elements left out at the end of each row
         self._places: dict[str, _Place] = {}
         self._stage3 = False
         shapes = [_shapes(group, file) for group in model.get("param_shapes") or []]
@@ -101,7 +101,7 @@ class DeepSpeedSource(ForeignSource):
             )
         self.steps = int(model.get("global_steps") or 0)
         self.meta = self._meta(model, file)
-        self._open_weights(model, file)
+        self._open_weights(models)
         if shapes:
             self._open_states([[self._named(raw) for raw in group] for group in shapes])
 
@@ -129,11 +129,10 @@ class DeepSpeedSource(ForeignSource):
 
     def _open_optimizers(self, shapes: list[dict[str, tuple[int, ...]]]) -> None:
         """Read the optimizers' files and find the parameters in them. ``shapes``: of parameters, by group."""
-        self._optimizer_files = self._files_of(_OPTIMIZER)
-        for file in self._optimizer_files:
+        for file in self._files_of(_OPTIMIZER):
             content = self._load(file, "optimizer states")
-            self._inner.append(mapping(content.get("optimizer_state_dict"), "optimizer_state_dict", file))
-        first, file = self._inner[0], self._optimizer_files[0]
+            self._inner[file] = mapping(content.get("optimizer_state_dict"), "optimizer_state_dict", file)
+        file, first = next(iter(self._inner.items()))
         counts = first.get("partition_count")
         counts = counts if isinstance(counts, list) else [counts]
         if set(counts) != {len(self._inner)}:
@@ -144,25 +143,18 @@ class DeepSpeedSource(ForeignSource):
         stage = first.get("zero_stage")
         self._stage3 = (stage.args[0] if isinstance(stage, Stub) and stage.args else stage) == 3
         key = "fp32_flat_groups" if self._stage3 else "single_partition_of_fp32_groups"
-        flat = [_tensors(inner.get(key), key, f) for inner, f in zip(self._inner, self._optimizer_files, strict=True)]
-        for rows, file in zip(flat, self._optimizer_files, strict=True):
+        flat = {file: _tensors(inner.get(key), key, file) for file, inner in self._inner.items()}
+        for file, rows in flat.items():
             if len(rows) != len(shapes):
                 raise CheckpointError(f"{file} has {len(rows)} groups, not {len(shapes)} ({key}).")
-        paddings = first.get("param_alignment_paddings")
+        paddings = None if self._stage3 else first.get("param_alignment_paddings")
         for group, sizes in enumerate(shapes):
-            self._rows.append([rows[group] for rows in flat])
+            ends = [inner.get("group_paddings") if "zero_stage" in inner else None for inner in self._inner.values()]
+            self._cut_off.append([int(end[group]) if end and not self._stage3 else 0 for end in ends])
+            self._rows.append([rows[group] for rows in flat.values()])
             lengths = [row.numel() for row in self._rows[group]]
-            if self._stage3:
-                self._places |= _cut(group, sizes, lengths, file)
-            else:
-                gaps = paddings[group] if paddings else [0] * len(sizes)
-                cut_off = [self._cut_off(rank, group) for rank in range(len(flat))]
-                self._places |= _cut(group, sizes, lengths, file, gaps, cut_off)
-
-    def _cut_off(self, rank: int, group: int) -> int:
-        """Number of elements that are left out at the end of a rank's fp32 weights."""
-        paddings = self._inner[rank].get("group_paddings")
-        return int(paddings[group]) if "zero_stage" in self._inner[rank] and paddings else 0
+            gaps = paddings[group] if paddings else [0] * len(sizes)
+            self._places |= _cut(group, sizes, lengths, file, None if self._stage3 else gaps, self._cut_off[group])
 
     def _meta(self, model: dict[str, Any], file: Path) -> dict[str, Any]:
         meta: dict[str, Any] = self._plain({key: model[key] for key in model if key not in _OWN_KEYS}, file)
@@ -172,7 +164,7 @@ class DeepSpeedSource(ForeignSource):
         if isinstance(schedules, list) and any(isinstance(s, dict) and "last_batch_iteration" in s for s in schedules):
             meta["lr_schedulers"] = []
             self.notes.append(f"{file} has states of DeepSpeed's own schedules, which torch's cannot take.")
-        scaler = self._inner[0].get("loss_scaler") if self._inner else None
+        scaler = next(iter(self._inner.values()), {}).get("loss_scaler")
         config = model.get("ds_config")
         fp16 = config.get("fp16") if isinstance(config, dict) else None
         if isinstance(scaler, Stub) and isinstance(fp16, dict) and fp16.get("enabled"):
@@ -188,20 +180,21 @@ class DeepSpeedSource(ForeignSource):
             }
         return meta
 
-    def _open_weights(self, model: dict[str, Any], file: Path) -> None:
+    def _open_weights(self, models: dict[Path, dict[str, Any]]) -> None:
         """Master weights, frozen parameters, and the other tensors of the module, by their names in the files."""
+        file, model = next(iter(models.items()))
         module = mapping(model.get("module"), "module", file)
         tensors = {name: value for name, value in module.items() if isinstance(value, Tensor)}
         found = {name: Saved.of(tensor) for name, tensor in tensors.items()}
         frozen = _shapes(model.get("frozen_param_shapes") or {}, file)
         for name, shape in frozen.items():
             parts: list[Tensor] = []
-            for states, where in zip(self._models, self._files, strict=True):
+            for where, states in models.items():
                 fragments = mapping(states.get("frozen_param_fragments"), "frozen_param_fragments", where)
                 parts += _tensors([fragments.get(name)], f"frozen parameter {name}", where, flat=False)
             found[name] = Saved.of(parts[0])
             if len(parts) > 1 or parts[0].shape != shape:
-                place = _cut(0, {name: shape}, [part.numel() for part in parts], file)[name]
+                place = _cut(0, {name: shape}, [part.numel() for part in parts], file, None, [0] * len(parts))[name]
                 found[name] = self._assembled(name, place, parts)
         for name, place in self._places.items():
             found[name] = self._assembled(name, place, self._rows[place.group])
@@ -218,10 +211,11 @@ class DeepSpeedSource(ForeignSource):
 
     def _open_states(self, names: list[list[str]]) -> None:
         """Publish the optimizer. ``names``: of parameters, by group."""
-        file = self._optimizer_files[0]
-        inner = [rank.get("optimizer_state_dict" if self._stage3 else "base_optimizer_state") for rank in self._inner]
-        if isinstance(inner[0], dict):
-            saved = self._plain(inner[0].get("param_groups"), file, "param_groups")
+        key = "optimizer_state_dict" if self._stage3 else "base_optimizer_state"
+        inner = {file: rank.get(key) for file, rank in self._inner.items()}
+        file, first = next(iter(inner.items()))
+        if isinstance(first, dict):
+            saved = self._plain(first.get("param_groups"), file, "param_groups")
             groups = [{**group, "params": [n for i in group["params"] for n in names[i]]} for group in saved]
         else:
             groups = [{"params": row} for row in names]
@@ -231,7 +225,7 @@ class DeepSpeedSource(ForeignSource):
         states: list[list[dict[str, Any]]] = []  # by group and rank
         for group in range(len(names)):
             states.append([])
-            for rank, where in zip(inner, self._optimizer_files, strict=True):
+            for where, rank in inner.items():
                 entries = rank.get("state") if isinstance(rank, dict) else rank
                 try:
                     found = entries[group]  # type: ignore[index]
@@ -249,7 +243,7 @@ class DeepSpeedSource(ForeignSource):
     def _entries(self, name: str, place: _Place, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The states of a parameter. ``states``: those of its group, per rank."""
         length = self._rows[place.group][place.rank].numel()
-        sizes = {length, length + (0 if self._stage3 else self._cut_off(place.rank, place.group))}
+        sizes = {length, length + self._cut_off[place.group][place.rank]}
         entries: dict[str, Any] = {}
         for key, value in states[place.rank].items():
             if isinstance(value, Tensor) and value.dim() == 1 and value.numel() in sizes:
@@ -259,8 +253,7 @@ class DeepSpeedSource(ForeignSource):
             elif isinstance(value, (int, float, bool, type(None))):
                 entries[key] = value
             else:
-                file = self._optimizer_files[place.rank]
-                note = f"The state {key!r} in {file} is not element-wise; it was left out."
+                note = f"The state {key!r} in {[*self._inner][place.rank]} is not element-wise; it was left out."
                 self.notes += [note] if note not in self.notes else []
         return entries
 
@@ -313,25 +306,22 @@ def _cut(
     shapes: Mapping[str, tuple[int, ...]],
     lengths: Sequence[int],
     file: Path,
-    gaps: Sequence[int] | None = None,
-    cut_off: Sequence[int] = (),
+    gaps: Sequence[int] | None,
+    cut_off: Sequence[int],
 ) -> dict[str, _Place]:
     """Places of the parameters of a group.
 
     Args:
         lengths: saved elements of each rank's row.
-        gaps: elements between a parameter and the next in the row that ranks share; default: each parameter is cut by
-            itself.
+        gaps: elements between a parameter and the next in the row that ranks share; None: each is cut by itself.
         cut_off: elements that are missing at the end of each rank's part of that row.
 
     Raises:
         CheckpointError: the rows have another length than the shapes need.
     """
-    world, offset = len(lengths), 0
-    cut_off = cut_off or [0] * world
-    row = lengths[0] + cut_off[0]
+    world, row, offset = len(lengths), lengths[0] + cut_off[0], 0
     places = {}
-    for (name, shape), gap in zip(shapes.items(), gaps or [0] * len(shapes), strict=True):
+    for (name, shape), gap in zip(shapes.items(), [0] * len(shapes) if gaps is None else gaps, strict=True):
         numel = math.prod(shape)
         if gaps is None:
             start, base, part = 0, offset, -(-numel // world)
