@@ -12,7 +12,7 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -128,11 +128,7 @@ def export(
 
 
 def _training_state(source: Source) -> list[Spec]:
-    """The element-wise optimizer states.
-
-    Raises:
-        CheckpointError: the source lacks what training resumes from.
-    """
+    """The element-wise optimizer states; raises if the source lacks what training resumes from."""
     missing = [] if source.optimizers else ["optimizer states"]
     missing += [] if "loops" in source.meta else ["loops"]
     if missing:
@@ -156,25 +152,29 @@ def _warn_of_prefix(names: Iterable[str]) -> None:
 
 
 def _write_folder(cast: Cast, target: _Target, limit: int) -> list[Path]:
+    """Hugging Face's layout: files of limited size, and an index of the tensors in them."""
     stem, suffix = _STEMS[target.format]
     shards = plan_shards(cast, limit)
-    count = len(shards)
-    names = [f"{stem}-{number:05d}-of-{count:05d}.{suffix}" for number in range(1, count + 1)]
+    names = [f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}" for number in range(1, len(shards) + 1)]
     index = [f"{stem}.{suffix}.index.json"]
-    if count == 1:  # Hugging Face's tools expect this name, and no index
+    if len(shards) == 1:  # Hugging Face's tools expect this name, and no index
         names, index = [f"{stem}.{suffix}"], []
+    places: dict[str, str] = {}
     with whole_folder(target.path, names + index, target.earlier) as folder:
         for name, shard in zip(names, shards, strict=True):
             with whole_file(folder / name, sum(cast.spec(n).nbytes for n in shard)) as write:
                 _WRITERS[target.format](write, cast, shard)
+            places |= {n: name for n in shard if target.format == "pt" or n not in cast.owner}
+        total = sum(cast.spec(name).nbytes for name in cast.names)
+        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         for name in index:
             with whole_file(folder / name) as write:
-                write_index(write, cast, dict(zip(names, shards, strict=True)), target.format == "pt")
+                write((json.dumps(content, indent=2) + "\n").encode())
     return [target.path / name for name in names + index]
 
 
 def _target(
-    checkpoint: Source | str | os.PathLike[str],
+    source: Source | str | os.PathLike[str],
     place: str | os.PathLike[str],
     format: str,
     shard_size: int | str | None,
@@ -202,25 +202,21 @@ def _target(
         raise ValueError(
             f"A Lightning checkpoint is one file. Name a file instead of the folder {out}, and leave out shard_size."
         )
-    if isinstance(checkpoint, str | os.PathLike) and not is_url(checkpoint):
-        saved = Path(os.path.realpath(find(checkpoint)))
+    if isinstance(source, str | os.PathLike) and not is_url(source):
+        saved = Path(os.path.realpath(find(source)))
         if out == saved or saved in out.parents or (out.exists() and saved.exists() and out.samefile(saved)):
             raise CheckpointError(f"{out} is (in) the checkpoint {saved} itself. Export to another path.")
-    if not out.exists():
-        return _Target(out, format, (limit or SHARD_SIZE) if folder else None, [])
-    if not folder and not out.is_file():
-        raise CheckpointError(f"{out} is a folder or a device, but format {format} is a file. Name a file.")
-    if folder and not out.is_dir():
+    if not folder:
+        if out.exists() and not out.is_file():
+            raise CheckpointError(f"{out} is a folder or a device, but format {format} is a file. Name a file.")
+        return _Target(out, format, None, [])
+    if out.exists() and not out.is_dir():
         raise CheckpointError(f"{out} is a file, but an export with shard_size is a folder. Name a folder.")
-    return _Target(out, format, (limit or SHARD_SIZE) if folder else None, _earlier(out, format) if folder else [])
+    return _Target(out, format, limit or SHARD_SIZE, _earlier(out, format) if out.exists() else [])
 
 
 def _earlier(folder: Path, format: str) -> list[str]:
-    """Files of an earlier export in the folder, its index first.
-
-    Raises:
-        CheckpointError: the folder contains other weights.
-    """
+    """Files of an earlier export in the folder, its index first; raises if the folder contains other weights."""
     stem, suffix = _STEMS[format]
     pattern = re.compile(rf"{stem}(-\d{{5,}}-of-\d{{5,}})?\.{suffix}(\.index\.json)?")
     found = sorted(os.listdir(folder), key=lambda name: (not name.endswith(".json"), name))
@@ -235,11 +231,7 @@ def _earlier(folder: Path, format: str) -> list[str]:
 
 
 def parse_size(size: int | str) -> int:
-    """Parse a size: 5GB, 500MB (decimal), 2GiB, or a number of bytes.
-
-    Raises:
-        ValueError: it is not a positive size.
-    """
+    """Parse a size: 5GB, 500MB (decimal), 2GiB, or a number of bytes; raises a ValueError if it is none, or not > 0."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
     unit = _UNITS.get(match[2].upper()) if match else None
     nbytes = int(float(match[1]) * unit) if match and unit else 0
@@ -279,11 +271,8 @@ class Cast:
         others = [name for name in source.weights if not name.startswith(prefix)]
         if prefix and len(others) == len(source.weights):
             raise ValueError(f"strip_prefix: no name begins with {prefix!r}. Names are {some(source.weights)}.")
-        if len(self._saved) < len(source.weights):
-            twice = set(source.weights) - set(self._saved.values())
-            raise ValueError(
-                f"strip_prefix={prefix!r}: without it, {some(sorted(twice))} would have the name of another weight."
-            )
+        if twice := some(sorted(set(source.weights) - set(self._saved.values()))):
+            raise ValueError(f"strip_prefix={prefix!r}: without it, {twice} would have the name of another weight.")
         if others:
             warnings.warn(f"These names do not begin with {prefix!r} and are kept: {some(others)}.", stacklevel=3)
         self.weights = {name: source.weights[saved] for name, saved in self._saved.items()}
@@ -321,9 +310,11 @@ class Cast:
             yield flat
             return
         buffer = torch.empty(min(_CHUNK, flat.numel()), dtype=target.dtype, device="cpu")
+        narrows = torch.finfo(target.dtype).max < torch.finfo(flat.dtype).max
         for chunk in flat.split(_CHUNK):
             cast = buffer[: chunk.numel()].copy_(chunk)
-            self._count_overflows(name, chunk, cast)
+            if narrows and (infinite := cast.isinf()).any():
+                self._count_overflows(name, chunk, infinite)
             yield cast
             self._tick(cast.nbytes)
 
@@ -333,12 +324,7 @@ class Cast:
         self._tick(saved.nbytes)
         return _checked(value, saved, f"State {key!r} of {name!r} in optimizer {optimizer}")
 
-    def _count_overflows(self, name: str, chunk: Tensor, cast: Tensor) -> None:
-        if torch.finfo(cast.dtype).max >= torch.finfo(chunk.dtype).max:
-            return
-        infinite = cast.isinf()
-        if not infinite.any():
-            return
+    def _count_overflows(self, name: str, chunk: Tensor, infinite: Tensor) -> None:
         values = chunk[infinite].double().abs()
         values = values[values.isfinite()]
         if values.numel():
@@ -501,14 +487,6 @@ def plan_shards(cast: Cast, limit: int) -> list[list[str]]:
     for alias, owner in cast.owner.items():
         place[owner].append(alias)
     return shards
-
-
-def write_index(write: Write, cast: Cast, files: Mapping[str, Sequence[str]], with_aliases: bool) -> None:
-    """Hugging Face's index of a sharded checkpoint. ``files``: name of a file -> the tensors in it."""
-    places = {name: file for file, names in files.items() for name in names if with_aliases or name not in cast.owner}
-    total = sum(cast.spec(name).nbytes for name in cast.names)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    write((json.dumps(index, indent=2) + "\n").encode())
 
 
 _WRITERS = {"pt": write_pt, "safetensors": write_safetensors}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place, is_url
 from lt_zero.checkpoint.native.load import as_lightning, beginning_of_epoch, number_states
 from lt_zero.checkpoint.native.pieces import Fragment
-from lt_zero.checkpoint.native.save import KEY, bundle, write
+from lt_zero.checkpoint.native.save import KEY, Bundle, bundle, write
 from lt_zero.checkpoint.open import found_at, open_source
 from lt_zero.checkpoint.output import check_space
 from lt_zero.checkpoint.source import Source, Spec
@@ -73,17 +72,10 @@ def import_checkpoint(
             stacklevel=2,
         )
     path = os.fspath(source)
-    run = {
-        "imported_from": path if is_url(path) else os.path.abspath(path),
-        "ranks": 1,
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "torch": str(torch.__version__),
-    }
     comm = Comm(None, None, torch.device("cpu"))
     with progress_bar(f"Importing {os.path.basename(target)}", rank=0, in_bytes=True, shown=progress) as work:
         work.expect(sum(spec.nbytes for spec in specs))
-        checkpoint, names, config, left_out = _content(opened, target)
-        content = bundle(checkpoint, names, comm, run, config, left_out)
+        content = _content(opened, target, path if is_url(path) else os.path.abspath(path), comm)
         place = Place.make(target)
         try:
             write(content, place, comm, None, tick=work.advance)
@@ -100,19 +92,19 @@ def _target(source: str | os.PathLike[str], out: str) -> str:
         CheckpointError: it exists and is not empty, or lies inside the source.
     """
     if is_url(out):
-        if fsspec.core.url_to_fs(out)[0].exists(out):
-            raise CheckpointError(f"{out} exists already. Name another path, or remove it.")
-        return out.rstrip("/")
-    target = Path(os.path.realpath(out))
-    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
+        target, is_taken = out.rstrip("/"), fsspec.core.url_to_fs(out)[0].exists(out)
+    else:
+        target = os.path.realpath(out)
+        is_taken = os.path.lexists(target) and not (os.path.isdir(target) and not os.listdir(target))
+    if is_taken:
         raise CheckpointError(f"{target} exists already. Name another path, or remove it.")
-    if not is_url(source) and Path(os.path.realpath(found_at(source))) in target.parents:
+    if not is_url(target) and not is_url(source) and Path(os.path.realpath(found_at(source))) in Path(target).parents:
         raise CheckpointError(f"{target} would be in the checkpoint {source} itself. Name another path.")
-    return str(target)
+    return target
 
 
-def _content(source: Source, target: str) -> tuple[dict[str, Any], list[list[list[str]]], Mapping[str, Any], list[str]]:
-    """Arguments of ``bundle``: checkpoint, names of parameters by optimizer and group, config, left out."""
+def _content(source: Source, target: str, path: str, comm: Comm) -> Bundle:
+    """The content of the directory ``target``, with tensors that are read from the source at ``path``."""
     checkpoint = as_lightning(source)
     own = checkpoint.pop(KEY)
     saved = source.meta.get(KEY, {}) if isinstance(source, Archive) else {}
@@ -132,7 +124,9 @@ def _content(source: Source, target: str) -> tuple[dict[str, Any], list[list[lis
 
     checkpoint = map_tensors(checkpoint, fragment)
     checkpoint[KEY] = {"hparams": own["hparams"], "foreign": any(state.get("foreign") for state in states)}
-    return checkpoint, names, saved.get("config", {}), own["frozen_left_out"]
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    run = {"imported_from": path, "ranks": 1, "created": created, "torch": str(torch.__version__)}
+    return bundle(checkpoint, names, comm, run, saved.get("config", {}), own["frozen_left_out"])
 
 
 def _fragment(lazy: LazyTensor) -> Fragment:
