@@ -27,6 +27,7 @@ R = TypeVar("R")
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # lt_dtype
 LOW_STATE = (torch.float32, torch.bfloat16)
+GPU_CHUNK = 1 << 24  # on a GPU every chunk costs launches, and its temporaries memory
 CHUNK = 1 << 17  # elements that a reference works on at a time: its temporaries stay in the cache
 
 
@@ -339,12 +340,13 @@ def exact_sqrt(x: Tensor) -> Tensor:
 
 
 def chunks(*lists: Sequence[Tensor] | None) -> Iterator[tuple[Any, ...]]:
-    """Cut the tensors of all lists alike: yields one 1D chunk of at most ``CHUNK`` elements per list.
+    """Cut the tensors of all lists alike: yields one 1D chunk per list, of at most ``CHUNK`` elements (``GPU_CHUNK``).
 
     A missing or empty list yields None.
     """
     count = len(lists[0] or ())
     for number in range(count):
         flat = [tensors[number].view(-1) if tensors else None for tensors in lists]
-        for lo in range(0, max(row.numel() for row in flat if row is not None), CHUNK):
-            yield tuple(row[lo : lo + CHUNK] if row is not None else None for row in flat)
+        size = CHUNK if lists[0] is None or lists[0][number].device.type == "cpu" else GPU_CHUNK
+        for lo in range(0, max(row.numel() for row in flat if row is not None), size):
+            yield tuple(row[lo : lo + size] if row is not None else None for row in flat)

@@ -39,7 +39,10 @@ def norm_squared_reference(tensors: Sequence[Tensor]) -> Tensor:
     """
     total = torch.zeros((), dtype=torch.float64, device=tensors[0].device if len(tensors) > 0 else None)
     for (chunk,) in chunks(tensors):
-        total += chunk.double().square_().sum()
+        if chunk.device.type == "cpu":
+            total += chunk.double().square_().sum()
+        else:
+            total += torch.linalg.vector_norm(chunk, dtype=torch.float64).square()
     return total
 
 

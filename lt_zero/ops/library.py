@@ -148,6 +148,24 @@ def check(library: ctypes.CDLL, code: int) -> None:
         raise RuntimeError(f"A native {kind} kernel failed: {text} (code {code}). LT_ZERO_NATIVE=0 runs without them.")
 
 
+def try_kernel(library: ctypes.CDLL) -> None:
+    """Run a CUDA kernel on the current device: with a driver that is too old, libraries load and kernels fail.
+
+    Raises:
+        BuildError: it fails.
+    """
+    values = torch.zeros(2, device=torch.device("cuda", torch.cuda.current_device()))
+    one, (dst, src) = (c_int64 * 1)(1), ((c_void_p * 1)(value.data_ptr()) for value in values)
+    pairs = Pairs(count=1, numel=one, dst=dst, src=src, dst_dtype=0, src_dtype=0, factor=1.0, scale=None)
+    code = library.lt_cuda_cast_scale(ctypes.byref(pairs), torch.cuda.current_stream().cuda_stream)
+    if code != 0:
+        text = library.lt_cuda_error(code).decode()
+        raise BuildError(
+            f"a kernel fails on {values.device}: {text} (code {code}). Is the driver older than nvcc's CUDA?"
+        )
+    torch.cuda.synchronize()
+
+
 # ---- loading -------------------------------------------------------------------------------------------------------
 
 
@@ -263,6 +281,8 @@ class Loader:
         try:
             built, library = self._obtain(kind)
             declare(library, kind)
+            if kind == "cuda" and torch.cuda.is_available():
+                try_kernel(library)
         except (BuildError, OSError, AttributeError) as error:
             status = Status(kind, False, None, str(error), log=getattr(error, "log", None))
             return (None, status), _explain(status)

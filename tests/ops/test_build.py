@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from lt_zero import cli
@@ -24,6 +25,7 @@ from lt_zero.common import progress_bar
 from lt_zero.ops import compiler as build
 from lt_zero.ops import library
 from lt_zero.ops.compiler import BuildError, Recipe, cached, find_compiler, recipe_of
+from lt_zero.ops.dispatch import chunks
 from lt_zero.ops.library import Loader
 
 KERNELS = """
@@ -473,6 +475,7 @@ def test_cuda(csrc: Path, nvcc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (8, 6))
+    monkeypatch.setattr(library, "try_kernel", lambda loaded: None)
     prebuilt = Loader(csrc).status("cuda")
     assert prebuilt.path == loader.status("cuda").path
     assert prebuilt.path is not None
@@ -599,3 +602,37 @@ def test_the_command_imports_little() -> None:
         "import lt_zero.cli; print(sorted({'torch', 'lightning'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+class _OldDriver:
+    """A CUDA library that loads, but whose kernels fail; some functions of torch.cuda as they are with a GPU."""
+
+    def __init__(self, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        zeros = torch.zeros
+        monkeypatch.setattr(torch, "zeros", lambda *size, device=None: zeros(*size))
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        gpu = {"is_available": True, "current_device": 0, "synchronize": None, "current_stream": SimpleNamespace()}
+        gpu["current_stream"].cuda_stream = 0
+        for name, result in gpu.items():
+            monkeypatch.setattr(torch.cuda, name, lambda result=result: result)
+        monkeypatch.setattr(library, "declare", lambda loaded, kind: loaded)
+        self.lt_cuda_cast_scale = lambda pairs, stream: code
+        self.lt_cuda_error = lambda code: b"CUDA driver version is insufficient for CUDA runtime version"
+
+
+@pytest.mark.parametrize("code", [0, 35])
+def test_kernels_that_load_and_fail_are_not_used(
+    code: int, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    loaded = _OldDriver(code, monkeypatch)
+    loader = Loader()
+    monkeypatch.setattr(loader, "_obtain", lambda kind: (build.Built(Path("library")), loaded))
+    assert (loader.get("cuda") is loaded) == (code == 0)
+    if code:
+        assert "a kernel fails on" in loader.status("cuda").why
+        assert "CUDA driver version is insufficient" in str(recwarn[0].message)
+
+
+def test_references_on_a_gpu_take_few_launches() -> None:
+    sizes = {device: [len(list(chunks([torch.empty(1 << 25, device=device)])))] for device in ("cpu", "meta")}
+    assert sizes == {"cpu": [256], "meta": [2]}
