@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -17,7 +16,7 @@ from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
 
 def unit_table(engine: Engine, console: Console | None = None) -> None:
-    """Print the units and how many elements of each a rank holds.
+    """Print the units and how many elements of each a rank holds, similar ones in one row.
 
     Names come last and are never truncated, since they often differ at the end only.
     """
@@ -25,22 +24,18 @@ def unit_table(engine: Engine, console: Console | None = None) -> None:
     for cells, group in itertools.groupby([*engine.units, engine.root_unit], key=_cells):
         # First and last name of a unit whose buckets are shared with other units.
         names = [next((b.name for b in unit.buckets if " to " in b.name), unit.name) for unit in group]
-        rows.append((*cells, _range(names) or "(root and small parameters)"))
+        name = names[0] or "(root and small parameters)"
+        if len(names) > 1:  # model.layers.0 ... 23 (24)
+            block = names[0].rpartition(".")[0] + "."
+            last = names[-1] if any(" to " in name for name in names) else names[-1].removeprefix(block)
+            name = f"{names[0]} ... {last} ({len(names)})"
+        rows.append((*cells, name))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"ZeRO units, {engine.comm.world} rank(s)"]
     for *numbers, kind, name in rows:
         right = "  ".join(cell.rjust(width) for cell, width in zip(numbers, widths, strict=False))
         lines.append(f"  {right}  {kind.ljust(widths[-2])}  {name}")
     (console or Console()).print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-
-
-def _range(names: list[str]) -> str:
-    """A row for similar units: model.layers.0 ... 23 (24)."""
-    if len(names) == 1:
-        return names[0]
-    block = names[0].rpartition(".")[0] + "."
-    last = names[-1].removeprefix(block) if not any(" to " in name for name in names) else names[-1]
-    return f"{names[0]} ... {last} ({len(names)})"
 
 
 def _cells(unit: Unit) -> tuple[str, str, str, str, str]:
@@ -68,18 +63,13 @@ def dtype_table(engine: Engine, console: Console | None = None) -> Table:
 
 
 def _dtypes(bucket: Bucket, engine: Engine) -> tuple[str, ...]:
-    compute = engine.policy.compute
-    kind = "trained" if bucket.wants_grad else "frozen"
-    kind += ", kept" if compute is not None and bucket.dtype != compute else ""
-    if not bucket.wants_grad:
-        return (kind, _short(bucket.dtype), *["-"] * 5)
-    wire, master = bucket.grads.send_dtype(bucket.dtype), bucket.weights.master_dtype
-    dtypes = (bucket.dtype, bucket.dtype, wire, bucket.grads.dtype, master, bucket.step_dtype)
-    return (kind, *map(_short, dtypes))
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+    kept = ", kept" if engine.policy.compute not in (None, bucket.dtype) else ""
+    dtypes = [bucket.dtype]
+    if bucket.wants_grad:
+        wire, master = bucket.grads.send_dtype(bucket.dtype), bucket.weights.master_dtype
+        dtypes += [bucket.dtype, wire, bucket.grads.dtype, master, bucket.step_dtype]
+    names = [str(d).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp") for d in dtypes]
+    return (f"{'trained' if bucket.wants_grad else 'frozen'}{kept}", *names, *["-"] * (6 - len(names)))
 
 
 def memory_report(engine: Engine, optimizers: list[ShardedOptimizer]) -> dict[str, tuple[int, int]]:
@@ -87,10 +77,9 @@ def memory_report(engine: Engine, optimizers: list[ShardedOptimizer]) -> dict[st
 
     Weights include fp32 master weights; gradients are the accumulators, without the two transient reduce buffers.
     """
-    numel = {id(p): p.numel() for b in engine.buckets for p in b.params}
-    weights = grads = whole_weights = whole_grads = 0
+    weights = grads = states = whole_weights = whole_grads = whole_states = 0
     for bucket in engine.buckets:
-        size, held = sum(numel[id(p)] for p in bucket.params), bucket.grads
+        size, held = sum(p.numel() for p in bucket.params), bucket.grads
         # The compute copy if it is in memory, and master weights if they are separate.
         weights += bucket.weights.nbytes + (0 if bucket.state is State.RELEASED else bucket.flat.nbytes)
         whole_weights += size * bucket.dtype.itemsize
@@ -98,28 +87,21 @@ def memory_report(engine: Engine, optimizers: list[ShardedOptimizer]) -> dict[st
             whole_weights += 0 if held.dtype == bucket.dtype else size * bucket.weights.master_dtype.itemsize
             whole_grads += size * held.dtype.itemsize
         grads += held.nbytes + (held.local.nbytes if held.local is not None else 0)
-    states = whole_states = 0
     for sharded in optimizers:
+        elements, nbytes = Counter[Bucket](), Counter[Bucket]()  # of whole parameters; of the states of one element
         for parameter in sharded.parameters():
-            place = engine.owner.get(id(parameter))
-            for value in sharded.optimizer.state.get(parameter, {}).values():
-                if isinstance(value, Tensor) and value.dim() > 0:
-                    states += min(value.nbytes, value.untyped_storage().nbytes())  # NaN while it is on NVMe
-            if place is not None:
-                whole_states += _replicated_state(sharded, place[0]) * parameter.numel()
+            values = sharded.optimizer.state.get(parameter, {}).values()
+            tensors = [value for value in values if isinstance(value, Tensor) and value.dim() > 0]
+            states += sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in tensors)  # NaN while they are on NVMe
+            if id(parameter) in engine.owner:
+                bucket, index = engine.owner[id(parameter)]
+                elements[bucket] += parameter.numel()
+                for piece in bucket.pieces_of(index):  # none if this rank has no part of it
+                    here = sum(t.element_size() for t in tensors if t.numel() == piece.numel)
+                    nbytes[bucket] = max(nbytes[bucket], here)
+        whole_states += sum(count * nbytes[bucket] for bucket, count in elements.items())
     return {
         "weights": (weights, whole_weights),
         "gradients": (grads, whole_grads),
         "optimizer": (states, whole_states),
     }
-
-
-def _replicated_state(sharded: ShardedOptimizer, bucket: Bucket) -> int:
-    """Bytes of optimizer state per element, from any parameter of the bucket with state on this rank."""
-    for index, parameter in enumerate(bucket.params):
-        state = sharded.optimizer.state.get(parameter)
-        if state and bucket.pieces_of(index):
-            (piece,) = bucket.pieces_of(index)
-            tensors = [v for v in state.values() if isinstance(v, Tensor) and v.dim() > 0 and v.numel() == piece.numel]
-            return sum(t.element_size() for t in tensors)
-    return 0

@@ -162,13 +162,12 @@ class ZeroPrecision(HalfPrecision):
     @contextmanager
     @override
     def forward_context(self) -> Generator[None, None, None]:
+        context: AbstractContextManager[Any] = nullcontext()
         if self.policy.autocast:
-            with self.autocast_context_manager():
-                yield
+            context = self.autocast_context_manager()
         elif self.policy.compute is not None:
-            with super().forward_context():  # tensors created in forward get the compute dtype
-                yield
-        else:
+            context = super().forward_context()  # tensors created in forward get the compute dtype
+        with context:
             yield
 
     @override
@@ -217,34 +216,24 @@ class ZeroPrecision(HalfPrecision):
         takes_closure = any(p.name == "closure" or p.kind is p.VAR_KEYWORD for p in parameters)
         if takes_closure:
             kwargs = {**kwargs, "closure": ran}
+        controller, known, output = self.loss_scale_controller, model.trainer.strategy.optimizers, ran.result
         with phase("step"):
-            taken, output = self._step(optimizer, model, sharded, kwargs)
-        if taken and plain and takes_closure and not ran.called and self.loss_scale_controller.scaler is None:
+            controller.examine(sharded)
+            self.grad_norm = controller.norm if controller.norm is not None else self.grad_norm
+            self._after_closure(model, optimizer)
+            if taken := controller.proceeds(sharded):
+                controller.unscale(sharded)  # unless clipping did
+                try:
+                    output = optimizer.step(**kwargs)
+                finally:
+                    sharded.widen()
+            controller.conclude(sharded, next(i for i, other in enumerate(known) if sharded_of(other) is sharded))
+            self._log(model.trainer, skipped=not taken)
+        if taken and plain and takes_closure and not ran.called and controller.scaler is None:
             raise MisconfigurationException(  # Lightning's error: there are no gradients
                 f"The closure hasn't been executed by {ran.name}.step. HINT: pass it to the step of the parent class."
             )
-        return output if taken else ran.result
-
-    def _step(
-        self, optimizer: Any, model: LightningModule, sharded: ShardedOptimizer, kwargs: dict[str, Any]
-    ) -> tuple[bool, Any]:
-        """Take the step; returns whether it was taken and its result."""
-        controller = self.loss_scale_controller
-        controller.examine(sharded)
-        self.grad_norm = controller.norm if controller.norm is not None else self.grad_norm
-        self._after_closure(model, optimizer)
-        taken, output = controller.proceeds(sharded), None
-        if taken:
-            controller.unscale(sharded)  # unless clipping did
-            try:
-                output = optimizer.step(**kwargs)
-            finally:
-                sharded.widen()
-        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        known = model.trainer.strategy.optimizers
-        controller.conclude(sharded, next(i for i, other in enumerate(known) if other is inner))
-        self._log(model.trainer, skipped=not taken)
-        return taken, output
+        return output
 
     def _looked_at(self, model: LightningModule) -> bool:
         """Whether user code reads, changes or keeps gradients between backward and step."""
@@ -313,8 +302,7 @@ class ZeroPrecision(HalfPrecision):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the loss scale of a DDP run, which Lightning saves under the name of its own plugin."""
-        saved = checkpoint.get("MixedPrecision")
-        scaler = self.loss_scale_controller.scaler
+        saved, scaler = checkpoint.get("MixedPrecision"), self.loss_scale_controller.scaler
         if saved and scaler is not None and scaler.rules.dynamic and type(self).__qualname__ not in checkpoint:
             scaler.scale = max(float(saved["scale"]), scaler.rules.minimum)
 
@@ -332,12 +320,13 @@ def _rules_of(scaler: GradScaler | None) -> ScalerRules | None:
         return None
     if not scaler.is_enabled():
         return ScalerRules(initial=1.0, dynamic=False)
-    plain = GradScaler("cpu")
-    defaults = (plain.get_scale(), plain.get_growth_factor(), plain.get_backoff_factor(), plain.get_growth_interval())
-    scale, growth = float(scaler.get_scale()), float(scaler.get_growth_factor())
-    backoff, interval = float(scaler.get_backoff_factor()), int(scaler.get_growth_interval())
-    if (scale, growth, backoff, interval) == defaults:
+    given, default = (
+        (s.get_scale(), s.get_growth_interval(), s.get_growth_factor(), s.get_backoff_factor())
+        for s in (scaler, GradScaler("cpu"))
+    )
+    if given == default:
         return None
+    scale, interval, growth, backoff = given
     smallest = 2.0**-24  # a GradScaler has no minimum; smaller scales only lose precision
     return ScalerRules(scale, window=interval, hysteresis=1, minimum=smallest, growth=growth, backoff=backoff)
 
