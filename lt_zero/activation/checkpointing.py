@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -29,7 +29,7 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lt_zero.activation import selective
-from lt_zero.activation.profile import open_boundary
+from lt_zero.activation.profile import Boundary, open_boundary
 from lt_zero.activation.state import Caches, SavedState, State
 from lt_zero.activation.stores import ActivationStore, open_store
 from lt_zero.common.compat import compiled_module
@@ -130,7 +130,7 @@ def _example(root: nn.Module) -> str:
 
 
 class Checkpointing:
-    """Checkpoints modules of one model until ``remove`` is called.
+    """Checkpoints modules of one model until ``remove`` is called. The modules do not refer to this object.
 
     Args:
         root: the model.
@@ -152,10 +152,13 @@ class Checkpointing:
         around: Around | None = None,
         warns: bool = True,
     ) -> None:
-        self.mode, self.store, self.keeps_products = block.mode, store, block.mode == "selective"
+        self.mode, self.store, self.selective = block.mode, store, block.mode == "selective"
         self.around: Around = around or (lambda name, recompute: nullcontext())
         self.caches, self.found = Caches(warns), find_modules(root, block)
-        if self.keeps_products:  # trace compiled modules, so that the policy applies inside their graphs
+        self.boundary: Boundary | None = None
+        self.where = ""  # saved inputs are stored
+        self.undo = ExitStack()  # what ``install`` did to the engine
+        if self.selective:  # trace compiled modules, so that the policy applies inside their graphs
             modules = tuple((name, compiled_module(module)) for name, module in self.found.modules)
             self.found = Found(modules, block.every)
         for _, module in self.found.chosen:
@@ -164,23 +167,28 @@ class Checkpointing:
         self._forwards = [_Checkpointed(name, module, self) for name, module in self.found.chosen]
 
     def __str__(self) -> str:
-        return f"activation checkpointing: {self.mode}, {self.found}"
+        return f"activation checkpointing: {self.mode}, {self.found}{self.where}"
 
     def remove(self) -> None:
-        """Restore the original forward of all modules."""
+        """Restore the original forward of all modules, and free what is stored for an engine. Idempotent."""
         for forward in self._forwards:
             forward.remove()
         self._forwards = []
+        self.undo.close()
 
 
 class _Checkpointed:
     """Replaces the forward of one module. It has no ``__dict__``, since module attributes are searched for tensors."""
 
-    __slots__ = ("__wrapped__", "_active", "_module", "_replaced", "name", "settings", "state")
+    __slots__ = (
+        *("__wrapped__", "_active", "_caches", "_module", "_replaced", "_selective", "_store"),
+        *("around", "name", "state"),
+    )
 
-    def __init__(self, name: str, module: nn.Module, settings: Checkpointing) -> None:
+    def __init__(self, name: str, module: nn.Module, how: Checkpointing) -> None:
         self.__wrapped__: Callable[..., Any] = module.forward
-        self.name, self._module, self.settings, self._active = name, module, settings, True
+        self.name, self._module, self._active = name, module, True
+        self._selective, self._store, self.around, self._caches = how.selective, how.store, how.around, how.caches
         self.state = State(module)
         self._replaced = vars(module).get("forward")  # an instance attribute, as torch.compile sets one
         vars(module)["forward"] = self
@@ -198,14 +206,13 @@ class _Checkpointed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._active or not torch.is_grad_enabled() or torch.compiler.is_exporting():
             return self.__wrapped__(*args, **kwargs)
-        settings, store = self.settings, self.settings.store
         if torch.compiler.is_compiling():
             return self._traced(args, kwargs)
-        args, kwargs = settings.caches.without(self.__wrapped__, args, kwargs)
+        args, kwargs = self._caches.without(self.__wrapped__, args, kwargs)
         run = _Run(self, args, kwargs)
         if not any(tensor.requires_grad for tensor in chain(run.tensors, self._module.parameters())):
             return self.__wrapped__(*args, **kwargs)  # frozen layers before the first trainable one
-        contexts = selective.contexts if settings.keeps_products else noop_context_fn
+        contexts, store = selective.contexts if self._selective else noop_context_fn, self._store
         with saved_tensors_hooks(store.pack, store.unpack) if store is not None else nullcontext():
             return checkpoint(run, *run.begin(), use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
 
@@ -213,7 +220,7 @@ class _Checkpointed:
         def run(*values: Any) -> Any:
             return self.__wrapped__(*values, **kwargs)
 
-        if self.settings.keeps_products:
+        if self._selective:
             return checkpoint(run, *args, use_reentrant=False, context_fn=selective.traced_contexts)
         return checkpoint(run, *args, use_reentrant=False)
 
@@ -250,10 +257,10 @@ class _Run:
         return tensors
 
     def __call__(self, *tensors: Tensor) -> Any:
-        forward, around = self._forward, self._forward.settings.around
+        forward = self._forward
         if self._first:
             args, kwargs = self._first.pop()
-            with around(forward.name, False):
+            with forward.around(forward.name, False):
                 output = forward.__wrapped__(*args, **kwargs)
             self._state.after_forward()
             return output
@@ -263,53 +270,14 @@ class _Run:
             return tensor if isinstance(tensor, Parameter) else tensors[next(indices)]
 
         args, kwargs = map_tensors(self._arguments, put)
-        with self._state.again(), around(forward.name, True):
+        with self._state.again(), forward.around(forward.name, True):
             return forward.__wrapped__(*args, **kwargs)
 
 
 # ---- for an engine -------------------------------------------------------------------------------------------------
 
 
-class Installed:
-    """The activation checkpointing of one engine, whose hooks report the end of a backward and of a step."""
-
-    def __init__(self, engine: Engine, store: ActivationStore | None) -> None:
-        config, comm = engine.config, engine.comm
-        self._block, self._device = config.activation_checkpointing, engine.buckets[0].flat.device
-        self.store = store
-        self.boundary = open_boundary(self._block, self._device, comm.rank, config.steps_per_print)
-        around = self.boundary.around if self.boundary is not None else None
-        # Modules refer to this object, which must not keep the engine alive.
-        self._modules = Checkpointing(engine.root, self._block, store, around, comm.rank == 0)
-        self._hooks: list[tuple[list[Any], Callable[[], object]]] = []
-        if self.boundary is not None:
-            self._hooks.append((engine.after_step, self.boundary.end_step))
-        if store is not None:
-            self._hooks.append((engine.after_backward, store.end_backward))
-            self._hooks.append((engine.offload_manager.others, lambda: store.problem))
-        for hooks, hook in self._hooks:
-            hooks.append(hook)
-
-    def __str__(self) -> str:
-        one = " in one block" if self._block.contiguous_memory_optimization else ""
-        where = f", inputs{one}" if one else ""
-        if self._block.nvme_path is not None:
-            where = f", inputs in files in {self._block.nvme_path}"
-        elif self._block.cpu_checkpointing:
-            where = f", inputs in host memory{one}" + ("" if is_apart(self._device) else " (the model's device)")
-        return f"{self._modules}{where}"
-
-    def remove(self) -> None:
-        """Restore the original forward of all modules, and free what is stored. Idempotent."""
-        self._modules.remove()
-        for hooks, hook in self._hooks:
-            hooks.remove(hook)
-        self._hooks = []
-        if self.store is not None:
-            self.store.close()
-
-
-def install(engine: Engine) -> Installed | None:
+def install(engine: Engine) -> Checkpointing | None:
     """Checkpoint the modules that the engine's configuration selects, until the engine is detached. Collective.
 
     Idempotent. Returns None if nothing is configured.
@@ -324,22 +292,38 @@ def install(engine: Engine) -> Installed | None:
         return known
     count, device = len(find_modules(engine.root, block).chosen), engine.buckets[0].flat.device
     opening = comm.agree("opening the folder for saved inputs", SwapError) if block.nvme_path else nullcontext()
-    store: ActivationStore | None = None
-    try:
+    with ExitStack() as undo:  # if another rank failed, this rank's folder would stay until the process ends
         with opening:
             store = open_store(block, device, count, config.aio, comm.rank)
-        made = Installed(engine, store)
-    except BaseException:
+            if store is not None:
+                undo.callback(store.close)
+        boundary = open_boundary(block, device, comm.rank, config.steps_per_print)
+        around = boundary.around if boundary is not None else None
+        made = Checkpointing(engine.root, block, store, around, comm.rank == 0)
+        made.boundary = boundary
+        hooks: list[tuple[list[Any], Callable[[], object]]] = []
+        if boundary is not None:
+            hooks.append((engine.after_step, boundary.end_step))
         if store is not None:
-            store.close()  # another rank may have failed: this rank's folder would stay until the process ends
-        raise
+            hooks.append((engine.after_backward, store.end_backward))
+            hooks.append((engine.offload_manager.others, lambda: store.problem))
+        for listeners, hook in hooks:
+            listeners.append(hook)
+            undo.callback(listeners.remove, hook)
+        made.undo = undo.pop_all()
+    one = " in one block" if block.contiguous_memory_optimization else ""
+    made.where = f", inputs{one}" if one else ""
+    if block.nvme_path is not None:
+        made.where = f", inputs in files in {block.nvme_path}"
+    elif block.cpu_checkpointing:
+        made.where = f", inputs in host memory{one}" + ("" if is_apart(device) else " (the model's device)")
     engine.handles.append(made)
     return made
 
 
-def installed(engine: Engine) -> Installed | None:
+def installed(engine: Engine) -> Checkpointing | None:
     """The installed activation checkpointing, or None."""
-    return next((handle for handle in engine.handles if isinstance(handle, Installed)), None)
+    return next((handle for handle in engine.handles if isinstance(handle, Checkpointing)), None)
 
 
 def uninstall(engine: Engine) -> None:
