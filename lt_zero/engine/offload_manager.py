@@ -154,19 +154,19 @@ def open_offload_manager(buckets: Sequence[Bucket], config: ZeroConfig, device: 
     if not buckets or (optim.device, params.device) == ("none", "none"):
         return manager
     manager.how = optim
+    pin = device.type == "cuda" and optim.pin_memory and params.pin_memory
     if _TIERS.keys() & {optim.device, params.device}:
         return_large_blocks()
         with (
             buckets[0].comm.agree("opening the folder for states", SwapError),
             progress_bar("Preparing the files of states in nvme_path"),
         ):
-            _open_tiers(manager, config, [b.shard.numel() for b in buckets], buckets[0].comm.rank)
+            _open_tiers(manager, config, [b.shard.numel() for b in buckets], buckets[0].comm.rank, pin)
     places = resting([b.layout.numel for b in buckets], [b.sharding.params for b in buckets], zero)
     if apart:
         # Bytes of the largest shard that is cast from master weights in host memory to the compute dtype.
         moved = [bucket for bucket, (moves, _) in zip(buckets, places, strict=True) if moves]
         casts = [b.shard.numel() * b.dtype.itemsize for b in moved if b.dtype != b.weights.master_dtype]
-        pin = device.type == "cuda" and optim.pin_memory and params.pin_memory
         manager.host_link = HostLink(device, pin, max(casts, default=0))
     for record, (bucket, (moves, away)) in enumerate(zip(buckets, places, strict=True)):
         gathers_from_host = apart and bucket.sharding.params and params.device != "none"
@@ -192,13 +192,15 @@ def open_offload_manager(buckets: Sequence[Bucket], config: ZeroConfig, device: 
     return manager
 
 
-def _open_tiers(manager: OffloadManager, config: ZeroConfig, numels: list[int], rank: int) -> None:
+def _open_tiers(manager: OffloadManager, config: ZeroConfig, numels: list[int], rank: int, pin: bool) -> None:
     optim, params = config.zero_optimization.offload_optimizer, config.zero_optimization.param_offload
     if optim.device in _TIERS:
-        manager.optim = _TIERS[optim.device](optim.nvme_path, rank, config.aio, numels, room=optim.buffer_count)
+        manager.optim = _TIERS[optim.device](optim.nvme_path, rank, config.aio, numels, optim.buffer_count, pin)
     if params.device in _TIERS:
         same = (optim.device, optim.nvme_path) == (params.device, params.nvme_path)
-        manager.params = manager.optim if same else _TIERS[params.device](params.nvme_path, rank, config.aio, numels)
+        manager.params = (
+            manager.optim if same else _TIERS[params.device](params.nvme_path, rank, config.aio, numels, pin=pin)
+        )
         manager.param_blocks = params
 
 

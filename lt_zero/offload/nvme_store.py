@@ -35,7 +35,7 @@ from lt_zero.common.progress_bar import progress_bar
 from lt_zero.common.timing import phase
 from lt_zero.config.blocks import Aio
 from lt_zero.io.direct_file import Nowhere, SwapFile, in_words
-from lt_zero.io.pinned import Buffers, aligned_buffer, rounded
+from lt_zero.io.pinned import Buffers, aligned_buffer, host_buffer, rounded
 from lt_zero.io.private_folder import SwapFolder
 from lt_zero.io.thread_pool import IoPool, SwapError, Transfer
 from lt_zero.offload.host_store import FedStore, HostLink, StreamedStore
@@ -185,19 +185,22 @@ class NvmeFiles:
         aio: block size, threads and queue depth of the I/O.
         numels: elements of this rank's shard of each bucket.
         room: buckets that may be in memory at a time; see ``store.stream``.
+        pin: pin the buffers, which are copied to and from a GPU: copies of pageable memory block the host.
 
     Attributes:
         problem: the first error. See Note [A failing disk].
         where: the folder, for the user.
     """
 
-    def __init__(self, path: Path, rank: int, aio: Aio, numels: Sequence[int], room: int = 3) -> None:
+    def __init__(
+        self, path: Path, rank: int, aio: Aio, numels: Sequence[int], room: int = 3, pin: bool = False
+    ) -> None:
         self.folder = SwapFolder(path, rank)
         self.pool = IoPool(aio.intra_op_parallelism, aio.block_size, aio.in_flight, aio.checksum)
         self._numels, self.room, self.where = list(numels), room, str(self.folder.path.parent)
         self._files: dict[str, SwapFile | Nowhere] = {}
         self.problem: SwapError | None = None
-        self._buffers = Buffers()
+        self._buffers = Buffers(spare=room + 1, make=partial(host_buffer, pin=True)) if pin else Buffers()
         self._lock = threading.Lock()  # any thread may create stored tensors
 
     def place(self, record: int, link: HostLink | None) -> Place:

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from lt_zero.config.blocks import Aio
 from lt_zero.engine import offload_manager
-from lt_zero.offload import host_store
+from lt_zero.io.pinned import aligned_buffer
+from lt_zero.offload import host_store, nvme_store
 from lt_zero.offload.host_store import FedStore, HostLink, StreamedStore
 from lt_zero.offload.store import Place, Speed, Store
 from tests.support.matrix import only
@@ -64,7 +66,9 @@ class Compressed(StreamedStore):
 class Archive:
     """Compressed bytes of all buckets."""
 
-    def __init__(self, where: Any, rank: int, aio: Any, numels: Sequence[int], room: int = 3) -> None:
+    def __init__(
+        self, where: Any, rank: int, aio: Any, numels: Sequence[int], room: int = 3, pin: bool = False
+    ) -> None:
         self.room, self.where, self.problem = room, "memory", None
         self.spare_nbytes = self.bytes_on_disk = 0
 
@@ -108,3 +112,23 @@ def _compressed(path: str, apart: bool) -> None:
 @pytest.mark.parametrize("apart", only([True], [False, True]))
 def test_a_fourth_place_trains_the_same_bits(pool: Pool, tmp_path: Path, apart: bool) -> None:
     pool.run(2, _compressed, str(tmp_path), apart)
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_buffers_of_files_are_pinned_if_they_are_copied_to_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pin: bool
+) -> None:
+    made: list[bool] = []
+
+    def buffer(nbytes: int, pin: bool) -> torch.Tensor:
+        made.append(pin)
+        return aligned_buffer(nbytes)
+
+    monkeypatch.setattr(nvme_store, "host_buffer", buffer)
+    files = nvme_store.NvmeFiles(tmp_path, 0, Aio(), [5000], pin=pin)
+    store = files.place(0, None).store("master", 5000, torch.float32)
+    store.overwrite().fill_(1.0)
+    store.end_use()
+    store.wait_written()
+    assert made == ([True] if pin else [])
+    files.close()
