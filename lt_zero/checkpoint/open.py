@@ -12,9 +12,8 @@ from lt_zero.checkpoint.formats.dcp import DcpSource
 from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
 from lt_zero.checkpoint.formats.foreign import ForeignSource
 from lt_zero.checkpoint.formats.torch_file import FileSource, ShardsSource
-from lt_zero.checkpoint.native import manifest
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.directory import find, is_url
+from lt_zero.checkpoint.native.directory import MANIFEST, find, is_url
 from lt_zero.checkpoint.source import Source
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
@@ -22,7 +21,7 @@ from lt_zero.common.progress_bar import progress_bar
 _KINDS = (DeepSpeedSource, DcpSource, ShardsSource, FileSource)
 _SHOWN = 10  # maximum warnings about a source
 _LOOKED_FOR = (
-    f"a directory of lt_zero ({manifest.NAME}, which is written last, so an interrupted save has none), of DeepSpeed "
+    f"a directory of lt_zero ({MANIFEST}, which is written last, so an interrupted save has none), of DeepSpeed "
     "(*mp_rank_00_model_states.pt, or a folder with them), of FSDPStrategy or ModelParallelStrategy (.metadata), of "
     "Hugging Face (model.safetensors, pytorch_model.bin or their index.json); a file of torch.save or safetensors"
 )
@@ -39,7 +38,7 @@ def found_at(path: str | os.PathLike[str]) -> str:
     """The checkpoint that ``path`` refers to: a folder of another format is one itself, else see ``find``."""
     if not is_url(path):
         target = Path(path)
-        if target.is_dir() and not (target / manifest.NAME).is_file() and _kind_of(target) is not None:
+        if target.is_dir() and not (target / MANIFEST).is_file() and _kind_of(target) is not None:
             return str(path)
     return find(path)
 
@@ -58,7 +57,7 @@ def open_source(path: str | os.PathLike[str], tag: str | None = None, tell: bool
     """
     found = found_at(path)
     target = Path(found)
-    native = is_url(found) or (target / manifest.NAME).is_file()
+    native = is_url(found) or (target / MANIFEST).is_file()
     if not native and not target.exists():
         raise CheckpointError(f"There is no checkpoint at {target}: no such file or directory.")
     kind = None if native else _kind_of(target)
@@ -110,7 +109,7 @@ def verify(path: str | os.PathLike[str]) -> dict[str, Any]:
     found = found_at(path)
     if not Archive.is_at(found):
         raise CheckpointError(
-            f"{found} is not a checkpoint directory of lt_zero, or not a complete one: it has no {manifest.NAME}, which"
+            f"{found} is not a checkpoint directory of lt_zero, or not a complete one: it has no {MANIFEST}, which"
             " is written last. To check other formats, convert them with `lt-zero import`."
         )
     with contextlib.closing(Archive(found)) as archive:

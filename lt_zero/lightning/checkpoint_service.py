@@ -42,7 +42,6 @@ from lt_zero.checkpoint.export import export
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place, is_url, remove
-from lt_zero.checkpoint.native.full_states import full_optimizer_state, load_full_optimizer_state
 from lt_zero.checkpoint.native.load import (
     as_lightning,
     counted,
@@ -51,7 +50,13 @@ from lt_zero.checkpoint.native.load import (
     require_training_state,
     rounded_weights,
 )
-from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names, weight_fragments
+from lt_zero.checkpoint.native.pieces import (
+    full_optimizer_state,
+    load_full_optimizer_state,
+    optimizer_fragments,
+    parameter_names,
+    weight_fragments,
+)
 from lt_zero.checkpoint.native.plain import plain, put_back
 from lt_zero.checkpoint.native.save import KEY, Bundle, bundle, stage, write
 from lt_zero.checkpoint.open import is_directory, open_source

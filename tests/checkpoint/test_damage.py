@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.manifest import Manifest
+from lt_zero.checkpoint.native.directory import Manifest
 from lt_zero.common.errors import CheckpointError
 from lt_zero.io.checked_file import STEP, FileRecord
 from lt_zero.io.pinned import aligned_buffer, checksum, checksum_weights, rounded

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from lt_zero.checkpoint.native import directory
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.directory import Place
-from lt_zero.checkpoint.native.manifest import Manifest
+from lt_zero.checkpoint.native.directory import Manifest, Place
 from lt_zero.common.errors import CheckpointError
 from lt_zero.io import direct_file
 from tests.support.checkpoint_tools import SHARDED, error_of, raised, train

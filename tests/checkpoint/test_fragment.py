@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from lt_zero.checkpoint.native import manifest, pieces
+from lt_zero.checkpoint.native import pieces
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place
 from lt_zero.checkpoint.native.pieces import Box, Fragment, boxes, flat_index
@@ -176,7 +176,7 @@ def test_torchs_own_writer_takes_fragments(tmp_path: Path) -> None:
 
 def test_files_longer_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checksums per block, blocks that tensors share, and reads that begin and end anywhere."""
-    for module in (checked_file, manifest):
+    for module in (checked_file, directory):
         monkeypatch.setattr(module, "STEP", 16384)
     want = {f"model.{i}": torch.randn(n) for i, n in enumerate([5, 9000, 1, 4096, 30000, 0, 7])}
     states = [dict[str, Any](), dict[str, Any]()]

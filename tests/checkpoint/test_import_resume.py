@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_zero import ZeroPrecision
-from lt_zero.checkpoint.native.full_states import full_optimizer_state
+from lt_zero.checkpoint.native.pieces import full_optimizer_state
 from lt_zero.lightning.precision import sharded_of
 from tests.support.import_tools import CASES, expected_of, imported, makers, module_for, source_of
 from tests.support.lightning_tools import sharded_trainer

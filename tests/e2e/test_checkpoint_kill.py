@@ -19,9 +19,13 @@ import lt_zero
 from lt_zero.checkpoint.native import directory as places
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place, find
-from lt_zero.checkpoint.native.full_states import load_full_optimizer_state
 from lt_zero.checkpoint.native.load import as_lightning, load_module, number_states
-from lt_zero.checkpoint.native.pieces import optimizer_fragments, parameter_names, weight_fragments
+from lt_zero.checkpoint.native.pieces import (
+    load_full_optimizer_state,
+    optimizer_fragments,
+    parameter_names,
+    weight_fragments,
+)
 from lt_zero.checkpoint.native.save import bundle, write
 from lt_zero.checkpoint.open import open_source
 from tests.support.models import Net, next_token_loss

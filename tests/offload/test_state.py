@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.checkpoint.native.full_states import full_optimizer_state, load_full_optimizer_state
+from lt_zero.checkpoint.native.pieces import full_optimizer_state, load_full_optimizer_state
 from lt_zero.engine.full_params import full_state_dict, restore_whole
 from tests.support.lightning_tools import GPT, weights
 from tests.support.matrix import only, only_rows

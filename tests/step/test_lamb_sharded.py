@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
-from lt_zero.checkpoint.native.full_states import full_optimizer_state, load_full_optimizer_state
+from lt_zero.checkpoint.native.pieces import full_optimizer_state, load_full_optimizer_state
 from lt_zero.comm.communicator import Comm
 from lt_zero.offload import host_store
 from lt_zero.optim import Lamb

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.checkpoint.native.full_states import full_optimizer_state
+from lt_zero.checkpoint.native.pieces import full_optimizer_state
 from lt_zero.common.errors import CheckpointError
 from lt_zero.lightning.precision import sharded_of
 from tests.support.lightning_tools import GPT, sharded_trainer, trust

@@ -21,9 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from lt_zero.checkpoint.native import manifest
-from lt_zero.checkpoint.native.directory import is_url
-from lt_zero.checkpoint.native.manifest import Manifest
+from lt_zero.checkpoint.native.directory import MANIFEST, Manifest, is_url
 from lt_zero.checkpoint.native.pieces import boxes, flat_index
 from lt_zero.checkpoint.source import SavedOptimizer, Spec
 from lt_zero.common.errors import CheckpointError
@@ -45,12 +43,12 @@ class Archive:
         self.path = path
         fs: Any = fsspec.core.url_to_fs(path)[0] if is_url(path) else None
         self._blocks = BlockReader(path, fs)
-        place = f"{path}/{manifest.NAME}"
+        place = f"{path}/{MANIFEST}"
         try:
             data: bytes = Path(place).read_bytes() if fs is None else fs.cat_file(place)
         except OSError as error:
             raise CheckpointError(
-                f"{path} is not a complete checkpoint: {manifest.NAME} cannot be read ({error}). It is written last; "
+                f"{path} is not a complete checkpoint: {MANIFEST} cannot be read ({error}). It is written last; "
                 "a kill while saving leaves none. Resume from another checkpoint."
             ) from None
         self.manifest = Manifest.parse(data.decode(errors="replace"), place)
@@ -76,8 +74,8 @@ class Archive:
     def is_at(path: str) -> bool:
         """Whether there is a complete checkpoint at a path or URL."""
         if not is_url(path):
-            return os.path.isfile(os.path.join(path, manifest.NAME))
-        return bool(fsspec.core.url_to_fs(path)[0].exists(f"{path}/{manifest.NAME}"))
+            return os.path.isfile(os.path.join(path, MANIFEST))
+        return bool(fsspec.core.url_to_fs(path)[0].exists(f"{path}/{MANIFEST}"))
 
     @cached_property
     def meta(self) -> Mapping[str, Any]:

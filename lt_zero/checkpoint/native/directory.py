@@ -1,4 +1,7 @@
-"""Creates a checkpoint directory under a temporary name and publishes it with one rename.
+"""A checkpoint directory: its manifest, and how it is created under a temporary name and published with one rename.
+
+``manifest.json`` has the contents of a directory, and the length and checksums of every other file; its own checksum is
+that of its text without the checksum's line. It is written last: a directory without it is not a checkpoint.
 
 Note [Publishing a directory]
     A checkpoint is written into ``.<name>.tmp-<host>-<pid>-<random>`` beside its path. Once all files are durable,
@@ -20,23 +23,30 @@ import ctypes
 import errno
 import fcntl
 import glob
+import hashlib
+import json
+import math
 import os
 import re
 import secrets
 import shutil
 import socket
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import torch
 
-from lt_zero.checkpoint.native import manifest
-from lt_zero.checkpoint.native.manifest import Manifest
+from lt_zero.checkpoint.source import Spec
 from lt_zero.common.errors import CheckpointError
-from lt_zero.io.checked_file import Blocks, FileSink, Sink, StreamSink, trouble
+from lt_zero.io.checked_file import STEP, Blocks, FileRecord, FileSink, Sink, StreamSink, trouble
 from lt_zero.io.direct_file import free_bytes
 
+MANIFEST = "manifest.json"
+_VERSION = 1  # of the manifest
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?:tmp|old)-(?P<host>[^-]+(?:-[^-]+)*)-(?P<pid>\d+)-[0-9a-f]{8}")
 _FILES = re.compile(r"(weights|moments)-\d+\.pt|(meta|extras)\.pt|objects\.pkl|\.metadata|manifest\.json")
 _OLD_AGE = 86400.0  # seconds after which another host's temporary directory is removed
@@ -46,6 +56,132 @@ _EXCHANGE, _AT_FDCWD = 2, -100  # of renameat2
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Whether a path is on a remote file system (``s3://...``, ``memory://...``)."""
     return "://" in str(path) and not str(path).startswith("file://")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A rectangle of a tensor: its elements, row-major and contiguous, begin at byte ``start`` of ``file``."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+
+
+@dataclass(frozen=True)
+class Entry(Spec):
+    """A tensor that is saved in chunks."""
+
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The description of a checkpoint directory.
+
+    ``tensors``: by full name, ``model.<name>`` and ``optimizer_<i>.state.<name>.<key>``. ``order``: all names of the
+    module's state dict. ``aliases``: tied name -> the name in ``tensors``. ``left_out``: frozen parameters that were
+    deliberately not saved. ``run``: stage, ranks and precision, for information.
+    """
+
+    tensors: Mapping[str, Entry]
+    files: Mapping[str, FileRecord]
+    order: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    run: Mapping[str, Any] = field(default_factory=dict)
+
+    def dump(self) -> str:
+        names = sorted(self.files)
+        number = {name: i for i, name in enumerate(names)}
+        body = {
+            "format": "lt_zero",
+            "version": _VERSION,
+            "block": STEP,
+            "run": self.run,
+            "order": self.order,
+            "aliases": self.aliases,
+            "left_out": self.left_out,
+            "files": [{"name": n, "bytes": self.files[n].nbytes, "sums": self.files[n].sums} for n in names],
+            "tensors": {
+                name: {
+                    "dtype": str(entry.dtype).removeprefix("torch."),
+                    "shape": entry.shape,
+                    "chunks": [(c.offsets, c.sizes, number[c.file], c.start) for c in entry.chunks],
+                }
+                for name, entry in self.tensors.items()
+            },
+        }
+        # One line per top-level key keeps the beginning readable.
+        lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items())
+        return f'{{"sha256": "{_digest(lines)}",\n{lines}}}\n'
+
+    @classmethod
+    def parse(cls, text: str, path: str) -> Manifest:
+        """Read a manifest.
+
+        Raises:
+            CheckpointError: the text is damaged, or from a newer version; names ``path``.
+        """
+        match = re.fullmatch(r'\{"sha256": "([0-9a-f]{64})",\n(.*)\}\n', text, re.DOTALL)
+        if match is None or _digest(match[2]) != match[1]:
+            raise CheckpointError(
+                f"{path} is damaged: its content does not match its checksum. Restore it from a copy, or use another "
+                "checkpoint."
+            )
+        try:
+            body = json.loads(text)
+            if body["version"] > _VERSION:
+                raise CheckpointError(
+                    f"{path} has version {body['version']}, but this lt_zero reads up to {_VERSION}. Update lt_zero."
+                )
+            return cls._of(body)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path} is malformed ({type(error).__name__}: {error}), although its checksum is correct: lt_zero did "
+                "not write it. Use another checkpoint."
+            ) from None
+
+    @classmethod
+    def _of(cls, body: Mapping[str, Any]) -> Manifest:
+        """Check all that reads do not check: files lie in the directory, chunks in their tensor and their file."""
+        if body["block"] != STEP:
+            raise ValueError(f"blocks of {body['block']} bytes")
+        files = {file["name"]: FileRecord(file["bytes"], tuple(file["sums"])) for file in body["files"]}
+        for name, record in files.items():
+            if name != os.path.basename(name) or name in ("", ".", "..", MANIFEST):
+                raise ValueError(f"a file named {name!r}")
+            if len(record.sums) != -(-record.nbytes // STEP):
+                raise ValueError(f"{len(record.sums)} checksums for {record.nbytes} bytes of {name}")
+        names = [file["name"] for file in body["files"]]
+        tensors = {}
+        for name, entry in body["tensors"].items():
+            shape, dtype = tuple(entry["shape"]), getattr(torch, entry["dtype"])
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"a dtype {entry['dtype']!r}")
+            chunks = tuple(Chunk(tuple(o), tuple(s), names[file], start) for o, s, file, start in entry["chunks"])
+            for chunk in chunks:
+                axes = zip(shape, chunk.offsets, chunk.sizes, strict=True)
+                inside = all(offset >= 0 and size >= 0 and offset + size <= whole for whole, offset, size in axes)
+                end = chunk.start + math.prod(chunk.sizes) * dtype.itemsize
+                if not inside or not 0 <= chunk.start <= end <= files[chunk.file].nbytes:
+                    raise ValueError(f"{name} of {shape} has a chunk {chunk}")
+            tensors[name] = Entry(shape, dtype, chunks)
+        order, left_out = tuple(body["order"]), tuple(body["left_out"])
+        return cls(tensors, files, order, body["aliases"], left_out, body["run"])
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _is_ours(path: str | os.PathLike[str]) -> bool:
+    """Whether a file begins like a manifest of lt_zero."""
+    try:
+        with open(path, "rb") as file:
+            return b'"format": "lt_zero"' in file.read(200)
+    except OSError:
+        return False
 
 
 class Place:
@@ -81,7 +217,7 @@ class Place:
         place = cls(str(path), str(_temporary(path)))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_dir() and not path.is_symlink() and not manifest.is_ours(path / manifest.NAME):
+            if path.is_dir() and not path.is_symlink() and not _is_ours(path / MANIFEST):
                 _refuse_others(name, os.listdir(path))
             remove_leftovers(path.parent)
             os.mkdir(place.folder)
@@ -124,7 +260,7 @@ class Place:
 
     def seal(self, content: Manifest) -> None:
         """Write the manifest, once all files are durable."""
-        sink = self.sink(manifest.NAME)
+        sink = self.sink(MANIFEST)
         sink.write(content.dump().encode())
         sink.close()
         if self._fs is None:
@@ -186,14 +322,14 @@ def find(path: str | os.PathLike[str]) -> str:
     if is_url(path):
         return str(path).rstrip("/")
     target = Path(path).absolute()
-    if (target / manifest.NAME).is_file():
+    if (target / MANIFEST).is_file():
         return str(target)
     for folder in target.parents[:2]:
-        if manifest.is_ours(folder / manifest.NAME):  # other programs may use the same file name
+        if _is_ours(folder / MANIFEST):  # other programs may use the same file name
             return str(folder)
     if not target.exists():
         # See Note [Publishing a directory]: the save was killed between two renames.
-        pattern = f".{glob.escape(target.name)}.tmp-*/{manifest.NAME}"
+        pattern = f".{glob.escape(target.name)}.tmp-*/{MANIFEST}"
         beside = target.parent.glob(pattern) if target.parent.is_dir() else ()
         newest = max(beside, key=lambda found: found.stat().st_mtime, default=None)
         if newest is not None:
@@ -212,7 +348,7 @@ def remove_leftovers(folder: Path) -> None:
         if match is None or not path.is_dir() or _may_be_in_use(path, match["host"]):
             continue
         named = folder / match["name"]
-        if (path / manifest.NAME).is_file() and ".tmp-" in path.name and not named.exists():
+        if (path / MANIFEST).is_file() and ".tmp-" in path.name and not named.exists():
             os.rename(path, named)  # complete: the process was killed before publishing it
         else:
             shutil.rmtree(path, ignore_errors=True)

@@ -39,8 +39,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from lt_zero.checkpoint.native.directory import Place
-from lt_zero.checkpoint.native.manifest import Chunk, Entry, Manifest
+from lt_zero.checkpoint.native.directory import Chunk, Entry, Manifest, Place
 from lt_zero.checkpoint.native.pieces import Fragment, parameter_numbers
 from lt_zero.checkpoint.native.plain import Path, plain, where
 from lt_zero.checkpoint.native.torchfile import Stored, TorchFile
