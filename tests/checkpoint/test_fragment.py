@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from lt_zero.checkpoint.native import pieces
+from lt_zero.checkpoint.native import directory, pieces
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place
 from lt_zero.checkpoint.native.pieces import Box, Fragment, boxes, flat_index

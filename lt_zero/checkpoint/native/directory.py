@@ -114,7 +114,7 @@ class Manifest:
         }
         # One line per top-level key keeps the beginning readable.
         lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items())
-        return f'{{"sha256": "{_digest(lines)}",\n{lines}}}\n'
+        return f'{{"sha256": "{hashlib.sha256(lines.encode()).hexdigest()}",\n{lines}}}\n'
 
     @classmethod
     def parse(cls, text: str, path: str) -> Manifest:
@@ -124,7 +124,7 @@ class Manifest:
             CheckpointError: the text is damaged, or from a newer version; names ``path``.
         """
         match = re.fullmatch(r'\{"sha256": "([0-9a-f]{64})",\n(.*)\}\n', text, re.DOTALL)
-        if match is None or _digest(match[2]) != match[1]:
+        if match is None or hashlib.sha256(match[2].encode()).hexdigest() != match[1]:
             raise CheckpointError(
                 f"{path} is damaged: its content does not match its checksum. Restore it from a copy, or use another "
                 "checkpoint."
@@ -171,10 +171,6 @@ class Manifest:
         return cls(tensors, files, order, body["aliases"], left_out, body["run"])
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _is_ours(path: str | os.PathLike[str]) -> bool:
     """Whether a file begins like a manifest of lt_zero."""
     try:
@@ -206,12 +202,12 @@ class Place:
             CheckpointError: it cannot be created, or ``name`` is a directory with other files.
         """
         if is_url(name):
-            place = cls(name, name)
-            if place._fs.exists(name):
-                if place._fs.isdir(name):
-                    _refuse_others(name, [os.path.basename(p.rstrip("/")) for p in place._fs.ls(name, detail=False)])
-                place._fs.rm(name, recursive=True)
-            place._fs.makedirs(name, exist_ok=True)
+            place, fs = cls(name, name), fsspec.core.url_to_fs(name)[0]
+            if fs.exists(name):
+                if fs.isdir(name):
+                    _refuse_others(name, [os.path.basename(p.rstrip("/")) for p in fs.ls(name, detail=False)])
+                fs.rm(name, recursive=True)
+            fs.makedirs(name, exist_ok=True)
             return place
         path = Path(name).absolute()
         place = cls(str(path), str(_temporary(path)))
@@ -221,7 +217,7 @@ class Place:
                 _refuse_others(name, os.listdir(path))
             remove_leftovers(path.parent)
             os.mkdir(place.folder)
-            place._lock = os.open(place.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            place._lock = _open_folder(place.folder)
             with contextlib.suppress(OSError):  # without locks, leftovers are kept for ``_OLD_AGE``
                 fcntl.flock(place._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -272,10 +268,7 @@ class Place:
             return
         path = Path(self.name)
         try:
-            if os.path.lexists(path):
-                _replace(Path(self.folder), path)
-            else:
-                os.rename(self.folder, path)
+            _replace(Path(self.folder), path)
             sync_folder(path.parent)
         except OSError as error:
             raise trouble("Cannot name", path, error) from None
@@ -309,12 +302,11 @@ def _refuse_others(path: str, names: list[str]) -> None:
 
 def remove(path: str | os.PathLike[str]) -> None:
     """Remove a checkpoint directory or file. See Note [Publishing a directory]."""
-    target = Path(path)
+    target = gone = Path(path)
     if target.is_dir() and not target.is_symlink():
-        os.rename(target, gone := _temporary(target, "old"))
-        shutil.rmtree(gone, ignore_errors=True)
-    else:
-        target.unlink(missing_ok=True)
+        gone = _temporary(target, "old")
+        os.rename(target, gone)
+    _remove(gone)
 
 
 def find(path: str | os.PathLike[str]) -> str:
@@ -358,7 +350,7 @@ def _may_be_in_use(folder: Path, host: str) -> bool:
     """Whether a process of this host holds a directory's lock, or the directory is too young to tell."""
     if host == socket.gethostname():
         with contextlib.suppress(OSError):
-            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fd = _open_folder(folder)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return False
@@ -367,18 +359,29 @@ def _may_be_in_use(folder: Path, host: str) -> bool:
     return time.time() - folder.stat().st_mtime < _OLD_AGE
 
 
+def _open_folder(folder: str | Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
 def _replace(new: Path, path: Path) -> None:
     """Give ``new`` the name ``path``, and remove the directory or file that has it."""
-    is_folder, old = path.is_dir() and not path.is_symlink(), _temporary(path, "old")
-    if is_folder and _exchange(new, path):
+    if not os.path.lexists(path):
+        os.rename(new, path)
+        return
+    old = _temporary(path, "old")
+    if path.is_dir() and not path.is_symlink() and _exchange(new, path):
         os.rename(new, old)  # not to be mistaken for a new checkpoint after a kill
     else:
         os.rename(path, old)
         os.rename(new, path)
-    if is_folder:
-        shutil.rmtree(old, ignore_errors=True)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
     else:
-        old.unlink()
+        path.unlink(missing_ok=True)
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -397,7 +400,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    fd = _open_folder(folder)
     try:
         os.fsync(fd)
     except OSError as error:  # some network file systems do not support it

@@ -30,7 +30,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,10 +61,9 @@ Write = Callable[[bytes | Tensor], object]
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a ``TorchFile``.
+    """A tensor in a ``TorchFile``: where its (row-major) values begin, and the number of its record.
 
-    ``start``: where its values begin in the file, row-major, in the machine's byte order. ``blob``: offset and length
-    of the bytes that are a file of their own, (0, 0) without ``blobs``. ``key``: the number of its record.
+    ``blob``: offset and length of the bytes that are a file of their own, (0, 0) without ``blobs``.
     """
 
     start: int
@@ -147,11 +146,10 @@ class TorchFile:
         return self._stored[-1]
 
     def finish(self, value: Any) -> None:
-        """Write what ``torch.load`` returns, and the directory.
+        """Write ``value``, which ``torch.load`` returns, and the directory.
 
-        Args:
-            value: nested containers of plain values. A ``Stored`` of this file stands for its tensor; where it occurs
-                twice, both have one storage. Tensors are added (whole and contiguous, views do not stay views).
+        In its nested containers a ``Stored`` of this file stands for its tensor; where it occurs twice, both have one
+        storage. Tensors are added (whole and contiguous, views do not stay views).
 
         Raises:
             ValueError: a ``Stored`` of another file; a tensor that is not dense; the file is finished.
@@ -171,11 +169,7 @@ class TorchFile:
         self._put(bytes(end.data))
 
     def stored(self, value: Stored | Tensor) -> Stored:
-        """Where a tensor is in this file; added now if it is not a ``Stored``.
-
-        Raises:
-            ValueError: it is a ``Stored`` of another file, or not a plain dense tensor.
-        """
+        """Where a tensor is in this file; added now if it is not a ``Stored``."""
         if isinstance(value, Stored):
             if value.key >= len(self._stored) or self._stored[value.key].start != value.start:
                 raise ValueError(f"{value} is of another file: add the tensor to this one.")
@@ -210,12 +204,8 @@ def _bytes_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-class _Storage(NamedTuple):
+class _StorageId(tuple[Any, ...]):
     """Pickled as a persistent id."""
-
-    kind: type
-    key: str
-    numel: int
 
 
 class _Pickler(pickle.Pickler):
@@ -226,26 +216,19 @@ class _Pickler(pickle.Pickler):
         self._file = file
 
     def persistent_id(self, obj: Any) -> Any:
-        return ("storage", obj.kind, obj.key, "cpu", obj.numel) if type(obj) is _Storage else None
+        return tuple(obj) if type(obj) is _StorageId else None
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, Stored | Tensor):
             return NotImplemented
         stored = self._file.stored(obj)
-        rebuild, arguments = _reduced(stored.dtype)
-        typed = stored.dtype in _STORAGES
-        numel = stored.nbytes // stored.dtype.itemsize if typed else stored.nbytes
-        storage = _Storage(_STORAGES.get(stored.dtype, torch.UntypedStorage), str(stored.key), numel)
+        kind = _STORAGES.get(stored.dtype, torch.UntypedStorage)
+        numel = stored.nbytes if kind is torch.UntypedStorage else stored.nbytes // stored.dtype.itemsize
+        storage = _StorageId(("storage", kind, str(stored.key), "cpu", numel))
         strides = torch.empty(stored.shape, device="meta").stride()
+        rebuild, arguments = torch.empty(0, dtype=stored.dtype, device="cpu").__reduce_ex__(2)
         # A new OrderedDict for each tensor, since it becomes the tensor's dict of hooks.
         return rebuild, (storage, 0, stored.shape, strides, False, OrderedDict(), *arguments[6:])
-
-
-@functools.cache
-def _reduced(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
-    """The function that torch pickles tensors of ``dtype`` with, and its arguments."""
-    function, arguments = torch.empty(0, dtype=dtype, device="cpu").__reduce_ex__(2)
-    return function, arguments
 
 
 class _Collector:
