@@ -169,7 +169,7 @@ class DataTypes(Block):
     """The ``data_types`` block."""
 
     grad_accum_dtype: Dtype | None = key(
-        None, "dtype of the gradient accumulators; null: the master weights' (DeepSpeed: the weights')"
+        None, "accumulators' dtype; null: the master weights' (DeepSpeed: the weights')"
     )
     param_dtype: Dtype | None = key(None, "checked against the fp16 or bf16 block; no other effect")
     buffer_dtype: Dtype | None = key(None, "cast floating-point buffers; null: keep their dtype")
@@ -181,9 +181,7 @@ class DataTypes(Block):
 class OptimizerBlock(Block):
     """The ``optimizer`` block: the optimizer to build if the module has no ``configure_optimizers``."""
 
-    type: str = Field(
-        min_length=1, description="Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD, a torch.optim class or a dotted path"
-    )
+    type: str = key(..., "Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD, torch.optim's or a dotted path", min_length=1)
     params: Params = key({}, "arguments of its constructor", validate_default=True)
     param_groups: ParamGroups = key(
         (),
@@ -296,14 +294,10 @@ class ActivationCheckpointing(Block):
         "other keys of the block need full or selective",
     )
     every: Positive = key(1, "checkpoint every n-th module, starting with the first")
-    modules: Names = key(
-        (), "class names, bare or dotted, of modules to checkpoint; empty: the model's repeated blocks"
-    )
+    modules: Names = key((), "class names, bare or dotted, of modules to checkpoint; empty: the repeated blocks")
     cpu_checkpointing: bool = key(False, "offload saved inputs to host memory between forward and backward")
     nvme_path: Path | None = key(None, "offload saved inputs to files in this folder, on a fast local disk")
-    partition_activations: bool = key(
-        False, "false: there is no tensor- or sequence-parallel group to split saved inputs over"
-    )
+    partition_activations: bool = key(False, "false: no tensor- or sequence-parallel group to split saved inputs over")
     contiguous_memory_optimization: bool = key(False, "keep saved inputs in one preallocated buffer")
     number_checkpoints: Positive | None = key(
         None, "number of saved inputs that fit into the preallocated buffer; null: one per checkpointed module"
@@ -319,9 +313,7 @@ class Checkpoint(Block):
         "auto", "sharded: a directory that all ranks write; full: one file by rank 0; auto: full at stage 0"
     )
     async_save: bool = key(
-        False,
-        "copy to host memory and write in the background while training continues (sharded only)",
-        validation_alias="async",
+        False, "write a copy in host memory to files in the background (sharded only)", validation_alias="async"
     )
     save_frozen: bool = key(True, "false: leave out parameters that need no gradient")
     load_module_only: bool = key(False, "fit(ckpt_path=...) loads the weights only and starts a new run")
@@ -362,17 +354,13 @@ class FlopsProfiler(Block):
     top_modules: Positive = key(1, "number of module classes per level in the aggregate")
     detailed: bool = key(True, "false: print the aggregate only, without a row per module")
     output_file: Annotated[str, _none_if_empty] | None = key(None, "text file that rank 0 writes; null: stdout")
-    recompute_fwd_factor: Real = key(
-        0.0, "fraction of forward assumed to be recomputed in backward, if no recomputation was seen", ge=0
-    )
+    recompute_fwd_factor: Real = key(0.0, "assumed fraction of forward recomputed in backward, if none was seen", ge=0)
 
 
 class CommsLogger(Block):
     """The ``comms_logger`` block: time and volume of the engine's collectives."""
 
-    enabled: bool = key(
-        False, "record collectives and print a table at the end of fit (DeepSpeed: true if the block has any key)"
-    )
+    enabled: bool = key(False, "record collectives, print a table after fit (DeepSpeed: true if the block has any key)")
     verbose: bool = key(False, "rank 0 prints each collective when it completes; synchronizes the GPU")
     prof_all: bool = key(True, "record all operations; false: only those in prof_ops")
     debug: bool = key(False, "break down by unit, bucket or purpose")
@@ -447,15 +435,11 @@ class ZeroOptimization(Block):
         "stages 1 and 2, by 25, 42 and 175 % at stage 3, where each layer is a bucket",
     )
     contiguous_gradients: bool = key(True, "true: copy gradients into one flat buffer per bucket as they are produced")
-    reduce_scatter: bool = key(
-        True, "false: all-reduce gradients and keep the own shard (no effect where CPU ranks share memory)"
-    )
+    reduce_scatter: bool = key(True, "false: all-reduce and keep the own shard (no effect if CPU ranks share memory)")
     reduce_bucket_size: Positive = key(
         500_000_000, "maximum elements of a gradient bucket; a larger parameter gets a bucket of its own"
     )
-    allgather_bucket_size: Positive = key(
-        500_000_000, "maximum elements per all-gather of updated parameters (stages 1 and 2)"
-    )
+    allgather_bucket_size: Positive = key(500_000_000, "maximum elements per all-gather of parameters (stages 1, 2)")
     stage3_prefetch_bucket_size: Elements = key(
         50_000_000, "elements to prefetch; a unit may be larger if no other is prefetched; 0: none"
     )
@@ -474,19 +458,15 @@ class ZeroOptimization(Block):
         1_000_000_000, "keep a parameter gathered if it is used again within this many elements; 0: release at once"
     )
     leaf_module: LeafModule = key(LeafModule(), "modules to gather as one unit although the model does not repeat them")
-    zero_allowed_param_types: Names = key(
-        (), "class names of modules: at stage 3 only their parameters are sharded; empty: all"
-    )
+    zero_allowed_param_types: Names = key((), "class names of modules: at stage 3 only these are sharded; empty: all")
     zero_force_param_types: Names = key((), "class names of modules whose parameters are not sharded at stage 3")
     sync_bn_in_backward: bool = key(False, "compute batch norm statistics over all ranks")
     enable_sanity_checks: bool = key(False, "compare each collective across ranks before launch, like LT_ZERO_DEBUG=1")
     offload_optimizer: OffloadOptimizer = key(OffloadOptimizer(), "where optimizer states are stored")
     offload_param: OffloadParam = key(OffloadParam(), "where parameter shards are stored (stage 3)")
-    load_from_fp32_weights: bool = key(
-        True, "false: on resume, master weights start from saved weights rounded to the compute dtype"
-    )
+    load_from_fp32_weights: bool = key(True, "false: on resume, master weights start from those in the compute dtype")
     stage3_gather_16bit_weights_on_model_save: bool = key(
-        False, "write one file with all weights in 16 bits next to each checkpoint"
+        False, "one 16-bit file of all weights next to each checkpoint"
     )
     sub_group_size: Elements = key(
         1_000_000_000, "maximum elements of a bucket if the optimizer is offloaded; 0: one bucket per parameter"
@@ -569,9 +549,7 @@ class Schema(Block):
         "required: raise at set-up if a kernel is missing",
     )
     max_cpu_gb: Real | None = key(None, "maximum host memory to use per node, in GB (1e9 bytes)", gt=0)
-    on_skipped_step: Literal["hold", "advance"] = key(
-        "hold", "hold: skipped steps do not advance schedules; advance: they do"
-    )
+    on_skipped_step: Literal["hold", "advance"] = key("hold", "whether skipped steps hold schedules, or advance them")
     on_min_scale: Literal["raise", "hold", "warn"] = key("raise", "what to do on overflow at the minimum loss scale")
     on_nonfinite: Literal["warn", "raise", "skip"] = key(
         "warn",

@@ -30,20 +30,12 @@ _WORDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "
 
 @dataclass(frozen=True)
 class Entry:
-    """A supported key.
+    """A supported key, in words of a configuration file."""
 
-    Attributes:
-        key: dotted; ``<name>`` stands for names that users choose.
-        type: in words of a configuration file.
-        default: as in a configuration file; "" if there is none.
-        bounds: such as ">= 0, <= 3"; "" if there are none.
-        description: what it does.
-    """
-
-    key: str
+    key: str  # dotted; <name> stands for names that users choose
     type: str
-    default: str
-    bounds: str
+    default: str  # "" if there is none
+    bounds: str  # such as ">= 0, <= 3"
     description: str
 
     @property

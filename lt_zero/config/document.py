@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -18,20 +18,14 @@ DEEPEST = 50  # mappings and lists inside each other; real files have 6
 
 @dataclass(frozen=True)
 class Notice:
-    """A message about a key that is accepted.
-
-    Attributes:
-        kind: ``alias``: read as another key; ``no effect``: ignored; ``inactive``: has no effect in combination with
-            the other keys; ``file``: about the file itself.
-        key: dotted.
-        message: one line.
-        mark: where it was written.
+    """A message about a key that is accepted: read as another one (alias), ignored (no effect), or without effect in
+    combination with the other keys (inactive); or about the file itself.
     """
 
     kind: Literal["alias", "no effect", "inactive", "file"]
-    key: str
-    message: str
-    mark: Mark | None = None
+    key: str  # dotted
+    message: str  # one line
+    mark: Mark | None = None  # where it was written
 
     def __str__(self) -> str:
         return self.message if self.mark is None else f"{self.mark}: {self.message}"
@@ -39,25 +33,17 @@ class Notice:
 
 @dataclass
 class Document:
-    """Nested mappings with the places of their values. Each step of loading takes one and returns one.
+    """Nested mappings with the places of their values. Each step of loading takes one and returns one."""
 
-    Attributes:
-        values: dict, list, scalars; objects that no file can hold (torch.dtype, Path) stay what they are.
-        marks: where keys and list items were written; for renamed keys, the place of the old one.
-        name: of the file, or of what else it is, for messages.
-        notices, problems: what was found.
-        secret: paths of values that must not be shown: from environment variables, or with the name of a secret. The
-            path of an interpolation stands for all that it is resolved to.
-        autos: keys written "auto", which were taken out.
-    """
-
-    values: dict[str, Any]
-    marks: dict[Path, Mark] = field(default_factory=dict)
-    name: str = "config"
+    values: dict[str, Any]  # dict, list, scalars; objects that no file can hold (torch.dtype, Path) stay what they are
+    marks: dict[Path, Mark] = field(default_factory=dict)  # of keys and list items; of renamed keys, the old places
+    name: str = "config"  # of the file, or of what else it is, for messages
     notices: list[Notice] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    # Values that must not be shown: from environment variables, or with the name of a secret. The path of an
+    # interpolation stands for all that it is resolved to.
     secret: set[Path] = field(default_factory=set)
-    autos: frozenset[Path] = frozenset()
+    autos: frozenset[Path] = frozenset()  # written "auto", and taken out
 
     def check(self) -> Document:
         """This document, unless it has problems, which are raised."""
@@ -122,22 +108,21 @@ class Document:
 
     def move(self, old: Path, new: Path, value: Any, quiet: bool = False) -> None:
         """Move ``value`` from ``old`` to ``new``; a different value there is a problem."""
-        there, mark = self.get(new), self.mark(old)
+        there, mark, names = self.get(new), self.mark(old), (dotted(old), dotted(new))
         self.pop(old)
         if there is not MISSING and there is not None and there != value:
-            text = f"{dotted(old)} says {value!r}, {dotted(new)} says {there!r}, and the first is another spelling of "
-            self.problem(old, f"{text}the second. Remove {dotted(old)}.", mark)
-            return
-        if not self.put(new, value):
-            self.problem(old, f"{dotted(old)} is read as {dotted(new)}, but {dotted(new[:-1])} is no block.", mark)
-            return
-        if mark is not None:
-            self.marks[new] = mark
-        inside = {(*new, *at[len(old) :]) for at in self.secret if at[: len(old)] == old}
-        self.secret |= inside | ({new} if self.hides(old) else set())
-        if not quiet:
-            shown = str(value).lower() if isinstance(value, bool) else value
-            self.tell(old, f"{dotted(old)} is read as {dotted(new)}={shown}. Write the latter.", mark)
+            text = f"{names[0]} says {value!r}, {names[1]} says {there!r}, and the first is another spelling of the "
+            self.problem(old, f"{text}second. Remove {names[0]}.", mark)
+        elif not self.put(new, value):
+            self.problem(old, f"{names[0]} is read as {names[1]}, but {dotted(new[:-1])} is no block.", mark)
+        else:
+            if mark is not None:
+                self.marks[new] = mark
+            inside = {(*new, *at[len(old) :]) for at in self.secret if at[: len(old)] == old}
+            self.secret |= inside | ({new} if self.hides(old) else set())
+            if not quiet:
+                shown = str(value).lower() if isinstance(value, bool) else value
+                self.tell(old, f"{names[0]} is read as {names[1]}={shown}. Write the latter.", mark)
 
     def tell(self, path: Path, message: str, mark: Mark | None = None) -> None:
         self.notices.append(Notice("alias", dotted(path), message, mark or self.mark(path)))
@@ -147,21 +132,17 @@ class Document:
 
 
 def leaves(value: Any, path: Path = (), lists: bool = True) -> Iterator[tuple[Path, Any]]:
-    """All values that hold no others, with their paths.
-
-    Args:
-        value: nested mappings.
-        path: of ``value``.
-        lists: whether to go into lists, too.
-    """
+    """All values that hold no others, with their paths; without ``lists``, a list is one value."""
     if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from leaves(item, (*path, key), lists)
+        items: Iterable[tuple[Any, Any]] = value.items()
     elif lists and isinstance(value, list) and value:
-        for index, item in enumerate(value):
-            yield from leaves(item, (*path, index), lists)
-    elif path:
-        yield path, value
+        items = enumerate(value)
+    else:
+        if path:
+            yield path, value
+        return
+    for key, item in items:
+        yield from leaves(item, (*path, key), lists)
 
 
 def mapped(value: Any, change: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
@@ -205,25 +186,17 @@ def secrets(values: dict[str, Any]) -> set[Path]:
     return found
 
 
-def masking(values: Mapping[str, Any], secret: Collection[Path]) -> Callable[[str], str]:
-    """A function that replaces secret values in messages, plain or quoted, whichever key a message is about.
-
-    Args:
-        values: the written values, after interpolations.
-        secret: paths of values, and of blocks, that are secret.
-    """
+def masking(document: Document) -> Callable[[str], str]:
+    """A function that replaces the document's secret values in messages, plain or quoted, whatever these are about."""
     found: set[str] = set()
-    for path, value in leaves(values) if secret else ():
+    for path, value in leaves(document.values) if document.secret else ():
         is_shown = isinstance(value, (str, int, float)) and not isinstance(value, bool) and value != ""
-        if not is_shown or not any(path[:end] in secret for end in range(1, len(path) + 1)):
+        if not is_shown or not document.hides(path):
             continue
         text = str(value)
         # Whole words only (4 is not in 48), and short values only where a value is expected.
-        before = r"(?<==)" if len(text) < _SHORT else r"(?<!\w)"
-        found.add(rf"{before}{re.escape(text)}(?!\w)")
-        found |= {
-            ("(?<==)" if len(text) < _SHORT else "") + re.escape(quoted) for quoted in (repr(text), json.dumps(text))
-        }
+        before, around = ("(?<==)", "(?<==)") if len(text) < _SHORT else (r"(?<!\w)", "")
+        found |= {rf"{before}{re.escape(text)}(?!\w)", *(around + re.escape(q) for q in (repr(text), json.dumps(text)))}
         if len(text) > _CUT:  # messages truncate long values
             found.add(re.escape(text[:_CUT]) + r"\S*")
     pattern = re.compile("|".join(sorted(found, key=len, reverse=True)))

@@ -55,22 +55,13 @@ AUTO: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class KeyStatus:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        key: dotted; may have ``*`` and end in ``**``.
-        status: "alias" (another spelling of ``to``), "no_effect" (accepted and ignored), "later" (known,
-            not available yet) or "unsupported" (known, refused).
-        to: for an alias, the dotted key or block that it stands for; several are joined by " and ".
-        off: JSON values joined by ``|`` that switch the key off; these are accepted silently.
-        note: one or two sentences for users.
-    """
-
-    key: str
-    status: str
-    to: str
-    off: str
-    note: str
+    key: str  # dotted; may have * and end in **
+    status: str  # alias, no_effect (accepted and ignored), later (known, not available yet), unsupported (refused)
+    to: str  # of an alias: the dotted key or block that it stands for; several are joined by " and "
+    off: str  # JSON values joined by | that switch the key off; these are accepted silently
+    note: str  # one or two sentences for users
 
     def targets(self, path: KeyPath) -> tuple[str, ...]:
         """The dotted keys that the alias ``path`` stands for; segments matched by ``**`` are kept."""

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -99,23 +100,14 @@ Activations = ActivationCheckpointing | Mapping[str, Any] | str | bool | None
 
 @dataclass(frozen=True)
 class Loaded:
-    """A configuration with its problems and notices.
+    """A configuration with its problems and notices."""
 
-    Attributes:
-        config: validated; None if there are problems.
-        problems: in the order of the file.
-        notices: about keys that were accepted.
-        written: keys and values as written, after overrides and interpolations.
-        marks: their places.
-        secret: values that must not be shown.
-    """
-
-    config: ZeroConfig | None
-    problems: Sequence[Problem] = ()
+    config: ZeroConfig | None  # validated; None if there are problems
+    problems: Sequence[Problem] = ()  # in the order of the file
     notices: Sequence[Notice] = ()
-    written: Mapping[str, Any] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)  # as written, after overrides and interpolations
     marks: Mapping[Path, Mark] = field(default_factory=dict)
-    secret: frozenset[Path] = frozenset()
+    secret: frozenset[Path] = frozenset()  # must not be shown
 
     def usable(self) -> ZeroConfig:
         """The configuration; a ``ConfigError`` that names every problem if there is none."""
@@ -127,11 +119,12 @@ class Loaded:
         """Warn of each notice, on the first rank only; of all keys that have no effect at once."""
         if any(os.environ.get(name, "0") not in ("0", "") for name in _RANKS):
             return
-        told = [str(notice) for notice in self.notices if notice.kind != "inactive"]
-        idle: dict[str, list[str]] = {}
+        told, idle = [], defaultdict(list)
         for notice in self.notices:
             if notice.kind == "inactive":
-                idle.setdefault(notice.message, []).append(notice.key)
+                idle[notice.message].append(notice.key)
+            else:
+                told.append(str(notice))
         if idle:
             reasons = ", ".join(f"{', '.join(keys)} ({why})" for why, keys in idle.items())
             told.append(f"These keys have no effect here: {reasons}.")
@@ -159,7 +152,7 @@ def examine(
             return Loaded(config)
         config = plain(config)
     document = resolve(apply(read(config), overrides))
-    written, mask = document.values, masking(document.values, document.secret)
+    written, mask = document.values, masking(document)
     document = _with_arguments(document, stage, default_stage, activations)
     document = classify(rename(document), ZeroConfig, BLOCK_CHECKS)
     made = validate(document, ZeroConfig)
@@ -199,10 +192,9 @@ def _with_autos(config: ZeroConfig, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _written(block: Block) -> dict[str, Any]:
-    values = {name: getattr(block, name) for name in type(block).model_fields if name in block.model_fields_set}
+    values = ((name, getattr(block, name)) for name in type(block).model_fields if name in block.model_fields_set)
     return {
-        name: _written(value) if isinstance(value, Block) else thawed(copy.deepcopy(value))
-        for name, value in values.items()
+        name: _written(value) if isinstance(value, Block) else thawed(copy.deepcopy(value)) for name, value in values
     }
 
 
@@ -227,22 +219,21 @@ def _with_arguments(
         text = f"activation_checkpointing={given!r} is neither a mode nor a mapping of keys of the block."
         document.problem(("activation_checkpointing",), text)
         return document
-    for key, value in (given or {}).items():
+    given = read(given).values
+    for key, value in given.items():
         says = f"ZeroStrategy(activation_checkpointing=...) says {key}={value!r}, which"
-        wanted.append((("activation_checkpointing", str(key)), value, says, f"activation_checkpointing={given!r}"))
+        wanted.append((("activation_checkpointing", key), value, says, f"activation_checkpointing={given!r}"))
     for path, value, says, source in wanted:
         there = document.get(path)
         if there is MISSING or there is None or (there == "auto" and path[-1] == "stage"):
             if document.put(path, value):
                 document.marks[path] = Mark(source)
-        elif there != value and _texts(there) != _texts(value):
+            continue
+        # A name equals a list of one, and numbers may be text.
+        texts = ([str(entry) for entry in (v if isinstance(v, (list, tuple)) else [v])] for v in (there, value))
+        if there != value and next(texts) != next(texts):
             document.problem(path, f"{says} contradicts {dotted(path)}={there!r}. Remove one of them.")
     return document
-
-
-def _texts(value: Any) -> list[str]:
-    """Normalize for a comparison: a name equals a list of one, and numbers may be text."""
-    return [str(entry) for entry in (value if isinstance(value, (list, tuple)) else [value])]
 
 
 # ---- validation ------------------------------------------------------------------------------------------------------
@@ -260,16 +251,14 @@ def validate(document: Document, schema: type[AnyBlock]) -> AnyBlock | None:
     except ValidationError as error:
         wrong = _add_problems(document, error, schema)
     if wrong:
-        right = document.copy()
-        right.problems = []
+        right = replace(document.copy(), problems=[])
         for path in wrong:
             right.pop(path)
         try:
             schema.model_validate(right.values)
         except ValidationError as error:
             _add_problems(right, error, schema)
-        names = [dotted(path) for path in wrong]
-        document.problems += [p for p in right.problems if not any(name in p.message for name in names)]
+        document.problems += [p for p in right.problems if not any(dotted(path) in p.message for path in wrong)]
     return None
 
 

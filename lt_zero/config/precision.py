@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lt_zero.common.errors import ConfigError
-from lt_zero.config.blocks import Fp16, Schema, Switch
+from lt_zero.config.blocks import Fp16, Schema
 
 # Trainer(precision=...) -> (dtype of weights in forward, autocast)
 MODES: dict[str, tuple[torch.dtype | None, bool]] = {
@@ -22,62 +22,35 @@ MODES: dict[str, tuple[torch.dtype | None, bool]] = {
 
 @dataclass(frozen=True)
 class ScalerRules:
-    """How the loss scale changes.
-
-    Attributes:
-        initial: the scale at the start.
-        dynamic: False: the scale is constant; overflows still skip steps.
-        window: the scale grows after this many steps without overflow.
-        hysteresis: the number of overflows before the scale drops.
-        consecutive_hysteresis: reset the count of overflows at each finite step instead of when the scale grows.
-        minimum: the scale never drops below.
-        growth: factor of an increase.
-        backoff: factor of a decrease.
-    """
+    """How the loss scale changes."""
 
     initial: float = 2.0**16
-    dynamic: bool = True
-    window: int = 1000
-    hysteresis: int = 2
-    consecutive_hysteresis: bool = False
+    dynamic: bool = True  # False: the scale is constant; overflows still skip steps
+    window: int = 1000  # the scale grows after this many steps without overflow
+    hysteresis: int = 2  # the number of overflows before the scale drops
+    consecutive_hysteresis: bool = False  # count overflows anew at each finite step, not only when the scale grows
     minimum: float = 1.0
-    growth: float = 2.0
-    backoff: float = 0.5
+    growth: float = 2.0  # factor of an increase
+    backoff: float = 0.5  # factor of a decrease
 
 
 @dataclass(frozen=True)
 class DtypePolicy:
-    """Which dtype is used for what.
+    """Which dtype is used for what."""
 
-    Attributes:
-        mode: one of ``MODES``.
-        compute: of gathered weights and activations; None: that of the parameters.
-        autocast: whether forward runs under ``torch.autocast(dtype=compute)``.
-        cast_inputs: whether floating-point inputs of a step are cast to ``compute``.
-        accumulate: of the gradient accumulators; None: that of the master weights.
-        wire: of gradients in collectives; None: their own, or one in which the sum is exact.
-        buffers: of floating-point buffers; None: unchanged.
-        low_master: master weights are in ``compute`` instead of fp32.
-        low_states: the optimizer's moments have the dtype of the master weights even if that is bf16.
-        keep_fp32: class names and patterns of modules and parameters that stay fp32.
-        check_overflow: steps with non-finite gradients are skipped.
-        raise_nonfinite: non-finite gradients are an error.
-        scaling: how the loss is scaled; None: it is not.
-    """
-
-    mode: str = "32-true"
-    compute: torch.dtype | None = None
-    autocast: bool = False
-    cast_inputs: bool = False
-    accumulate: torch.dtype | None = None
-    wire: torch.dtype | None = None
-    buffers: torch.dtype | None = None
-    low_master: bool = False
-    low_states: bool = False
-    keep_fp32: tuple[str, ...] = ()
-    check_overflow: bool = False
-    raise_nonfinite: bool = False
-    scaling: ScalerRules | None = None
+    mode: str = "32-true"  # one of MODES
+    compute: torch.dtype | None = None  # of gathered weights and activations; None: that of the parameters
+    autocast: bool = False  # forward runs under torch.autocast(dtype=compute)
+    cast_inputs: bool = False  # floating-point inputs of a step are cast to compute
+    accumulate: torch.dtype | None = None  # of the gradient accumulators; None: that of the master weights
+    wire: torch.dtype | None = None  # of gradients in collectives; None: their own, or one in which the sum is exact
+    buffers: torch.dtype | None = None  # of floating-point buffers; None: unchanged
+    low_master: bool = False  # master weights are in compute instead of fp32
+    low_states: bool = False  # the optimizer's moments have the master weights' dtype even if that is bf16
+    keep_fp32: tuple[str, ...] = ()  # class names and patterns of modules and parameters that stay fp32
+    check_overflow: bool = False  # steps with non-finite gradients are skipped
+    raise_nonfinite: bool = False  # non-finite gradients are an error
+    scaling: ScalerRules | None = None  # of the loss; None: it is not scaled
 
     def dtype_of(self, parameter: torch.Tensor, kept: bool = False) -> torch.dtype:
         """The dtype of a parameter's gathered weights; ``kept``: whether it belongs to an fp32 module."""
@@ -121,27 +94,25 @@ def resolve_mode(config: Schema, precision: str, device: str) -> str:
     Raises:
         ConfigError: they contradict each other; shows both.
     """
-    autocast = config.torch_autocast
+    autocast, asked = config.torch_autocast, precision.partition("-")[0]
     if autocast.enabled:
         mode = "16-mixed" if autocast.dtype == torch.float16 else "bf16-mixed"
         replaced = device == "cpu" and mode == "16-mixed" and precision == "bf16-mixed"
         if precision not in ("32-true", mode) and not replaced:
             raise _contradiction(precision, "torch_autocast.dtype", autocast.dtype)
         return mode
-    blocks: dict[str, Switch] = {"fp16": config.fp16.enabled, "bf16": config.bf16.enabled}
-    wanted = next((name for name, enabled in blocks.items() if enabled is True), None)
-    asked = {"16": "fp16", "bf16": "bf16"}.get(precision.split("-")[0])
+    blocks = {"16": ("fp16", config.fp16.enabled), "bf16": ("bf16", config.bf16.enabled)}
+    wanted = next((bits for bits, (_, enabled) in blocks.items() if enabled is True), None)
     if wanted is None:
-        if asked is not None and blocks[asked] is False:
-            raise _contradiction(precision, f"{asked}.enabled", "false")
+        if asked in blocks and blocks[asked][1] is False:
+            raise _contradiction(precision, f"{blocks[asked][0]}.enabled", "false")
         return precision
-    digits = {"fp16": "16", "bf16": "bf16"}[wanted]
     if precision == "32-true":
-        return f"{digits}-true"
+        return f"{wanted}-true"
+    if device == "cpu" and precision == "bf16-mixed":
+        return f"{wanted}-mixed"
     if asked != wanted:
-        if device == "cpu" and precision == "bf16-mixed":
-            return f"{digits}-mixed"
-        raise _contradiction(precision, f"{wanted}.enabled", "true")
+        raise _contradiction(precision, f"{blocks[wanted][0]}.enabled", "true")
     return precision
 
 
@@ -162,23 +133,22 @@ def dtype_policy(config: Schema, mode: str, rules: ScalerRules | None = None) ->
         ConfigError: a key contradicts the mode, or ``rules`` contradict the ``fp16`` block.
     """
     compute, autocast = MODES[mode]
-    low: dict[torch.dtype | None, bool] = {torch.float16: config.fp16.fp16_master_weights_and_grads}
-    low[torch.bfloat16] = config.bf16.bf16_master_weights_and_grads
-    for dtype, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
-        if low[dtype] and compute != dtype:
+    low_master = False
+    for name, dtype, low in (
+        ("fp16", torch.float16, config.fp16.fp16_master_weights_and_grads),
+        ("bf16", torch.bfloat16, config.bf16.bf16_master_weights_and_grads),
+    ):
+        if low and compute != dtype:
             key = f"{name}.{name}_master_weights_and_grads"
             text = f"{key}=true, but the precision is {mode!r}. Set {name}.enabled=true or remove the key."
             raise ConfigError.about(key, text)
-    param, types = config.data_types.param_dtype, config.data_types
-    if param is not None and param != (compute or torch.float32):
-        text = f"data_types.param_dtype={param} contradicts the precision {mode!r}, in which weights are "
-        raise ConfigError.about(
-            "data_types.param_dtype", f"{text}{compute or torch.float32} in forward. Remove the key."
-        )
-    kept = [*config.fp16_override_modules, *config.fp16.fp16_override_modules, *config.bf16.fp16_override_modules]
+        low_master |= low
+    types, forward = config.data_types, compute or torch.float32
+    if types.param_dtype not in (None, forward):
+        text = f"data_types.param_dtype={types.param_dtype} contradicts the precision {mode!r}, in which weights are "
+        raise ConfigError.about("data_types.param_dtype", f"{text}{forward} in forward. Remove the key.")
     skips = compute == torch.float16 or (compute == torch.bfloat16 and config.bf16.check_grad_overflow)
     cast = config.fp16.auto_cast if compute == torch.float16 else None
-    low_master = low.get(compute, False)
     return DtypePolicy(
         mode=mode,
         compute=compute,
@@ -189,27 +159,24 @@ def dtype_policy(config: Schema, mode: str, rules: ScalerRules | None = None) ->
         buffers=types.buffer_dtype or (compute if compute == torch.float64 else None),
         low_master=low_master,
         low_states=config.bf16.bf16_optimizer_states,
-        keep_fp32=tuple(kept),
+        keep_fp32=tuple(name for block in (config, config.fp16, config.bf16) for name in block.fp16_override_modules),
         check_overflow=skips or config.on_nonfinite != "warn",
         raise_nonfinite=compute != torch.float16 and config.on_nonfinite == "raise",
         scaling=_scaling(config.fp16, rules) if compute == torch.float16 else None,
     )
 
 
-_SCALE_KEYS = {"loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"}
-
-
 def _scaling(block: Fp16, rules: ScalerRules | None) -> ScalerRules:
     if rules is not None:
-        if given := sorted(_SCALE_KEYS & block.model_fields_set):
+        keys = {"loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"}
+        if given := sorted(keys & block.model_fields_set):
             key = f"fp16.{given[0]}"
             text = f"The precision plugin has its own GradScaler, and {key}={getattr(block, given[0])} is configured."
             raise ConfigError.about(key, f"{text} Remove one.")
         return rules
-    dynamic = block.loss_scale == 0
     return ScalerRules(
-        initial=2.0**block.initial_scale_power if dynamic else block.loss_scale,
-        dynamic=dynamic,
+        initial=2.0**block.initial_scale_power if block.loss_scale == 0 else block.loss_scale,
+        dynamic=block.loss_scale == 0,
         window=block.loss_scale_window,
         hysteresis=block.hysteresis,
         consecutive_hysteresis=block.consecutive_hysteresis,

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from lt_zero.common.errors import ConfigError, Mark, dotted
+from lt_zero.config import ZeroConfig
 from lt_zero.config.document import Document
 from lt_zero.config.overrides import resolve
 from lt_zero.config.read import parse_json, parse_yaml, read
@@ -213,8 +214,11 @@ def test_shared_mappings_do_not_expand_without_end() -> None:
     shared: Any = {"x": 1}
     for _ in range(20):
         shared = {"a": shared, "b": [shared]}
-    with pytest.raises(ConfigError, match=r"more than 100,000 values \(shared mappings counted as often as used\)"):
+    too_many = r"more than 100,000 values \(shared mappings counted as often as used\)"
+    with pytest.raises(ConfigError, match=too_many):
         read(shared)
+    with pytest.raises(ConfigError, match=too_many):
+        ZeroConfig.of(activations={"modules": shared})
 
 
 def test_what_a_file_may_be(tmp_path: Path) -> None:
