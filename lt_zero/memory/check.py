@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -63,9 +63,7 @@ def measured(engine: Engine, optimizers: Iterable[ShardedOptimizer] = ()) -> dic
     manager = engine.offload_manager
     files = {id(found): found for found in (manager.optim, manager.params) if found is not None}
     total[OFFLOAD] = sum(rounded(store.nbytes) for store in stored) + sum(tier.spare_nbytes for tier in files.values())
-    total[OFFLOAD] += (
-        engine.offload_manager.host_link.slots.nbytes if engine.offload_manager.host_link is not None else 0
-    )
+    total[OFFLOAD] += manager.host_link.slots.nbytes if manager.host_link is not None else 0
     total[REDUCE] = engine.reducer.buffer_bytes
     total[RESTING] = sum(tier.bytes_on_disk for tier in files.values())
     return {kind: nbytes for kind, nbytes in total.items() if nbytes}
@@ -100,10 +98,14 @@ def check_build(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, comm:
     """
     if not limits.checks_wanted():
         return
-    setup = replace(Setup.of_comm(comm, states=0.0, training=training), saves=False)
+    setup = Setup.of_comm(comm, states=0.0, fused=False, training=training, saves=False)
     cast = forecast(plan, config, policy, setup)
-    advice = _advice(plan.root, config, policy, setup, known=False)
-    _check(cast, list(cast.phases), _taken(plan.root, comm.world), config.max_cpu_gb, comm, advice)
+    taken: Counter[str] = Counter()  # bytes that parameters take now, by device type
+    for parameter in plan.root.parameters():
+        parts = comm.world if is_guarded(parameter) else 1  # guarded: sharded at construction
+        taken[parameter.device.type] += parameter.numel() * parameter.dtype.itemsize // parts
+    advice = partial(_advice, plan.root, config, policy, setup, "adam")
+    _check(cast, list(cast.phases), taken, config.max_cpu_gb, comm, advice)
 
 
 def check_optimizers(
@@ -123,30 +125,24 @@ def check_optimizers(
     if not limits.checks_wanted():
         return
     known = [states_of(optimizer) for optimizer in optimizers]
-    setup = Setup.of_comm(engine.comm, max((count for count, _ in known), default=0.0), training=True)
+    states = max((count for count, _ in known), default=0.0)
     fused = engine.config.fused_step and all(fused for _, fused in known)
-    setup = replace(setup, fused=fused, accumulates=accumulates, saves=saves)
+    setup = Setup.of_comm(engine.comm, states=states, fused=fused, accumulates=accumulates, saves=saves)
     plan = plan_engine(engine.root, engine.config, engine.policy, engine.comm.world)
     cast = forecast(plan, engine.config, engine.policy, setup)
     phases = [phase for phase in cast.phases if phase != "build"]
     held = sum(nbytes for kind, nbytes in measured(engine).items() if kind != RESTING)
-    taken = {engine.comm.device.type: held}
-    advice = _advice(engine.root, engine.config, engine.policy, setup, known=True)
-    _check(cast, phases, taken, engine.config.max_cpu_gb, engine.comm, advice)
-
-
-def _taken(root: nn.Module, world: int) -> dict[str, int]:
-    """Bytes that parameters take now, by device type; those that were sharded at construction count as shards."""
-    taken: dict[str, int] = {}
-    for parameter in root.parameters():
-        parts = world if is_guarded(parameter) else 1
-        device = parameter.device.type
-        taken[device] = taken.get(device, 0) + parameter.numel() * parameter.dtype.itemsize // parts
-    return taken
+    advice = partial(_advice, engine.root, engine.config, engine.policy, setup, states * torch.float32.itemsize)
+    _check(cast, phases, {engine.comm.device.type: held}, engine.config.max_cpu_gb, engine.comm, advice)
 
 
 def _check(
-    cast: Forecast, phases: Sequence[str], taken: dict[str, int], max_cpu_gb: float | None, comm: Comm, advice: Advice
+    cast: Forecast,
+    phases: Sequence[str],
+    taken: Mapping[str, int],
+    max_cpu_gb: float | None,
+    comm: Comm,
+    advice: Advice,
 ) -> None:
     """Compare needs and available memory per host. Collective."""
     # Each rank reads the available memory before the gather and allocates only after it, so no rank's memory counts
@@ -154,11 +150,16 @@ def _check(
     needs = {phase: cast.need_of_rank(phase, HOST, first=comm.rank == 0) for phase in phases}
     problem = _gpu_problem(cast, phases, taken.get("cuda", 0), comm)
     mine = _Rank(needs, taken.get("cpu", 0), limits.host_memory(), problem)
+    try:
+        here = host_identity()
+    except OSError:  # not Linux
+        here = socket.gethostname()
     hosts: dict[str, list[_Rank]] = {}
-    for host, rank in comm.host_gather((_host(), mine), "memory"):
+    for host, rank in comm.host_gather((here, mine), "memory"):
         hosts.setdefault(host, []).append(rank)
     for ranks in hosts.values():
-        need = max((_together(ranks, phase) for phase in phases), key=lambda need: sum(need.values()))
+        sums = [sum((Counter(rank.needs[phase]) for rank in ranks), Counter[str]()) for phase in phases]
+        need = max(sums, key=lambda kinds: sum(kinds.values()))
         free = min((rank.free for rank in ranks), key=lambda free: free.nbytes)
         # Memory that the model has already is part of the need: parameters are freed when they move into a bucket.
         # ``max_cpu_gb`` limits the total, so nothing is added to it.
@@ -181,13 +182,6 @@ class _Rank(NamedTuple):
     problem: str
 
 
-def _together(ranks: Sequence[_Rank], phase: str) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for rank in ranks:
-        total.update(rank.needs[phase])
-    return dict(total)
-
-
 def _gpu_problem(cast: Forecast, phases: Sequence[str], taken: int, comm: Comm) -> str:
     """The error message if this rank's GPU is too small, else ""."""
     there = limits.device_memory(comm.device)
@@ -199,34 +193,30 @@ def _gpu_problem(cast: Forecast, phases: Sequence[str], taken: int, comm: Comm) 
     return shortage(need, have, f"The GPU memory of rank {comm.rank}", remedy)
 
 
-def _host() -> str:
-    """An identifier that is equal for ranks on the same host."""
-    try:
-        return host_identity()
-    except OSError:  # not Linux
-        return socket.gethostname()
-
-
-def _advice(root: nn.Module, config: ZeroConfig, policy: DtypePolicy, setup: Setup, known: bool) -> Advice:
-    """A function that finds the first setting that fits; Adam is assumed if the optimizer is not ``known``."""
-
-    def advise(host: int, ranks: int) -> str:
-        fit = cheapest(
-            root,
-            Machine(host=host, nvme=_EVERYTHING, ranks=ranks),
-            config,
-            setup.world,
-            device=setup.device,
-            optimizer=setup.states * torch.float32.itemsize if known else "adam",
-            precision=policy.mode,
-            accumulate_grad_batches=2 if setup.accumulates else 1,
-            saves=setup.saves,
-        )
-        more = "`lt-zero estimate` shows what each setting needs; LT_ZERO_MEMORY_CHECK=0 skips this check."
-        if fit.setting is None or fit.forecast is None:
-            return f"No setting fits: take more or larger machines, or a smaller model. {more}"
-        disk = fit.forecast.node(NVME)
-        room = f" (with nvme_path on a disk that has {amount(disk)} for this node)" if disk else ""
-        return f"What would fit: {fit.setting}{room}. Or start fewer ranks per machine. {more}"
-
-    return advise
+def _advice(
+    root: nn.Module,
+    config: ZeroConfig,
+    policy: DtypePolicy,
+    setup: Setup,
+    optimizer: str | float,
+    host: int,
+    ranks: int,
+) -> str:
+    """The first setting that fits ``ranks`` ranks on a host of ``host`` bytes; ``optimizer``: as for ``estimate``."""
+    fit = cheapest(
+        root,
+        Machine(host=host, nvme=_EVERYTHING, ranks=ranks),
+        config,
+        setup.world,
+        device=setup.device,
+        optimizer=optimizer,
+        precision=policy.mode,
+        accumulate_grad_batches=2 if setup.accumulates else 1,
+        saves=setup.saves,
+    )
+    more = "`lt-zero estimate` shows what each setting needs; LT_ZERO_MEMORY_CHECK=0 skips this check."
+    if fit.setting is None or fit.forecast is None:
+        return f"No setting fits: take more or larger machines, or a smaller model. {more}"
+    disk = fit.forecast.node(NVME)
+    room = f" (with nvme_path on a disk that has {amount(disk)} for this node)" if disk else ""
+    return f"What would fit: {fit.setting}{room}. Or start fewer ranks per machine. {more}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -27,6 +27,7 @@ from lt_zero.step.supported_optimizers import states_by_group
 
 _MOST_UNITS = 1024  # units of a model given by size; more would not change the result
 _OF_HIDDEN = ("bucket_size", "persistence_threshold")  # suffixes of keys that "auto" derives from the hidden size
+_OFFLOADS = ("offload_optimizer", "offload_param")
 _USUAL_UNITS = 32  # default number of layers of a model given by size
 
 
@@ -153,9 +154,16 @@ def states_of(optimizer: str | float | Optimizer) -> tuple[float, bool]:
         return optimizer / torch.float32.itemsize, False
     if isinstance(optimizer, str):
         name = optimizer.lower()
-        known: Any = _class_named("sgd" if name == "momentum" else name)
+        classes: dict[str, Any] = {n.lower(): c for n, c in vars(torch.optim).items() if inspect.isclass(c)}
+        known = {n: c for n, c in classes.items() if issubclass(c, Optimizer) and c is not Optimizer}
+        known["momentum"] = partial(torch.optim.SGD, momentum=0.9)
+        if name not in known:
+            raise ValueError(
+                f"optimizer={name!r} is not one of {', '.join(sorted(known))}. Pass the bytes of its states per "
+                "parameter as a number."
+            )
         try:
-            optimizer = known([Parameter(torch.zeros(1, 1))], **({"momentum": 0.9} if name == "momentum" else {}))
+            optimizer = known[name]([Parameter(torch.zeros(1, 1))])
         except TypeError as error:
             raise ValueError(f"optimizer={name!r} has no defaults ({error}). Pass an instance.") from error
         assert isinstance(optimizer, Optimizer)
@@ -165,79 +173,51 @@ def states_of(optimizer: str | float | Optimizer) -> tuple[float, bool]:
     return mean if any(sizes) else max(counts, default=0), FusedStep.fits(optimizer)
 
 
-def _class_named(name: str) -> type[Optimizer]:
-    classes = {n.lower(): c for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, Optimizer)}
-    del classes["optimizer"]
-    if name not in classes:
-        raise ValueError(
-            f"optimizer={name!r} is not one of {', '.join(sorted([*classes, 'momentum']))}. Pass the bytes of its "
-            "states per parameter as a number."
-        )
-    return classes[name]
+class Setting(NamedTuple):
+    """One rung of the ladder.
 
+    Attributes:
+        stage: of ZeRO.
+        places: device of ``offload_optimizer`` and of ``offload_param``; "-" for none.
+        releases: no unit stays gathered between its forward and its backward.
+    """
 
-_NONE: dict[str, Any] = {"device": "none"}
-_CPU: dict[str, Any] = {"device": "cpu"}
-_NVME: dict[str, Any] = {"device": "nvme"}
-# From fast to slow: collectives that are saved, then states that cross PCIe each step, then weights that cross it twice
-# per micro-batch, then the disk.
-_LADDER: tuple[tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]], ...] = (
-    (0, _NONE, _NONE, {}),
-    (1, _NONE, _NONE, {}),
-    (2, _NONE, _NONE, {}),
-    (3, _NONE, _NONE, {}),
-    (3, _NONE, _NONE, {"stage3_max_reuse_distance": 0}),
-    (1, _CPU, _NONE, {}),
-    (2, _CPU, _NONE, {}),
-    (3, _CPU, _NONE, {}),
-    (3, _CPU, _CPU, {}),
-    (3, _CPU, _CPU, {"stage3_max_reuse_distance": 0}),
-    (2, _NVME, _NONE, {}),
-    (3, _NVME, _NONE, {}),
-    (3, _NVME, _CPU, {}),
-    (3, _NVME, {**_NVME, "max_in_cpu": 0}, {"stage3_max_reuse_distance": 0}),
-)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One rung: keys of ``zero_optimization``."""
-
-    keys: Mapping[str, Any]
-
-    @property
-    def stage(self) -> int:
-        return int(self.keys["stage"])
-
-    @property
-    def places(self) -> tuple[str, str]:
-        """The places of master weights and moments, and of the weights that gathers read; "-" for the device."""
-        optim, param = (
-            str(self.keys[f"offload_{key}"]["device"]).replace("none", "-") for key in ("optimizer", "param")
-        )
-        return optim, param
-
-    @property
-    def releases(self) -> bool:
-        """Whether no unit stays gathered between its forward and its backward."""
-        return "stage3_max_reuse_distance" in self.keys
+    stage: int
+    places: tuple[str, str] = ("-", "-")
+    releases: bool = False
 
     def __str__(self) -> str:
-        named = zip(("optimizer", "param"), self.places, strict=True)
-        parts = [f"offload_{key}: {place}" for key, place in named if place != "-"]
+        named = zip(_OFFLOADS, self.places, strict=True)
+        parts = [f"{key}: {place}" for key, place in named if place != "-"]
         parts += ["stage3_max_reuse_distance: 0"] if self.releases else []
         return ", ".join([f"stage {self.stage}", *parts])
 
     def of(self, config: ZeroConfig) -> ZeroConfig:
         """``config`` with this setting; a missing ``nvme_path`` is left for the user to fill."""
         block = config.zero_optimization
-        values: dict[str, Any] = {name: getattr(block, name) for name in block.model_fields_set}
-        for key, value in self.keys.items():
-            if isinstance(value, Mapping):
-                kept = {n: getattr(getattr(block, key), n) for n in getattr(block, key).model_fields_set}
-                value = {"nvme_path": Path("nvme_path"), **kept, **value}
-            values[key] = value
+        values = {name: getattr(block, name) for name in block.model_fields_set} | {"stage": self.stage}
+        for key, place in zip(_OFFLOADS, self.places, strict=True):
+            kept = {name: getattr(getattr(block, key), name) for name in getattr(block, key).model_fields_set}
+            values[key] = {"nvme_path": Path("nvme_path"), **kept, "device": place.replace("-", "none")}
+        if self.places[1] == "nvme":
+            values["offload_param"]["max_in_cpu"] = 0
+        if self.releases:
+            values["stage3_max_reuse_distance"] = 0
         return config.model_copy(update={"zero_optimization": ZeroOptimization.model_validate(values)})
+
+
+# From fast to slow: collectives that are saved, then states that cross PCIe each step, then weights that cross it twice
+# per micro-batch, then the disk.
+_LADDER = (
+    *(Setting(stage) for stage in (0, 1, 2, 3)),
+    Setting(3, releases=True),
+    *(Setting(stage, ("cpu", "-")) for stage in (1, 2, 3)),
+    Setting(3, ("cpu", "cpu")),
+    Setting(3, ("cpu", "cpu"), releases=True),
+    *(Setting(stage, ("nvme", "-")) for stage in (2, 3)),
+    Setting(3, ("nvme", "cpu")),
+    Setting(3, ("nvme", "nvme"), releases=True),
+)
 
 
 @dataclass(frozen=True)
@@ -266,13 +246,10 @@ class Fit:
     skipped: tuple[tuple[Setting, str], ...]
 
 
-def settings(device: str = "cuda", stage: int | None = None) -> Iterator[Setting]:
+def settings(device: str = "cuda", stage: int | None = None) -> list[Setting]:
     """The ladder. On CPUs, offloading to the CPU changes nothing and is left out."""
-    for number, optim, param, more in _LADDER:
-        moves = {"cpu"} & {optim["device"], param["device"]}
-        if (device == "cpu" and moves) or stage not in (None, number):
-            continue
-        yield Setting({"stage": number, "offload_optimizer": optim, "offload_param": param, **more})
+    useful = [setting for setting in _LADDER if device != "cpu" or "cpu" not in setting.places]
+    return [setting for setting in useful if stage in (None, setting.stage)]
 
 
 def cheapest(
@@ -309,25 +286,20 @@ def cheapest(
 
 def misfit(cast: Forecast, machine: Machine) -> str:
     """A sentence that says what is too small; "" if everything fits."""
-    needs = {DEVICE: cast.rank(DEVICE), HOST: cast.node(HOST), NVME: cast.node(NVME)}
-    limits = {DEVICE: machine.device, HOST: machine.host, NVME: machine.nvme}
-    words = {DEVICE: "GPU", HOST: "host", NVME: "NVMe"}
     lacking = []
-    for place in PLACES:
-        limit = limits[place]
-        if limit is not None and needs[place] > limit:
-            kind, most = max(_largest(cast, place).items(), key=lambda item: item[1])
-            lacking.append(
-                f"{words[place]}: {amount(needs[place])} needed, {amount(limit)} there (most: {kind}, {amount(most)})"
-            )
+    for place, word, limit in (
+        (DEVICE, "GPU", machine.device),
+        (HOST, "host", machine.host),
+        (NVME, "NVMe", machine.nvme),
+    ):
+        need = cast.rank(DEVICE) if place == DEVICE else cast.node(place)
+        if limit is not None and need > limit:
+            phases = [cast.need_of_node(phase, place) for phase in cast.phases]
+            peak = max(phases, key=lambda kinds: sum(kinds.values()))
+            kind, most = max(peak.items(), key=lambda item: item[1])
+            most //= cast.setup.per_node if place == DEVICE else 1
+            lacking.append(f"{word}: {amount(need)} needed, {amount(limit)} there (most: {kind}, {amount(most)})")
     return "; ".join(lacking)
-
-
-def _largest(cast: Forecast, place: str) -> dict[str, int]:
-    phases = [cast.need_of_node(phase, place) for phase in cast.phases]
-    most = max(phases, key=lambda need: sum(need.values()))
-    ranks = cast.setup.per_node if place == DEVICE else 1
-    return {kind: nbytes // ranks for kind, nbytes in most.items()}
 
 
 def settings_table(

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -68,8 +69,8 @@ class Setup:
     saves: bool = True  # there are checkpoints
 
     @classmethod
-    def of_comm(cls, comm: Comm, states: float, training: bool, fused: bool = False) -> Setup:
-        """The setup of a running process group."""
+    def of_comm(cls, comm: Comm, **options: Any) -> Setup:
+        """The setup of a running process group; ``options``: the fields that it does not know."""
         return cls(
             world=comm.world,
             per_node=comm.world,
@@ -78,9 +79,7 @@ class Setup:
             sums_wide=comm.sums_wide,
             scratch=comm.scratch_numel(1) > 0,
             background=comm.gathers_in_background,
-            states=states,
-            fused=fused,
-            training=training,
+            **options,
         )
 
 
