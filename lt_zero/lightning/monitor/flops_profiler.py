@@ -11,7 +11,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,10 +23,22 @@ from torch import nn
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.module_hooks import Hook
 from lt_zero.config.blocks import FlopsProfiler
-from lt_zero.lightning.monitor.flops import ROOT, Counted, FlopCount
+from lt_zero.lightning.monitor.flops import ROOT, Counted, FlopCount, Flops
 
 _WIDTH = 160  # columns of files and pipes
 _WHAT_IS_COUNTED = "a multiply-add is two operations; only matrix products, convolutions and attention are counted"
+
+
+class _Module(NamedTuple):
+    name: str
+    kind: str  # its class
+    parameters: int  # full ones, sharded or not; a shared parameter counts once in a common parent
+    level: int  # 0 is the trained module
+
+
+def _module(name: str, module: nn.Module) -> _Module:
+    numel = sum(p.numel() for p in module.parameters())
+    return _Module(name, type(module).__name__, numel, name.count(".") + 1 if name else 0)
 
 
 class Profiler:
@@ -44,7 +55,7 @@ class Profiler:
             OSError: rank 0 cannot write to ``output_file``.
         """
         self._shown, self._requested, self._steps = False, False, 0
-        self._modules: list[Module] = []  # of the counted micro-batch, after ``_steps_before`` optimizer steps
+        self._modules: list[_Module] = []  # of the counted micro-batch, after ``_steps_before`` optimizer steps
         self._steps_before = 0
         self._times: _Stopwatch | None = None
         self._rank = comm.rank
@@ -71,7 +82,7 @@ class Profiler:
         if self._shown or not self._requested:
             yield
         elif self._count.requested:  # counts this micro-batch, or the next one
-            self._steps_before, self._modules = step, [Module.of(name, m) for name, m in root.named_modules()]
+            self._steps_before, self._modules = step, [_module(*each) for each in root.named_modules()]
             yield
         else:
             self._times = _Stopwatch(device)
@@ -99,12 +110,11 @@ class Profiler:
         count, file = self._count, self._block.output_file
         if self._modules and (count.counted is not None or count.problem is not None):
             times = self._times.read() if self._times is not None and clean else None
-            profile = Profile(self._block, self._steps_before, self._modules, count, times)
             if file is None:
-                profile.write(Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH))
+                self._write(Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH), times)
                 return
             with open(file, "w", encoding="utf-8") as stream:
-                profile.write(Console(file=stream, width=_WIDTH, color_system=None, highlight=False))
+                self._write(Console(file=stream, width=_WIDTH, color_system=None, highlight=False), times)
         elif clean:
             warnings.warn(
                 f"flops_profiler counted nothing: flops_profiler.profile_step={self._block.profile_step}, and the last "
@@ -112,6 +122,101 @@ class Profiler:
                 "profile_step, or train longer.",
                 stacklevel=2,
             )
+
+    # ---- the table ---------------------------------------------------------------------------------------------------
+
+    def _write(self, console: Console, times: dict[str, float] | None) -> None:
+        """Print totals, the heaviest module classes per level, a row per module, notes.
+
+        ``times``: of the micro-batch after the counted one, see ``_Stopwatch.read``.
+        """
+        block, count = self._block, self._count
+        flops = (count.counted or Counted()).by_module()
+        for line in self._totals(times):
+            console.print(line, markup=False, soft_wrap=True)
+        modules = [m for m in self._modules if block.module_depth == -1 or m.level <= block.module_depth]
+        console.print(self._aggregate(modules, flops, times or {}))
+        if block.detailed:
+            console.print(self._details(modules, flops, times))
+        notes = [f"not counted: {count.problem}"] if count.problem is not None else []
+        if count.counted is not None:
+            notes.append(_WHAT_IS_COUNTED)
+            if block.recompute_fwd_factor and flops[ROOT].recomputed:
+                notes.append("recomputation was measured, so flops_profiler.recompute_fwd_factor is not used")
+            if times is None:
+                notes.append("no times: no micro-batch followed the counted one")
+        for note in notes:
+            console.print(f"* {note}", markup=False, soft_wrap=True)
+
+    def _totals(self, times: dict[str, float] | None) -> Iterator[str]:
+        root, counted = self._modules[0], self._count.counted
+        rows = f", {self._count.rows} rows" if self._count.rows is not None else ""
+        yield f"flops_profiler: a micro-batch of {root.kind} on rank 0 after {self._steps_before} optimizer steps{rows}"
+        yield f"  parameters: {root.parameters:,}"
+        if counted is not None:
+            total = counted.total
+            yield f"  forward: {si(total.forward)}FLOP"
+            yield f"  backward: {si(total.backward)}FLOP"
+            recomputed = total.recomputed or round(self._block.recompute_fwd_factor * total.forward)
+            if recomputed:
+                yield f"  recomputed in backward: {si(recomputed)}FLOP{'' if total.recomputed else ' (assumed)'}"
+            yield f"  forward and backward: {total.model:,} FLOP, {total.model + recomputed:,} with recomputation"
+        if times is not None:
+            forward, backward = times["forward"], times.get("backward")
+            if backward is None:
+                yield f"  training step of the next micro-batch, with backward and optimizer steps: {_ms(forward)}"
+            else:
+                yield f"  next micro-batch: forward {_ms(forward)}, backward {_ms(backward)}"
+            seconds = forward + (backward or 0.0)
+            if counted is not None and seconds > 0:
+                yield f"  {counted.total.model / seconds / 1e12:.4g} TFLOP/s without recomputation"
+
+    def _aggregate(self, modules: list[_Module], flops: defaultdict[str, Flops], times: dict[str, float]) -> Table:
+        """The heaviest module classes of each level by parameters, operations and time."""
+        table = Table(title=f"Top {self._block.top_modules} classes of modules per level", title_justify="left")
+        for title in ("level", "parameters", "FLOP, forward and backward", "forward time"):
+            table.add_column(title, overflow="fold")
+        columns: tuple[tuple[Callable[[_Module], float], Callable[[float], str]], ...] = (
+            (lambda module: module.parameters, "{:,}".format),
+            (lambda module: flops[module.name].model, si),
+            (lambda module: times.get(f".{module.name}", 0.0), _ms),
+        )
+        for level in sorted({module.level for module in modules}):
+            cells = []
+            for value, show in columns:
+                sums: dict[str, float] = defaultdict(int)
+                for module in modules:
+                    if module.level == level:
+                        sums[module.kind] += value(module)
+                heaviest = sorted((pair for pair in sums.items() if pair[1]), key=lambda pair: -pair[1])
+                top = heaviest[: self._block.top_modules]
+                cells.append(", ".join(f"{kind} {show(number)}".rstrip() for kind, number in top))
+            table.add_row(str(level), *cells)
+        return table
+
+    def _details(
+        self, modules: list[_Module], by_module: defaultdict[str, Flops], times: dict[str, float] | None
+    ) -> Table:
+        table = Table(title="Modules", title_justify="left")
+        total = by_module[ROOT]
+        columns = ["parameters"]
+        if self._count.counted is not None:
+            columns += ["forward", "backward", *["recomputed"] * (total.recomputed > 0), "share"]
+        columns += ["forward time"] * (times is not None)
+        table.add_column("module", overflow="fold")
+        table.add_column("class", overflow="fold")
+        for column in columns:
+            table.add_column(column, justify="right", no_wrap=True)
+        for module in modules:
+            flops, seconds = by_module[module.name], (times or {}).get(f".{module.name}")
+            cells = {
+                "parameters": f"{module.parameters:,}",
+                **{kind: si(getattr(flops, kind)) for kind in ("forward", "backward", "recomputed")},
+                "share": f"{flops.model / total.model:.1%}" if total.model else "",
+                "forward time": _ms(seconds) if seconds is not None else "",
+            }
+            table.add_row(module.name or "(training step)", module.kind, *[cells[column] for column in columns])
+        return table
 
 
 class _Stopwatch:
@@ -165,132 +270,6 @@ class _Stopwatch:
                 end.synchronize()
             seconds[name] += end - start if self._device is None else start.elapsed_time(end) / 1e3
         return {f".{ROOT}": seconds["forward"], **seconds}
-
-
-# ---- the table -----------------------------------------------------------------------------------------------------
-
-
-class Module(NamedTuple):
-    """A module's class and full parameters, sharded or not; a shared parameter counts once in a common parent."""
-
-    name: str
-    kind: str
-    parameters: int
-    level: int  # 0 is the trained module
-
-    @classmethod
-    def of(cls, name: str, module: nn.Module) -> Module:
-        numel = sum(p.numel() for p in module.parameters())
-        return cls(name, type(module).__name__, numel, name.count(".") + 1 if name else 0)
-
-
-@dataclass(frozen=True)
-class Profile:
-    """The profile of a micro-batch.
-
-    Attributes:
-        step: number of optimizer steps before it.
-        modules: the trained module first.
-        count: its operations.
-        times: seconds of the next micro-batch, see ``_Stopwatch.read``.
-    """
-
-    block: FlopsProfiler
-    step: int
-    modules: list[Module]
-    count: FlopCount
-    times: dict[str, float] | None
-
-    def write(self, console: Console) -> None:
-        """Print totals, the heaviest module classes per level, a row per module, notes."""
-        block = self.block
-        for line in self._totals():
-            console.print(line, markup=False, soft_wrap=True)
-        modules = [m for m in self.modules if block.module_depth == -1 or m.level <= block.module_depth]
-        console.print(self._aggregate(modules))
-        if block.detailed:
-            console.print(self._details(modules))
-        notes = [f"not counted: {self.count.problem}"] if self.count.problem is not None else []
-        if self.count.counted is not None:
-            notes.append(
-                "a multiply-add is two operations; only matrix products, convolutions and attention are counted"
-            )
-            if block.recompute_fwd_factor and self.count.counted.total.recomputed:
-                notes.append("recomputation was measured, so flops_profiler.recompute_fwd_factor is not used")
-            if self.times is None:
-                notes.append("no times: no micro-batch followed the counted one")
-        for note in notes:
-            console.print(f"* {note}", markup=False, soft_wrap=True)
-
-    def _totals(self) -> Iterator[str]:
-        root, times, counted = self.modules[0], self.times, self.count.counted
-        rows = f", {self.count.rows} rows" if self.count.rows is not None else ""
-        yield f"flops_profiler: a micro-batch of {root.kind} on rank 0 after {self.step} optimizer steps{rows}"
-        yield f"  parameters: {root.parameters:,}"
-        if counted is not None:
-            total = counted.total
-            yield f"  forward: {si(total.forward)}FLOP"
-            yield f"  backward: {si(total.backward)}FLOP"
-            recomputed = total.recomputed or round(self.block.recompute_fwd_factor * total.forward)
-            if recomputed:
-                yield f"  recomputed in backward: {si(recomputed)}FLOP{'' if total.recomputed else ' (assumed)'}"
-            yield f"  forward and backward: {total.model:,} FLOP, {total.model + recomputed:,} with recomputation"
-        if times is not None:
-            forward, backward = times["forward"], times.get("backward")
-            if backward is None:
-                yield f"  training step of the next micro-batch, with backward and optimizer steps: {_ms(forward)}"
-            else:
-                yield f"  next micro-batch: forward {_ms(forward)}, backward {_ms(backward)}"
-            seconds = forward + (backward or 0.0)
-            if counted is not None and seconds > 0:
-                yield f"  {counted.total.model / seconds / 1e12:.4g} TFLOP/s without recomputation"
-
-    def _aggregate(self, modules: list[Module]) -> Table:
-        """The heaviest module classes of each level by parameters, operations and time."""
-        table = Table(title=f"Top {self.block.top_modules} classes of modules per level", title_justify="left")
-        for title in ("level", "parameters", "FLOP, forward and backward", "forward time"):
-            table.add_column(title, overflow="fold")
-        flops, times = (self.count.counted or Counted()).by_module(), self.times or {}
-        columns: tuple[tuple[Callable[[Module], float], Callable[[float], str]], ...] = (
-            (lambda module: module.parameters, "{:,}".format),
-            (lambda module: flops[module.name].model, si),
-            (lambda module: times.get(f".{module.name}", 0.0), _ms),
-        )
-        for level in sorted({module.level for module in modules}):
-            cells = []
-            for value, show in columns:
-                sums: dict[str, float] = defaultdict(int)
-                for module in modules:
-                    if module.level == level:
-                        sums[module.kind] += value(module)
-                heaviest = sorted((pair for pair in sums.items() if pair[1]), key=lambda pair: -pair[1])
-                top = heaviest[: self.block.top_modules]
-                cells.append(", ".join(f"{kind} {show(number)}".rstrip() for kind, number in top))
-            table.add_row(str(level), *cells)
-        return table
-
-    def _details(self, modules: list[Module]) -> Table:
-        table = Table(title="Modules", title_justify="left")
-        by_module = (self.count.counted or Counted()).by_module()
-        total = by_module[ROOT]
-        columns = ["parameters"]
-        if self.count.counted is not None:
-            columns += ["forward", "backward", *["recomputed"] * (total.recomputed > 0), "share"]
-        columns += ["forward time"] * (self.times is not None)
-        table.add_column("module", overflow="fold")
-        table.add_column("class", overflow="fold")
-        for column in columns:
-            table.add_column(column, justify="right", no_wrap=True)
-        for module in modules:
-            flops, seconds = by_module[module.name], (self.times or {}).get(f".{module.name}")
-            cells = {
-                "parameters": f"{module.parameters:,}",
-                **{kind: si(getattr(flops, kind)) for kind in ("forward", "backward", "recomputed")},
-                "share": f"{flops.model / total.model:.1%}" if total.model else "",
-                "forward time": _ms(seconds) if seconds is not None else "",
-            }
-            table.add_row(module.name or "(training step)", module.kind, *[cells[column] for column in columns])
-        return table
 
 
 def si(value: float) -> str:
