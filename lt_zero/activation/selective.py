@@ -37,27 +37,20 @@ KEPT = (
 
 
 @functools.cache
-def _dropout_index(op: Any) -> int | None:
-    """Index of an operator's dropout probability among its arguments; None if it has none."""
+def _is_kept(op: Any) -> tuple[bool, int | None]:
+    """Whether an operator's outputs are kept, and the index of its dropout probability among its arguments, if any."""
     names = [argument.name for argument in op._schema.arguments] if hasattr(op, "_schema") else []
-    return names.index("dropout_p") if "dropout_p" in names else None
-
-
-@functools.cache
-def _is_kept(op: Any) -> bool:
-    return op.name().rsplit(".", 1)[0] in KEPT if "::" in op.name() else op.name() in KEPT
+    name = op.name().rsplit(".", 1)[0] if "::" in op.name() else op.name()
+    return name in KEPT, names.index("dropout_p") if "dropout_p" in names else None
 
 
 def keeps(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the output of this call is kept."""
-    if not _is_kept(op):
-        return False
-    index = _dropout_index(op)
-    if index is None:
-        return True
+    kept, index = _is_kept(op)
+    if not kept or index is None:
+        return kept
     # With dropout the call draws random numbers. If it were not recomputed, all later draws would differ from forward.
-    probability = kwargs.get("dropout_p", args[index] if index < len(args) else 0.0)
-    return not probability
+    return not kwargs.get("dropout_p", args[index] if index < len(args) else 0.0)
 
 
 def _policy(ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -94,8 +87,7 @@ class _Kept:
 
 
 def _address(tensor: Tensor) -> int | None:
-    plain = type(tensor) is Tensor and tensor.layout is torch.strided
-    return tensor.untyped_storage().data_ptr() if plain else None
+    return tensor.untyped_storage().data_ptr() if type(tensor) is Tensor and tensor.layout is torch.strided else None
 
 
 class _Forward(DispatchMode):

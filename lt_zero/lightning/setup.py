@@ -46,34 +46,20 @@ _NEEDS_WHOLE: dict[type[callbacks.Callback], str] = {
 
 @dataclass(frozen=True)
 class Run:
-    """A snapshot of what the parts of a strategy share.
+    """A snapshot of what the parts of a strategy share."""
 
-    Attributes:
-        config: as far as it is resolved.
-        checkpoint_io: the plugin that reads and writes checkpoints of one file.
-        loss_scale: scales the loss and decides which steps are skipped.
-        comm: the engine's collectives; None before ``setup_environment``.
-        built: the engine; None before ``setup``.
-        module: the model; None before ``connect``.
-        rank: of this process.
-    """
-
-    config: ZeroConfig
-    checkpoint_io: CheckpointIO
+    config: ZeroConfig  # as far as it is resolved
+    checkpoint_io: CheckpointIO  # for checkpoints of one file
     loss_scale: LossScaleController
-    optimizers: tuple[Optimizer, ...] = ()
-    comm: Comm | None = None
-    built: Engine | None = None
-    module: pl.LightningModule | None = None
-    rank: int = 0
+    optimizers: tuple[Optimizer, ...]
+    comm: Comm | None  # None before ``setup_environment``
+    built: Engine | None  # None before ``setup``
+    module: pl.LightningModule | None  # None before ``connect``
+    rank: int
 
     @property
     def engine(self) -> Engine:
-        """The engine of the current module.
-
-        Raises:
-            RuntimeError: before set-up.
-        """
+        """The engine of the current module. Raises RuntimeError before set-up."""
         if self.built is None:
             raise RuntimeError("The ZeRO engine does not exist before `Trainer.fit/validate/test/predict`.")
         return self.built
@@ -84,7 +70,6 @@ class Run:
 
     @property
     def sharded(self) -> list[ShardedOptimizer]:
-        """Those optimizers that are sharded."""
         return [found for found in map(sharded_of, self.optimizers) if found is not None]
 
     def agree(self, what: str, error: type[Exception]) -> AbstractContextManager[None]:

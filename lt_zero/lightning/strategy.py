@@ -160,11 +160,7 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     def engine(self) -> Engine:
-        """The engine of the current module.
-
-        Raises:
-            RuntimeError: before set-up.
-        """
+        """The engine of the current module. Raises RuntimeError before set-up."""
         return self.run.engine
 
     @property
@@ -208,8 +204,7 @@ class ZeroStrategy(DDPStrategy):
     def comms_summary(self) -> list[CommRecord]:
         """The cost of this rank's collectives since the last ``fit`` (or other entry point) began.
 
-        Raises:
-            RuntimeError: nothing is recorded.
+        Raises RuntimeError if nothing is recorded.
         """
         if not isinstance(self._comm, LoggedComm):
             raise RuntimeError(
@@ -406,14 +401,17 @@ class ZeroStrategy(DDPStrategy):
     def on_validation_end(self) -> None:
         self.monitor.after_validation()
         self.data.after_validation()
-        self.on_predict_end()
+        self._release_weights()
 
     @override
     def on_test_end(self) -> None:
-        self.on_predict_end()
+        self._release_weights()
 
     @override
     def on_predict_end(self) -> None:
+        self._release_weights()
+
+    def _release_weights(self) -> None:
         self.engine.gatherer.release_all()
         self.engine.offload_manager.check(self.engine.comm, "weights in files")
 
@@ -437,7 +435,7 @@ class ZeroStrategy(DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Fragments on all ranks, or (full checkpoints) the full state on rank 0 and {} elsewhere. Collective."""
         state = self.checkpoints.optimizer_state(self.run, optimizer)
-        return state if state is not None else super().optimizer_state(optimizer)
+        return super().optimizer_state(optimizer) if state is None else state
 
     @override
     def save_checkpoint(

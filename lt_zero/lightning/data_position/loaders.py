@@ -113,8 +113,8 @@ class LoaderPosition:
         self._feed, self.loader = feed, loader
         self.stateful = callable(getattr(loader, "state_dict", None)) and hasattr(loader, "load_state_dict")
         sizes = [getattr(x, "batch_size", None) for x in (loader, getattr(loader, "batch_sampler", None))]
-        # samples of all ranks in a batch
-        self.unit = world * next((size for size in sizes if isinstance(size, int) and size > 0), 1)
+        size = next((size for size in sizes if isinstance(size, int) and size > 0), 1)
+        self.unit = world * size  # samples of all ranks in a batch
         self.make: Make | None = None
         self.start: RandomStates | None = None  # at the start of the pass
         self.generators: list[Tensor] = []  # states of the user's generators at the start of the pass
@@ -126,16 +126,14 @@ class LoaderPosition:
         self._resumed: list[Iterator[Any]] = []
 
     def open(self, make: Make) -> Iterator[Any]:
-        if not self._feed.live:
+        feed = self._feed
+        if not feed.live:
             return make()
         self.make = make
-        self._feed.opening(self)
-        feed = self._feed
-        return LazyIterator(
-            self.begin, partial(feed.fetching, self), partial(feed.fetched, self), partial(feed.ended, self)
-        )
+        feed.opening(self)
+        return LazyIterator(self._begin, *(partial(tell, self) for tell in (feed.fetching, feed.fetched, feed.ended)))
 
-    def begin(self) -> Iterator[Any]:
+    def _begin(self) -> Iterator[Any]:
         """The iterator of a new pass, or of the restored one."""
         self.exhausted = False
         if self._resumed:
@@ -275,13 +273,13 @@ class Feed:
         if position not in self.positions:
             return
         self._read = True
-        if self._last != ("stop", id(position)) or len(self.positions) == 1:
-            for other in self.positions:
-                other.cycled, other.served = False, 0
-            self.recent.clear()
-            self._last = ("open", id(position))
-        else:
+        if self._last == ("stop", id(position)) and len(self.positions) > 1:
             self._last = ("cycle", id(position))
+            return
+        for other in self.positions:
+            other.cycled, other.served = False, 0
+        self.recent.clear()
+        self._last = ("open", id(position))
 
     def fetching(self, position: LoaderPosition) -> None:
         if position is self.positions[0] and self._last != ("cycle", id(position)):
