@@ -20,11 +20,7 @@ Option = typer.Option
 
 @contextmanager
 def _reporting() -> Iterator[None]:
-    """Context that prints errors and warnings as lines on stderr.
-
-    Raises:
-        typer.Exit: there was an error.
-    """
+    """Context that prints errors and warnings as lines on stderr, and exits with code 1 after an error."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:

@@ -86,11 +86,7 @@ def import_checkpoint(
 
 
 def _target(source: str | os.PathLike[str], out: str) -> str:
-    """The absolute path of the directory to create.
-
-    Raises:
-        CheckpointError: it exists and is not empty, or lies inside the source.
-    """
+    """The absolute path of the directory to create, which must not exist, unless empty, nor lie inside the source."""
     if is_url(out):
         target, is_taken = out.rstrip("/"), fsspec.core.url_to_fs(out)[0].exists(out)
     else:

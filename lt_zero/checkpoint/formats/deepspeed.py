@@ -309,15 +309,12 @@ def _cut(
     gaps: Sequence[int] | None,
     cut_off: Sequence[int],
 ) -> dict[str, _Place]:
-    """Places of the parameters of a group.
+    """Places of the parameters of a group; raises if the rows have another length than the shapes need.
 
     Args:
         lengths: saved elements of each rank's row.
         gaps: elements between a parameter and the next in the row that ranks share; None: each is cut by itself.
         cut_off: elements that are missing at the end of each rank's part of that row.
-
-    Raises:
-        CheckpointError: the rows have another length than the shapes need.
     """
     world, row, offset = len(lengths), lengths[0] + cut_off[0], 0
     places = {}

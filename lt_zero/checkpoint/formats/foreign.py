@@ -96,10 +96,8 @@ class ForeignSource:
     def _plain(self, value: Any, where: object, path: str = "", outer: tuple[int, ...] = ()) -> Any:
         """``value`` as containers, numbers and tensors; the rest is left out and noted, and ``None`` if all of it is.
 
-        Args:
-            value: the value.
-            where, path: the file and the keys of the value in it, for messages.
-            outer: ids of the containers around it.
+        ``where`` and ``path``: the file, and the keys of the value in it, for messages. ``outer``: ids of the
+        containers around it.
         """
         if isinstance(value, Tensor):
             return value.detach().clone()
@@ -141,11 +139,7 @@ class ForeignSource:
         return saved.read().detach().contiguous()
 
     def verify(self) -> list[str]:
-        """Read every byte that has a checksum; returns the files without checksums.
-
-        Raises:
-            CheckpointError: a file is damaged; names it.
-        """
+        """Read every byte that has a checksum; returns the files without checksums, and raises if one is damaged."""
         parts = sorted(set(self._parts), key=lambda part: part[:2])
         return list(dict.fromkeys(str(part[0]) for part in parts if not has_checksums(*part)))
 
@@ -192,11 +186,7 @@ def damage(where: object) -> Iterator[None]:
 
 
 def mapping(value: Any, what: str, where: object) -> dict[Any, Any]:
-    """``value``, if it is a dictionary.
-
-    Raises:
-        CheckpointError: it is something else.
-    """
+    """``value``, which must be a dictionary."""
     if not isinstance(value, dict):
         raise CheckpointError(f"{where} has no {what} (but {type(value).__name__}): it is not the file it should be.")
     return value

@@ -33,7 +33,6 @@ from lt_zero.common.errors import CheckpointError
 
 VERSION = "pytorch-lightning_version"  # in every checkpoint that Lightning wrote
 _ZIP, _OLD_FORMAT = b"PK\x03\x04", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
-_CRC_STEP = 1 << 22
 _lock = threading.Lock()  # torch's list of admitted classes is one for the process
 
 
@@ -117,11 +116,7 @@ _METADATA = re.compile(  # of DCP
 
 @contextlib.contextmanager
 def _opened(path: Path, start: int = 0, stop: int | None = None) -> Iterator[IO[bytes]]:
-    """Context that yields a file, or its bytes ``start`` to ``stop`` as a file in memory.
-
-    Raises:
-        CheckpointError: the file is not there, or shorter.
-    """
+    """Context that yields a file, or its bytes ``start`` to ``stop`` as a file in memory."""
     try:
         file = open(path, "rb")  # noqa: SIM115
     except OSError as error:
@@ -143,16 +138,12 @@ def _opened(path: Path, start: int = 0, stop: int | None = None) -> Iterator[IO[
 def load(path: Path, start: int = 0, stop: int | None = None, inert: Collection[str] = ()) -> Any:
     """The object of a file, or of a part of one, that ``torch.save`` wrote. See Note [Read as data].
 
-    Tensors of a whole file are mapped: their bytes are read when they are used, and never written. Those of a part, and
-    of the format that torch wrote before 1.6, are read at once.
-
-    Args:
-        path: the file.
-        start, stop: the part, in bytes; default: all of it.
-        inert: names of further classes whose objects become a ``Stub``.
+    Tensors of a whole file are mapped: their bytes are read when they are used, and never written. Those of a part
+    (bytes ``start`` to ``stop``), and of the format that torch wrote before 1.6, are read at once. ``inert``: names of
+    further classes whose objects become a ``Stub``.
 
     Raises:
-        CheckpointError: the file is damaged, or holds what is not read; names it.
+        CheckpointError: the file is missing or damaged, or holds what is not read; names it.
     """
     with _opened(path, start, stop) as file:
         head = file.read(len(_OLD_FORMAT))
@@ -202,12 +193,10 @@ def _explained(error: Exception, path: Path) -> CheckpointError:
             f"{path} holds {refused[1]}, which is not read, because loading it could run code. Save the checkpoint "
             "without it; or, if its content is not needed, name the class in `inert`: then it is kept as data only."
         )
-    operand = re.search(r"Unsupported operand (\d+)", text)
-    if operand is not None:
-        names = [code.name for code in pickletools.opcodes if ord(code.code) == int(operand[1])]
+    if "Unsupported operand" in text:
         return CheckpointError(
-            f"{path} is damaged, or was saved with another pickle protocol than torch.save's own: the operation "
-            f"{''.join(names) or operand[1]} is not read. Save it without `pickle_protocol`, or take another copy."
+            f"{path} is damaged, or was saved with another pickle protocol than torch.save's own, and is not read. Save "
+            "it without `pickle_protocol`, or take another copy."
         )
     reason = text.split("\n\n")[-1].split("\n")[0] if isinstance(error, pickle.UnpicklingError) else text.split("\n")[0]
     return CheckpointError(
@@ -246,7 +235,7 @@ def has_checksums(path: Path, start: int = 0, stop: int | None = None) -> bool:
 def _is_intact(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
     try:
         with archive.open(info) as record:
-            while record.read(_CRC_STEP):
+            while record.read(1 << 22):
                 pass
     except (zipfile.BadZipFile, EOFError):
         return False
