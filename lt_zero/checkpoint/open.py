@@ -11,14 +11,14 @@ from typing import Any
 from lt_zero.checkpoint.formats.dcp import DcpSource
 from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
 from lt_zero.checkpoint.formats.foreign import ForeignSource
-from lt_zero.checkpoint.formats.torch_file import FileSource, ShardsSource
+from lt_zero.checkpoint.formats.torch_file import FileSource
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import MANIFEST, find, is_url
 from lt_zero.checkpoint.source import Source
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
 
-_KINDS = (DeepSpeedSource, DcpSource, ShardsSource, FileSource)
+_KINDS = (DeepSpeedSource, DcpSource, FileSource)
 _SHOWN = 10  # maximum warnings about a source
 _LOOKED_FOR = (
     f"a directory of lt_zero ({MANIFEST}, which is written last, so an interrupted save has none), of DeepSpeed "

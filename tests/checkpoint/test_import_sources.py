@@ -17,7 +17,7 @@ import lt_zero
 from lt_zero.checkpoint.export import export
 from lt_zero.checkpoint.formats.dcp import DcpSource
 from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
-from lt_zero.checkpoint.formats.torch_file import FileSource, ShardsSource
+from lt_zero.checkpoint.formats.torch_file import FileSource
 from lt_zero.checkpoint.import_ import import_checkpoint
 from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.open import open_source
@@ -76,7 +76,7 @@ def test_hugging_face_folders(tmp_path: Path, kind: Any, size: int) -> None:
     files = export(tmp_path / "model.pt", tmp_path / "folder", "fp32", kind, size)
     assert len(files) == (4 if size == 64 else 1)
     source = open_source(tmp_path / "folder")
-    assert isinstance(source, ShardsSource)
+    assert isinstance(source, FileSource)
     assert set(source.weights) == set(model.state_dict())
     assert source.aliases == {"head.weight": "embed.weight"}
     assert all(torch.equal(source.read(name), value) for name, value in model.state_dict().items())

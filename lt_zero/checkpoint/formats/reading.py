@@ -195,8 +195,8 @@ def _explained(error: Exception, path: Path) -> CheckpointError:
         )
     if "Unsupported operand" in text:
         return CheckpointError(
-            f"{path} is damaged, or was saved with another pickle protocol than torch.save's own, and is not read. Save "
-            "it without `pickle_protocol`, or take another copy."
+            f"{path} is damaged, or was saved with another pickle protocol than torch.save's own, and is not read. "
+            "Save it without `pickle_protocol`, or take another copy."
         )
     reason = text.split("\n\n")[-1].split("\n")[0] if isinstance(error, pickle.UnpicklingError) else text.split("\n")[0]
     return CheckpointError(

@@ -20,26 +20,31 @@ from torch import Tensor
 from lt_zero.checkpoint.formats.foreign import ForeignSource, Saved, mapping, ties
 from lt_zero.common.errors import CheckpointError
 
-_SINGLE = ("model.safetensors", "pytorch_model.bin")  # in this order, as Hugging Face's tools look for them
-_NAMES = [name for single in _SINGLE for name in (single, f"{single}.index.json")]
+_NAMES = (  # in this order, as Hugging Face's tools look for them
+    *("model.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
 
 
 class FileSource(ForeignSource):
-    """A ``.ckpt``, ``.pt``, ``.pth``, ``.bin`` or ``.safetensors`` file."""
+    """A ``.ckpt``, ``.pt``, ``.pth``, ``.bin`` or ``.safetensors`` file; a folder of them in Hugging Face's layout."""
 
     @classmethod
     def looks_like(cls, path: str | os.PathLike[str]) -> bool:
-        """Whether ``path`` is a file with such a name or beginning."""
+        """Whether ``path`` is a file with such a name or beginning, or such a folder, which may be incomplete."""
         file = Path(path)
         if not file.is_file():
-            return False
+            return any((file / name).is_file() for name in _NAMES)
         if file.suffix == ".safetensors":
             return True
         with file.open("rb") as stream:
             return stream.read(4) in (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
 
     def _open(self) -> None:
-        tensors, content = self._read_file(self.path)
+        file = self.path
+        if file.is_dir():
+            file /= next(name for name in _NAMES if (file / name).is_file())
+        tensors, content = self._read_index(file) if file.suffix == ".json" else self._read_file(file)
         rest = {key: value for key, value in content.items() if key not in ("state_dict", "optimizer_states")}
         self.meta = self._plain(rest, self.path)
         self._set_weights({name: Saved.of(tensor) for name, tensor in tensors.items()}, ties(tensors))
@@ -107,43 +112,24 @@ class FileSource(ForeignSource):
             }
         return groups, entries
 
-
-class ShardsSource(FileSource):
-    """A folder of weights in Hugging Face's layout: one file, or several and an index."""
-
-    @classmethod
-    def looks_like(cls, path: str | os.PathLike[str]) -> bool:
-        """Whether ``path`` is such a folder; says nothing about whether it is complete."""
-        return any(Path(path, name).is_file() for name in _NAMES)
-
-    def _open(self) -> None:
-        found = self.path / next(name for name in _NAMES if (self.path / name).is_file())
-        if found.name in _SINGLE:
-            tensors, _ = self._read_file(found)
-        else:
-            places = _read_index(found)
-            files = {file: self._read_file(self.path / file)[0] for file in dict.fromkeys(places.values())}
-            for name, file in places.items():
-                if name not in files[file]:
-                    raise CheckpointError(
-                        f"{self.path / file} has no {name!r}, which the index says: take another copy."
-                    )
-            tensors = {name: files[file][name] for name, file in places.items()}
-            for content in files.values():  # an index may leave out tied names
-                tensors |= {name: content[name] for name in ties(content) if name not in tensors}
-        self._set_weights({name: Saved.of(tensor) for name, tensor in tensors.items()}, ties(tensors))
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    """The name of the file beside ``index`` that holds a tensor, by the tensor's name."""
-    try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{index} is damaged: {error}. Take another copy.") from error
-    places = mapping(mapping(content, "index", index).get("weight_map"), "weight_map", index)
-    for name, file in places.items():
-        if not isinstance(file, str) or not file or Path(file).name != file:
-            raise CheckpointError(f"{index} says that {name!r} is in {file!r}, which is no file beside it.")
-    if not places:
-        raise CheckpointError(f"{index} names no tensors. Take another copy.")
-    return places
+    def _read_index(self, index: Path) -> tuple[dict[str, Tensor], dict[Any, Any]]:
+        """Tensors by name, from the files beside ``index`` that it names."""
+        try:
+            content = json.loads(index.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{index} is damaged: {error}. Take another copy.") from error
+        places = mapping(mapping(content, "index", index).get("weight_map"), "weight_map", index)
+        if not places:
+            raise CheckpointError(f"{index} names no tensors. Take another copy.")
+        files: dict[str, dict[str, Tensor]] = {}
+        for name, file in places.items():
+            if not isinstance(file, str) or not file or Path(file).name != file:
+                raise CheckpointError(f"{index} says that {name!r} is in {file!r}, which is no file beside it.")
+            if file not in files:
+                files[file], _ = self._read_file(self.path / file)
+            if name not in files[file]:
+                raise CheckpointError(f"{self.path / file} has no {name!r}, which the index says: take another copy.")
+        tensors = {name: files[file][name] for name, file in places.items()}
+        for found in files.values():  # an index may leave out tied names
+            tensors |= {name: found[name] for name in ties(found) if name not in tensors}
+        return tensors, {}
