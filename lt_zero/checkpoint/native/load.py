@@ -41,8 +41,8 @@ def lightning_meta(source: Source) -> dict[str, Any]:
     if VERSION not in meta:  # a client_state that a user of DeepSpeed passed to save_checkpoint
         for key in ("loops", "callbacks"):
             meta.pop(key, None)
-    for key in _SCALERS:
-        state = meta.pop(key, None)
+    scalers = [meta.pop(key, None) for key in _SCALERS]
+    for state in scalers:
         if isinstance(state, dict) and "scale" in state:
             meta.setdefault("MixedPrecision", state)
     for key, kind in (("lr_schedulers", list), ("callbacks", dict), ("hyper_parameters", dict)):
@@ -52,12 +52,8 @@ def lightning_meta(source: Source) -> dict[str, Any]:
 
 
 def beginning_of_epoch(meta: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """``global_step``, ``epoch`` and ``loops`` at the beginning of an epoch, for a state that Lightning did not save.
-
-    Args:
-        meta: of the source; the epoch is its ``epoch``, else 0.
-        steps: completed optimizer steps.
-    """
+    """``global_step``, ``epoch`` and ``loops`` for a state that Lightning did not save: at the beginning of the epoch
+    that ``meta`` names (else the first one), after ``steps`` optimizer steps."""
     epoch = meta.get("epoch")
     epoch = epoch if isinstance(epoch, int) and epoch >= 0 else 0
     done = {"total": {"ready": steps, "completed": steps}, "current": {"ready": 0, "completed": 0}}
@@ -73,11 +69,7 @@ def beginning_of_epoch(meta: Mapping[str, Any], steps: int) -> dict[str, Any]:
 
 
 def require_training_state(checkpoint: Mapping[str, Any], optimizers: bool) -> None:
-    """Check that ``trainer.fit`` can resume from a checkpoint directory.
-
-    Args:
-        checkpoint: the dictionary for Lightning.
-        optimizers: whether optimizer states are loaded.
+    """Check that ``trainer.fit`` can resume from a checkpoint directory. ``optimizers``: their states are loaded.
 
     Raises:
         CheckpointError: something is missing; names the remedy.
@@ -105,9 +97,7 @@ def settings_here(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The options of each group, and saved options that are left out. See Note [Options of parameter groups].
 
-    Args:
-        saved: groups of an optimizer in another format.
-        running: ``param_groups`` of the running optimizer. If there are fewer, further saved groups are unchanged.
+    Saved groups beyond those of the running optimizer are unchanged.
     """
     groups: list[dict[str, Any]] = [dict(group) for group in saved]
     dropped: dict[str, None] = {}
@@ -230,11 +220,10 @@ def number_states(
 def fitting_state(
     saved: Mapping[str, Any], optimizer: Optimizer, engine: Engine, number: int, tell: bool
 ) -> Mapping[str, Any]:
-    """Convert a saved state of ``as_lightning`` to torch's form, for the running optimizer.
+    """Convert a saved state of ``as_lightning`` (by name; by number it is returned unchanged) to torch's form.
 
     Args:
-        saved: groups and states by name; by number it is returned unchanged.
-        number: of the optimizer, for messages.
+        optimizer: the running one; ``number``: its number, for messages.
         tell: warn of options that are left out.
 
     Raises:
@@ -257,16 +246,18 @@ def fitting_state(
 
 def rounded_weights(engine: Engine, state: Mapping[str, Any]) -> dict[str, Any]:
     """The state dict with the engine's parameters rounded to their compute dtype."""
-    named = engine.root.named_parameters(remove_duplicate=False)  # a tied name would restore the exact values
-    dtypes = {name: engine.owner[id(p)][0].dtype for name, p in named if id(p) in engine.owner}
 
-    def rounding(value: Tensor, dtype: torch.dtype) -> Tensor:
+    def rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
         if not isinstance(value, LazyTensor):
             return value.to(dtype).to(value.dtype)
         exact = value.dtype
         return LazyTensor(tuple(value.shape), exact, lambda lo, hi: value.elements(lo, hi).to(dtype).to(exact))
 
-    return {name: rounding(value, dtypes[name]) if name in dtypes else value for name, value in state.items()}
+    made = dict(state)
+    for name, p in engine.root.named_parameters(remove_duplicate=False):  # a tied name would restore the exact values
+        if name in made and id(p) in engine.owner:
+            made[name] = rounded(made[name], engine.owner[id(p)][0].dtype)
+    return made
 
 
 def counted(state: Mapping[str, Any], reach: Callable[[int], object]) -> dict[str, Any]:
@@ -293,12 +284,10 @@ def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool, left_
         module.load_state_dict(state, strict=strict)
         return
     missing, unexpected = module.load_state_dict(state, strict=False)
-    expected, present = set(left_out), set(missing)
-    problems = [f"Missing key(s): {', '.join(sorted(present - expected))}."] if present - expected else []
-    if unexpected:
-        problems.append(f"Unexpected key(s): {', '.join(sorted(unexpected))}.")
-    if expected - present:
-        names = ", ".join(sorted(expected - present))
-        problems.append(f"Left out on purpose (save_frozen=false), but the module has no such parameter: {names}.")
-    if problems:
+    found = {
+        "Missing key(s)": set(missing) - set(left_out),
+        "Unexpected key(s)": set(unexpected),
+        "Left out on purpose (save_frozen=false), but the module has no such parameter": set(left_out) - set(missing),
+    }
+    if problems := [f"{what}: {', '.join(sorted(names))}." for what, names in found.items() if names]:
         raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}: {' '.join(problems)}")

@@ -24,17 +24,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -300,7 +293,7 @@ class DirectoryWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        need = sum(_nbytes(item) + _OVERHEAD for plan in plans for item in plan.items)
+        need = sum(_size_of(plan.items) for plan in plans)
         free = self.place.free_bytes()
         if free is not None and free < need:
             raise CheckpointError(
@@ -325,7 +318,7 @@ class DirectoryWriter(StorageWriter):
         """Write one file of tensors; returns the place of each as file and ``Stored``, and the file's record."""
         content: dict[str, Stored] = {}
         results = []
-        with self._file(name, sum(_nbytes(item) + _OVERHEAD // 2 for item in items)) as sink:
+        with self._file(name, _size_of(items)) as sink:
             file = TorchFile(sink.write, blobs=True)
             tensors = ((item, self.made.tensors[item.index.fqn]) for item in items)
             for item, _ in _releasing(tensors, sink.wait_written):
@@ -341,11 +334,11 @@ class DirectoryWriter(StorageWriter):
                 self.tick(tensor.nbytes)
             file.finish(content)
         record = self.files[name]
-        return [*results, WriteResult(MetadataIndex(f"file:{name}"), record.nbytes, record)]
+        return [*results, WriteResult(dcp.MetadataIndex(f"file:{name}"), record.nbytes, record)]
 
     @contextmanager
     def _file(self, name: str, expected: int = 0) -> Iterator[Sink]:
-        """A file to write, which is in ``_files`` when it is complete."""
+        """A file to write, which is in ``files`` when it is complete."""
         sink = self.place.sink(name, expected)
         try:
             yield sink
@@ -354,7 +347,7 @@ class DirectoryWriter(StorageWriter):
             sink.abandon()
             raise
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Add the content of rank 0 and the manifest, then publish the directory."""
         made, placed = self.made, {}
         for result in chain.from_iterable(results):
@@ -382,24 +375,25 @@ class DirectoryWriter(StorageWriter):
             self.place.close()
 
 
+def _size_of(items: Sequence[WriteItem]) -> int:
+    """Maximum bytes of tensors on the disk."""
+    return sum((item.tensor_storage_size() or 0) + _OVERHEAD for item in items)
+
+
 def _local_bytes(value: Any) -> int:
     return (value.hi - value.lo) * value.dtype.itemsize if isinstance(value, Fragment) else int(value.nbytes)
 
 
-def _nbytes(item: WriteItem) -> int:
-    return item.tensor_storage_size() or 0
-
-
 def _describe(
-    metadata: Metadata, placed: Mapping[MetadataIndex, tuple[str, Stored]], aliases: Mapping[str, str]
+    metadata: dcp.Metadata, placed: Mapping[dcp.MetadataIndex, tuple[str, Stored]], aliases: Mapping[str, str]
 ) -> dict[str, Entry]:
     """The tensors for the manifest. Adds to ``metadata`` what torch's FileSystemReader needs: locations of chunks,
     nesting of names, and tied names."""
     known, tensors = metadata.state_dict_metadata, {}
     metadata.storage_data = {index: storage_info(file, *stored.blob) for index, (file, stored) in placed.items()}
     for name, entry in known.items():
-        assert isinstance(entry, TensorStorageMetadata), name
-        places = [placed[MetadataIndex(name, chunk.offsets)] for chunk in entry.chunks]
+        assert isinstance(entry, dcp.TensorStorageMetadata), name
+        places = [placed[dcp.MetadataIndex(name, chunk.offsets)] for chunk in entry.chunks]
         chunks = zip(entry.chunks, places, strict=True)
         tensors[name] = Entry(
             tuple(entry.size),
@@ -408,16 +402,16 @@ def _describe(
         )
     for tied, name in ((f"model.{alias}", f"model.{name}") for alias, name in aliases.items()):
         owner = known.get(name)
-        if isinstance(owner, TensorStorageMetadata):
+        if isinstance(owner, dcp.TensorStorageMetadata):
             known[tied] = owner
             for chunk in owner.chunks:
-                location = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-                metadata.storage_data[MetadataIndex(tied, chunk.offsets)] = location
+                location = metadata.storage_data[dcp.MetadataIndex(name, chunk.offsets)]
+                metadata.storage_data[dcp.MetadataIndex(tied, chunk.offsets)] = location
     metadata.planner_data = {name: path_of(name) for name in known}
     return tensors
 
 
-def _add_others(sink: Sink, metadata: Metadata, extra: Mapping[str, Any], optimizers: Sequence[Any]) -> None:
+def _add_others(sink: Sink, metadata: dcp.Metadata, extra: Mapping[str, Any], optimizers: Sequence[Any]) -> None:
     """Write extra states, groups and counters of optimizers for readers of ``.metadata`` (torch, Lightning), each as a
     torch.save file within ``extras.pt``."""
     others: dict[tuple[str, ...], Any] = {("model", name): value for name, value in extra.items()}
@@ -437,12 +431,12 @@ def _add_others(sink: Sink, metadata: Metadata, extra: Mapping[str, Any], optimi
             data = io.BytesIO()
             torch.save(value, data)
             content[name] = known[key] = file.add(torch.frombuffer(data.getbuffer(), dtype=torch.uint8))
-        index, metadata.planner_data[name] = MetadataIndex(name), path
-        metadata.state_dict_metadata[name] = BytesStorageMetadata()
+        index, metadata.planner_data[name] = dcp.MetadataIndex(name), path
+        metadata.state_dict_metadata[name] = dcp.BytesStorageMetadata()
         if isinstance(value, Tensor):
-            whole = ChunkStorageMetadata(torch.Size([0] * value.dim()), value.size())
-            index, properties = MetadataIndex(name, whole.offsets), TensorProperties(dtype=value.dtype)
-            metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, value.size(), [whole])
+            whole = dcp.ChunkStorageMetadata(torch.Size([0] * value.dim()), value.size())
+            index, properties = dcp.MetadataIndex(name, whole.offsets), dcp.TensorProperties(dtype=value.dtype)
+            metadata.state_dict_metadata[name] = dcp.TensorStorageMetadata(properties, value.size(), [whole])
         metadata.storage_data[index] = storage_info("extras.pt", known[key].start, known[key].nbytes)
     file.finish(content)
 
@@ -453,9 +447,7 @@ def path_of(name: str) -> tuple[str, ...]:
     >>> path_of("model.a.weight"), path_of("optimizer_0.state.a.weight.exp_avg")
     (('model', 'a.weight'), ('optimizer_0', 'state', 'a.weight', 'exp_avg'))
     """
-    head, rest = name.split(".", 1)
-    if not head.startswith("optimizer_"):
-        return head, rest
-    kind, rest = rest.split(".", 1)
-    parameter, key = rest.rsplit(".", 1)
-    return head, kind, parameter, key
+    if name.startswith("optimizer_"):
+        head, kind, rest = name.split(".", 2)
+        return head, kind, *rest.rsplit(".", 1)
+    return tuple(name.split(".", 1))
