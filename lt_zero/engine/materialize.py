@@ -9,8 +9,10 @@ original order, so the result is bitwise that of construction in one process.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -78,16 +80,19 @@ class ConstructionSharder:
         while self._open:
             self._cut(self._open.pop())
 
+    def _flat(self, parameter: Parameter, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """A tensor for all elements of ``parameter`` (1D, zeros, padded), and this rank's slice of it."""
+        layout, comm = plan_bucket([("", parameter.shape)], self._comm.world), self._comm
+        flat = torch.zeros(layout.numel, dtype=dtype, device=comm.device)
+        return flat, flat[slice(*layout.shard(comm.rank))]
+
     @torch.no_grad()
     def _cut(self, parameter: Parameter) -> None:
-        shape = tuple(parameter.shape)
-        layout = plan_bucket([("", shape)], self._comm.world)
-        flat = torch.zeros(layout.numel, dtype=parameter.dtype, device=self._comm.device)
+        flat, mine = self._flat(parameter, parameter.dtype)
         flat[: parameter.numel()].copy_(parameter.reshape(-1))
         self._comm.broadcast(flat, "a parameter at construction")  # ranks may have drawn different numbers
-        lo, hi = layout.shard(self._comm.rank)
-        self._slices[parameter] = flat[lo:hi].to(parameter.device, copy=True)
-        parameter.data = sentinel(parameter, shape)
+        self._slices[parameter] = mine.to(parameter.device, copy=True)
+        parameter.data = sentinel(parameter, tuple(parameter.shape))
         own(parameter, self._owner)
         guard(parameter)
 
@@ -97,10 +102,8 @@ class ConstructionSharder:
         if not is_guarded(parameter):
             return parameter.detach()
         piece: Tensor = self._slices.pop(parameter)
-        layout = plan_bucket([("", tuple(parameter.shape))], self._comm.world)
-        flat = torch.empty(layout.numel, dtype=piece.dtype, device=self._comm.device)
-        lo, hi = layout.shard(self._comm.rank)
-        flat[lo:hi].copy_(piece)
+        flat, mine = self._flat(parameter, piece.dtype)
+        mine.copy_(piece)
         self._comm.all_gather(flat, "a parameter at construction").wait()
         return flat[: parameter.numel()].view(parameter.shape).to(piece.device, copy=True)
 
@@ -119,8 +122,7 @@ class Materializer:
     """Gives the engine the values of ordinary, meta-device and sharded parameters."""
 
     def __init__(self, root: nn.Module, comm: Comm) -> None:
-        self._comm = comm
-        self._paths = {m: n for n, m in root.named_modules()}
+        self._device, self._modules = comm.device, dict(root.named_modules())
 
     def fetch(self, parameter: Parameter) -> Tensor:
         """The full value of ``parameter``. Collective if it was sharded at construction."""
@@ -137,36 +139,36 @@ class Materializer:
             RuntimeError: a module's parameters or buffers were not filled.
         """
         wanted = {p for p in parameters if p.is_meta}
-        for module in self._paths if wanted else ():
+        for path, module in self._modules.items() if wanted else ():
             if any(p in wanted for p in module.parameters(recurse=False)):
-                self._fill_module(module)
+                self._fill_module(path, module)
 
     def fill_buffers(self) -> None:
         """Initialise the meta buffers of modules without parameters."""
-        for module in self._paths:
+        for path, module in self._modules.items():
             if any(b.is_meta for b in module.buffers(recurse=False)):
-                self._fill_module(module)
+                self._fill_module(path, module)
 
     @torch.no_grad()
-    def _fill_module(self, module: nn.Module) -> None:
-        path, device = self._paths[module], self._comm.device
+    def _fill_module(self, path: str, module: nn.Module) -> None:
         made: dict[str, Tensor] = {}
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.is_meta:
-                value = torch.full(parameter.shape, _unset(parameter.dtype), dtype=parameter.dtype, device=device)
-                torch.utils.swap_tensors(parameter, Parameter(value, requires_grad=parameter.requires_grad))
-                made[name] = parameter
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_meta:
-                made[name] = torch.full(buffer.shape, _unset(buffer.dtype), dtype=buffer.dtype, device=device)
-                setattr(module, name, made[name])
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for name, tensor in tensors:
+            if not tensor.is_meta:
+                continue
+            value = torch.full(tensor.shape, _unset(tensor.dtype), dtype=tensor.dtype, device=self._device)
+            if isinstance(tensor, Parameter):
+                torch.utils.swap_tensors(tensor, Parameter(value, requires_grad=tensor.requires_grad))
+                made[name] = tensor
+            else:
+                made[name] = value
+                setattr(module, name, value)
         reset = getattr(module, "reset_parameters", None)
         if callable(reset):
             reset()
-        # The module itself, then its parents from the nearest to the root.
-        parents = [m for m, n in self._paths.items() if n == "" or n == path or path.startswith(f"{n}.")]
-        for parent in reversed(parents):
-            initializer = getattr(parent, "_init_weights", None)
+        parents = ["", *accumulate(path.split("."), "{}.{}".format)]
+        for parent in reversed(parents):  # the module itself, then its parents from the nearest to the root
+            initializer = getattr(self._modules[parent], "_init_weights", None)
             if callable(initializer):
                 initializer(module)
                 break
@@ -189,5 +191,5 @@ def _unset(dtype: torch.dtype) -> float:
 def _is_unset(tensor: Tensor) -> bool:
     if tensor.numel() == 0 or tensor.dtype == torch.bool:
         return False
-    inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-    return bool((tensor.isnan() if inexact else tensor == _unset(tensor.dtype)).all())
+    unset = _unset(tensor.dtype)
+    return bool((tensor.isnan() if math.isnan(unset) else tensor == unset).all())
