@@ -145,63 +145,53 @@ def open_offload_manager(buckets: Sequence[Bucket], config: ZeroConfig, device: 
     Raises:
         SwapError: a path cannot be used.
     """
-    zero, manager = config.zero_optimization, OffloadManager()
+    zero, manager, apart = config.zero_optimization, OffloadManager(), is_apart(device)
     optim, params = zero.offload_optimizer, zero.param_offload
-    apart = is_apart(device)
     for name, block in (("offload_optimizer", optim), ("offload_param", params)):
         if block.device == "cpu" and not apart:
             log.info("zero_optimization.%s.device=cpu has no effect: the model is on the CPU already", name)
     if not buckets or (optim.device, params.device) == ("none", "none"):
         return manager
-    manager.how = optim
+    manager.how, manager.param_blocks, comm = optim, params, buckets[0].comm
     pin = device.type == "cuda" and optim.pin_memory and params.pin_memory
     if _TIERS.keys() & {optim.device, params.device}:
         return_large_blocks()
+        files = (comm.rank, config.aio, [b.shard.numel() for b in buckets])
         with (
-            buckets[0].comm.agree("opening the folder for states", SwapError),
+            comm.agree("opening the folder for states", SwapError),
             progress_bar("Preparing the files of states in nvme_path"),
         ):
-            _open_tiers(manager, config, [b.shard.numel() for b in buckets], buckets[0].comm.rank, pin)
+            if optim.device in _TIERS:
+                manager.optim = _TIERS[optim.device](optim.nvme_path, *files, room=optim.buffer_count, pin=pin)
+            if (optim.device, optim.nvme_path) == (params.device, params.nvme_path):
+                manager.params = manager.optim
+            elif params.device in _TIERS:
+                manager.params = _TIERS[params.device](params.nvme_path, *files, pin=pin)
     places = resting([b.layout.numel for b in buckets], [b.sharding.params for b in buckets], zero)
+    link: HostLink | None = None
     if apart:
         # Bytes of the largest shard that is cast from master weights in host memory to the compute dtype.
         moved = [bucket for bucket, (moves, _) in zip(buckets, places, strict=True) if moves]
         casts = [b.shard.numel() * b.dtype.itemsize for b in moved if b.dtype != b.weights.master_dtype]
-        manager.host_link = HostLink(device, pin, max(casts, default=0))
+        link = manager.host_link = HostLink(device, pin, max(casts, default=0))
     for record, (bucket, (moves, away)) in enumerate(zip(buckets, places, strict=True)):
-        gathers_from_host = apart and bucket.sharding.params and params.device != "none"
+        gathers_from_host = bucket.sharding.params and params.device != "none"
+        cast = gathers_from_host or bucket.dtype != bucket.weights.master_dtype
+        rows = ((manager.optim, moves, moves), (manager.params, away, gathers_from_host))
         found: list[Place] = []
-        for tier, is_away, in_host in (
-            (manager.optim, moves, apart and moves),
-            (manager.params, away, gathers_from_host),
-        ):
+        for tier, is_away, in_host in rows:
             if tier is not None and is_away:
-                found.append(tier.place(record, manager.host_link))
-            elif in_host and manager.host_link is not None:
-                cast = gathers_from_host or bucket.dtype != bucket.weights.master_dtype
-                found.append(host_place(manager.host_link, pin_master=not cast))
+                found.append(tier.place(record, link))
             else:
-                found.append(bucket.memory)
+                found.append(host_place(link, pin_master=not cast) if link is not None and in_host else bucket.memory)
         bucket.use(*found)
     if optim.overlap_step is not False and any(bucket.offloaded for bucket in buckets):
         pipeline = (optim.buffer_count, optim.pipeline_read, optim.pipeline_write)
-        streaming = manager.optim.streaming if manager.optim is not None else nullcontext
+        streaming = manager.optim.streaming if manager.optim is not None else nullcontext  # without the manager
         manager.background, manager.overlaps = Background(*pipeline, streaming, device), True
         if optim.overlap_step is True:
-            buckets[0].comm.allow_background()
+            comm.allow_background()
     return manager
-
-
-def _open_tiers(manager: OffloadManager, config: ZeroConfig, numels: list[int], rank: int, pin: bool) -> None:
-    optim, params = config.zero_optimization.offload_optimizer, config.zero_optimization.param_offload
-    if optim.device in _TIERS:
-        manager.optim = _TIERS[optim.device](optim.nvme_path, rank, config.aio, numels, optim.buffer_count, pin)
-    if params.device in _TIERS:
-        same = (optim.device, optim.nvme_path) == (params.device, params.nvme_path)
-        manager.params = (
-            manager.optim if same else _TIERS[params.device](params.nvme_path, rank, config.aio, numels, pin=pin)
-        )
-        manager.param_blocks = params
 
 
 def resting(numels: Sequence[int], sharded: Sequence[bool], zero: ZeroOptimization) -> list[tuple[bool, bool]]:
