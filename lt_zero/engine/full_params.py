@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,6 @@ from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.guard import HANDS_OUT, is_guarded, owner_of
 from lt_zero.engine.lazy_tensor import AbsentTensor
-
-
-class FullParameter(NamedTuple):
-    """One parameter with its full value, valid until the next one is asked for."""
-
-    name: str
-    parameter: Parameter
-    value: Tensor
 
 
 @contextmanager
@@ -44,12 +36,10 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
         RuntimeError: on all ranks, if some do not enter and something is to be gathered or written.
     """
     if isinstance(target, nn.Module):
-        parameters = list(target.parameters())
-    else:
-        parameters = [target] if isinstance(target, Parameter) else list(target)
+        target = target.parameters()
     found: dict[Bucket, Engine] = {}
     held: dict[Bucket, bool] = {}  # -> whether it was gathered; a bucket in use outside of this context is not held
-    for parameter in parameters:
+    for parameter in [target] if isinstance(target, Parameter) else target:
         engine: Any = owner_of(parameter)
         if engine is None or id(parameter) not in getattr(engine, "owner", {}):
             continue
@@ -77,8 +67,8 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
             found[bucket].gatherer.let_go(bucket, keep)
 
 
-def full_parameters(engine: Engine) -> Iterator[FullParameter]:
-    """Every parameter with its full value in the master's dtype, bucket by bucket. Collective.
+def full_parameters(engine: Engine) -> Iterator[tuple[str, Parameter, Tensor]]:
+    """Every parameter with its full value in the master's dtype, valid until the next one is asked for. Collective.
 
     At most one more bucket than before is in memory.
     """
@@ -86,7 +76,7 @@ def full_parameters(engine: Engine) -> Iterator[FullParameter]:
     for bucket in engine.buckets:
         flat = full_flat(bucket)
         for parameter, span in zip(bucket.params, bucket.layout.spans, strict=True):
-            yield FullParameter(span.name, parameter, flat[span.lo : span.hi].view(span.shape))
+            yield span.name, parameter, flat[span.lo : span.hi].view(span.shape)
         bucket.put_away()
         engine.offload_manager.check(engine.comm, "weights in files")
 
@@ -141,10 +131,12 @@ def install_load_hooks(engine: Engine) -> None:
     turns ``copy_`` into a scatter.
     """
     for module in engine.root.modules():
-        places = {n: engine.owner[id(p)] for n, p in module.named_parameters(recurse=False) if id(p) in engine.owner}
-        for name, (bucket, _) in list(places.items()):
-            if bucket.weights.master_is_view or bucket.sharding.params:
-                del places[name]
+        owned = ((n, engine.owner.get(id(p))) for n, p in module.named_parameters(recurse=False))
+        places = {
+            name: place
+            for name, place in owned
+            if place is not None and not (place[0].weights.master_is_view or place[0].sharding.params)
+        }
         if not places:
             continue
 
@@ -244,7 +236,17 @@ def use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., An
             return func(*args, **kwargs)
     name, world = bucket.layout.spans[index].name, engine.comm.world
     if func is Tensor.detach and len(buckets) == 1:  # this is what state_dict() puts into a state dict
-        return _absent(parameters[0], name, world)
+
+        def refuse(lo: int, hi: int) -> Tensor:
+            raise RuntimeError(
+                f"The values of parameter {name!r} are sharded over {world} ranks, and `state_dict()` has names, "
+                "shapes and dtypes only. Take the values from `trainer.strategy.full_state_dict()` (called on every "
+                "rank, full on rank 0), or call `state_dict()` inside of `with lt_zero.gathered(module):` on every "
+                "rank; to save weights use `trainer.save_checkpoint` or `trainer.strategy.export(path)`."
+            )
+
+        with without_torch_function():
+            return AbsentTensor(tuple(parameters[0].shape), parameters[0].dtype, refuse, parameters[0].device)
     if func is torch.equal:  # Lightning's finetuning callbacks search an optimizer's parameters with it
         one, other = args
         if one is other or one.shape != other.shape:
@@ -257,18 +259,3 @@ def use_outside(engine: Engine, parameters: list[Tensor], func: Callable[..., An
         "every rank (`write=True` to change values); to save weights use `trainer.save_checkpoint`, "
         "`trainer.strategy.export(path)` or `trainer.strategy.full_state_dict()`."
     )
-
-
-def _absent(parameter: Tensor, name: str, world: int) -> Tensor:
-    """The placeholder of a parameter in a state dict; reading it raises with the remedy."""
-
-    def read(lo: int, hi: int) -> Tensor:
-        raise RuntimeError(
-            f"The values of parameter {name!r} are sharded over {world} ranks, and `state_dict()` has names, shapes "
-            "and dtypes only. Take the values from `trainer.strategy.full_state_dict()` (called on every rank, full on "
-            "rank 0), or call `state_dict()` inside of `with lt_zero.gathered(module):` on every rank; to save weights "
-            "use `trainer.save_checkpoint` or `trainer.strategy.export(path)`."
-        )
-
-    with without_torch_function():
-        return AbsentTensor(tuple(parameter.shape), parameter.dtype, read, parameter.device)

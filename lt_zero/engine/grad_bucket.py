@@ -1,18 +1,15 @@
 """The gradients of buckets: taken from the parameters, reduced over the ranks, accumulated until the step.
 
-Reductions are launched in one fixed order, at most two in flight. A bucket becomes ready when the backward of its unit
-is done, which may happen in another order on another rank (an unused unit is not ready before the end). Launches follow
-``_order``, the same on all ranks: in the first backward of a run the reverse of registration, later the order that rank
-0 saw. The remaining buckets are launched at the end of backward, so each bucket is reduced exactly once per backward on
-every rank.
+Reductions are launched in one fixed order, at most two in flight: in the first backward of a run the reverse of
+registration, later the order that rank 0 saw. The remaining buckets are launched at the end of backward, so each bucket
+is reduced exactly once per backward on every rank.
 
 Note [When a bucket is ready]
     Where parameters are sharded, gathers run between the reductions, and a rank that waits for a reduction which
     another rank launches only at the end of backward would never take part in the gathers that rank needs to get there.
     So a sharded bucket is ready when backward has left its unit, whether or not this rank's data touched each of its
     parameters. Gradients that arrive later (weights read outside of their unit) stay in ``p.grad`` until the step, when
-    the ranks agree on a second reduction. Where parameters are not sharded there are no gathers between reductions, and
-    a bucket is ready when all its gradients are there.
+    the ranks agree on a second reduction. Other buckets are ready when all their gradients are there.
 """
 
 from __future__ import annotations
@@ -83,8 +80,7 @@ class Reducer:
             self._learnt = True
             index = {bucket: i for i, bucket in enumerate(self._order)}
             seen = self._comm.host_broadcast([index[b] for b in self._ready], "the order of gradient buckets")
-            rest = [i for i in range(len(self._order)) if i not in set(seen)]
-            self._order = [self._order[i] for i in [*seen, *rest]]
+            self._order = [self._order[i] for i in dict.fromkeys([*seen, *range(len(self._order))])]
         self._head = 0
         self._ready.clear()
 

@@ -98,8 +98,7 @@ def plan_engine(root: nn.Module, config: ZeroConfig, policy: DtypePolicy, world:
     """Find the units of ``root`` and assign their parameters to buckets. Nothing is allocated or changed.
 
     Raises:
-        ValueError: a pattern of ``fp16_override_modules``, or a class or module name in the configuration, matches
-            nothing.
+        ValueError: a pattern, or a class or module name, of the configuration matches nothing.
         TypeError: a lazy parameter has no shape yet.
     """
     zero = config.zero_optimization
@@ -266,9 +265,5 @@ def hidden_size(root: nn.Module) -> tuple[int, str]:
 
 
 def with_sizes(config: ZeroConfig, root: nn.Module) -> ZeroConfig:
-    """The configuration with bucket sizes that were "auto" resolved for this model.
-
-    Raises:
-        ConfigError: there is no matrix.
-    """
+    """The configuration with bucket sizes that were "auto" resolved for this model; ConfigError as ``hidden_size``."""
     return resolve_sizes(config, lambda: hidden_size(root))
