@@ -17,7 +17,6 @@ they shared the flat tensor's counter, autograd would report "modified by an inp
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -287,7 +286,7 @@ class Bucket:
     def stores_of_step(self) -> list[Store]:
         """The streamed stores that a step of this bucket needs in memory and leaves to be written."""
         copy = self.weights.copy
-        copies = [copy] if copy is not None and copy.streamed and copy.nbytes else []
+        copies = [copy] if copy.streamed and copy.nbytes else []
         return [*self.step_stores(), *(self.grads.stores() if self.grads.streamed else []), *copies]
 
     def put_away(self) -> None:
@@ -316,7 +315,7 @@ class Bucket:
         """What the background calls after this rank's shard was stepped; None if nothing is sharded. Collective."""
 
         def publish() -> None:
-            with self.weights.copy.publishing() if self.weights.copy is not None else nullcontext():
+            with self.weights.copy.publishing():
                 sharded = self.sharding.params
                 (self.comm.background_fence() if sharded else self.comm.background_gather(self.flat)).wait()
 
@@ -327,7 +326,7 @@ class Bucket:
         waited = self._background.wait()
         if self._unpublished:
             self._unpublished = False
-            self.weights.wait_copied()
+            self.weights.copy.wait_copied()
             self._unguard()
             self.edits.note()
         return waited

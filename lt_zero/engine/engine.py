@@ -350,7 +350,7 @@ class Engine(ProcessLocal):
             bucket.release()
             bucket.refresh_after_step()
         for bucket in stepped:
-            bucket.weights.wait_copied()  # other ranks read it next
+            bucket.weights.copy.wait_copied()  # other ranks read it next
         self.comm.after_write()
         for pending in [bucket.launch_publish() for bucket in stepped]:
             if pending is not None:

@@ -14,6 +14,7 @@ from lt_zero.common.progress_bar import progress_bar
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import OffloadOptimizer, OffloadParam, ZeroOptimization
 from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.shard import NO_COPY
 from lt_zero.io.pinned import return_large_blocks
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload.background import Background
@@ -110,7 +111,7 @@ class OffloadManager:
                 read, written = read + kept + 2 * grads, written + kept + grads
             if bucket.sharding.params and weights.gather_source.streamed:
                 read += 2 * numel * weights.gather_source.dtype.itemsize  # in forward and in backward
-                written += numel * bucket.dtype.itemsize if bucket.streamed and weights.copy is not None else 0
+                written += numel * bucket.dtype.itemsize if bucket.streamed and weights.copy is not NO_COPY else 0
         comm, mine = buckets[0].comm, Speed(1.0, 1.0)
         with comm.agree("measuring the disk", SwapError), progress_bar(f"Measuring the speed of {tier.where}"):
             mine = tier.speed(min(_PROBE, max(1 << 20, read)))

@@ -18,6 +18,19 @@ from lt_zero.offload.background import BackgroundStep
 from lt_zero.offload.store import Gap, Place, Store, Waits, put_away
 
 
+class _NoCopy(Store):
+    """Stands for the compute copy where master weights serve."""
+
+    def kernel_target(self, master: torch.dtype, covers: Callable[[], bool]) -> Tensor | None:
+        return None
+
+    def refresh(self, master: Store, written: bool, gaps: Sequence[Gap]) -> None:
+        pass
+
+
+NO_COPY = _NoCopy(torch.float32, partial(torch.empty, 0))
+
+
 @dataclass(eq=False)
 class Weights:
     """The weights of one bucket on this rank: what the optimizer updates, and what gathers read."""
@@ -32,8 +45,8 @@ class Weights:
     master: Store | None = None
     frozen: Store | None = None  # the shard of a frozen bucket, or its values in a wider dtype
     # The compute copy that a step has to update: this rank's elements of the flat tensor, or what gathers read while
-    # the master weights are offloaded. None: the master weights serve.
-    copy: Store | None = None
+    # the master weights are offloaded.
+    copy: Store = NO_COPY
     written: bool = False  # the running step has written the compute copy already
 
     def use(self, optim: Place, params: Place) -> None:
@@ -73,7 +86,7 @@ class Weights:
             self.keep(self.shard, train=True)
         elif frozen.dtype == self.master_dtype and not self._optim.offloads and not frozen.streamed:
             self.master = frozen
-            self.copy = None if self.sharded else Store.of(self.shard)
+            self.copy = NO_COPY if self.sharded else Store.of(self.shard)
         else:
             self.keep(frozen.read(), train=True)
             frozen.discard()
@@ -93,12 +106,12 @@ class Weights:
         return not self.master_is_view and self._kept is not None
 
     def stores(self) -> list[Store]:
-        return [store for store in (self.master, self.frozen, self.copy) if store is not None]
+        return [store for store in (self.master, self.frozen, self.copy) if store is not None and store is not NO_COPY]
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that weights apart from the flat tensor take now."""
-        copy = self.copy.nbytes if self.copy is not None and self.sharded else 0
+        copy = self.copy.nbytes if self.sharded else 0
         return copy + (self._kept.nbytes if self._kept is not None and self.has_master else 0)
 
     @property
@@ -125,7 +138,7 @@ class Weights:
     @property
     def gather_source(self) -> Store:
         """What a gather of sharded parameters reads (1D, as ``shard``)."""
-        source = self.copy or self._kept
+        source = self._kept if self.copy is NO_COPY else self.copy
         assert source is not None
         return source
 
@@ -135,34 +148,23 @@ class Weights:
         ``covers``: whether the kernel writes all elements but the gaps.
         """
         self.gather_source.wait_sent()
-        return self.copy.kernel_target(self.master_dtype, covers) if self.copy is not None else None
+        return self.copy.kernel_target(self.master_dtype, covers)
 
     def cancel_kernel(self) -> None:
         """Forget ``kernel_target`` after the kernel failed."""
-        if self.copy is not None:
-            self.copy.cancel()
+        self.copy.cancel()
         self.written = False
 
     def refresh(self) -> None:
         """Copy the master weights, which are in memory, to the compute copy."""
         self.background.wait()
-        if self.copy is not None and self.master is not None:
+        if self.master is not None:
             self.copy.refresh(self.master, self.written, self.gaps)
         self.written = True
 
-    def note_readers(self) -> None:
-        """Before a background step: note which work queued on the device still reads the compute copy."""
-        if self.copy is not None:
-            self.copy.note_readers()
-
-    def wait_copied(self) -> None:
-        """Make the current stream wait until the compute copy is up to date."""
-        if self.copy is not None:
-            self.copy.wait_copied()
-
     def follow_edit(self) -> None:
         """After an edit of ``writable_values()``: update what gathers read, and write streamed stores."""
-        if self.copy is not None and self.sharded:
+        if self.sharded:
             self.written = False
             self.refresh()
             self.written = False

@@ -80,7 +80,7 @@ def _of_bucket(bucket: Bucket) -> dict[str, int]:
     kinds = {MASTER: weights.master if weights.has_master else None, WEIGHTS: weights.frozen}
     for kind, store in kinds.items():
         held[kind] = held.get(kind, 0) + (store.nbytes if store is not None and not store.streamed else 0)
-    if sharded and weights.copy is not None and not weights.copy.streamed:
+    if sharded and weights.copy.nbytes and not weights.copy.streamed:
         held[WEIGHTS] = held.get(WEIGHTS, 0) + weights.copy.nbytes
     return held
 

@@ -184,7 +184,7 @@ class Overlap:
     ) -> None:
         background = self._offload_manager.background
         assert background is not None
-        bucket.weights.note_readers()
+        bucket.weights.copy.note_readers()
         bucket.edits.pause()
         job = Job(step, bucket.stores_of_step, publish, self._offload_manager.note)
         bucket.hand_over(job)

@@ -237,7 +237,7 @@ class ShardedOptimizer(ProcessLocal):
                 bucket.wait_background_step()  # this thread steps it
         for bucket in early - late.keys():
             bucket.wait_background_step()  # this thread publishes it
-            bucket.weights.note_readers()  # the rest of backward may have read unsharded parameters meanwhile
+            bucket.weights.copy.note_readers()  # the rest of backward may have read unsharded parameters meanwhile
         plan = []
         for bucket, parts in late.items():
             mine, stored = members.pop(bucket, []), bucket.streamed

@@ -49,7 +49,7 @@ def _run(stage: int, dtype: torch.dtype | None, zero: dict[str, Any], slow: bool
 
 
 _DELAYED = [
-    (Bucket, "write_back"),
+    (Bucket, "refresh_after_step"),
     (Bucket, "launch_publish"),
     (Accumulator, "take"),
     (Reducer, "_land"),
