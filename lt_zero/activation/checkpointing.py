@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -78,52 +78,35 @@ def find_modules(root: nn.Module, block: ActivationCheckpointing) -> Found:
     Raises:
         ConfigError: a name matches nothing, or no blocks are found.
     """
-    found = _named(root, block.modules) if block.modules else find_repeated(root)
-    if not found:
-        raise ConfigError.about(
-            f"{_BLOCK}.modules",
-            f"{_BLOCK}.mode={block.mode!r}, and {type(root).__name__} has no repeated blocks to checkpoint. "
-            f"Name classes of its modules: {_BLOCK}.modules=[{_example(root)}], or set {_BLOCK}.mode='none'.",
-        )
-    return Found(tuple(found), block.every)
-
-
-def _callable_modules(root: nn.Module) -> dict[str, nn.Module]:
-    """All modules with a forward, by name; for a compiled module the wrapper."""
+    key = f"{_BLOCK}.modules"
     wrapped = {inner for m in root.modules() if (inner := compiled_module(m)) is not m}
-    return {
+    modules = {  # with a forward; of a compiled module the wrapper
         clean_name(f"{name}.")[:-1]: module
         for name, module in root.named_modules()
         if module is not root
         and module not in wrapped
         and type(compiled_module(module)).forward is not nn.Module.forward
     }
-
-
-def _named(root: nn.Module, classes: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    modules = _callable_modules(root)
-    for wanted in classes:
+    for wanted in block.modules:
         if not any(class_matches(compiled_module(m), (wanted,)) for m in modules.values()):
             known = sorted({_class_name(m) for m in modules.values()})
-            refuse_name(f"{_BLOCK}.modules", wanted, "no module inside the model is of this class", known)
-    found: list[tuple[str, nn.Module]] = []
+            refuse_name(key, wanted, "no module inside the model is of this class", known)
+    found = find_repeated(root) if not block.modules else []
     inside: set[nn.Module] = set()
     for name, module in modules.items():  # parents come before their children
-        if class_matches(compiled_module(module), classes) and module not in inside:
+        if class_matches(compiled_module(module), block.modules) and module not in inside:
             inside.update(module.modules())
             found.append((name, module))
-    return found
-
-
-def _example(root: nn.Module) -> str:
-    """The class with the most elements, preferably one inside a module list: an example for the error message."""
-    modules = _callable_modules(root).values()
-    lists = [m for m in root.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict, nn.Sequential))]
-    listed = {c for m in lists for c in m.children() if c in modules and any(True for _ in c.children())}
-    sizes: Counter[str] = Counter()
-    for module in listed or modules:
-        sizes[_class_name(module)] += sum(p.numel() for p in module.parameters())
-    return sizes.most_common(1)[0][0] if sizes else "Block"
+    if not found:
+        lists = [m for m in root.modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict, nn.Sequential))]
+        blocks = [child for m in lists for child in m.children() if any(True for _ in child.children())]
+        common = Counter(_class_name(module) for module in blocks or modules.values()).most_common(1)
+        raise ConfigError.about(
+            key,
+            f"{_BLOCK}.mode={block.mode!r}, and {type(root).__name__} has no repeated blocks to checkpoint. Name "
+            f"classes of its modules: {key}=[{common[0][0] if common else 'Block'}], or set {_BLOCK}.mode='none'.",
+        )
+    return Found(tuple(found), block.every)
 
 
 # ---- their forward -------------------------------------------------------------------------------------------------
