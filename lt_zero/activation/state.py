@@ -35,11 +35,6 @@ class State:
         self.changing: set[_BufferName] = {(n, name) for n in norms for name, _ in n.named_buffers(recurse=False)}
         self.known = False  # a forward in training has ended
 
-    def versions(self) -> dict[_BufferName, tuple[Tensor, int]]:
-        """Buffers of all modules in training mode, with their versions."""
-        names = [(m, name) for m in self.modules if m.training for name in m._buffers]
-        return {name: (buffer, version_of(buffer)) for name in names if (buffer := _get(name)) is not None}
-
 
 class SavedState:
     """What one forward may change, as it was before it.
@@ -51,10 +46,12 @@ class SavedState:
     """
 
     def __init__(self, state: State, arguments: Any) -> None:
-        self._state, self._versions = state, state.versions()
-        names = state.changing if state.known else set(self._versions)
-        found = {name: _get(name) for name in names if name[0].training}
-        self._buffers = {name: buffer.clone() for name, buffer in found.items() if buffer is not None}
+        self._state = state
+        names = [(m, name) for m in state.modules if m.training for name in m._buffers]
+        found = {name: buffer for name in names if (buffer := _get(name)) is not None}
+        self._versions = {name: (buffer, version_of(buffer)) for name, buffer in found.items()}
+        copied = found.keys() & state.changing if state.known else found.keys()
+        self._buffers = {name: found[name].clone() for name in copied}
         values = [value for m in state.modules for value in vars(m).values()]
         self._generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
         self._objects = [(held, held.copy()) for held in iter_containers(tuple(_objects(arguments)))]
