@@ -336,27 +336,16 @@ Kind = Literal["change", "add", "force", "delete"]
 
 
 class HydraOverride(NamedTuple):
-    """An override as Hydra's parser reads it.
-
-    Attributes:
-        text: the text that was parsed.
-        kind: ``a=1`` changes, ``+a=1`` adds, ``++a=1`` forces, ``~a`` deletes.
-        key: ``a.b``, or ``a/b`` for a group.
-        package: the part after @; None without one.
-        value: plain; also None if there is none.
-        has_value: whether there is a value.
-        is_quoted: whether the value was text in quotes.
-        is_sweep: whether there are several values.
-    """
+    """An override as Hydra's parser reads it."""
 
     text: str
-    kind: Kind
-    key: str
-    package: str | None
-    value: Any
+    kind: Kind  # ``a=1`` changes, ``+a=1`` adds, ``++a=1`` forces, ``~a`` deletes
+    key: str  # ``a.b``, or ``a/b`` for a group
+    package: str | None  # the part after @
+    value: Any  # plain; also None if there is none
     has_value: bool
-    is_quoted: bool
-    is_sweep: bool
+    is_quoted: bool  # the value was text in quotes
+    is_sweep: bool  # there are several values
 
 
 class HydraSyntaxError(ValueError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,14 +10,9 @@ Path = tuple[str | int, ...]  # of a value: keys of mappings, positions in lists
 
 
 class Mark(NamedTuple):
-    """Where a value was written.
+    """Where a value was written; lines and columns count from 1 and are None without a file."""
 
-    Attributes:
-        source: name of the file or other source ("overrides[2]", "argument stage").
-        line, column: counted from 1; None without a file.
-    """
-
-    source: str
+    source: str  # a file, or another source ("overrides[2]", "argument stage")
     line: int | None = None
     column: int | None = None
 
@@ -27,16 +22,10 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of a configuration.
+    """One problem of a configuration."""
 
-    Attributes:
-        key: dotted, "" for the whole configuration.
-        message: what is wrong and what to do; names the key and its value.
-        mark: where it was written, if known.
-    """
-
-    key: str
-    message: str
+    key: str  # dotted, "" for the whole configuration
+    message: str  # what is wrong and what to do; names the key and its value
     mark: Mark | None = None
 
     def __str__(self) -> str:
@@ -50,15 +39,10 @@ BLOCK_CHECKS: dict[str, Check] = {}
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used.
-
-    Attributes:
-        problems: all of them.
-    """
+    """A configuration that cannot be used; ``problems`` has all reasons."""
 
     def __init__(self, problems: Iterable[Problem] | str) -> None:
-        found: Sequence[Problem] = (Problem("", problems),) if isinstance(problems, str) else tuple(problems)
-        self.problems = tuple(found)
+        self.problems = (Problem("", problems),) if isinstance(problems, str) else tuple(problems)
         lines = [str(problem) for problem in self.problems]
         super().__init__(lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} problems:", *lines]))
 

@@ -42,21 +42,15 @@ class Available:
     source: str
 
 
-def host_memory(max_cpu_gb: float | None = None, root: Path = Path("/")) -> Available:
+def host_memory(root: Path = Path("/")) -> Available:
     """The host memory that this process can still allocate.
 
     The kernel's estimate ``MemAvailable``, or less if a control group of this process or one around it has a lower
     limit: a container or batch job is killed at its own limit (exit code -9). File pages that the kernel would drop do
-    not count as used. ``max_cpu_gb`` can only lower the result.
-
-    Args:
-        max_cpu_gb: the configuration's limit for a node, in GB (1e9 bytes).
-        root: the folder that has ``proc``; replaced in tests.
+    not count as used. ``root`` is the folder that has ``proc``.
     """
-    limits = [Available(int(psutil.virtual_memory().available), "MemAvailable of this machine"), *cgroup_limits(root)]
-    if max_cpu_gb is not None:
-        limits.append(Available(int(max_cpu_gb * GB), f"max_cpu_gb={max_cpu_gb:g}"))
-    return min(limits, key=lambda limit: limit.nbytes)
+    machine = Available(int(psutil.virtual_memory().available), "MemAvailable of this machine")
+    return min([machine, *cgroup_limits(root)], key=lambda limit: limit.nbytes)
 
 
 def cgroup_limits(root: Path = Path("/")) -> list[Available]:

@@ -89,7 +89,6 @@ def test_no_limits(tmp_path: Path) -> None:
 
 def test_this_machine() -> None:
     assert host_memory().nbytes > 0
-    assert host_memory(1e-6) == Available(1000, "max_cpu_gb=1e-06")
     with pytest.raises(ValueError, match="max_cpu_gb"):
         ZeroConfig.of({"max_cpu_gb": 0})
 

@@ -6,6 +6,7 @@ import resource
 import sys
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 
 import lightning.pytorch as pl
 import psutil
@@ -88,7 +89,7 @@ class StepClock(RunObserver):
 def metrics(ranks: list[Times]) -> dict[str, float]:
     """Milliseconds per optimizer step, averaged over the ranks."""
     names = {kind: f"{kind}_wait" if kind in _WAITS else kind for kind in (*STAGES, *PARTS)}
-    means = {names[kind]: _mean([t.seconds.get(kind, 0.0) / t.steps for t in ranks]) * 1e3 for kind in names}
+    means = {names[kind]: fmean(t.seconds.get(kind, 0.0) / t.steps for t in ranks) * 1e3 for kind in names}
     total = sum(means[kind] for kind in STAGES)
     return {f"time/{name}_ms": value for name, value in {"total": total, **means}.items()}
 
@@ -104,12 +105,8 @@ def time_line(number: int, ranks: list[Times]) -> str:
         return line
     busy = [sum(t.seconds.get(kind, 0.0) * sign for kind, sign in _BUSY) / t.steps * 1e3 for t in ranks]
     slowest = max(range(len(busy)), key=lambda rank: busy[rank])
-    own = f"{busy[slowest]:.1f} without gather, reduce and publish, mean {_mean(busy):.1f}"
+    own = f"{busy[slowest]:.1f} without gather, reduce and publish, mean {fmean(busy):.1f}"
     return f"{line}; slowest rank {slowest}: {own}"
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------

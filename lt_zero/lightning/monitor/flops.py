@@ -117,19 +117,18 @@ class FlopCount:
     """
 
     def __init__(self) -> None:
-        self.start(True)
+        self.reset()
 
-    def start(self, new: bool) -> None:
-        """A fit begins; ``new``: of another model, so that former counts are invalid."""
-        if new:
-            self.flops_per_micro_batch: float | None = None
-            self.counted: Counted | None = None
-            self.problem: str | None = None
-            self.requested = False
-            self.rows: int | None = None
-            self._batches = 0
-            self._compiles = False  # whether something was compiled before or in the first micro-batch
-            self._counter: _Counter | None = None  # of the micro-batch that is counted
+    def reset(self) -> None:
+        """Forget the counts: another model follows."""
+        self.flops_per_micro_batch: float | None = None
+        self.counted: Counted | None = None
+        self.problem: str | None = None
+        self.requested = False
+        self.rows: int | None = None
+        self._batches = 0
+        self._compiles = False  # whether something was compiled before or in the first micro-batch
+        self._counter: _Counter | None = None  # of the micro-batch that is counted
 
     def request(self) -> None:
         """Count the next micro-batch."""

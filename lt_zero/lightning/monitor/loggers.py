@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CometLogger, CSVLogger, Logger, TensorBoardLogger, WandbLogger
@@ -24,19 +24,13 @@ from lt_zero.config.blocks import Comet, CsvMonitor, TensorBoard, Wandb
 MonitorBlock = CsvMonitor | TensorBoard | Wandb | Comet
 
 
-class _Kind(NamedTuple):
-    key: str  # of the block
-    logger: type[Logger]
-    package: str
-
-
-# The first one decides where checkpoints and other files go (trainer.log_dir). Comet is last: its constructor opens an
-# experiment on a server, so nothing must fail after it.
-_KINDS: dict[type[MonitorBlock], _Kind] = {
-    TensorBoard: _Kind("tensorboard", TensorBoardLogger, "tensorboard"),
-    CsvMonitor: _Kind("csv_monitor", CSVLogger, "lightning"),
-    Wandb: _Kind("wandb", WandbLogger, "wandb"),
-    Comet: _Kind("comet", CometLogger, "comet_ml"),
+# Key, logger and package of each block. The first one decides where checkpoints and other files go (trainer.log_dir).
+# Comet is last: its constructor opens an experiment on a server, so nothing must fail after it.
+_KINDS: dict[type[MonitorBlock], tuple[str, type[Logger], str]] = {
+    TensorBoard: ("tensorboard", TensorBoardLogger, "tensorboard"),
+    CsvMonitor: ("csv_monitor", CSVLogger, "lightning"),
+    Wandb: ("wandb", WandbLogger, "wandb"),
+    Comet: ("comet", CometLogger, "comet_ml"),
 }
 
 
@@ -94,36 +88,34 @@ def attach_loggers(trainer: pl.Trainer, config_blocks: Iterable[MonitorBlock]) -
     made: list[Logger] = []
     problems: dict[str, str] = {}
     for block in enabled:
-        kind = _KINDS[type(block)]
-        own = next((logger for logger in known if isinstance(logger, kind.logger)), None)
+        key, logger_class, package = _KINDS[type(block)]
+        own = next((logger for logger in known if isinstance(logger, logger_class)), None)
         if own is not None:
-            _report_unused(kind, block, root, own)
+            if not _writes_there(own, block, root):
+                rank_zero_info(
+                    f"{key}: the Trainer has a {type(own).__name__} of its own, which is used instead. Remove it to "
+                    "use the block."
+                )
         elif trainer.barebones:
-            problems[kind.key] = "contradicts Trainer(barebones=True), which logs nothing. Remove one of them"
+            problems[key] = "contradicts Trainer(barebones=True), which logs nothing. Remove one of them"
         elif not (problems and isinstance(block, Comet)):
             try:
                 with _rank_announced(trainer.global_rank):
                     made.append(_make(block, root))
             except ModuleNotFoundError:
-                need = f"needs the package {kind.package}, which is missing or too old"
-                problems[kind.key] = f"{need}. Run `pip install -U {kind.package}`, or set it to false"
+                need = f"needs the package {package}, which is missing or too old"
+                problems[key] = f"{need}. Run `pip install -U {package}`, or set it to false"
     if problems:
         raise ConfigError(Problem(f"{key}.enabled", f"{key}.enabled=true {text}.") for key, text in problems.items())
     trainer.loggers = known + made
     return made
 
 
-def _report_unused(kind: _Kind, block: MonitorBlock, root: str, own: Logger) -> None:
-    """Log that the Trainer's own logger is used, if it writes elsewhere than the block says."""
+def _writes_there(logger: Logger, block: MonitorBlock, root: str) -> bool:
+    """Whether a logger of the Trainer writes where the block says."""
     if isinstance(block, TensorBoard | CsvMonitor):
-        used = (own.save_dir, own.name) == (_folder(block, root), block.job_name)
-    else:
-        used = own.name == block.project
-    if not used:
-        rank_zero_info(
-            f"{kind.key}: the Trainer has a {type(own).__name__} of its own, which is used instead. Remove it to use "
-            "the block."
-        )
+        return (logger.save_dir, logger.name) == (_folder(block, root), block.job_name)
+    return logger.name == block.project
 
 
 @contextmanager

@@ -91,8 +91,8 @@ class RunMonitor:
     def start(self, run: Run, new: bool) -> None:
         """Start the monitors of a fit; ``new``: its engine was just built. Collective."""
         config, comm = run.config, run.engine.comm
-        if self.flops is not None:
-            self.flops.start(new)
+        if self.flops is not None and new:
+            self.flops.reset()
         if isinstance(comm, LoggedComm):
             self._for_this_run.callback(self._show_comms, comm)
         if self._profiler is not None:
