@@ -21,7 +21,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 
@@ -178,8 +179,7 @@ def _held(plan: EnginePlan, layouts: Sequence[BucketLayout]) -> list[int]:
     return [share[most] for share in shares]
 
 
-@dataclass(frozen=True)
-class Gathered:
+class Gathered(NamedTuple):
     """Elements, bytes and buckets that one unit gathers, and whether its backward needs them."""
 
     numel: int
@@ -188,72 +188,48 @@ class Gathered:
     needs_weights: bool
 
 
-class _Replay:
-    """Gathers and releases units as ``Gatherer`` does in a forward and backward, and records the peak bytes.
+def _peak_gathered(units: Sequence[Gathered], limits: Residency, most_buckets: float, keeps_whole: bool) -> int:
+    """Peak bytes of the micro-batches after the first one, which records the order, as ``Gatherer`` runs them.
 
     Args:
         units: all but the root, in forward order; small parameters, which are never released, are not counted.
-        residency: limits on what stays gathered, and on prefetched elements (0: no prefetching).
+        limits: on what stays gathered, and on prefetched elements (0: no prefetching).
         most_buckets: limit on prefetched buckets.
+        keeps_whole: units stay gathered after backward.
     """
-
-    def __init__(self, units: Sequence[Gathered], residency: Residency, most_buckets: float) -> None:
-        self._units, self._residency, self._most_buckets = units, residency, most_buckets
-        self._here: set[int] = set()
-        self._early: set[int] = set()  # prefetched, not visited yet
-        self._numel = self._nbytes = self.peak = 0
-
-    def run(self, keeps_whole: bool) -> int:
-        """The peak after the first micro-batch, which records the order; ``keeps_whole``: units stay gathered after."""
-        units = self._units
-        stays = self._residency.keep_after_forward([unit.numel for unit in units])
-        keep = {i for i, unit in enumerate(units) if stays[i] and unit.needs_weights}
-        for index in keep if keeps_whole else ():
-            self._gather(index)
-        for index in range(len(units)):
-            self._visit(index, range(index + 1, len(units)))
-            if index not in keep:
-                self._release(index)
-        for index in reversed(range(len(units))):
-            if units[index].needs_weights:
-                # A unit is released when its inputs have gradients, before backward reaches the previous unit.
-                self._visit(index, (i for i in range(index - 1, -1, -1) if units[i].needs_weights))
-                self._release(index)
-        return self.peak
-
-    def _gather(self, index: int) -> None:
-        if index not in self._here:
-            self._here.add(index)
-            self._numel += self._units[index].numel
-            self._nbytes += self._units[index].nbytes
-            self.peak = max(self.peak, self._nbytes)
-
-    def _release(self, index: int) -> None:
-        if index in self._here:
-            self._here.remove(index)
-            self._numel -= self._units[index].numel
-            self._nbytes -= self._units[index].nbytes
-
-    def _visit(self, index: int, upcoming: Iterable[int]) -> None:
-        """Gather a unit, and prefetch those that ``Gatherer.visit`` would."""
-        self._gather(index)
-        self._early.discard(index)
-        flying = sum(self._units[i].numel for i in self._early)
-        buckets = sum(self._units[i].buckets for i in self._early)
-        limits = self._residency
-        for other in upcoming if limits.prefetch > 0 else ():
-            unit = self._units[other]
-            if other in self._here:
-                continue
-            if len(self._early) >= limits.ahead:
-                return
-            flying, buckets = flying + unit.numel, buckets + unit.buckets
-            live = self._numel + unit.numel
-            large = flying > limits.prefetch and (bool(self._early) or self._most_buckets < float("inf"))
-            if large or live > limits.max_live or buckets > self._most_buckets:
-                return
-            self._gather(other)
-            self._early.add(other)
+    stays = limits.keep_after_forward([unit.numel for unit in units])
+    keep = {i for i, unit in enumerate(units) if stays[i] and unit.needs_weights}
+    here = set(keep) if keeps_whole else set[int]()
+    early = set[int]()  # prefetched, not visited yet
+    live, nbytes = sum(units[i].numel for i in here), sum(units[i].nbytes for i in here)
+    peak = nbytes
+    forward = list(range(len(units)))
+    # A unit is released when its inputs have gradients, before backward reaches the previous unit.
+    backward = [i for i in reversed(forward) if units[i].needs_weights]
+    for order, kept in ((forward, keep), (backward, set[int]())):
+        for position, index in enumerate(order):
+            early.discard(index)
+            flying, buckets = sum(units[i].numel for i in early), sum(units[i].buckets for i in early)
+            # Gather the unit, and prefetch those that ``Gatherer.visit`` would.
+            for other in islice(order, position, None if limits.prefetch > 0 else position + 1):
+                if other in here:
+                    continue
+                unit = units[other]
+                if other != index:
+                    if len(early) >= limits.ahead:
+                        break
+                    flying, buckets = flying + unit.numel, buckets + unit.buckets
+                    large = flying > limits.prefetch and (bool(early) or most_buckets < float("inf"))
+                    if large or live + unit.numel > limits.max_live or buckets > most_buckets:
+                        break
+                    early.add(other)
+                here.add(other)
+                live, nbytes = live + unit.numel, nbytes + unit.nbytes
+            peak = max(peak, nbytes)
+            if index not in kept:
+                here.remove(index)
+                live, nbytes = live - units[index].numel, nbytes - units[index].nbytes
+    return peak
 
 
 class _Sums:
@@ -334,7 +310,7 @@ class _Sums:
         limits = limits if self.setup.training else limits.without_training()
         whole = root.numel + sum(unit.numel for unit in inner)
         fits = whole <= limits.max_live and whole < limits.max_reuse_distance  # as Gatherer.fits_whole
-        peak = _Replay(inner, limits, most_buckets).run(keeps_whole=self.setup.accumulates and fits)
+        peak = _peak_gathered(inner, limits, most_buckets, keeps_whole=self.setup.accumulates and fits)
         total.append((DEVICE, GATHERED, root.nbytes + peak))
         dtypes = [row.dtype if row.copies_weights else row.exact for row in self.rows if row.weights == NVME]
         if dtypes:
