@@ -134,22 +134,11 @@ def json_schema() -> str:
 
 # ---- explanations ----------------------------------------------------------------------------------------------------
 
-_SAYS = {
-    "no_effect": "has no effect here",
-    "later": "is not available yet",
-    "unsupported": "is not supported",
-}
+_SAYS = {"no_effect": "has no effect here", "later": "is not available yet", "unsupported": "is not supported"}
 
 
 def explain(key: str) -> str:
-    """Explain a key.
-
-    Args:
-        key: dotted, or any part of it ("bucket"); an old spelling; or a pattern ("offload_*.device").
-
-    Returns:
-        text: about the key, or a list if several match.
-    """
+    """Text about a key: dotted, or any part ("bucket"), an old spelling, or a pattern; a list if several match."""
     key = key.strip().strip(".")
     names = dict.fromkeys([*(entry.key for entry in entries()), *(row.key for row in rows())])
     if key and ("*" not in key or key in names) and (text := _about(key)):

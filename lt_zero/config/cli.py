@@ -40,9 +40,8 @@ def check(file: Source, overrides: Changes = None, stage: Stage = None) -> None:
     for key, value, status, note in rows:
         mark = f"[{colours.get(status, 'yellow')}]{status:9}[/]"
         console.print(f"{mark}  {escape(value.ljust(width))}  {escape(key)}" + (f": {escape(note)}" if note else ""))
-    for notice in loaded.notices:
-        if notice.kind == "file":
-            console.print(escape(str(notice)), style="yellow")
+    for notice in (notice for notice in loaded.notices if notice.kind == "file"):
+        console.print(escape(str(notice)), style="yellow")
     for problem in loaded.problems:
         console.print(escape(str(problem)), style="red")
     count = len(loaded.problems)
@@ -108,12 +107,10 @@ def key_statuses(loaded: Loaded) -> Iterator[tuple[str, str, str, str]]:
             yield key, shown, "auto", AUTO[key]
         elif key == "train_batch_size" and loaded.config is not None:
             yield key, shown, "works", _divided(loaded.config)
-        elif switched_off(loaded.written, path) or (
-            (row := lookup(path)) is not None and row.status in ("later", "unsupported")
-        ):
-            yield key, shown, "off", ""
         else:
-            yield key, shown, "works", ""
+            row = lookup(path)
+            off = switched_off(loaded.written, path) or (row is not None and row.refused)
+            yield key, shown, "off" if off else "works", ""
 
 
 def _divided(config: ZeroConfig) -> str:
@@ -138,9 +135,9 @@ def _read(file: File, overrides: list[str] | None, stage: int | None, must_work:
         loaded = examine(file, stage, overrides or ())
         if must_work:
             loaded.usable()
+        return loaded
     except ConfigError as error:
         raise _stopped(str(error)) from None
-    return loaded
 
 
 def _stopped(message: str) -> typer.Exit:
@@ -175,12 +172,7 @@ def clean(loaded: Loaded) -> str:
 
 
 def with_origins(loaded: Loaded, everything: bool) -> str:
-    """YAML of the validated configuration with the source of each value.
-
-    Args:
-        loaded: must have no problems.
-        everything: include keys that have their defaults.
-    """
+    """YAML of the validated configuration with the source of each value; ``everything``: also keys with defaults."""
     assert loaded.config is not None
     written = Document(plain(loaded.config), dict(loaded.marks))
     values = resolved(loaded.config) if everything else written.values

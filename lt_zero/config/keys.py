@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -172,10 +173,11 @@ def _rename_values(document: Document) -> None:
     """Old types of values of current keys, see ``FORMS``."""
     for path in ((Z,), (Z, "offload_optimizer"), (Z, "offload_param"), (Z, "offload_params")):
         value, key = document.get(path), "stage" if path == (Z,) else "device"
-        meant = value
         if isinstance(value, bool):
-            meant = int(value) if key == "stage" else "cpu" if value else "none"
-        elif key == "stage" or not isinstance(value, str) or value not in ("none", "cpu", "nvme"):
+            meant: Any = int(value) if key == "stage" else "cpu" if value else "none"
+        elif key == "device" and value in ("none", "cpu", "nvme"):
+            meant = value
+        else:
             continue
         shown = f"{dotted(path)}: {str(value).lower()} is read as {dotted((*path, key))}={meant}. Write the latter."
         document.tell(path, shown)
@@ -202,8 +204,7 @@ def _spread_pin_memory(document: Document, old: KeyPath, value: Any) -> None:
     paths = [(Z, name, "pin_memory") for name in blocks or ["offload_optimizer"]]
     added = [document.put(path, value) for path in paths if document.get(path) is MISSING]
     if any(added):
-        text = f"{dotted(old)} is read as {' and '.join(map(dotted, paths))}={value}. Write the latter."
-        document.tell(old, text)
+        document.tell(old, f"{dotted(old)} is read as {' and '.join(map(dotted, paths))}={value}. Write the latter.")
     document.pop(old)
 
 
@@ -216,10 +217,7 @@ _FREE = {("optimizer", "params"), ("scheduler", "params")}  # checked where thei
 def classify(document: Document, schema: type[Block], checks: Mapping[str, Check]) -> Document:
     """Remove keys that the schema does not have, with a notice or a problem for each; note those written "auto".
 
-    Args:
-        document: has current spellings.
-        schema: of the keys.
-        checks: of blocks by their names, to suggest the right place of a misplaced argument.
+    ``checks`` of blocks, by their names, tell whether an argument is misplaced.
     """
     document = document.copy()
     document.autos = frozenset(_Classifier(document, schema, checks).block(document.values, schema, ()))
@@ -320,12 +318,7 @@ _FEW = 2  # up to so many blocks with this key name, suggest one: offload_optimi
 
 
 def nearest(key: str, candidates: Iterable[str]) -> str | None:
-    """The nearest key: the same name in another block, or a name that differs by a typo or two.
-
-    Args:
-        key: dotted, as it was written.
-        candidates: dotted keys; those that are ``accepted`` make suggestions that are never another error.
-    """
+    """The nearest dotted candidate: the same name in another block, or one that differs by a typo or two."""
     block, _, name = key.replace("-", "_").lower().rpartition(".")
     names = {c: c.rpartition(".") for c in _with_blocks(candidates) if c != key}
     same = {c: _ratio(block, b) for c, (b, _, n) in names.items() if n.lower() == name and b != block}
@@ -335,9 +328,8 @@ def nearest(key: str, candidates: Iterable[str]) -> str | None:
             return best
     scores = {}
     for candidate, (other, _, other_name) in names.items():
-        alike = _ratio(name, other_name.lower())
-        if candidate not in same and alike >= _CLOSE:  # a similar name counts less in a different block
-            scores[candidate] = alike if block == other else alike * (0.9 + 0.1 * _ratio(block, other))
+        if candidate not in same and (alike := _ratio(name, other_name.lower())) >= _CLOSE:
+            scores[candidate] = alike * (0.9 + 0.1 * _ratio(block, other))  # counts less in a different block
     best = max(scores, key=lambda c: scores[c], default="")
     return best if best and scores[best] >= _CLOSE else None
 
@@ -351,9 +343,7 @@ def _with_blocks(keys: Iterable[str]) -> dict[str, None]:
     """``keys`` and their blocks, cut at placeholders such as ``<name>``."""
     found: dict[str, None] = {}
     for key in keys:
-        parts = key.split(".")
-        if any(part[:1] in "<(*" for part in parts):
-            parts = parts[: next(i for i, part in enumerate(parts) if part[:1] in "<(*")]
+        parts = list(takewhile(lambda part: part[:1] not in "<(*", key.split(".")))
         found |= {".".join(parts[: n + 1]): None for n in range(len(parts))}
     return found
 

@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 _WORD = re.compile(r"[\w.-]+")
 
 
-class _Refused(Exception):
-    """An override that cannot be applied; holds the reason."""
-
-
 def apply(document: Document, overrides: Sequence[str]) -> Document:
     """``document`` with ``overrides`` applied in their order; ``document`` itself stays as it is.
 
@@ -55,17 +51,14 @@ def apply(document: Document, overrides: Sequence[str]) -> Document:
     for text in overrides:
         try:
             parsed.append(_parsed(text))
-        except _Refused as refusal:
-            problems.append(Problem("", str(refusal), Mark(f"override {_shown(text)!r}")))
+        except ConfigError as error:
+            problems.append(Problem("", str(error), Mark(f"override {_shown(text)!r}")))
     for override in sorted(parsed, key=lambda entry: not _is_choice(entry)):  # stable
-        key = override.key.replace("/", ".")
         mark = Mark(f"override {_shown(override.text)!r}")
         try:
             _apply(document, override, mark)
-        except _Refused as refusal:
-            problems.append(Problem(key, str(refusal), mark))
         except ConfigError as error:
-            problems += [Problem(key, str(problem), mark) for problem in error.problems]
+            problems += [Problem(override.key.replace("/", "."), str(problem), mark) for problem in error.problems]
     if problems:
         raise ConfigError(problems)
     document.secret |= secrets(document.values)
@@ -85,26 +78,26 @@ def _parsed(text: object) -> HydraOverride:
     from lt_zero.common.compat import HydraSyntaxError, parse_override
 
     if not isinstance(text, str):
-        raise _Refused(f"an override is text, not {type(text).__name__}; write it as 'key=value'")
+        raise ConfigError(f"an override is text, not {type(text).__name__}; write it as 'key=value'")
     if text.startswith("-"):
-        raise _Refused("an override is key=value, without - or -- before it")
+        raise ConfigError("an override is key=value, without - or -- before it")
     try:
         override = parse_override(text)
     except HydraSyntaxError as error:
         place = "" if error.column is None else f" at character {error.column + 1}"
         said = "" if names_secret(text) else f" ({error})"
         hint = _syntax_hint(text)
-        raise _Refused(f"bad syntax{place}{said}; {hint}") from None
+        raise ConfigError(f"bad syntax{place}{said}; {hint}") from None
     if override.key == "hydra" or override.key.startswith(("hydra.", "hydra/")):
-        raise _Refused("settings of Hydra itself belong to a program under @hydra.main; leave it out here")
+        raise ConfigError("settings of Hydra itself belong to a program under @hydra.main; leave it out here")
     if override.is_sweep:
-        raise _Refused(f"one value only; sweeps need Hydra's --multirun. A list is {override.key}=[1,2]")
+        raise ConfigError(f"one value only; sweeps need Hydra's --multirun. A list is {override.key}=[1,2]")
     if override.package is not None:
-        raise _Refused(
+        raise ConfigError(
             f"@{override.package}: packages are Hydra's; write {override.key}=option, or the keys themselves"
         )
     if not override.key:
-        raise _Refused("the key before = is missing")
+        raise ConfigError("the key before = is missing")
     return override
 
 
@@ -141,13 +134,13 @@ def _apply(document: Document, override: HydraOverride, mark: Mark) -> None:
             _merge(document, document.values, key, option, (key,), mark)
         return
     if "/" in override.key:
-        raise _Refused(f"there is no group {override.key}; keys are separated by points")
+        raise ConfigError(f"there is no group {override.key}; keys are separated by points")
     *above, last = override.key.split(".")
     if override.kind == "delete":
         _delete(document, (*above, last), override)
         return
     if len(above) >= DEEPEST:
-        raise _Refused(f"the key has more than {DEEPEST} parts")
+        raise ConfigError(f"the key has more than {DEEPEST} parts")
     holder: Any = document.values
     path: Path = ()
     for part in above:
@@ -155,7 +148,7 @@ def _apply(document: Document, override: HydraOverride, mark: Mark) -> None:
         path = (*path, index)
         block = holder.get(index) if isinstance(holder, dict) else holder[index]
         if isinstance(block, str) and "${" in block:
-            raise _Refused(f"{dotted(path)} is {block!r}, which has no keys of its own; override what it names")
+            raise ConfigError(f"{dotted(path)} is {block!r}, which has no keys of its own; override what it names")
         if not isinstance(block, (dict, list)):  # a missing block is created, and a value replaced by one, as in Hydra
             document.forget(path)
             block = holder[index] = {}
@@ -166,21 +159,21 @@ def _apply(document: Document, override: HydraOverride, mark: Mark) -> None:
     is_there = isinstance(holder, list) or holder.get(index) is not None
     if override.kind == "add" and is_there and not isinstance(override.value, (dict, list)):
         plain, either = _shown(override.text[1:]), _shown(override.text)
-        raise _Refused(f"{dotted(path)} is there already; write {plain} to change it, +{either} for either")
+        raise ConfigError(f"{dotted(path)} is there already; write {plain} to change it, +{either} for either")
     _merge(document, holder, index, override.value, path, mark)
 
 
 def _delete(document: Document, path: Path, override: HydraOverride) -> None:
     block = document.get(path[:-1])
     if isinstance(block, list):
-        raise _Refused("items of a list cannot be deleted; write the whole list")
+        raise ConfigError("items of a list cannot be deleted; write the whole list")
     if not isinstance(block, dict) or path[-1] not in block:
         near = f"; there are {', '.join(block)}" if isinstance(block, dict) and block else ""
-        raise _Refused(f"{override.key} cannot be deleted: it is not there{near}")
+        raise ConfigError(f"{override.key} cannot be deleted: it is not there{near}")
     value = block[path[-1]]
     if override.has_value and override.value != value:
         held = "another value" if document.hides(path) else repr(value)
-        raise _Refused(f"{override.key} is not deleted: it is {held}; write ~{override.key} for any value")
+        raise ConfigError(f"{override.key} is not deleted: it is {held}; write ~{override.key} for any value")
     document.pop(path)
     document.forget(path)
 
@@ -189,7 +182,7 @@ def _index(holder: Any, key: str, path: Path) -> str | int:
     if isinstance(holder, dict):
         return key
     if not re.fullmatch(r"[0-9]{1,6}", key) or int(key) >= len(holder):
-        raise _Refused(f"{dotted(path)} is a list of {len(holder)}, without item {key}; write the whole list")
+        raise ConfigError(f"{dotted(path)} is a list of {len(holder)}, without item {key}; write the whole list")
     return int(key)
 
 
@@ -200,11 +193,10 @@ def _merge(document: Document, holder: Any, key: str | int, value: Any, path: Pa
         document.forget(path)
         there = holder[key] = {} if isinstance(value, dict) else mapped(value)
     document.marks.setdefault(path, mark)
-    for inner, item in (
-        value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
-    ):
+    items = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list) else {}
+    for inner, item in items.items():
         if isinstance(value, dict) and not isinstance(inner, str):
-            raise _Refused(f"the key {inner!r} is not text; write it in quotes")
+            raise ConfigError(f"the key {inner!r} is not text; write it in quotes")
         _merge(document, there, inner, item, (*path, inner), mark)
 
 
@@ -318,29 +310,30 @@ def resolve(document: Document) -> Document:
             found = node[path[-1]]
             found = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
         except (OmegaConfBaseException, RecursionError) as error:
-            document.problem(path, _explained(path, text, error))
+            document.problem(path, f"{dotted(path)}: {text} cannot be resolved: {_explained(text, error)}")
             continue
         holder[path[-1]] = mapped(found, lambda leaf: leaf.value if isinstance(leaf, _Box) else leaf)
     document.secret = _hidden(texts, document.secret)
     return document.check()
 
 
-def _explained(path: Path, text: str, error: BaseException) -> str:
+_REASONS = {  # by OmegaConf's own message
+    r"Environment variable '(.*?)' not found": "the environment variable {0} is not set; export it, or write "
+    "${{oc.env:{0},default}}",
+    r"Recursive interpolation|to parent node|maximum recursion depth": "it leads back to itself",
+    r"Unsupported interpolation type (.*)": "there is no resolver {0}; oc.env is one, or register it with "
+    "OmegaConf.register_new_resolver",
+    r"Interpolation key '(.*?)' not found": "there is no key {0}; keys count from the top level of the configuration",
+}
+
+
+def _explained(text: str, error: BaseException) -> str:
     said = _said(error)
-    head = f"{dotted(path)}: {text} cannot be resolved"
-    if variable := re.search(r"Environment variable '([^']*)' not found", said):
-        name = variable[1]
-        return f"{head}: the environment variable {name} is not set; export it, or write ${{oc.env:{name},default}}"
-    if "Recursive interpolation" in said or "to parent node" in said or isinstance(error, RecursionError):
-        return f"{head}: it leads back to itself"
-    if "Unsupported interpolation type" in said:
-        remedy = "oc.env is one, or register it with OmegaConf.register_new_resolver"
-        return f"{head}: there is no resolver {said.rsplit(' ', 1)[-1]}; {remedy}"
-    if missing := re.search(r"Interpolation key '([^']*)' not found", said):
-        return f"{head}: there is no key {missing[1]}; keys count from the top level of the configuration"
-    if _ENVIRONMENT.search(text):  # OmegaConf may repeat the variable's value
-        return f"{head}: the resolver cannot read what the environment variable holds"
-    return f"{head}: {said}"
+    for pattern, reason in _REASONS.items():
+        if found := re.search(pattern, said):
+            return reason.format(*found.groups())
+    # OmegaConf may repeat the variable's value
+    return "the resolver cannot read what the environment variable holds" if _ENVIRONMENT.search(text) else said
 
 
 def _said(error: BaseException) -> str:
@@ -350,14 +343,12 @@ def _said(error: BaseException) -> str:
 def _hidden(texts: dict[Path, str], known: set[Path]) -> set[Path]:
     """Paths of secrets: ``known``, texts that read a variable, and texts that refer to either. Too many do no harm."""
     secret = known | {path for path, text in texts.items() if _ENVIRONMENT.search(text)}
-    waiting = set(texts) - secret
-    while secret:
-        names = [f".{dotted(path)}." for path in secret]
-        new = {path for path in waiting if any(_refers(token, names) for token in _NAME.findall(texts[path]))}
-        if not new:
-            break
-        secret |= new
-        waiting -= new
+    words = {path: set(_NAME.findall(text)) for path, text in texts.items() if path not in secret}
+    found = secret
+    while found:
+        names = [f".{dotted(path)}." for path in found]
+        found = {path for path in words if path not in secret and any(_refers(word, names) for word in words[path])}
+        secret = secret | found
     return secret
 
 

@@ -88,8 +88,8 @@ def resolve_mode(config: Schema, precision: str, device: str) -> str:
 
     Args:
         config: its ``fp16``, ``bf16`` and ``torch_autocast`` blocks are used.
-        precision: of the Trainer. "32-true" is its default, so it contradicts nothing.
-        device: device type; on "cpu" Lightning has already replaced "16-mixed" by "bf16-mixed".
+        precision: "32-true" is the Trainer's default, so it contradicts nothing.
+        device: on "cpu" Lightning has already replaced "16-mixed" by "bf16-mixed".
 
     Raises:
         ConfigError: they contradict each other; shows both.
@@ -122,12 +122,7 @@ def _contradiction(precision: str, key: str, value: object) -> ConfigError:
 
 
 def dtype_policy(config: Schema, mode: str, rules: ScalerRules | None = None) -> DtypePolicy:
-    """The dtypes of a resolved mode and configuration.
-
-    Args:
-        config: its keys about dtypes and loss scaling are used.
-        mode: one of ``MODES``.
-        rules: loss scaling from a plugin's GradScaler.
+    """The dtypes of a resolved mode and configuration; ``rules`` are those of a plugin's GradScaler.
 
     Raises:
         ConfigError: a key contradicts the mode, or ``rules`` contradict the ``fp16`` block.

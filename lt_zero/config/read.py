@@ -148,9 +148,7 @@ def _from_file(given: str) -> Document:
         raise ConfigError(f"{given} is not text: it holds zero bytes; is it the right file?")
     if not text.strip():
         raise ConfigError(f"{given} is empty; write at least {{}}")
-    lines = (line.strip() for line in text.splitlines())
-    first = next((line for line in lines if line and not line.startswith("#")), "")
-    looks_like_json = first.startswith(("{", "[", "//", "/*", "```"))
+    looks_like_json = re.match(r"(?:\s*#[^\r\n]*[\r\n])*\s*(?:[{\[]|//|/\*|```)", text) is not None
     parse = _SUFFIXES.get(path.suffix.lower()) or (parse_json if looks_like_json else parse_yaml)
     if parse is parse_json and path.suffix and not looks_like_json:
         raise ConfigError(
@@ -194,11 +192,11 @@ def _content(path: File, given: str) -> bytes:
             raise ConfigError(f"there is no file {given}; there is no folder {path.parent} either") from None
     except OSError as error:
         raise ConfigError(f"{given:.200} cannot be read: {error.strerror or error}") from None
-    configs = sorted(name for name in names if File(name).suffix in _SUFFIXES)[:5]
-    folder = path.parent.absolute()
-    near = f"; {folder} holds {', '.join(configs)}" if configs else f" in {folder}"
+    near = f" in {path.parent.absolute()}"
     if close := difflib.get_close_matches(path.name, names, 1, 0.5):
         near = f"; did you mean {path.parent / close[0]}?"
+    elif configs := sorted(name for name in names if File(name).suffix in _SUFFIXES)[:5]:
+        near = f"; {path.parent.absolute()} holds {', '.join(configs)}"
     raise ConfigError(f"there is no file {given}{near}")
 
 
@@ -317,11 +315,9 @@ def _without_extras(where: _Text) -> str:
 
 
 def _placed(value: Any, path: Path, token: re.Match[str], tokens: Iterator[re.Match[str]], where: _Text) -> Any:
-    """A value of ``json`` with mappings as dicts; notes the places of the keys and items in it.
+    """A value of ``json``, which begins at ``token``, with mappings as dicts; notes the places of keys and items in it.
 
-    Args:
-        token: the first of the value.
-        tokens: all that follow, which json has accepted; those of the value are consumed.
+    Consumes the ``tokens`` of the value, which json has accepted.
     """
     where.enter(path)
     marks = where.document.marks
@@ -469,7 +465,6 @@ _SUFFIXES = {
 
 _ACCELERATE = ("compute_environment", "distributed_type", "main_training_function", "num_machines")
 _ACCELERATE_ZERO = ("zero_stage", "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_config_file")
-_PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "no": "32-true"}
 
 
 def _refuse_accelerate(document: Document) -> None:
@@ -482,21 +477,19 @@ def _refuse_accelerate(document: Document) -> None:
     if sum(key in values for key in _ACCELERATE) < 2 and not any(key in block for key in _ACCELERATE_ZERO):
         return
     zero: dict[str, Any] = {"stage": block.get("zero_stage", 2)}
+    written = {"zero_optimization": zero}
     for name in ("offload_optimizer", "offload_param"):
         if (device := block.get(f"{name}_device")) in ("cpu", "nvme"):
             folder = {"nvme_path": str(block.get(f"{name}_nvme_path", "/local_nvme"))} if device == "nvme" else {}
             zero[name] = {"device": device, **folder}
     if block.get("zero3_save_16bit_model") is True:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
-    kept = {key: block.get(key) for key in ("gradient_accumulation_steps", "gradient_clipping")}
-    written = {
-        "zero_optimization": zero,
-        **{key: value for key, value in kept.items() if isinstance(value, (int, float))},
-    }
-    precision = _PRECISIONS.get(str(values.get("mixed_precision")))
+    kept = ("gradient_accumulation_steps", "gradient_clipping")
+    written |= {key: block[key] for key in kept if isinstance(block.get(key), (int, float))}
     devices, nodes = values.get("num_processes"), values.get("num_machines")
     trainer = [f"devices={devices}"] if isinstance(devices, int) else []
     trainer += [f"num_nodes={nodes}"] if isinstance(nodes, int) and nodes > 1 else []
+    precision = {"bf16": "bf16-mixed", "fp16": "16-mixed", "no": "32-true"}.get(str(values.get("mixed_precision")))
     trainer += [f'precision="{precision}"'] if precision else []
     remedy = f"Write {json.dumps(written, default=str)} instead"
     remedy += f", and Trainer({', '.join(trainer)}) for the rest" if trainer else ""
