@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import torch
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, WithJsonSchema
-from pydantic import field_validator as validator
 from pydantic.fields import FieldInfo
 
 from lt_zero.common.numbers import to_number, to_whole_number
@@ -31,6 +30,29 @@ def _dtype(value: Any) -> Any:
     if found is None:
         raise ValueError("it is not one of fp32, fp16, bf16")
     return found
+
+
+def _folder(value: Any) -> Any:
+    if not isinstance(value, (str, Path)):
+        return value
+    if not str(value).strip() or "\0" in str(value):
+        raise ValueError("it is empty or not a path; name a folder on a local NVMe disk, or remove the key")
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:  # ~name of an unknown user
+        raise ValueError(f"{error} (write the whole path)") from None
+
+
+def _stage(value: Any) -> Any:
+    if isinstance(value, bool) or not (isinstance(value, (int, float)) or value in ("0", "1", "2", "3")):
+        raise ValueError("it is not one of 0, 1, 2, 3")
+    return value
+
+
+def _whole_pages(value: int) -> int:
+    if value % 4096:
+        raise ValueError(f"{value} is not a multiple of 4096, as direct I/O requires")
+    return value
 
 
 class _FrozenDict(dict[str, Any]):
@@ -65,9 +87,12 @@ def scalars(value: Any) -> Any:
 
 # DeepSpeed's documentation writes null for "not given", its code an empty string.
 _none_if_empty = BeforeValidator(lambda value: value or None)
+_none_if_infinite = BeforeValidator(lambda value: None if value in (float("inf"), "inf") else value)
 _empty_if_none = BeforeValidator(lambda value: "" if value is None else value)
+_lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
 _text = BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)  # YAML: digits are a number
 
+Folder = Annotated[Path, BeforeValidator(_folder)]
 Dtype = Annotated[
     torch.dtype, BeforeValidator(_dtype), WithJsonSchema({"type": "string", "enum": [*DTYPE_NAMES.values()]})
 ]
@@ -219,18 +244,8 @@ Device = Literal["none", "cpu", "nvme"]
 
 class _Offload(Block):
     device: Device = key("none", "where to offload to")
-    nvme_path: Path | None = key(None, "folder for the files, on a fast local disk")
+    nvme_path: Folder | None = key(None, "folder for the files, on a fast local disk")
     pin_memory: bool = key(True, "use pinned host memory if there is a GPU; false in either block applies to both")
-
-    @validator("nvme_path", mode="before")
-    @classmethod
-    def _folder(cls, value: Any) -> Any:
-        if isinstance(value, (str, Path)) and (not str(value).strip() or "\0" in str(value)):
-            raise ValueError("it is empty or not a path; name a folder on a local NVMe disk, or remove the key")
-        try:
-            return Path(value).expanduser() if isinstance(value, (str, Path)) else value
-        except RuntimeError as error:  # ~name of an unknown user
-            raise ValueError(f"{error} (write the whole path)") from None
 
 
 class OffloadOptimizer(_Offload):
@@ -262,19 +277,14 @@ class OffloadParam(_Offload):
 class Aio(Block):
     """The ``aio`` block: how files are read and written."""
 
-    block_size: Positive = key(4 << 20, "bytes per request, a multiple of 4096 (DeepSpeed: 1048576)")
+    block_size: Annotated[Positive, AfterValidator(_whole_pages)] = key(
+        4 << 20, "bytes per request, a multiple of 4096 (DeepSpeed: 1048576)"
+    )
     queue_depth: Positive = key(8, "maximum requests in flight per tensor")
     intra_op_parallelism: Positive = key(4, "number of I/O threads (DeepSpeed: 1)")
     single_submit: bool = key(False, "true: one request in flight per tensor, like queue_depth=1")
     overlap_events: bool = key(True, "false: one request in flight per tensor, like queue_depth=1")
     checksum: bool = key(False, "verify a checksum of the data on every read")
-
-    @validator("block_size")
-    @classmethod
-    def _whole_blocks(cls, value: int) -> int:
-        if value % 4096:
-            raise ValueError(f"{value} is not a multiple of 4096, as direct I/O requires")
-        return value
 
     @property
     def in_flight(self) -> int:
@@ -296,7 +306,7 @@ class ActivationCheckpointing(Block):
     every: Positive = key(1, "checkpoint every n-th module, starting with the first")
     modules: Names = key((), "class names, bare or dotted, of modules to checkpoint; empty: the repeated blocks")
     cpu_checkpointing: bool = key(False, "offload saved inputs to host memory between forward and backward")
-    nvme_path: Path | None = key(None, "offload saved inputs to files in this folder, on a fast local disk")
+    nvme_path: Folder | None = key(None, "offload saved inputs to files in this folder, on a fast local disk")
     partition_activations: bool = key(False, "false: no tensor- or sequence-parallel group to split saved inputs over")
     contiguous_memory_optimization: bool = key(False, "keep saved inputs in one preallocated buffer")
     number_checkpoints: Positive | None = key(
@@ -426,7 +436,9 @@ class Comet(_Monitor):
 class ZeroOptimization(Block):
     """The ``zero_optimization`` block."""
 
-    stage: int = key(0, "0: nothing sharded, 1: optimizer, 2: + gradients, 3: + parameters", ge=0, le=3)
+    stage: Annotated[int, BeforeValidator(_stage)] = key(
+        0, "0: nothing sharded, 1: optimizer, 2: + gradients, 3: + parameters", ge=0, le=3
+    )
     overlap_comm: bool = key(True, "reduce gradients during backward (DeepSpeed: true at stage 3 only)")
     shard_along: Literal["element", "parameter"] = key(
         "element",
@@ -472,13 +484,6 @@ class ZeroOptimization(Block):
         1_000_000_000, "maximum elements of a bucket if the optimizer is offloaded; 0: one bucket per parameter"
     )
 
-    @validator("stage", mode="before")
-    @classmethod
-    def _stage(cls, value: Any) -> Any:
-        if isinstance(value, bool) or not (isinstance(value, (int, float)) or value in ("0", "1", "2", "3")):
-            raise ValueError("it is not one of 0, 1, 2, 3")
-        return value
-
     @property
     def param_offload(self) -> OffloadParam:
         """``offload_param``, or its defaults below stage 3, where parameters are not sharded."""
@@ -498,14 +503,14 @@ class Schema(Block):
     gradient_clipping: Real | None = key(
         None, "maximum global gradient norm, 0: no clipping; null: Trainer(gradient_clip_val) (DeepSpeed: 1.0)", ge=0
     )
-    steps_per_print: Positive | None = key(
+    steps_per_print: Annotated[Positive | None, _none_if_infinite] = key(
         None,
         "print a line every N optimizer steps; null or inf: never. Loggers get the same metrics: "
         "zero/loss, zero/lr, zero/loss_scale (DeepSpeed: Train/Samples/train_loss, .../lr, .../loss_scale), and "
         "grad_norm, skipped_steps, samples_per_s, tflops (per device), memory_gb (1e9 bytes; GPU: peak so far)",
     )
     dump_state: bool = key(False, "print the resolved configuration and the bytes of model states once")
-    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = key(
+    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"] | None, _lower] = key(
         None, "level of the logger lt_zero; error and above also hide progress bars"
     )
     flops_profiler: FlopsProfiler = key(FlopsProfiler(), "floating-point operations of a micro-batch, per module")
@@ -556,16 +561,6 @@ class Schema(Block):
         "non-finite gradients without fp16: warn once and continue, raise before the step, or skip the "
         "step; bf16 skips unless bf16.check_grad_overflow is false",
     )
-
-    @validator("steps_per_print", mode="before")
-    @classmethod
-    def _never(cls, value: Any) -> Any:
-        return None if value in (float("inf"), "inf") else value
-
-    @validator("log_level", mode="before")
-    @classmethod
-    def _lower(cls, value: Any) -> Any:
-        return value.lower() if isinstance(value, str) else value
 
     @property
     def sharded_checkpoints(self) -> bool:

@@ -210,19 +210,7 @@ Anywhere else it is an error. The hidden size is `hidden_size`, or the largest o
 model or one of its modules, or in its `text_config`; without one, the most frequent size among the model's matrices
 (the smaller in a tie).
 """
-_ALIASES = """\
-Each is read as the key next to it, with a warning. Writing both is an error if they contradict each other.
-"""
-_NO_EFFECT = """\
-They are accepted and ignored: training, memory and files are the same without them.
-"""
-_LATER = """\
-They are planned. Until then they are an error, unless they are switched off: by a value in the middle column, or by
-`enabled: false` in a block.
-"""
-_UNSUPPORTED = """\
-They are an error, unless they are switched off: by a value in the middle column, or by `enabled: false` in a block.
-"""
+_OFF = "an error, unless they are switched off: by a value in the middle column, or by `enabled: false` in a block.\n"
 
 
 def working() -> list[Entry]:
@@ -243,12 +231,20 @@ def generate() -> str:
     for row in aliases():
         rest = ".**" if row.key.endswith(".**") else ""
         lines.append((_code(row.key), " and ".join(_code(to + rest) for to in row.to.split(" and ")), row.note))
-    parts += ["## Other spellings\n", _ALIASES, _table(("written", "read as", ""), lines)]
+    text = (
+        "Each is read as the key next to it, with a warning. Writing both is an error if they contradict each other.\n"
+    )
+    parts += ["## Other spellings\n", text, _table(("written", "read as", ""), lines)]
+    text = "They are accepted and ignored: training, memory and files are the same without them.\n"
     lines = [(keys, why) for keys, _, why in _rows("no_effect")]
-    parts += ["## No effect\n", _NO_EFFECT, _table(("key", "why"), lines)]
-    header = ("key", "accepted with", "")
-    parts += ["## Not available yet\n", _LATER, _table(header, _rows("later"))]
-    parts += ["## Not supported\n", _UNSUPPORTED, _table(header, _rows("unsupported"))]
+    parts += ["## No effect\n", text, _table(("key", "why"), lines)]
+    head = ("key", "accepted with", "")
+    parts += [
+        "## Not available yet\n",
+        f"They are planned. Until then they are\n{_OFF}",
+        _table(head, _rows("later")),
+    ]
+    parts += ["## Not supported\n", f"They are {_OFF}", _table(head, _rows("unsupported"))]
     return "\n".join(parts)
 
 

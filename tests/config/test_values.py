@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -88,3 +89,10 @@ def test_a_switch_of_old_files_and_the_argument_say_the_same() -> None:
     assert ZeroConfig.of({"zero_optimization": True}, stage=1).zero_optimization.stage == 1
     with pytest.raises(ConfigError, match="stage=2 contradicts zero_optimization.stage=1"):
         ZeroConfig.of({"zero_optimization": True}, stage=2)
+
+
+def test_folders_below_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    for block in ("activation_checkpointing", "zero_optimization.offload_param", "zero_optimization.offload_optimizer"):
+        config = ZeroConfig.of(overrides=[f"{block}.nvme_path='~/nvme'", "zero_optimization.stage=3"])
+        assert attrgetter(f"{block}.nvme_path")(config) == Path("/home/somebody/nvme")
