@@ -42,7 +42,7 @@ def again(lab: Lab, config: Config) -> Any:
 def checkpointed(lab: Lab, config: Config) -> Any:
     """Names of the modules."""
     found = installed(engine_of(lab, config))
-    return [name for name, _ in found._modules.found.chosen] if found else []
+    return [name for name, _ in found.found.chosen] if found else []
 
 
 def _stored(lab: Lab, config: Config) -> Any:
