@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lt_zero.common.compat import version_of
 
 _LEAVES = (str, bytes, int, float, bool, complex, type(None), type, nn.Module, FunctionType, MethodType)
-_MAX_DEPTH = 12
+_MAX_DEPTH = 13
 
 
 def iter_tensors(value: Any) -> Iterator[Tensor]:
@@ -20,12 +20,12 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
 
     Objects are entered through ``__dict__``; each is visited once, so cycles end.
     """
-    yield from _iter(value, set(), 0)
+    return _iter((value,), set(), 0)
 
 
 def iter_containers(value: Any) -> Iterator[Any]:
     """All lists and dicts in ``value``, and the ``__dict__`` of plain objects, wherever ``iter_tensors`` looks."""
-    for found in _iter(value, set(), 0, containers=True):
+    for found in _iter((value,), set(), 0, containers=True):
         if type(found) in (list, dict):
             yield found
         elif not isinstance(found, Tensor) and _is_plain(found):
@@ -37,10 +37,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _iter(value: Any, seen: set[int], depth: int, containers: bool = False) -> Iterator[Any]:
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if isinstance(value, _LEAVES) or depth > _MAX_DEPTH or id(value) in seen:
+    if depth > _MAX_DEPTH or id(value) in seen:
         return
     seen.add(id(value))
     if containers:
@@ -55,7 +52,10 @@ def _iter(value: Any, seen: set[int], depth: int, containers: bool = False) -> I
     elif _is_plain(value):
         items = vars(value).values()
     for item in items:
-        yield from _iter(item, seen, depth + 1, containers)
+        if isinstance(item, Tensor):
+            yield item
+        elif not isinstance(item, _LEAVES):
+            yield from _iter(item, seen, depth + 1, containers)
 
 
 def rows_of(batch: Any) -> int | None:

@@ -33,7 +33,7 @@ Note [Aliases]
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -154,7 +154,7 @@ class Engine(ProcessLocal):
         if self.in_backward:
             return
         if torch.is_grad_enabled():
-            hook_nodes(output, self._arm)
+            hook_nodes(iter_tensors(output), self._arm)
         if self._depth > 0:
             return
         for unit in reversed(self.units):
@@ -190,16 +190,16 @@ class Engine(ProcessLocal):
         call.range.close()
         given, call.inputs = call.inputs, None
         written = given.write_back() if given is not None else []
+        tensors = list(iter_tensors((output, written)))
         if torch.is_grad_enabled():
             # With values that the forward stored in attributes of the module or its children (auxiliary losses).
             modules = unit.module.modules() if unit.sharded else ()
             stored = [value for m in modules for key, value in vars(m).items() if key not in _MODULE_INTERNALS]
-            hook_nodes((output, written, stored), lambda: self._pre_backward(unit, call), given)
+            hook_nodes([*tensors, *iter_tensors(stored)], lambda: self._pre_backward(unit, call), given)
         if not unit.sharded:
             return
-        tensors = list(iter_tensors((output, written)))
         for bucket in unit.sharded:
-            if any(shares_storage(t, bucket.flat) for t in tensors):
+            if any([shares_storage(t, bucket.flat) for t in tensors]):
                 self.gatherer.pin(bucket, again=True)  # a weight, or a view of one, left the unit
         if unit.calls:
             return  # an outer call of the same module is still running
@@ -400,14 +400,14 @@ def _call(fn: Callable[[], None], grads: Any) -> None:
 _call_uncompiled: Any = torch.compiler.disable(_call)  # torch.compile breaks the graph here
 
 
-def hook_nodes(output: Any, fn: Callable[[], None], given: ReplacedTensors | None = None) -> None:
-    """Call ``fn`` before autograd runs the nodes that made the tensors in ``output``.
+def hook_nodes(outputs: Iterable[Tensor], fn: Callable[[], None], given: ReplacedTensors | None = None) -> None:
+    """Call ``fn`` before autograd runs the nodes that made ``outputs``.
 
     Unlike tensor hooks, node hooks survive a caller that adds to the output in place. The in-place history of a view is
     that of its base, so the base's node is hooked too. Aliases in ``given`` are not hooked, see Note [Aliases].
     """
     seen: set[Any] = set()
-    for tensor in iter_tensors(output):
+    for tensor in outputs:
         if given is not None and given.is_unmodified(tensor):
             continue
         base = view_base(tensor)
