@@ -179,13 +179,13 @@ class Bucket:
         if self.state is State.GATHERING:
             with torch.inference_mode(False), torch.no_grad(), phase("gather", self.name):
                 self._land()
-                self._unguard()
+                self._guard(False)
                 for parameter, view in zip(self.params, self.param_views, strict=True):
                     parameter.data = view
             self.state = State.RESIDENT
             self.edits.note()
         elif self._guarded:
-            self._unguard()
+            self._guard(False)
 
     def _land(self) -> None:
         """Wait for a gather that was launched."""
@@ -208,7 +208,7 @@ class Bucket:
             self.state = State.RELEASED
             with torch.inference_mode(False):
                 if self._guarded:
-                    self._unguard()
+                    self._guard(False)
                 for parameter, value in zip(self.params, self._sentinels, strict=True):
                     parameter.data = value
                 self._guard()
@@ -224,15 +224,10 @@ class Bucket:
         if self.sharding.params and self.resident and not self._guarded:
             self._guard()
 
-    def _guard(self) -> None:
-        self._guarded = True
+    def _guard(self, on: bool = True) -> None:
+        self._guarded = on
         for parameter in self.params:
-            guard(parameter)
-
-    def _unguard(self) -> None:
-        self._guarded = False
-        for parameter in self.params:
-            unguard(parameter)
+            (guard if on else unguard)(parameter)
 
     # ---- parameters --------------------------------------------------------------------------------------------
 
@@ -305,14 +300,14 @@ class Bucket:
         """Give the bucket to the background step ``job`` until ``wait_background_step``."""
         self._background.begin(job)
 
-    def await_publication(self) -> None:
-        """Guard the compute copy until ``wait_background_step``: the background step updates it."""
+    def await_publication(self) -> Callable[[], object] | None:
+        """Guard the compute copy until ``wait_background_step``: the background step updates it.
+
+        Returns what the background calls after this rank's shard was stepped (collective); None if nothing is sharded.
+        """
         if not self.sharding.params:
             self._unpublished = True
             self._guard()
-
-    def publication(self) -> Callable[[], object] | None:
-        """What the background calls after this rank's shard was stepped; None if nothing is sharded. Collective."""
 
         def publish() -> None:
             with self.weights.copy.publishing():
@@ -327,7 +322,7 @@ class Bucket:
         if self._unpublished:
             self._unpublished = False
             self.weights.copy.wait_copied()
-            self._unguard()
+            self._guard(False)
             self.edits.note()
         return waited
 

@@ -137,6 +137,13 @@ class _Search:
                     self.add(owner, pattern)
 
 
+class _Calls(threading.local):
+    """Running forwards of fp32 modules, innermost last: the module, its context, the default dtype before it."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[nn.Module, torch.autocast, torch.dtype]] = []
+
+
 def install_fp32_modules(
     fp32_modules: Fp32Modules, dtype: torch.dtype, device_type: str, cast_back: bool
 ) -> list[RemovableHandle]:
@@ -145,22 +152,10 @@ def install_fp32_modules(
     Inputs are cast to fp32, autocast on ``device_type`` is off inside, and with ``cast_back`` outputs are cast to
     ``dtype``. Tensors in nested tuples, lists and dicts are cast; those in other objects are not.
     """
-    calls, back = _Calls(), dtype if cast_back else None
-    return [handle for _, module in fp32_modules.modules for handle in _install(module, calls, device_type, back)]
+    calls, mine = _Calls(), {module for _, module in fp32_modules.modules}
 
-
-class _Calls(threading.local):
-    """Running forwards of fp32 modules, innermost last: the module, its context, the default dtype before it."""
-
-    def __init__(self) -> None:
-        self.open: list[tuple[nn.Module, torch.autocast, torch.dtype]] = []
-
-
-def _install(
-    fp32_module: nn.Module, calls: _Calls, device_type: str, back: torch.dtype | None
-) -> list[RemovableHandle]:
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if module is not fp32_module:
+        if module not in mine:
             return None
         if torch.get_default_dtype() in _LOW:
             calls.open.clear()  # not inside of an fp32 module: left by a KeyboardInterrupt, which skips hooks
@@ -172,20 +167,20 @@ def _install(
         return map_tensors(args, widen), map_tensors(kwargs, widen)
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
-        if module is not fp32_module or not calls.open or calls.open[-1][0] is not module:
+        if module not in mine or not calls.open or calls.open[-1][0] is not module:
             return None
         _, context, default = calls.open.pop()
         torch.set_default_dtype(default)
         context.__exit__(None, None, None)
-        if back is None or calls.open:
+        if not cast_back or calls.open:
             return None
-        return map_tensors(output, _caster((torch.float32,), back))
+        return map_tensors(output, _caster((torch.float32,), dtype))
 
-    # torch.compile breaks the graph at these. They run outside of the module's other hooks.
-    return [
-        fp32_module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True),
-        fp32_module.register_forward_hook(Hook(after), always_call=True),
-    ]
+    handles: list[RemovableHandle] = []
+    for _, module in fp32_modules.modules:  # torch.compile breaks the graph at these; they run outside of other hooks
+        handles.append(module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(Hook(after), always_call=True))
+    return handles
 
 
 def _caster(sources: tuple[torch.dtype, ...], target: torch.dtype) -> Callable[[Tensor], Tensor]:

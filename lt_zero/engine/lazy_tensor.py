@@ -32,8 +32,7 @@ class _Values:
     kept: Tensor | None = None
 
 
-def _on_kept(name: str) -> Any:
-    """A method of ``LazyTensor`` that reads the values, keeps them, and calls theirs."""
+def _on_kept(name: str) -> Any:  # a method that reads the values, keeps them, and calls theirs
     return lambda self, *args, **kwargs: getattr(self.keep(), name)(*args, **kwargs)
 
 

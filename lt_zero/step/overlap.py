@@ -167,9 +167,9 @@ class Overlap:
     def hand_over(self, bucket: Bucket, parts: list[Part] | None) -> None:
         """Have the background thread step (with ``parts``) and publish a bucket."""
         bucket.release()
-        bucket.await_publication()
+        publish = bucket.await_publication()
         self.late.add(bucket)
-        self._submit(bucket, lambda: self._step_late(bucket, parts), bucket.publication(), None)
+        self._submit(bucket, lambda: self._step_late(bucket, parts), publish, None)
 
     def _step_late(self, bucket: Bucket, parts: list[Part] | None) -> None:
         if parts is not None:
