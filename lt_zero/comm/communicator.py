@@ -109,9 +109,7 @@ class Comm(ProcessLocal):
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(None, None, device)
         check = check or os.environ.get("LT_ZERO_DEBUG", "0").lower() not in ("", "0", "false", "no", "off")
-        groups = [dist.new_group(timeout=timeout) for _ in range(1 if _one_queue() else 2)]
-        for group in groups:
-            _connect(group, device)
+        groups = [_new_group(None, timeout, None, device) for _ in range(1 if _one_queue() else 2)]
         groups = [groups[0], groups[-1]]
         comm = cls(groups[0], groups[1], device, check, timeout)
         assert comm._host is not None
@@ -139,8 +137,7 @@ class Comm(ProcessLocal):
         """Another process group over the same ranks. Collective."""
         assert self._group is not None
         ranks = dist.get_process_group_ranks(self._group)
-        group: dist.ProcessGroup = dist.new_group(ranks, self._timeout, backend)
-        _connect(group, self.device)
+        group = _new_group(ranks, self._timeout, backend, self.device)
         self._groups.append(group)
         return group
 
@@ -517,12 +514,27 @@ def _one_queue() -> bool:
     return dist.get_backend() != "gloo" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
-def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Connect the ranks of a new group: connecting at its first use could deadlock with other groups' collectives."""
+def _new_group(
+    ranks: list[int] | None, timeout: timedelta | None, backend: str | None, device: torch.device
+) -> dist.ProcessGroup:
+    """A connected group: connecting at its first use could deadlock with other groups' collectives. Collective.
+
+    Raises:
+        RuntimeError: the ranks cannot connect.
+    """
+    try:
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout, backend)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"The ranks cannot connect a {backend or dist.get_backend()} process group: {error}\nThe interface of a "
+            "host's name may lead nowhere: set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) on every node to the one "
+            "that the nodes share, as `ip addr` names it."
+        ) from error
     if dist.get_backend(group) != "gloo":  # gloo has connected
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+    return group
 
 
 def try_gloo() -> None:

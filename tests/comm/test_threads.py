@@ -248,6 +248,18 @@ def test_all_groups_have_the_timeout_of_the_user(pool: Pool) -> None:
     assert pool.run(2, _timeouts) == [[77.0] * 4] * 2
 
 
+def _unreachable() -> None:
+    with (
+        mock.patch.object(dist, "new_group", side_effect=RuntimeError("connectFullMesh failed")),
+        pytest.raises(RuntimeError, match=r"gloo process group: connectFullMesh failed\n.*GLOO_SOCKET_IFNAME"),
+    ):
+        Comm.for_world(torch.device("cpu"))
+
+
+def test_ranks_that_cannot_connect_are_told_how(pool: Pool) -> None:
+    pool.run(2, _unreachable)
+
+
 def _groups_there_are() -> list[int]:
     """After each of some communicators that are dropped, the second one by rank 1 later than by rank 0."""
     made, kept, found = list[Any](), list[Comm](), list[int]()
