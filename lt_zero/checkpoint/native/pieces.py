@@ -224,12 +224,13 @@ def optimizer_fragments(sharded: ShardedOptimizer) -> dict[str, Any]:
     state: dict[int, dict[str, Any]] = {}
     own: dict[int, dict[str, Any]] = {}
     for bucket in engine.buckets:
+        is_whole = bucket.shard_range == (0, bucket.layout.numel)  # on every rank
         for index, parameter in enumerate(bucket.params):
             if id(parameter) in numbers and parameter in optimizer.state:
                 number = numbers[id(parameter)]
                 state[number], own[number] = _states(bucket, index, optimizer.state[parameter]), {}
                 for key, value in state[number].items():
-                    if not isinstance(value, Fragment):
+                    if not is_whole and not isinstance(value, Fragment):
                         is_scalar = isinstance(value, Tensor) and value.dim() == 0
                         own[number][key] = _Scalar(value.dtype, value.item()) if is_scalar else value
     for others in engine.comm.host_gather(own, "optimizer states that are no tensors"):
@@ -308,55 +309,46 @@ def is_elementwise(bucket: Bucket, index: int, value: Any) -> bool:
 
 def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
     """The optimizer's ``state_dict`` with full tensors on the CPU of rank 0, {} elsewhere. Collective."""
-    optimizer, engine = sharded.optimizer, sharded.engine
-    packed, numbers = packed_states(sharded)
-    state: dict[int, dict[str, Any]] = {}
+    engine, packed = sharded.engine, optimizer_fragments(sharded)
+    numbers = {id(p): n for n, p in zip(parameter_numbers(packed), sharded.parameters(), strict=True)}
     with progress_bar("Gathering optimizer states", len(engine.buckets), rank=engine.comm.rank) as work:
         for bucket in engine.buckets:
-            mine = [(i, p) for i, p in enumerate(bucket.params) if id(p) in numbers]
-            local = {i: optimizer.state[p] for i, p in mine if p in optimizer.state}
-            for store in bucket.step_stores() if local else ():
-                store.read()
-            for index, entries in _gathered(bucket, local).items():
-                state[numbers[id(bucket.params[index])]] = entries
+            mine = {i: numbers[id(p)] for i, p in enumerate(bucket.params) if id(p) in numbers}
+            _gather(bucket, {i: packed["state"][n] for i, n in mine.items() if n in packed["state"]})
             bucket.put_away()
             work.advance()
     engine.offload_manager.check(engine.comm, "optimizer states in files")
-    if engine.comm.rank != 0:
-        return {}
-    return {**packed, "state": {**packed["state"], **dict(sorted(state.items()))}}
+    return packed if engine.comm.rank == 0 else {}
 
 
-def _gathered(bucket: Bucket, local: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The states of a bucket's parameters; element-wise ones, on rank 0, in full on the CPU. Collective."""
-    rows: dict[str, dict[int, Tensor]] = {}
-    others: dict[int, dict[str, Any]] = {index: {} for index in local}
-    for index, entries in local.items():
+def _gather(bucket: Bucket, states: Mapping[int, dict[str, Any]]) -> None:
+    """Replace the fragments in the states of a bucket's parameters, on rank 0, by full tensors. Collective."""
+    own: dict[str, dict[int, Any]] = {}  # the dtypes of element-wise states, and other tensors
+    for index, entries in states.items():
         for key, value in entries.items():
-            if is_elementwise(bucket, index, value):
-                rows.setdefault(key, {})[index] = value
-            else:
-                others[index][key] = value
-    dtypes = {key: {index: value.dtype for index, value in values.items()} for key, values in rows.items()}
-    state: dict[int, dict[str, Any]] = {}
-    every: dict[str, dict[int, torch.dtype]] = {}  # the element-wise states of all ranks
-    for found, found_dtypes in bucket.comm.host_gather((others, dtypes), f"optimizer state of {bucket.name}"):
-        for index, entries in found.items():
-            state.setdefault(index, {}).update(entries)
-        for key, held in found_dtypes.items():
+            if isinstance(value, Fragment):
+                mine = own.setdefault(key, {})
+                mine[index] = value.dtype
+                if value.shape != bucket.shapes[index]:
+                    mine[index] = value.local().view(value.shape).to("cpu", copy=True)
+    every: dict[str, dict[int, Any]] = {}  # of all ranks
+    for found in bucket.comm.host_gather(own, f"optimizer state of {bucket.name}"):
+        for key, held in found.items():
             every.setdefault(key, {}).update(held)
     lo, hi = bucket.shard_range
     for key, held in sorted(every.items()):
-        own = torch.zeros(hi - lo, dtype=next(iter(held.values())), device=bucket.flat.device)
-        for index, value in rows.get(key, {}).items():
+        dtypes = {index: value for index, value in held.items() if isinstance(value, torch.dtype)}
+        rows = torch.zeros(hi - lo, dtype=next(iter(dtypes.values()), None), device=bucket.flat.device)
+        for index in dtypes.keys() & own.get(key, {}).keys():
             (piece,) = bucket.pieces_of(index)
-            own[piece.offset : piece.offset + piece.numel] = value.reshape(-1)
-        flat = gather_own(bucket, own)
+            rows[piece.offset : piece.offset + piece.numel] = states[index][key].local()
+        flat = gather_own(bucket, rows) if dtypes else rows
         for index in sorted(held) if bucket.comm.rank == 0 else ():
-            span = bucket.layout.spans[index]
-            state[index][key] = flat[span.lo : span.hi].view(span.shape).to("cpu", copy=True)
-        del own, flat  # before the next one is gathered
-    return state
+            span, value = bucket.layout.spans[index], held[index]
+            states[index].pop(key, None)  # it moves to the end: the order is the same wherever the elements were
+            in_full = index in dtypes
+            states[index][key] = flat[span.lo : span.hi].view(span.shape).to("cpu", copy=True) if in_full else value
+        del rows, flat  # before the next one is gathered
 
 
 def load_full_optimizer_state(
