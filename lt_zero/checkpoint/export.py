@@ -111,7 +111,7 @@ def export(
         cast = Cast(source, kind, keep_fp32, work.advance, strip_prefix or "")
         specs = [cast.spec(name) for name in cast.names] + (_training_state(source) if training_state else [])
         needs = sum(spec.nbytes for spec in specs)
-        work.expect(needs)
+        work.total = needs
         folder = target.path if target.shard_size else target.path.parent
         check_space(folder, needs + _PER_TENSOR * (len(cast.weights) + len(specs) + 16))
         if target.shard_size is not None:

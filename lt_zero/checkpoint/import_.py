@@ -74,7 +74,7 @@ def import_checkpoint(
     path = os.fspath(source)
     comm = Comm(None, None, torch.device("cpu"))
     with progress_bar(f"Importing {os.path.basename(target)}", rank=0, in_bytes=True, shown=progress) as work:
-        work.expect(sum(spec.nbytes for spec in specs))
+        work.total = sum(spec.nbytes for spec in specs)
         content = _content(opened, target, path if is_url(path) else os.path.abspath(path), comm)
         place = Place.make(target)
         try:

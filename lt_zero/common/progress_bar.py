@@ -54,20 +54,16 @@ class ProgressBar:
     """Progress of an operation. Any thread may advance it.
 
     Args:
-        what: a few words, such as "Sharding 24 units", or a function that returns them whenever they are shown.
-        total: the total of what ``advance`` counts; None: unknown.
+        what: a few words, such as "Sharding 24 units".
+        total: the total of what ``advance`` counts, which may be set later; None: unknown.
         in_bytes: whether bytes are counted.
         clock: returns seconds.
     """
 
     def __init__(
-        self,
-        what: str | Callable[[], str],
-        total: float | None = None,
-        in_bytes: bool = False,
-        clock: Callable[[], float] = time.monotonic,
+        self, what: str, total: float | None = None, in_bytes: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._what, self.total, self._in_bytes, self._clock = what, total, in_bytes, clock
+        self.what, self.total, self._in_bytes, self._clock = what, total, in_bytes, clock
         self.done = 0.0
         self._start = clock()
         self._lock = threading.Lock()
@@ -81,14 +77,6 @@ class ProgressBar:
         """Raise the amount done to this value."""
         with self._lock:
             self.done = max(self.done, done)
-
-    def expect(self, total: float) -> None:
-        """Set the total."""
-        self.total = total
-
-    @property
-    def what(self) -> str:
-        return self._what if isinstance(self._what, str) else self._what()
 
     @property
     def elapsed(self) -> float:
@@ -122,12 +110,7 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def progress_bar(
-    what: str | Callable[[], str],
-    total: float | None = None,
-    *,
-    rank: int | None = None,
-    in_bytes: bool = False,
-    shown: bool = True,
+    what: str, total: float | None = None, *, rank: int | None = None, in_bytes: bool = False, shown: bool = True
 ) -> Iterator[ProgressBar]:
     """Context that shows the progress of an operation on stderr after two seconds. See Note [Bar or lines].
 
@@ -173,16 +156,12 @@ def _watch(work: ProgressBar, ended: threading.Event, outcome: list[str]) -> Non
 
 
 def follow_lines(work: ProgressBar, wait: Callable[[float], bool], outcome: list[str], write: Any = None) -> None:
-    """Write a line whenever one is due until the operation ends, and one at its end.
+    """Write a line whenever one is due until the operation ends, and one at its end; by default to stderr.
 
-    Args:
-        work: the operation.
-        wait: waits for the end of the operation, at most the given seconds; returns whether it has ended.
-        outcome: one item, how the operation ended ("done", "stopped"); read at the end.
-        write: writes a line; default: to stderr.
+    ``wait`` waits for the end at most the given seconds, and returns whether it has come. ``outcome`` has one item, how
+    the operation ended ("done", "stopped"), which is read at the end.
     """
-    write = write or _write
-    written = False
+    write, written = write or _write, False
     for due in itertools.chain(LINES, itertools.count(LINES[-1] + EACH, EACH)):
         if written and due <= work.elapsed:
             continue  # skip lines that a busy machine delayed

@@ -91,10 +91,10 @@ def test_lines_say_how_far_it_is() -> None:
 
 def test_a_late_thread_writes_one_line() -> None:
     clock, lines = Clock(80.0), list[str]()
-    work = ProgressBar(lambda: f"until {clock.now}", clock=clock)
+    work = ProgressBar("Late", clock=clock)
     clock.now += 40
     follow_lines(work, clock.over, ["stopped"], lines.append)
-    assert lines == ["lt_zero: until 140.0: 40 s", "lt_zero: until 180.0: stopped after 1 min 20 s"]
+    assert lines == ["lt_zero: Late: 40 s", "lt_zero: Late: stopped after 1 min 20 s"]
 
 
 @pytest.mark.usefixtures("at_once")
