@@ -26,7 +26,7 @@ from lightning.pytorch.loggers import CometLogger, CSVLogger, TensorBoardLogger,
 from pydantic import ValidationError
 from torch import Tensor
 
-from lt_zero import ZeroStrategy
+from lt_zero import ZeroConfig, ZeroStrategy
 from lt_zero.common.errors import ConfigError
 from lt_zero.common.tensor_tree import rows_of
 from lt_zero.config.blocks import Block, Comet, CsvMonitor, TensorBoard, Wandb
@@ -308,8 +308,8 @@ def test_manual_optimization_with_two_optimizers(pool: Pool) -> None:
 
 
 def test_steps_are_positive() -> None:
-    with pytest.raises(ValueError, match="steps_per_print=0"):
-        StepPrinter(0)
+    with pytest.raises(ConfigError, match="steps_per_print=0"):
+        ZeroConfig.of({"steps_per_print": 0})
 
 
 @dataclass

@@ -185,7 +185,7 @@ def peak_rss() -> int:
 
 
 def memory_table(number: int, rows: dict[str, dict[str, int]]) -> Table:
-    """A table of the bytes in ``rows``, by phase of step ``number`` and kind."""
+    """The bytes at the moments of step ``number``, by kind."""
     table = Table(title=f"Memory in MB (1e6 bytes) at step {number}, rank 0")
     table.add_column("moment")
     for name in next(iter(rows.values())):

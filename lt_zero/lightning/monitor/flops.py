@@ -75,15 +75,10 @@ class Flops:
 
 @dataclass
 class Counted:
-    """The operations of a micro-batch on this rank.
+    """The operations of a micro-batch on this rank."""
 
-    Attributes:
-        own: by module name, without the operations of submodules.
-        unseen: calls of operators without a formula.
-    """
-
-    own: dict[str, Flops] = field(default_factory=dict)
-    unseen: Counter[str] = field(default_factory=Counter)
+    own: dict[str, Flops] = field(default_factory=dict)  # by module name, without those of submodules
+    unseen: Counter[str] = field(default_factory=Counter)  # calls of operators without a formula
 
     @property
     def total(self) -> Flops:
@@ -107,13 +102,6 @@ class FlopCount:
 
     ``forward()`` wraps the training step and ``backward()`` wraps backward, which may also run inside the first. See
     Note [The first micro-batch].
-
-    Attributes:
-        flops_per_micro_batch: of forward and backward on this rank, without recomputation; None until known, or if it
-            cannot be counted.
-        counted: the operations by module.
-        problem: why nothing can be counted.
-        rows: of the counted micro-batch.
     """
 
     def __init__(self) -> None:
@@ -121,11 +109,12 @@ class FlopCount:
 
     def reset(self) -> None:
         """Forget the counts: another model follows."""
+        # Of forward and backward on this rank, without recomputation; None until known, or if it cannot be counted.
         self.flops_per_micro_batch: float | None = None
         self.counted: Counted | None = None
-        self.problem: str | None = None
+        self.problem: str | None = None  # why nothing can be counted
         self.requested = False
-        self.rows: int | None = None
+        self.rows: int | None = None  # of the counted micro-batch
         self._batches = 0
         self._compiles = False  # whether something was compiled before or in the first micro-batch
         self._counter: _Counter | None = None  # of the micro-batch that is counted
@@ -142,13 +131,7 @@ class FlopCount:
 
     @contextmanager
     def forward(self, root: nn.Module, rows: int | None = None, manual: bool = False) -> Iterator[None]:
-        """Context of a training step.
-
-        Args:
-            root: the module whose names are used.
-            rows: of the micro-batch.
-            manual: backward runs inside (manual optimization).
-        """
+        """Context of a training step of ``rows`` rows; ``manual``: backward runs inside (manual optimization)."""
         self._counter, self._batches = None, self._batches + 1
         if self.requested and self._batches > 1:
             self.problem = self._problem(root)

@@ -58,17 +58,11 @@ class RunObserver:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Metrics of a step, None if unknown; ``StepPrinter`` documents them.
-
-    Attributes:
-        optimizer: its index, if there are several.
-        rates: learning rate of each group.
-        memory_gb, tflops: GB are 10^9 bytes, a TFLOP/s is 10^12 operations per second.
-    """
+    """Metrics of a step, None if unknown; ``StepPrinter`` documents them."""
 
     step: int
-    optimizer: int | None
-    rates: tuple[float, ...]
+    optimizer: int | None  # its index, if there are several
+    rates: tuple[float, ...]  # learning rate of each group
     loss: float | None = None
     grad_norm: float | None = None
     loss_scale: float | None = None
@@ -95,10 +89,7 @@ class StepMetrics:
         return f"step {self.step}: " + ", ".join(f"{name}={v:{form}}" for name, v, form in parts if v is not None)
 
     def metrics(self, split_rates: bool = False) -> dict[str, float]:
-        """The logged metrics, under ``zero/``.
-
-        Args:
-            split_rates: log a rate per group even if all are equal.
+        """The logged metrics, under ``zero/``; ``split_rates``: a rate per group even if all are equal.
 
         >>> StepMetrics(3, 1, (0.1, 0.2), loss=2.0).metrics()
         {'zero/loss': 2.0, 'zero/optimizer_1/lr_0': 0.1, 'zero/optimizer_1/lr_1': 0.2}
@@ -136,15 +127,13 @@ class StepPrinter(RunObserver):
     """
 
     def __init__(self, every: int | None, count: FlopCount | None = None) -> None:
-        if every is not None and every < 1:
-            raise ValueError(f"steps_per_print={every}: write a number of steps, or leave it out to print nothing.")
         self.every, self.count = every, count
         self._norm: Tensor | None = None  # the plugin's norm at the last step, to detect a new one
         self._split_rates: set[int] = set()  # optimizers whose groups had different rates
         self.start()
 
     def start(self, run: Run | None = None) -> None:
-        self._due: list[tuple[StepMetrics, int, Tensor | None, int]] = []  # see ``after_step``
+        self._due: list[tuple[StepMetrics, int, Tensor | None, int]] = []  # optimizer, norm, Lightning's step
         self._stepped = False
         self._since: float | None = None  # seconds; start of the interval that samples/s covers
         self._paused: float | None = None
@@ -173,10 +162,7 @@ class StepPrinter(RunObserver):
             self._end_step(module)
 
     def after_step(self, module: pl.LightningModule, optimizer: Optimizer) -> None:
-        """Record the step (its metrics, optimizer, norm and Lightning's number of it) before schedulers step.
-
-        Collective if a line is due.
-        """
+        """Record the step before schedulers step. Collective if a line is due."""
         trainer = module.trainer
         plugin = cast(ZeroPrecision, trainer.precision_plugin)
         norm = plugin.grad_norm if plugin.grad_norm is not self._norm else None  # 0D, before clipping
