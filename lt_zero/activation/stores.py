@@ -19,13 +19,13 @@ Note [Lifetime]
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,25 +108,10 @@ class _Entry:
             self._gone.append((self.stored, self.nbytes))  # nothing else: see Note [Lifetime]
 
 
-class _Unstored:
-    """The graph's handle of a tensor that is not stored."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.detach()  # a saved output would otherwise keep its own graph alive
-        self._version = None if tensor.is_inference() else version_of(tensor)
-
-    def get(self) -> Tensor:
-        if self._version is not None and (found := version_of(self._tensor)) != self._version:
-            raise changed(found, self._version)
-        return self._tensor
-
-
-class _Packed(NamedTuple):
-    """The graph's handle of a stored tensor."""
-
-    entry: _Entry
-    dtype: torch.dtype
-    geometry: Geometry
+def _unchanged(tensor: Tensor, version: int | None) -> Tensor:
+    if version is not None and (found := version_of(tensor)) != version:
+        raise changed(found, version)
+    return tensor
 
 
 class ActivationStore:
@@ -154,32 +139,33 @@ class ActivationStore:
         """The first I/O error. Tensors are NaN afterwards; the ranks agree on raising (offload/nvme_store.py)."""
         return self.storage.problem
 
-    def pack(self, tensor: Tensor) -> object:
-        """Store a tensor that autograd saves."""
+    def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Store a tensor that autograd saves; returns the graph's handle of it."""
         with self._lock, torch.no_grad():
             self._reap()
             self._counts["packed"] += 1
             geometry = geometry_of(tensor) if self._is_stored(tensor) else None
             if geometry is None:
                 self._counts["kept"] += 1
-                return _Unstored(tensor)
-            return _Packed(self._entry_of(tensor.detach(), geometry), tensor.dtype, geometry)
+                # Detached: a saved output would otherwise keep its own graph alive.
+                return partial(_unchanged, tensor.detach(), None if tensor.is_inference() else version_of(tensor))
+            return partial(self._restore, self._entry_of(tensor.detach(), geometry), tensor.dtype, geometry)
 
-    def unpack(self, packed: Any) -> Tensor:
+    def unpack(self, packed: Callable[[], Tensor]) -> Tensor:
         """A tensor of the same values, dtype, shape, strides and device, detached.
 
         Raises:
             RuntimeError: the tensor was changed in place, or freed by ``clear``.
         """
-        if isinstance(packed, _Unstored):
-            return packed.get()
+        return packed()
+
+    def _restore(self, entry: _Entry, dtype: torch.dtype, geometry: Geometry) -> Tensor:
         with self._lock, torch.no_grad():
             self._reap()
             self._counts["unpacked"] += 1
-            found = self._bring(packed.entry)
-            self._prefetch_before(packed.entry)
-            geometry: Geometry = packed.geometry
-            return geometry.restore(found.view(packed.dtype))
+            found = self._bring(entry)
+            self._prefetch_before(entry)
+            return geometry.restore(found.view(dtype))
 
     def _is_stored(self, tensor: Tensor) -> bool:
         """See Note [What is stored]."""
@@ -283,9 +269,9 @@ def open_store(
 
     in_one_block = block.contiguous_memory_optimization
     if block.cpu_checkpointing and is_apart(device):
-        pinned = functools.partial(host_buffer, pin=device.type == "cuda")
+        pinned = partial(host_buffer, pin=device.type == "cuda")
         return ActivationStore(HostStorage(arena(pinned) if in_one_block else BufferPool(pinned), device), device)
     if not in_one_block:
         return None
-    make = functools.partial(torch.empty, dtype=torch.uint8, device=device)
+    make = partial(torch.empty, dtype=torch.uint8, device=device)
     return ActivationStore(DeviceStorage(arena(make, _SPARE)), device)

@@ -126,7 +126,7 @@ def test_writes_go_on_beside_forward_and_reads_come_ahead(tmp_path: Path, monkey
     assert store.unpack(packed[2]).eq(2).all(), "nobody waits for the disk: the buffer has it"
     go.set()
     packed += [store.pack(torch.full((2048,), float(number))) for number in range(4, 12)]
-    records = [one.entry.stored._record for one in packed]  # type: ignore[attr-defined]
+    records = [one.args[0].stored._record for one in packed]  # type: ignore[attr-defined]
     for number in reversed(range(12)):
         events.append(number)
         assert store.unpack(packed.pop()).eq(number).all()
