@@ -93,7 +93,7 @@ def key_statuses(loaded: Loaded) -> Iterator[tuple[str, str, str, str]]:
     """Key, value, status and note of each written key."""
     notices = {notice.key: notice for notice in loaded.notices}
     wrong = {problem.key for problem in loaded.problems}
-    for path, value in leaves(loaded.written, lists=False):
+    for path, value in leaves(loaded.values, lists=False):
         key = dotted(path)
         secret = any(found[: len(path)] == path[: len(found)] for found in loaded.secret)  # also a part of a list
         shown = HIDDEN if secret else _short(value)
@@ -109,7 +109,7 @@ def key_statuses(loaded: Loaded) -> Iterator[tuple[str, str, str, str]]:
             yield key, shown, "works", _divided(loaded.config)
         else:
             row = lookup(path)
-            off = switched_off(loaded.written, path) or (row is not None and row.refused)
+            off = switched_off(loaded.values, path) or (row is not None and row.refused)
             yield key, shown, "off" if off else "works", ""
 
 
@@ -196,7 +196,7 @@ def _lines(values: Mapping[str, Any], written: Document, path: Path) -> Iterator
         yield f"{indent}{to_yaml({key: value}).rstrip()}", f"{origin}; becomes {rule}" if rule else origin
 
 
-def _masked(value: Any, secret: frozenset[Path], sign: str = HIDDEN, path: Path = ()) -> Any:
+def _masked(value: Any, secret: set[Path], sign: str = HIDDEN, path: Path = ()) -> Any:
     if path in secret:
         return sign
     if isinstance(value, Mapping):

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
@@ -220,83 +220,83 @@ def classify(document: Document, schema: type[Block], checks: Mapping[str, Check
     ``checks`` of blocks, by their names, tell whether an argument is misplaced.
     """
     document = document.copy()
-    document.autos = frozenset(_Classifier(document, schema, checks).block(document.values, schema, ()))
+    autos: set[KeyPath] = set()
+    for path, field, kind in list(_special(document.values, schema, ())):
+        value, key = document.get(path), dotted(path)
+        document.pop(path)
+        if kind == "foreign":
+            _foreign(document, path, value, lambda path, value: _hint(document, path, value, schema, checks))
+        elif kind == "auto" and key in AUTO:
+            autos.add(path)
+        elif kind == "auto":
+            default = ""
+            if field is not None and not field.is_required():
+                value = field.get_default(call_default_factory=True)
+                value = json.dumps(value) if value is None or isinstance(value, bool) else value
+                default = f"; its default is {value}"
+            text = f'{key}="auto": it cannot be resolved for this key. Write a value, or remove the key{default}.'
+            document.problem(path, text)
+    document.autos = frozenset(autos)
     return document
 
 
-class _Classifier:
-    """Classifies the keys of one document."""
+def _special(
+    values: Mapping[str, Any], schema: type[Block], path: KeyPath
+) -> Iterator[tuple[KeyPath, FieldInfo | None, Literal["foreign", "null", "auto"]]]:
+    """Keys that the schema does not have, and those written null or "auto" where that is no value of the key."""
+    fields = keys_of(schema)
+    for key, value in values.items():
+        here, field = (*path, key), fields.get(key)
+        if field is None:
+            yield here, None, "foreign"
+        elif value is None and not field.is_required() and field.default is not None:
+            yield here, field, "null"  # the same as absent
+        elif value == "auto" and "auto" not in str(field.annotation):
+            yield here, field, "auto"
+        elif isinstance(value, Mapping) and (inner := block_of(field)) is not None:
+            yield from _special(value, inner, here)
+        elif isinstance(value, Mapping) and here in _FREE:
+            for name, argument in value.items():
+                if lookup((*here, name)) is not None:
+                    yield (*here, name), None, "foreign"
+                elif argument == "auto":
+                    yield (*here, name), None, "auto"
 
-    def __init__(self, document: Document, schema: type[Block], checks: Mapping[str, Check]) -> None:
-        self.document, self.schema, self.checks = document, schema, checks
 
-    def block(self, values: dict[str, Any], schema: type[Block], path: KeyPath) -> Iterator[KeyPath]:
-        """Classify the keys of a block; yields those written "auto"."""
-        fields = keys_of(schema)
-        for key in list(values):
-            here, value, field = (*path, key), values[key], fields.get(key)
-            if field is None:
-                self.foreign(here, values.pop(key))
-            elif value is None and not field.is_required() and field.default is not None:
-                del values[key]  # null is the same as absent
-            elif value == "auto" and "auto" not in str(field.annotation):
-                yield from self.auto(here, field)
-            elif isinstance(value, Mapping) and (inner := block_of(field)) is not None:
-                yield from self.block(values[key], inner, here)
-            elif isinstance(value, Mapping) and here in _FREE:
-                for name in list(values[key]):
-                    if lookup((*here, name)) is not None:
-                        self.foreign((*here, name), values[key].pop(name))
-                    elif values[key][name] == "auto":
-                        yield from self.auto((*here, name), None)
+def _foreign(document: Document, path: KeyPath, value: Any, hint: Callable[[KeyPath, Any], str]) -> None:
+    """A key that the schema does not have."""
+    row, key = lookup(path), dotted(path)
+    if isinstance(value, Mapping) and below(path) and (row is None or row.status == "no_effect"):
+        for name in value:
+            _foreign(document, (*path, name), value[name], hint)
+    elif row is None:
+        document.problem(path, f"{key} is not a key of lt_zero or DeepSpeed.{hint(path, value)}")
+    elif row.status == "no_effect":
+        if value is not None:
+            text = f"{key} has no effect here: {row.note}"
+            document.notices.append(Notice("no effect", key, text, document.mark(path)))
+    elif row.status == "alias":  # an alias, but the value has another type
+        document.problem(path, f"{key}={value!r} cannot be read as {row.to}. Write {row.to}.")
+    elif not unused(row, path, value):
+        state = "is not available yet" if row.status == "later" else "is known, but not supported"
+        shown = "" if isinstance(value, (Mapping, list)) else f"={value!r}"
+        document.problem(path, f"{key}{shown} {state}: {row.note}")
 
-    def auto(self, path: KeyPath, field: FieldInfo | None) -> Iterator[KeyPath]:
-        """Take an "auto" out; one that cannot be resolved is a problem."""
-        self.document.pop(path)
-        key, default = dotted(path), ""
-        if key in AUTO:
-            yield path
-            return
-        if field is not None and not field.is_required():
-            value = field.get_default(call_default_factory=True)
-            default = str(value).lower() if isinstance(value, bool) else "null" if value is None else value
-            default = f"; its default is {default}"
-        text = f'{key}="auto": it cannot be resolved for this key. Write a value, or remove the key{default}.'
-        self.document.problem(path, text)
 
-    def foreign(self, path: KeyPath, value: Any) -> None:
-        """A key that the schema does not have."""
-        row, key = lookup(path), dotted(path)
-        if isinstance(value, Mapping) and below(path) and (row is None or row.status == "no_effect"):
-            for name in value:
-                self.foreign((*path, name), value[name])
-        elif row is None:
-            self.document.problem(path, f"{key} is not a key of lt_zero or DeepSpeed.{self.hint(path, value)}")
-        elif row.status == "no_effect":
-            if value is not None:
-                text = f"{key} has no effect here: {row.note}"
-                self.document.notices.append(Notice("no effect", key, text, self.document.mark(path)))
-        elif row.status == "alias":  # an alias, but the value has another type
-            self.document.problem(path, f"{key}={value!r} cannot be read as {row.to}. Write {row.to}.")
-        elif not unused(row, path, value):
-            state = "is not available yet" if row.status == "later" else "is known, but not supported"
-            shown = "" if isinstance(value, (Mapping, list)) else f"={value!r}"
-            self.document.problem(path, f"{key}{shown} {state}: {row.note}")
-
-    def hint(self, path: KeyPath, value: Any) -> str:
-        """A suggestion: a supported key, an argument one level too high, or a key that is refused."""
-        key = dotted(path)
-        if near := nearest(key, accepted(self.schema)):
+def _hint(document: Document, path: KeyPath, value: Any, schema: type[Block], checks: Mapping[str, Check]) -> str:
+    """A suggestion: a supported key, an argument one level too high, or a key that is refused."""
+    key = dotted(path)
+    if near := nearest(key, accepted(schema)):
+        return f" Did you mean {near}?"
+    if len(path) == 2 and (check := checks.get(str(path[0]))) is not None:
+        near = f"{path[0]}.params.{path[1]}"
+        problems = check(document.get((path[0], "type")), {str(path[1]): value})
+        if not any(problem.key in (near, f"{path[0]}.type") for problem in problems):
             return f" Did you mean {near}?"
-        if len(path) == 2 and (check := self.checks.get(str(path[0]))) is not None:
-            near = f"{path[0]}.params.{path[1]}"
-            problems = check(self.document.get((path[0], "type")), {str(path[1]): value})
-            if not any(problem.key in (near, f"{path[0]}.type") for problem in problems):
-                return f" Did you mean {near}?"
-        alike = nearest(key, (row.key for row in rows() if row.refused))
-        if alike is not None and (row := lookup(tuple(alike.split(".")))) is not None:
-            return f" It looks like {alike}, which is not supported either: {row.note}"
-        return " Remove it, or see docs/config.md for all keys."
+    alike = nearest(key, (row.key for row in rows() if row.refused))
+    if alike is not None and (row := lookup(tuple(alike.split(".")))) is not None:
+        return f" It looks like {alike}, which is not supported either: {row.note}"
+    return " Remove it, or see docs/config.md for all keys."
 
 
 def unused(row: KeyStatus, path: KeyPath, value: Any) -> bool:

@@ -9,12 +9,12 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pydantic import PrivateAttr, ValidationError, model_validator
 
-from lt_zero.common.errors import BLOCK_CHECKS, Check, ConfigError, Mark, Path, Problem, dotted, path_of
+from lt_zero.common.errors import BLOCK_CHECKS, Check, ConfigError, Mark, Path, dotted, path_of
 from lt_zero.config.blocks import (
     ActivationCheckpointing,
     Block,
@@ -98,16 +98,11 @@ Given = ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 Activations = ActivationCheckpointing | Mapping[str, Any] | str | bool | None
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A configuration with its problems and notices."""
+@dataclass
+class Loaded(Document):
+    """What was made of a document, whose values are as written, after overrides and interpolations."""
 
-    config: ZeroConfig | None  # validated; None if there are problems
-    problems: Sequence[Problem] = ()  # in the order of the file
-    notices: Sequence[Notice] = ()
-    written: Mapping[str, Any] = field(default_factory=dict)  # as written, after overrides and interpolations
-    marks: Mapping[Path, Mark] = field(default_factory=dict)
-    secret: frozenset[Path] = frozenset()  # must not be shown
+    config: ZeroConfig | None = None  # validated; None if there are problems
 
     def usable(self) -> ZeroConfig:
         """The configuration; a ``ConfigError`` that names every problem if there is none."""
@@ -149,7 +144,7 @@ def examine(
     """
     if isinstance(config, ZeroConfig):
         if stage is None and not overrides and activations is None:
-            return Loaded(config)
+            return Loaded({}, config=config)
         config = plain(config)
     document = resolve(apply(read(config), overrides))
     written, mask = document.values, masking(document)
@@ -161,16 +156,16 @@ def examine(
         made._autos = document.autos
         for path, why in inactive(made, plain(made)):
             document.notices.append(Notice("inactive", dotted(path), why, document.mark(path)))
+    problems = dict.fromkeys(replace(problem, message=mask(problem.message)) for problem in document.problems)
     return Loaded(
-        None if document.problems else made,
-        sorted(
-            dict.fromkeys(replace(p, message=mask(p.message)) for p in document.problems),
-            key=lambda p: ("", 0, 0) if p.mark is None else (p.mark.source, p.mark.line or 0, p.mark.column or 0),
-        ),
-        tuple(dict.fromkeys(replace(n, message=mask(n.message)) for n in document.notices)),
         written,
         document.marks,
-        frozenset(document.secret),
+        notices=list(dict.fromkeys(replace(notice, message=mask(notice.message)) for notice in document.notices)),
+        problems=sorted(
+            problems, key=lambda p: (p.mark.source, p.mark.line or 0, p.mark.column or 0) if p.mark else ("",)
+        ),
+        secret=document.secret,
+        config=None if problems else made,
     )
 
 

@@ -61,7 +61,7 @@ def test_a_line_for_each_key(columns: str, tmp_path: Path, monkeypatch: pytest.M
             (line,) = [line for line in lines if f"  {key}" in line and line.startswith(f"{status} ")]
             value = line.removeprefix(status).split("  " + key)[0].strip()
             assert value, "its value stands between them"
-    written = examine(CONFIG).written
+    written = examine(CONFIG).values
     count = sum(len(_leaves(value)) for value in written.values())
     assert sum(line.startswith(tuple(f"{status} " for status in LINES)) for line in lines) == count
     assert "gpt2-medium" in result.output

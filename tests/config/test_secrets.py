@@ -62,7 +62,7 @@ def test_names_of_secrets(name: str) -> None:
 )
 def test_names_of_blocks_that_are_no_secrets(name: str) -> None:
     loaded = examine({name: {"path": "gpt2-medium", "length": 512}})
-    assert loaded.secret == frozenset()
+    assert loaded.secret == set()
     assert {value for _, value, _, _ in key_statuses(loaded)} == {"gpt2-medium", "512"}
     assert ("max_tokens",) not in examine({"max_tokens": 512}).secret
     with pytest.raises(ConfigError, match="gpt2-medium"):
