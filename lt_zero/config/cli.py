@@ -14,7 +14,7 @@ from rich.markup import escape
 from lt_zero.common.errors import ConfigError, Path, dotted
 from lt_zero.config import catalog
 from lt_zero.config.blocks import scalars
-from lt_zero.config.document import HIDDEN, Document, leaves
+from lt_zero.config.document import HIDDEN, MISSING, Document, leaves
 from lt_zero.config.keys import AUTO, lookup
 from lt_zero.config.load import Loaded, ZeroConfig, examine, plain, resolved
 from lt_zero.config.rules import switched_off
@@ -190,8 +190,7 @@ def _lines(values: Mapping[str, Any], written: Document, path: Path) -> Iterator
             yield f"{indent}{key}:", ""
             yield from _lines(value, written, here)
             continue
-        block = written.get(path)
-        origin = str(written.mark(here) or "given") if isinstance(block, Mapping) and key in block else "default"
+        origin = "default" if written.get(here) is MISSING else str(written.mark(here) or "given")
         rule = AUTO.get(dotted(here), "") if value == "auto" else ""
         yield f"{indent}{to_yaml({key: value}).rstrip()}", f"{origin}; becomes {rule}" if rule else origin
 

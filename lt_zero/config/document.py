@@ -17,18 +17,12 @@ DEEPEST = 50  # mappings and lists inside each other; real files have 6
 
 
 @dataclass(frozen=True)
-class Notice:
+class Notice(Problem):
     """A message about a key that is accepted: read as another one (alias), ignored (no effect), or without effect in
     combination with the other keys (inactive); or about the file itself.
     """
 
-    kind: Literal["alias", "no effect", "inactive", "file"]
-    key: str  # dotted
-    message: str  # one line
-    mark: Mark | None = None  # where it was written
-
-    def __str__(self) -> str:
-        return self.message if self.mark is None else f"{self.mark}: {self.message}"
+    kind: Literal["alias", "no effect", "inactive", "file"] = "alias"
 
 
 @dataclass
@@ -125,7 +119,7 @@ class Document:
                 self.tell(old, f"{names[0]} is read as {names[1]}={shown}. Write the latter.", mark)
 
     def tell(self, path: Path, message: str, mark: Mark | None = None) -> None:
-        self.notices.append(Notice("alias", dotted(path), message, mark or self.mark(path)))
+        self.notices.append(Notice(dotted(path), message, mark or self.mark(path)))
 
     def problem(self, path: Path, message: str, mark: Mark | None = None) -> None:
         self.problems.append(Problem(dotted(path), message, mark or self.mark(path)))

@@ -274,7 +274,7 @@ def _foreign(document: Document, path: KeyPath, value: Any, hint: Callable[[KeyP
     elif row.status == "no_effect":
         if value is not None:
             text = f"{key} has no effect here: {row.note}"
-            document.notices.append(Notice("no effect", key, text, document.mark(path)))
+            document.notices.append(Notice(key, text, document.mark(path), "no effect"))
     elif row.status == "alias":  # an alias, but the value has another type
         document.problem(path, f"{key}={value!r} cannot be read as {row.to}. Write {row.to}.")
     elif not unused(row, path, value):

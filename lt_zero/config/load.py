@@ -155,7 +155,7 @@ def examine(
     if made is not None:
         made._autos = document.autos
         for path, why in inactive(made, plain(made)):
-            document.notices.append(Notice("inactive", dotted(path), why, document.mark(path)))
+            document.notices.append(Notice(dotted(path), why, document.mark(path), "inactive"))
     problems = dict.fromkeys(replace(problem, message=mask(problem.message)) for problem in document.problems)
     return Loaded(
         written,

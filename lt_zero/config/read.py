@@ -310,7 +310,7 @@ def _without_extras(where: _Text) -> str:
         first, what = min(extras)
         more = f" (and {len(extras) - 1} more places)" if len(extras) > 1 else ""
         text = f"{what} is not JSON{more}; it is read as DeepSpeed reads it"
-        where.document.notices.append(Notice("file", "", text, where.mark(first)))
+        where.document.notices.append(Notice("", text, where.mark(first), "file"))
     return cleaned
 
 
