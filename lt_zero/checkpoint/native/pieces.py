@@ -244,18 +244,19 @@ def optimizer_fragments(sharded: ShardedOptimizer) -> dict[str, Any]:
 
 def _states(bucket: Bucket, index: int, state: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a parameter on this rank, with fragments."""
-    shared = bucket.shard_range != (0, bucket.layout.numel)
-    alone = shared and any(piece.numel == math.prod(bucket.shapes[index]) for piece in bucket.pieces_of(index))
-    made: dict[str, Any] = {}
+    shape = tuple(bucket.shapes[index])
+    numel = sum(piece.numel for piece in bucket.pieces_of(index))  # of this rank
+    alone = numel == math.prod(shape) and bucket.shard_range != (0, bucket.layout.numel)
+    made = dict(state)
     for key, value in state.items():
-        if is_elementwise(bucket, index, value):
+        if not isinstance(value, Tensor) or value.dim() == 0 or not bucket.pieces_of(index):
+            continue  # a state of a 0D parameter counts as a scalar
+        if value.numel() == numel and (tuple(value.shape) == shape or numel != math.prod(shape)):
             stored = bucket.states.get(key)
             made[key] = _fragment(bucket, index, partial(_row, stored, value), value.dtype, stored is not None)
-        elif alone and isinstance(value, Tensor) and value.dim() > 0:
+        elif alone:
             row = value.detach().contiguous().view(-1)
             made[key] = Fragment(partial(row.view, -1), tuple(value.shape), 0, value.numel(), value.dtype)
-        else:
-            made[key] = value
     return made
 
 
@@ -296,15 +297,6 @@ def parameter_names(optimizer: Optimizer, engine: Engine) -> list[list[str]]:
         groups.append([known.get(id(p), f"#{i}") for i, p in enumerate(group["params"], first)])
         first += len(group["params"])
     return groups
-
-
-def is_elementwise(bucket: Bucket, index: int, value: Any) -> bool:
-    """Whether a state entry has one element per element of the parameter (0D parameters count as scalars)."""
-    for piece in bucket.pieces_of(index):
-        if isinstance(value, Tensor) and value.dim() > 0 and value.numel() == piece.numel:
-            shape = tuple(bucket.shapes[index])
-            return tuple(value.shape) == shape or piece.numel != math.prod(shape)
-    return False
 
 
 def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
