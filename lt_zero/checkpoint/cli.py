@@ -63,10 +63,13 @@ def import_command(
     tag: Annotated[
         str | None, Option(help="Tag of a DeepSpeed directory; default: the one in its file `latest`.")
     ] = None,
+    inert: Annotated[
+        list[str] | None, Option(help="A class, as package.module.Name, whose objects are left out; repeatable.")
+    ] = None,
 ) -> None:
     """Convert a checkpoint of another format to a checkpoint directory. One tensor is in memory at a time."""
     with _reporting():
-        path = import_checkpoint(src, out, tag, progress=True)
+        path = import_checkpoint(src, out, tag, True, inert or ())
         facts = verify(path)
     typer.echo(f"{path} ({in_words(facts['bytes'])})")
 

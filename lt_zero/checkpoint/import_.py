@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,11 @@ _SHOWN = 3  # files in a warning
 
 
 def import_checkpoint(
-    source: str | os.PathLike[str], out: str | os.PathLike[str], tag: str | None = None, progress: bool = False
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    tag: str | None = None,
+    progress: bool = False,
+    inert: Sequence[str] = (),
 ) -> str:
     """Convert a checkpoint to a checkpoint directory that any world size, stage and offload resumes from.
 
@@ -48,6 +53,7 @@ def import_checkpoint(
         out: the directory to create, or its URL.
         tag: of a DeepSpeed directory; default: the one in its file ``latest``.
         progress: show the progress on stderr.
+        inert: as for ``open_source``.
 
     Returns:
         The directory.
@@ -57,7 +63,7 @@ def import_checkpoint(
             no partial directory is left.
     """
     target = _target(source, os.fspath(out))
-    opened = open_source(source, tag)
+    opened = open_source(source, tag, inert=inert)
     specs = [spec for name, spec in opened.weights.items() if name not in opened.aliases]
     for saved in opened.optimizers:
         specs += [value for entry in saved.state.values() for value in entry.values() if isinstance(value, Spec)]

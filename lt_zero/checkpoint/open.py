@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,9 @@ def found_at(path: str | os.PathLike[str]) -> str:
     return find(path)
 
 
-def open_source(path: str | os.PathLike[str], tag: str | None = None, tell: bool = True) -> Source:
+def open_source(
+    path: str | os.PathLike[str], tag: str | None = None, tell: bool = True, inert: Sequence[str] = ()
+) -> Source:
     """Open a checkpoint of any supported format for reading.
 
     Args:
@@ -51,6 +54,7 @@ def open_source(path: str | os.PathLike[str], tag: str | None = None, tell: bool
             Face's tools.
         tag: of a DeepSpeed directory; default: the one in its file ``latest``.
         tell: warn of what cannot be converted.
+        inert: names of further classes whose objects are left out instead of refused, in files of other formats.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or its format is unknown.
@@ -74,7 +78,7 @@ def open_source(path: str | os.PathLike[str], tag: str | None = None, tell: bool
         raise CheckpointError(f"{found} has no tags, only DeepSpeed's directories have. Leave out the tag {tag!r}.")
     if kind is None:
         return Archive(found)
-    source = DeepSpeedSource(target, tag) if kind is DeepSpeedSource else kind(target)
+    source = DeepSpeedSource(target, tag, inert) if kind is DeepSpeedSource else kind(target, inert)
     if tell:
         notes = list(dict.fromkeys(source.notes))
         more = [f"{len(notes) - _SHOWN} more notes of this kind."] if len(notes) > _SHOWN else []

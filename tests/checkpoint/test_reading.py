@@ -18,11 +18,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from lt_zero.checkpoint.formats.dcp import DcpSource
 from lt_zero.checkpoint.formats.deepspeed import DeepSpeedSource
 from lt_zero.checkpoint.formats.reading import has_checksums, load, load_metadata
 from lt_zero.checkpoint.formats.torch_file import FileSource
+from lt_zero.checkpoint.open import open_source
+from lt_zero.cli import app
 from lt_zero.common.errors import CheckpointError
 from tests.support.paths import DATA
 
@@ -238,9 +241,13 @@ def test_named_classes_are_data(tmp_path: Path) -> None:
     torch.save({"state_dict": {"a": torch.ones(1)}, "own": Own(), "epoch": 1}, tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match=r"test_reading\.Own.*inert"):
         FileSource(tmp_path / "a.ckpt")
-    source = FileSource(tmp_path / "a.ckpt", inert=[f"{Own.__module__}.Own"])
+    source = open_source(tmp_path / "a.ckpt", inert=[f"{Own.__module__}.Own"])
     assert source.meta == {"own": None, "epoch": 1}
     assert "Own" in source.notes[0]
+    command = ["import", str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt")]
+    assert "--inert tests.checkpoint.test_reading.Own" in CliRunner().invoke(app, command).output
+    assert CliRunner().invoke(app, [*command, "--inert", f"{Own.__module__}.Own"]).exit_code == 0
+    assert open_source(tmp_path / "b.ckpt").meta["epoch"] == 1
 
 
 class Own:
@@ -363,7 +370,7 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def open_source(folder: Path, file: str) -> Any:
+def opened(folder: Path, file: str) -> Any:
     if file.startswith("deepspeed"):
         return DeepSpeedSource(folder / Path(file).parents[1])
     return DcpSource(folder / "fsdp" / "fsdp") if file.startswith("fsdp") else FileSource(folder / file)
@@ -374,7 +381,7 @@ def test_mutated(copies: Path, file: str) -> None:
     """Cut off, changed or shuffled: an error of ours, or values."""
     path = copies / file
     good = path.read_bytes()
-    read_all(open_source(copies, file))
+    read_all(opened(copies, file))
     unnamed: list[str] = []
 
     @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -389,7 +396,7 @@ def test_mutated(copies: Path, file: str) -> None:
             del data[draw.draw(place) :]
         path.write_bytes(data)
         try:
-            read_all(open_source(copies, file))
+            read_all(opened(copies, file))
         except CheckpointError as error:
             unnamed.extend([] if str(copies) in str(error) else [str(error)])
 

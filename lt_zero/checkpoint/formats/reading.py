@@ -191,7 +191,7 @@ def _explained(error: Exception, path: Path) -> CheckpointError:
     if refused is not None:
         return CheckpointError(
             f"{path} holds {refused[1]}, which is not read, because loading it could run code. Save the checkpoint "
-            "without it; or, if its content is not needed, name the class in `inert`: then it is kept as data only."
+            f"without it; or, if its content is not needed, convert it with `lt-zero import --inert {refused[1]}`."
         )
     if "Unsupported operand" in text:
         return CheckpointError(
