@@ -96,11 +96,9 @@ def metrics(ranks: list[Times]) -> dict[str, float]:
 
 def time_line(number: int, ranks: list[Times]) -> str:
     """The line that is printed at step ``number``."""
-    values = {name.removeprefix("time/").removesuffix("_ms"): f"{value:.1f}" for name, value in metrics(ranks).items()}
-    pairs = [f"{name}={value}" for name, value in values.items() if name != "total"]
-    stages, parts = ", ".join(pairs[: len(STAGES)]), ", ".join(pairs[len(STAGES) :])
-    steps = ranks[0].steps
-    line = f"step {number}, ms per step (mean of {steps}): total={values['total']}, {stages}; including {parts}"
+    pairs = [f"{name.removeprefix('time/').removesuffix('_ms')}={ms:.1f}" for name, ms in metrics(ranks).items()]
+    stages, parts = ", ".join(pairs[: 1 + len(STAGES)]), ", ".join(pairs[1 + len(STAGES) :])  # the first is the total
+    line = f"step {number}, ms per step (mean of {ranks[0].steps}): {stages}; including {parts}"
     if len(ranks) == 1:
         return line
     busy = [sum(t.seconds.get(kind, 0.0) * sign for kind, sign in _BUSY) / t.steps * 1e3 for t in ranks]

@@ -36,11 +36,6 @@ class _Module(NamedTuple):
     level: int  # 0 is the trained module
 
 
-def _module(name: str, module: nn.Module) -> _Module:
-    numel = sum(p.numel() for p in module.parameters())
-    return _Module(name, type(module).__name__, numel, name.count(".") + 1 if name else 0)
-
-
 class Profiler:
     """Counts one micro-batch, times the next one and shows both. Costs nothing before and after."""
 
@@ -82,7 +77,11 @@ class Profiler:
         if self._shown or not self._requested:
             yield
         elif self._count.requested:  # counts this micro-batch, or the next one
-            self._steps_before, self._modules = step, [_module(*each) for each in root.named_modules()]
+            self._steps_before = step
+            self._modules = [
+                _Module(name, type(m).__name__, sum(p.numel() for p in m.parameters()), name.count(".") + bool(name))
+                for name, m in root.named_modules()
+            ]
             yield
         else:
             self._times = _Stopwatch(device)
