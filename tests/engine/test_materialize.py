@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import lt_zero
 from lt_zero.comm.communicator import Comm
 from lt_zero.engine.bucket import State
 from lt_zero.engine.guard import guard, is_guarded, own
-from lt_zero.engine.materialize import ConstructionSharder
+from lt_zero.engine.materialize import ConstructionSharder, Materializer
 from lt_zero.lightning.model_report import memory_report
 from tests.support.lightning_tools import GPT, sharded_trainer, weights
 from tests.support.matrix import only
@@ -281,3 +282,12 @@ def _bucket_by_bucket() -> None:
 def test_one_bucket_at_a_time_is_whole_while_a_model_is_sharded(pool: Pool) -> None:
     """On a GPU all compute copies at once would be the whole model."""
     pool.run(2, _bucket_by_bucket)
+
+
+def test_many_modules_take_no_time() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(6000)))
+    start = time.process_time()
+    Materializer(model, Comm.for_world(torch.device("cpu"))).fill(model.parameters())
+    assert time.process_time() - start < 4, "looking for an initializer among all modules takes ten seconds"
+    assert not any(p.isnan().any() for p in model.parameters())
