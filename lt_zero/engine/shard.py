@@ -51,7 +51,7 @@ class Weights:
 
     def use(self, optim: Place, params: Place) -> None:
         """Keep master weights in ``optim``, and what gathers read in ``params``."""
-        self._optim, self._params = optim, params
+        self._optim, self._params, self._compute = optim, params, Store.of(self.shard)
         # Whether the master weights are a slice of the compute copy.
         self.master_is_view = not self.sharded and self.master_dtype == self.shard.dtype and not optim.offloads
 
@@ -81,7 +81,7 @@ class Weights:
             return
         frozen, self.frozen = self.frozen, None
         if self.master_is_view:
-            self.master = Store.of(self.shard)
+            self.master = self._compute
         elif frozen is None:
             self.keep(self.shard, train=True)
         elif frozen.dtype == self.master_dtype and not self._optim.offloads and not frozen.streamed:
@@ -97,13 +97,13 @@ class Weights:
         return self.master is not None
 
     @property
-    def _kept(self) -> Store | None:
-        return self.master or self.frozen
+    def _kept(self) -> Store:
+        return self.master or self.frozen or self._compute
 
     @property
     def has_master(self) -> bool:
         """Whether master or frozen weights are stored apart from the flat tensor."""
-        return not self.master_is_view and self._kept is not None
+        return self._kept is not self._compute
 
     def stores(self) -> list[Store]:
         return [store for store in (self.master, self.frozen, self.copy) if store is not None and store is not NO_COPY]
@@ -112,7 +112,7 @@ class Weights:
     def nbytes(self) -> int:
         """Bytes of memory that weights apart from the flat tensor take now."""
         copy = self.copy.nbytes if self.sharded else 0
-        return copy + (self._kept.nbytes if self._kept is not None and self.has_master else 0)
+        return copy + (self._kept.nbytes if self.has_master else 0)
 
     @property
     def master_rows(self) -> Tensor:
@@ -123,24 +123,22 @@ class Weights:
     @property
     def precision(self) -> torch.dtype:
         """Dtype of ``values()``, without reading them."""
-        return self._kept.dtype if self._kept is not None else self.shard.dtype
+        return self._kept.dtype
 
     def values(self) -> Tensor:
         """Master or frozen weights, or the flat tensor's elements if there are none (1D, as ``shard``), read-only."""
         self.background.wait()
-        return self._kept.read() if self._kept is not None else self.shard
+        return self._kept.read()
 
     def writable_values(self) -> Tensor:
         """``values()``, for writing."""
         self.background.wait()
-        return self._kept.write() if self._kept is not None else self.shard
+        return self._kept.write()
 
     @property
     def gather_source(self) -> Store:
         """What a gather of sharded parameters reads (1D, as ``shard``)."""
-        source = self._kept if self.copy is NO_COPY else self.copy
-        assert source is not None
-        return source
+        return self._kept if self.copy is NO_COPY else self.copy
 
     def kernel_target(self, covers: Callable[[], bool]) -> Tensor | None:
         """Where the kernel can write the compute copy while it updates the master weights; None: ``refresh`` does.
