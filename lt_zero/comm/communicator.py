@@ -264,6 +264,11 @@ class Comm(ProcessLocal):
         return self._arena is None and self._group is not None
 
     @property
+    def alone(self) -> bool:
+        """Whether there is one rank, and no group."""
+        return self._group is None and self.world == 1
+
+    @property
     def sums_wide(self) -> bool:
         """Whether ``reduce_scatter`` adds in the dtype of ``out``, in whatever dtype gradients are sent."""
         return self._group is None or self._arena is not None or (self._gloo and self.use_reduce_scatter)

@@ -113,12 +113,15 @@ class Reducer:
             grads.take(grads.local, add=True)
             dtype = grads.send_dtype(grads.local.dtype)
             send, grads.local = grads.local.mul_(self._comm.factors(dtype)[0]).to(dtype), None
-            scratch = send.new_empty(self._comm.scratch_numel(numel))
+            work = grads.launch_reduce(send, send.new_empty(self._comm.scratch_numel(numel)))
+        elif grads.direct:
+            work = grads.launch_take()
         else:
             buffers = self._take_buffers(bucket)
-            send, scratch = buffers[0][:numel], buffers[1][:numel]
+            send = buffers[0][:numel]
             grads.take(send, add=False, factor=self._comm.factors(send.dtype)[0])
-        self._flying.append((bucket, grads.launch_reduce(send, scratch), buffers))
+            work = grads.launch_reduce(send, buffers[1][:numel])
+        self._flying.append((bucket, work, buffers))
         if not self._overlap:
             self._land()
 

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from lt_zero import ops
 from lt_zero.comm.communicator import Comm
+from lt_zero.comm.work import Done
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.layout import BucketLayout, Piece
 from lt_zero.engine.partition import BucketPlan
 from lt_zero.offload.background import BackgroundStep
-from lt_zero.offload.store import Gap, Place, Store, Waits, put_away
+from lt_zero.offload.store import Gap, Place, Reduce, Store, Waits, put_away
 
 
 class _NoCopy(Store):
@@ -240,7 +241,8 @@ class Accumulator:
                     target.zero_()
                 continue
             grad = grad.to_dense() if grad.layout is not torch.strided else grad
-            if (grad.dtype != out.dtype or factor != 1.0) and ops.fits(out, grad, add):
+            # On a GPU one launch for all of them; on a CPU the kernel is no faster than torch without a cast.
+            if (grad.dtype != out.dtype or factor != 1.0 or grad.is_cuda) and ops.fits(out, grad, add):
                 targets.append(target)
                 grads.append(grad)
             elif add:
@@ -259,8 +261,26 @@ class Accumulator:
         for lo, hi in self._layout.gaps if not add else ():
             out[lo:hi].zero_()
 
+    @property
+    def direct(self) -> bool:
+        """Whether ``launch_take`` gives what ``launch_reduce`` would: a single rank, and no other dtype on the wire."""
+        return self._comm.alone and self._wire is None and self._comm.predivide in (None, 1.0)
+
+    def launch_take(self) -> Waits:
+        """Move the parameters' gradients into the accumulator of a single rank, without a send buffer."""
+
+        def take(out: Tensor, add: bool) -> Waits:
+            self.take(out, add)
+            return Done()
+
+        return self._launch(take)
+
     def launch_reduce(self, send: Tensor, scratch: Tensor) -> Waits:
         """Start averaging ``send`` (1D, all elements) over the ranks into the accumulator."""
+        collective, name = self._comm.all_reduce if self._whole else self._comm.reduce_scatter, self._name
+        return self._launch(lambda out, add: collective(out, send, scratch, add, name))
+
+    def _launch(self, reduce: Reduce) -> Waits:
         self.apply_deferred_scale()
         if self._store is self._none:
             self._store = self._place.store("grad", self._numel, self.dtype)
@@ -269,8 +289,7 @@ class Accumulator:
         add = bool(self.valid)
         self.changes += 1
         self.valid.update(i for i, p in enumerate(self._params) if p.requires_grad)
-        collective, name = self._comm.all_reduce if self._whole else self._comm.reduce_scatter, self._name
-        return self.values.launch_reduce(lambda out, add: collective(out, send, scratch, add, name), add)
+        return self.values.launch_reduce(reduce, add)
 
     @property
     def accumulated(self) -> bool:

@@ -96,7 +96,7 @@ class Row:
     master: torch.dtype
     accum: torch.dtype  # of accumulators
     step: torch.dtype  # of what the optimizer sees
-    send: torch.dtype  # of gradients on the wire
+    send: torch.dtype | None  # of gradients on the wire; None: a single rank, which sends none (``Accumulator.direct``)
     sharding: Sharding
     trains: bool  # it has trainable parameters
     wide: bool  # it is frozen and kept in a higher precision than ``dtype``
@@ -144,6 +144,10 @@ def rows_of(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Se
             weights = NVME
         elif sharding.params and param != "none" and not on_cpu:
             weights = HOST
+        wire, shared = policy.wire_of(dtype), sharding.optim and setup.sums_wide
+        alone = (
+            setup.world == 1 and wire is None and (config.prescale_gradients or config.gradient_predivide_factor == 1)
+        )
         row = Row(
             elements=sum(p.numel() for _, p in bucket.parameters),
             numel=layout.numel,
@@ -153,7 +157,7 @@ def rows_of(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Se
             master=master,
             accum=accum,
             step=policy.step_of(dtype),
-            send=policy.wire_of(dtype) or (dtype if sharding.optim and setup.sums_wide else accum),
+            send=None if alone else wire or (dtype if shared else accum),
             sharding=sharding,
             trains=trains,
             wide=not trains
@@ -326,7 +330,7 @@ class _Sums:
     def reduce_buffers(self) -> list[Part]:
         """The buffers of ``Reducer``: send buffers, and scratch of the same size where the collective needs it."""
         limit, each, total = self.zero.reduce_bucket_size, 2 if self.setup.scratch else 1, 0
-        for dtype in {row.send for row in self.trained}:
+        for dtype in {row.send for row in self.trained if row.send is not None}:
             alike = [row for row in self.rows if row.send == dtype]
             reusable = max((row.numel for row in alike if row.numel <= limit), default=0)
             shared = self.setup.windows and self.rows[0].sharding.optim

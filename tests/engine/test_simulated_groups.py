@@ -20,7 +20,7 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.gather import Gatherer, Unit
 from lt_zero.engine.grad_bucket import Reducer
 from lt_zero.offload.store import Store
-from tests.support.parity import STAGES, CountedStorage, config_of, counted_storages, full_values
+from tests.support.parity import STAGES, CountedStorage, config_of, counted_storages, full_grads, full_values
 from tests.support.simulated import LateComm, group_of_one, one_of
 
 CPU = torch.device("cpu")
@@ -253,3 +253,22 @@ def test_a_gpu_with_one_queue_has_one_group(monkeypatch: pytest.MonkeyPatch) -> 
         assert comm._reductions is comm._group
         with pytest.raises(ConfigError, match="overlap_step=true .*CUDA_DEVICE_MAX_CONNECTIONS=1.* unset it"):
             comm.allow_background()
+
+
+def accumulated(stage: int, comm: Comm | None, dtype: torch.dtype | None) -> tuple[dict[str, Tensor], int]:
+    """Gradients of three micro-batches, and the bytes of send buffers."""
+    engine = lt_zero.shard(net().to(dtype or torch.float32), config_of(stage, {}, dtype), CPU, comm=comm)
+    for step in range(3):
+        engine.root(batch(step).to(dtype or torch.float32)).float().square().mean().backward()
+    return full_grads(engine), engine.reducer.buffer_bytes
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_single_rank_adds_gradients_up_without_a_send_buffer(stage: int, dtype: torch.dtype | None) -> None:
+    alone, buffers = accumulated(stage, None, dtype)
+    assert buffers == 0
+    with group_of_one(CPU) as comm:
+        grouped, buffers = accumulated(stage, comm, dtype)
+    assert buffers > 0
+    assert all(torch.equal(grad, grouped[name]) for name, grad in alone.items())
