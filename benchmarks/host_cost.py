@@ -11,7 +11,6 @@ step less that of the same model without sharding (median over interleaved round
 from __future__ import annotations
 
 import argparse
-import platform
 import subprocess
 import sys
 import time
@@ -131,7 +130,7 @@ def main() -> None:
     for ours, theirs in (("lt_zero, stage 2", "FSDP2, weights kept"), ("lt_zero, stage 3", "FSDP2")):
         ratios = [f"{costs[ours] / costs[theirs]:.2f}" for costs in found.values()]
         rows.append(f"| {ours} / {theirs} | {' | '.join(ratios)} |")
-    head = f"GPT of {DEPTH} blocks, width {WIDTH}, AdamW (fused), torch {torch.__version__}, {platform.processor()}"
+    head = f"GPT of {DEPTH} blocks, width {WIDTH}, AdamW (fused), torch {torch.__version__}"
     text = "\n".join([head, "", *rows])
     print(text)
     if args.out is not None:
