@@ -240,12 +240,12 @@ def _serve(queue: _Queue) -> None:
                 _work(queue)
         except BaseException as error:  # fail all jobs: see Note [Errors in the thread]
             with queue.changed:
-                jobs = [*queue.begun, *queue.jobs]
+                jobs = deque([*queue.begun, *queue.jobs])
                 queue.begun.clear()
                 queue.jobs.clear()
                 queue.changed.notify_all()
-            for job in jobs:
-                job.fail(error)
+            while jobs:
+                jobs.popleft().fail(error)  # without a name: this frame stays, and would keep the job's bucket alive
 
 
 def _work(queue: _Queue) -> None:

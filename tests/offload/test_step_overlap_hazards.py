@@ -10,6 +10,7 @@ import gc
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -25,6 +26,7 @@ from lt_zero.engine.full_params import full_state_dict
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.offload import copy_streams
 from lt_zero.offload.background import Background, Job
+from lt_zero.offload.store import Store
 from lt_zero.step.fused_step import FusedStep
 from tests.support.matrix import cover, only, only_rows
 from tests.support.models import Net, next_token_loss
@@ -366,6 +368,35 @@ def _dropped(path: str | None) -> None:
 @pytest.mark.parametrize("files", [False, True])
 def test_an_engine_that_is_dropped_leaves_nothing(pool: Pool, tmp_path: Path, files: bool) -> None:
     pool.run(1, _dropped, str(tmp_path) if files else None)
+
+
+class _Target:
+    """What a job refers to, as a bucket."""
+
+    def stores(self) -> list[Store]:
+        return []
+
+
+def test_the_thread_keeps_nothing_of_a_job_that_failed() -> None:
+    @contextmanager
+    def streaming() -> Iterator[None]:
+        raise MemoryError("no buffers")
+        yield
+
+    errors: list[Exception] = []
+    background, target = Background(streaming=streaming), _Target()
+    kept = weakref.ref(target)
+    job = Job(lambda: None, target.stores, None, errors.append)
+    background.hand_over(job)
+    job.wait()
+    assert [type(error) for error in errors] == [MemoryError]
+    del job, target
+    until = time.monotonic() + 5  # the thread ends its pass after the job
+    while kept() is not None and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.01)
+    assert kept() is None
+    background.close()
 
 
 def _forked() -> None:
