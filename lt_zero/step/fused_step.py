@@ -208,8 +208,12 @@ class FusedStep:
         self._last, self._groups = [], None
 
     def has_same_groups(self) -> bool:
-        """Whether the groups' hyper-parameters are those that the running step was planned with."""
-        return self._groups == [numbers_of(group) for group in self._optimizer.param_groups]
+        """Whether the kernel's options are those that the running step was planned with."""
+        # Other keys do not matter, such as what a schedule notes in a group. The second step shows ``lr_decay``, too.
+        planned, now = self._groups or [], map(numbers_of, self._optimizer.param_groups)
+        return [self._kernel.options(group, 2.0) for group in planned] == [
+            self._kernel.options(group, 2.0) for group in now
+        ]
 
     @torch.no_grad()
     def step(self, bucket_members: dict[Bucket, list[Member]], found_inf: Tensor | None = None) -> None:

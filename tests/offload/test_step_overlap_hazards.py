@@ -176,6 +176,21 @@ def test_what_comes_between_is_refused(pool: Pool, kind: str, stage: int) -> Non
     pool.run(2, _between, kind, stage)
 
 
+def _unrelated_key() -> None:
+    with slowed(apart=True):
+        run = Run(3, offload(None, "auto", True))
+        run.steps(0, 2)
+        run.backward(2)
+        assert run.engine.offload_manager.partially_stepped
+        run.optimizer.param_groups[0]["initial_lr"] = 0.5  # a schedule's
+        run.optimizer.step()
+        full_state_dict(run.engine)
+
+
+def test_keys_that_are_not_the_optimizers_may_change(pool: Pool) -> None:
+    pool.run(2, _unrelated_key)
+
+
 def _unfinished() -> None:
     with slowed(apart=True):
         run = Run(3, offload(None, "auto", True))
