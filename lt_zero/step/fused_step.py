@@ -125,7 +125,8 @@ class Run:
         self._counted = torch.tensor(used, dtype=torch.float32, device="cpu")
         self.steps += self._counted
         counts = self.steps.tolist()
-        options = {n: self._kernel.options(group, n) for n, has in zip(counts, used, strict=True) if has}
+        stepped = {n for n, has in zip(counts, used, strict=True) if has}
+        options = {n: self._kernel.options(group, n) for n in stepped}
         numbered = [(options[n] if m.used else None, m.piece) for n, m in zip(counts, members, strict=True)]
         parts = []
         for found, row in groupby(numbered, key=lambda item: item[0]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -292,3 +293,31 @@ def test_torch_steps_where_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPat
         each(torch.ones(3)).sum().backward()
         o.step()
     assert torch.equal(model.weight, reference.weight)
+
+
+def _options_per_step() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    engine = lt_zero.shard(model, config_of(0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    sharded = lt_zero.ShardedOptimizer(engine, optimizer)
+    assert sharded.fused is not None
+    steps = []
+    kernel = sharded.fused._kernel
+
+    def options(group: dict[str, Any], step: float) -> dict[str, Any]:
+        steps.append(step)
+        return kernel.options(group, step)
+
+    sharded.fused._kernel = dataclasses.replace(kernel, options=options)
+    for step in range(2):
+        optimizer.zero_grad()
+        next_token_loss(model, step, 0, dist.get_rank()).backward()
+        optimizer.step()
+    assert len(list(model.parameters())) > len(engine.buckets)
+    assert steps == [1.0] * len(engine.buckets) + [2.0] * len(engine.buckets)
+
+
+def test_options_are_computed_once_per_range_and_step_number(pool: Pool) -> None:
+    """Not per parameter: that took a microsecond for each, in every step."""
+    pool.run(1, _options_per_step)
