@@ -310,7 +310,14 @@ def full_optimizer_state(sharded: ShardedOptimizer) -> dict[str, Any]:
             bucket.put_away()
             work.advance()
     engine.offload_manager.check(engine.comm, "optimizer states in files")
-    return packed if engine.comm.rank == 0 else {}
+    if engine.comm.rank > 0:
+        return {}
+
+    def place(entry: tuple[str, Any]) -> str:  # the order is the same wherever the elements were: scalars first
+        return entry[0] if isinstance(entry[1], Tensor) and entry[1].dim() > 0 else ""
+
+    state = {number: dict(sorted(entries.items(), key=place)) for number, entries in packed["state"].items()}
+    return {**packed, "state": state}
 
 
 def _gather(bucket: Bucket, states: Mapping[int, dict[str, Any]]) -> None:
@@ -337,7 +344,6 @@ def _gather(bucket: Bucket, states: Mapping[int, dict[str, Any]]) -> None:
         flat = gather_own(bucket, rows) if dtypes else rows
         for index in sorted(held) if bucket.comm.rank == 0 else ():
             span, value = bucket.layout.spans[index], held[index]
-            states[index].pop(key, None)  # it moves to the end: the order is the same wherever the elements were
             in_full = index in dtypes
             states[index][key] = flat[span.lo : span.hi].view(span.shape).to("cpu", copy=True) if in_full else value
         del rows, flat  # before the next one is gathered
