@@ -22,6 +22,7 @@ import os
 import pickle
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -90,6 +91,7 @@ class Comm(ProcessLocal):
         self._hang_detector: HangDetector | None = None
         self.agreement = Agreement()  # of a single rank; ``for_world`` sets that of the group
         self._background: dist.ProcessGroup | None = None  # see ``allow_background``
+        self.unpublished: deque[Any] = deque()  # buckets of a background step, in the order of their gathers
         self._saving: dist.ProcessGroup | None = None  # see ``saving_group``
         self._arena: SharedArena | None = None
         self._written = self._read = False  # windows were written, or read, since the last fence
@@ -232,8 +234,17 @@ class Comm(ProcessLocal):
         """Let the next background save make a new group."""
         self._saving = None
 
+    @property
+    def gathers_in_threads(self) -> bool:
+        """Whether ``background_gather`` may run in the background thread.
+
+        A GPU runs the collectives of several groups in the order of their launches. If a thread launched some, the
+        order would differ from rank to rank, and they could wait for each other for ever.
+        """
+        return self._gloo or self._group is None
+
     def background_gather(self, flat: Tensor) -> Work:
-        """In the background thread: fill ``flat`` as ``all_gather`` does.
+        """After a background step: fill ``flat`` as ``all_gather`` does. In the same order on all ranks.
 
         Not compared in debug mode, as the order does not depend on the model.
         """

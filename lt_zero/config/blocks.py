@@ -439,7 +439,10 @@ class ZeroOptimization(Block):
     stage: Annotated[int, BeforeValidator(_stage)] = key(
         0, "0: nothing sharded, 1: optimizer, 2: + gradients, 3: + parameters", ge=0, le=3
     )
-    overlap_comm: bool = key(True, "reduce gradients during backward (DeepSpeed: true at stage 3 only)")
+    overlap_comm: bool = key(
+        True,
+        "reduce gradients during backward, gather updated weights during forward (DeepSpeed: true at stage 3 only)",
+    )
     shard_along: Literal["element", "parameter"] = key(
         "element",
         "where shards begin: at any element, or at parameter boundaries, so that optimizers see whole "

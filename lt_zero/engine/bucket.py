@@ -104,7 +104,8 @@ class Bucket:
         self._sentinels: list[Tensor] = []  # one for each parameter, with sharded parameters
         self.edits = InplaceEdits(self)
         self.stepped_early = False  # in the running backward; see overlap.py, Note [Beside backward]
-        self._unpublished = False  # the background step has yet to update the compute copy
+        self._unpublished = False  # the compute copy has yet to be updated: by the background step, or
+        self._arriving: Work | None = None  # by this gather of the other ranks' updates
         self._pending: Waits | None = None
 
     # ---- construction ------------------------------------------------------------------------------------------
@@ -288,7 +289,7 @@ class Bucket:
         """Write all streamed stores and free their memory."""
         put_away(self.stores())
 
-    # ---- steps in the background: overlap.py -------------------------------------------------------------------
+    # ---- steps and gathers that go on beside the next forward: overlap.py --------------------------------------
 
     @property
     def can_step_early(self) -> bool:
@@ -303,24 +304,46 @@ class Bucket:
     def await_publication(self) -> Callable[[], object] | None:
         """Guard the compute copy until ``wait_background_step``: the background step updates it.
 
-        Returns what the background calls after this rank's shard was stepped (collective); None if nothing is sharded.
+        Returns what the background calls after this rank's shard was stepped (collective); None if nothing is sharded,
+        or if the thread that waits does that.
         """
-        if not self.sharding.params:
+        sharded = self.sharding.params
+        if not sharded:
             self._unpublished = True
             self._guard()
+            if self.sharding.optim and not self.comm.gathers_in_threads:
+                self.comm.unpublished.append(self)
+                return None
 
         def publish() -> None:
             with self.weights.copy.publishing():
-                sharded = self.sharding.params
                 (self.comm.background_fence() if sharded else self.comm.background_gather(self.flat)).wait()
 
-        return publish if self.sharding.optim or self.sharding.params else None
+        return publish if self.sharding.optim or sharded else None
+
+    def publish_later(self, gather: Work) -> None:
+        """Guard the compute copy until ``wait_background_step``, which waits for ``gather``."""
+        self._unpublished, self._arriving = True, gather
+        self.edits.pause()
+        self._guard()
+
+    def launch_background_gather(self) -> None:
+        """Wait for the background step, and start gathering the other ranks' updates."""
+        self._background.wait()
+        self.weights.copy.wait_copied()
+        self._arriving = self.comm.background_gather(self.flat)
 
     def wait_background_step(self) -> bool:
-        """Wait for this bucket's background step; returns whether one was running."""
+        """Wait until this bucket's step is complete; returns whether it was not."""
         waited = self._background.wait()
         if self._unpublished:
-            self._unpublished = False
+            self._unpublished, waited = False, True
+            while self in self.comm.unpublished:
+                self.comm.unpublished.popleft().launch_background_gather()
+            if self._arriving is not None:
+                with phase("gather", self.name):
+                    self._arriving.wait()
+                self._arriving = None
             self.weights.copy.wait_copied()
             self._guard(False)
             self.edits.note()

@@ -94,7 +94,10 @@ class Engine(ProcessLocal):
             zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size
         )
         limits = self._residency if training else self._residency.without_training()
-        self.gatherer = Gatherer(units, root_unit, comm, limits, offload_manager)
+        # Whether the gathers of unsharded parameters after a step go on beside the next forward.
+        self._publishes_later = zero.overlap_comm and comm.gathers_in_background
+        self._awaits_steps = offload_manager.overlaps or self._publishes_later
+        self.gatherer = Gatherer(units, root_unit, comm, limits, offload_manager, self._awaits_steps)
         self.in_backward = False
         self.backwards = 0  # backwards that have ended
         self._explicit = False  # a backward_pass context is open
@@ -336,28 +339,36 @@ class Engine(ProcessLocal):
                     bucket.weights.enable_training()
 
     def finish_steps(self) -> bool:
-        """Wait for all background steps; returns whether one was running."""
-        return self.offload_manager.overlaps and any([bucket.wait_background_step() for bucket in self.buckets])
+        """Wait until the steps of all buckets are complete; returns whether one was not."""
+        return self._awaits_steps and any([bucket.wait_background_step() for bucket in self.buckets])
 
     @phased("publish")
     def publish(self, buckets: set[Bucket]) -> None:
-        """Update the compute copies of ``buckets`` after their master weights were stepped."""
+        """Update the compute copies of ``buckets`` after their master weights were stepped.
+
+        Gathers that overlap with computation are waited for in the next forward, unit by unit.
+        """
         self.gatherer.after_step()
         for unit in self.units:
             unit.awaited = 0
-        stepped = [bucket for bucket in self.buckets if bucket in buckets]
+        first = self.root_unit.buckets  # every forward begins with it
+        stepped = [bucket for bucket in dict.fromkeys([*first, *self.buckets]) if bucket in buckets]
         for bucket in stepped:
             bucket.release()
             bucket.refresh_after_step()
         for bucket in stepped:
             bucket.weights.copy.wait_copied()  # other ranks read it next
         self.comm.after_write()
-        for pending in [bucket.launch_publish() for bucket in stepped]:
-            if pending is not None:
-                pending.wait()
+        gathers = [(bucket, bucket.launch_publish()) for bucket in stepped]
+        for bucket, gather in gathers:
+            if gather is not None and self._publishes_later:
+                bucket.publish_later(gather)
+            elif gather is not None:
+                gather.wait()
         self.comm.before_write()  # user code may write to the parameters now
-        for bucket in stepped:
-            bucket.edits.note()
+        for bucket, gather in gathers:
+            if gather is None or not self._publishes_later:
+                bucket.edits.note()
         for listener in self.after_step:
             listener()
 

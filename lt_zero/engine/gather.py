@@ -106,13 +106,22 @@ class Residency:
 
 
 class Gatherer:
-    """Gathers and releases the ``units`` of one engine; ``root_unit`` stays gathered during a pass."""
+    """Gathers and releases the ``units`` of one engine; ``root_unit`` stays gathered during a pass.
+
+    ``awaits_steps``: steps may go on beside the next forward.
+    """
 
     def __init__(
-        self, units: list[Unit], root_unit: Unit, comm: Comm, residency: Residency, offload_manager: OffloadManager
+        self,
+        units: list[Unit],
+        root_unit: Unit,
+        comm: Comm,
+        residency: Residency,
+        offload_manager: OffloadManager,
+        awaits_steps: bool = False,
     ) -> None:
         self._units, self._root_unit = units, root_unit
-        self._comm, self._offload_manager = comm, offload_manager
+        self._comm, self._offload_manager, self._awaits_steps = comm, offload_manager, awaits_steps
         self.limit(residency)
         root_unit.keep = True
         self._live = Live()  # of the units; the root's buckets are not counted
@@ -181,7 +190,7 @@ class Gatherer:
 
     def gather(self, unit: Unit) -> None:
         """Make the parameters of ``unit`` readable, without a guard."""
-        if self._offload_manager.overlaps:
+        if self._awaits_steps:
             for bucket in unit.buckets:
                 bucket.wait_background_step()
         for bucket in unit.sharded:

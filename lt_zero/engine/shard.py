@@ -45,8 +45,8 @@ class Weights:
     # in memory and has the master's dtype.
     master: Store | None = None
     frozen: Store | None = None  # the shard of a frozen bucket, or its values in a wider dtype
-    # The compute copy that a step has to update: this rank's elements of the flat tensor, or what gathers read while
-    # the master weights are offloaded.
+    # The compute copy that a step or an edit has to update: this rank's elements of the flat tensor, or what gathers
+    # read while the master weights, or frozen weights in a wider dtype, are offloaded.
     copy: Store = NO_COPY
     written: bool = False  # the running step has written the compute copy already
 
@@ -67,6 +67,8 @@ class Weights:
 
         if not train:
             self.frozen = stored(self._params, "weights", compute if values.dtype == compute else self.master_dtype)
+            if self._params.offloads and self.frozen.dtype != compute:  # else each gather would move wide values
+                self.copy = stored(self._params, "weights", compute)
             return
         self.master = stored(self._optim, "master", self.master_dtype)
         serves = self._optim.streamed and self._params.streamed and self.master_dtype == compute
@@ -81,6 +83,9 @@ class Weights:
         if self.master is not None:
             return
         frozen, self.frozen = self.frozen, None
+        if self.copy is not NO_COPY:
+            self.copy.discard()
+            self.copy = NO_COPY
         if self.master_is_view:
             self.master = self._compute
         elif frozen is None:
@@ -155,10 +160,9 @@ class Weights:
         self.written = False
 
     def refresh(self) -> None:
-        """Copy the master weights, which are in memory, to the compute copy."""
+        """Copy the master or frozen weights, which are in memory, to the compute copy."""
         self.background.wait()
-        if self.master is not None:
-            self.copy.refresh(self.master, self.written, self.gaps)
+        self.copy.refresh(self._kept, self.written, self.gaps)
         self.written = True
 
     def follow_edit(self) -> None:
@@ -181,6 +185,7 @@ class Weights:
         edited = kept.to(shown.dtype) != shown
         if not self._optim.offloads:
             self.writable_values().copy_(torch.where(edited, shown.to(kept.dtype), kept))  # does not wait for the GPU
+            self.follow_edit()
         elif bool(edited.any()):
             master = self.writable_values()
             master[edited] = shown[edited].to(master.dtype)

@@ -110,9 +110,10 @@ class Row:
 
     @property
     def copies_weights(self) -> bool:
-        """Whether gathers read a copy instead of the master weights (engine/bucket.py)."""
+        """Whether gathers read a copy instead of the master or wide frozen weights (``Weights.keep``)."""
         both = self.weights == self.states == NVME and self.master == self.dtype
-        return self.trains and self.sharding.params and self.states != DEVICE and not both
+        copied = self.states != DEVICE and not both if self.trains else self.wide and self.weights != DEVICE
+        return self.sharding.params and copied
 
     @property
     def exact(self) -> torch.dtype:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,12 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lt_zero
 from lt_zero.comm.communicator import Comm
-from lt_zero.comm.work import All
+from lt_zero.comm.work import All, Done, Work
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.gather import Gatherer, Unit
 from lt_zero.engine.grad_bucket import Reducer
+from lt_zero.engine.guard import is_guarded
 from lt_zero.offload.store import Store
 from tests.support.parity import STAGES, CountedStorage, config_of, counted_storages, full_grads, full_values
 from tests.support.simulated import LateComm, group_of_one, one_of
@@ -106,6 +109,55 @@ def test_a_group_of_one_rank_trains_like_a_single_process(stage: int) -> None:
         got = full_values(trained(stage, comm))
     for name, value in expected().items():
         torch.testing.assert_close(got[name], value, rtol=1e-6, atol=1e-7)
+
+
+def guarded_units(engine: Engine) -> list[int]:
+    """The units of ``net()`` with parameters whose updates have yet to arrive."""
+    return [i for i, unit in enumerate(engine.root.children()) if any(map(is_guarded, unit.parameters()))]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_unit_waits_for_its_own_updates_only(stage: int) -> None:
+    """The gathers after a step overlap with the next forward, and with anything that reads no parameter."""
+    with group_of_one(CPU) as comm:
+        engine = trained(stage, comm)
+        assert guarded_units(engine) == [0, 1, 2, 3]
+        seen = []
+        for unit in engine.root.children():
+            unit.register_forward_hook(lambda *_: seen.append(guarded_units(engine)))
+        engine.root(batch(3)).square().mean().backward()
+        assert seen == [[1, 2, 3], [2, 3], [3], []]
+
+        engine = trained(stage, comm)
+        weight = next(engine.root.parameters())
+        torch.testing.assert_close(weight.detach(), next(iter(expected().values())), rtol=1e-6, atol=1e-7)
+        assert guarded_units(engine) == []
+
+        engine = trained(stage, comm, overlap_comm=False)
+        assert guarded_units(engine) == []
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_gpu_gathers_background_steps_from_the_thread_that_waits(stage: int, tmp_path: Path) -> None:
+    """In the order of the steps, whichever is needed first: GPU queues would deadlock if it differed between ranks."""
+    gathered: list[tuple[bool, Tensor]] = []
+
+    def note(self: Comm, flat: Tensor) -> Work:
+        gathered.append((threading.current_thread() is threading.main_thread(), flat))
+        return Done()
+
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path), "overlap_step": True}}
+    with one_of(2, CPU) as comm, mock.patch.object(Comm, "background_gather", note):
+        engine = trained(stage, comm, **zero)
+        gathered.clear()
+        assert guarded_units(engine) == [0, 1, 2, 3]
+        engine.root[2].up.weight.sum()  # type: ignore[index, union-attr]
+        engine.finish_steps()
+        assert guarded_units(engine) == []
+        assert not comm.unpublished
+        assert [flat is bucket.flat for (_, flat), bucket in zip(gathered, engine.buckets, strict=True)] == [True] * 4
+        assert all(main for main, _ in gathered)
+        engine.offload_manager.close()
 
 
 def exposed(prefetch: int) -> int:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lt_zero
+import lt_zero.offload.host_store as host_store
 from lt_zero.checkpoint.native.pieces import full_optimizer_state, load_full_optimizer_state
 from lt_zero.engine.full_params import full_state_dict, restore_whole
 from tests.support.lightning_tools import GPT, weights
@@ -120,6 +121,49 @@ def _frozen(path: str) -> None:
 
 def test_frozen_weights_rest_too(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _frozen, str(tmp_path))
+
+
+@pytest.mark.parametrize("where", ["cpu", "nvme"])
+def test_wide_frozen_weights_are_gathered_in_the_compute_dtype(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are kept in fp32, but moving that to the device would take twice the bytes."""
+    monkeypatch.setattr(host_store, "_apart", True)
+    model = nn.Sequential(nn.Linear(48, 48), nn.Linear(48, 48))
+    model[0].requires_grad_(False)
+    before = model[0].weight.detach().clone()
+    device = {"device": where} if where == "cpu" else {"device": where, "nvme_path": str(tmp_path), "max_in_cpu": 0}
+    engine = lt_zero.shard(model, config_of(3, zero={"offload_param": device}, dtype=torch.bfloat16))
+    optimizer = lt_zero.ShardedOptimizer(engine, torch.optim.SGD(model.parameters(), lr=0.1)).optimizer
+    frozen, trained = engine.buckets
+    assert (frozen.weights.gather_source.dtype, frozen.weights.precision) == (torch.bfloat16, torch.float32)
+
+    def output() -> Tensor:
+        x = torch.ones(2, 48, dtype=torch.bfloat16)
+        kept = model[0].register_forward_hook(lambda module, args, out: seen.append(out.detach()))
+        seen: list[Tensor] = []
+        model(x).sum().backward()
+        kept.remove()
+        return seen[0]
+
+    def expected(weight: Tensor) -> Tensor:
+        bias = full_values(engine)["0.bias"].bfloat16()
+        return nn.functional.linear(torch.ones(2, 48, dtype=torch.bfloat16), weight.bfloat16(), bias)
+
+    assert torch.equal(output(), expected(before))
+    with lt_zero.gathered(model[0].weight, write=True), torch.no_grad():
+        model[0].weight.mul_(2)
+    assert torch.equal(output(), expected(2 * before))
+    optimizer.step()
+    model[0].requires_grad_(True)
+    optimizer.zero_grad()
+    output()
+    optimizer.step()
+    assert frozen.weights.gather_source is not frozen.weights.copy or where == "nvme"
+    after = full_values(engine)["0.weight"]
+    assert not torch.equal(after, 2 * before)
+    assert torch.equal(output(), expected(after))
+    engine.offload_manager.close()
 
 
 def _memory(path: str) -> tuple[int, int]:
