@@ -158,8 +158,9 @@ def trust_rates(squares: Tensor, rates: Sequence[float], bounds: Sequence[tuple[
         rates: learning rates.
         bounds: of the trust ratio, from below and above.
     """
-    rules = torch.tensor([(rate, *pair) for rate, pair in zip(rates, bounds, strict=True)], dtype=torch.float64)
-    rate, lower, upper = rules.view(-1, 3).to(squares.device).unbind(1)
+    table = [(rate, *pair) for rate, pair in zip(rates, bounds, strict=True)]
+    rules = torch.tensor(table, dtype=torch.float64, pin_memory=squares.is_cuda)  # pageable, the host would wait
+    rate, lower, upper = rules.view(-1, 3).to(squares.device, non_blocking=True).unbind(1)
     weight, update = squares.sqrt().unbind(1)
     clamped = torch.maximum(torch.minimum(weight / update, upper), lower)
     return rate * torch.where((weight != 0) & (update != 0), clamped, 1.0)

@@ -205,11 +205,13 @@ class FullNorms:
             return squares
         table = torch.zeros(self._count, squares.shape[1], dtype=torch.float64, device=self._comm.device)
         held = [(number, row) for number, row in enumerate(rows) if row is not None]
-        numbers, places = torch.tensor(held, dtype=torch.int64).view(-1, 2).unbind(1)
-        table[places.to(table.device)] = squares[numbers.to(squares.device)].to(table.device)
+        columns = [[number for number, _ in held], [row for _, row in held]]
+        index = torch.tensor(columns, dtype=torch.int64, pin_memory=table.is_cuda)  # pageable, the host would wait
+        numbers, places = (i.to(t.device, non_blocking=True) for i, t in zip(index, (squares, table), strict=True))
+        table[places] = squares[numbers].to(table.device)
         table = self._comm.sum_scalar(table, "norms of full parameters")
         full = squares.clone()
-        full[numbers.to(squares.device)] = table[places.to(table.device)].to(squares.device)
+        full[numbers] = table[places].to(squares.device)
         return full
 
 

@@ -56,15 +56,20 @@ class ReducedGrads:
     # ---- their values ------------------------------------------------------------------------------------------
 
     def by_bucket(self, write: bool = False) -> Iterator[list[Tensor]]:
-        """This rank's gradients (1D rows) of the parameters that any rank used, bucket by bucket. Collective.
+        """This rank's gradients (1D rows) of the parameters that any rank used. Collective.
 
-        Neighbours in a bucket share a row, with the zeros between them. An accumulator in a file is in memory until the
-        next bucket is asked for, and written back with ``write``.
+        First those in files, bucket by bucket: each accumulator is in memory until the next is asked for, and written
+        back with ``write``. Then all others. Neighbours in a bucket share a row, with the zeros between them.
         """
+        together: list[Tensor] = []
         for bucket, indices in self.used().items():
-            yield _rows(bucket, indices, write)
-            bucket.grads.put_away()
-        yield self._foreign()
+            rows = _rows(bucket, indices, write)
+            if bucket.grads.streamed:
+                yield rows
+                bucket.grads.put_away()
+            else:
+                together += rows
+        yield together + self._foreign()
 
     @torch.no_grad()
     def multiply(self, factor: Tensor) -> None:
@@ -78,11 +83,13 @@ class ReducedGrads:
                 bucket.grads.defer(factor)
                 continue
             bucket.grads.widen_fp16()
-            for row in _rows(bucket, indices):
-                row.mul_(factor.to(row.device))
+            rows = _rows(bucket, indices)
+            here = factor.to(rows[0].device) if rows else factor
+            for row in rows:
+                row.mul_(here)
             bucket.grads.put_away()
         for grad in self._foreign():
-            grad.mul_(factor)
+            grad.mul_(factor.to(grad.device))
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:

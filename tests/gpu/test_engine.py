@@ -19,6 +19,8 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import restore_whole
 from lt_zero.memory.estimate import estimate
 from lt_zero.memory.forecast import DEVICE
+from lt_zero.optim import Lamb
+from lt_zero.optim.muon import orthogonalize
 from tests.support.parity import STAGES, config_of, full_values
 from tests.support.paths import ROOT
 from tests.support.pool import Pool
@@ -182,11 +184,12 @@ def test_without_kernels(device: torch.device) -> None:
     assert done.returncode == 0
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Lamb])
 @pytest.mark.parametrize(("stage", "mode"), [(0, "32-true"), (2, "bf16-mixed"), (3, "bf16-mixed"), (3, "bf16-true")])
-def test_the_host_never_waits_for_the_gpu_in_a_step(cuda: torch.device, stage: int, mode: str) -> None:
+def test_the_host_never_waits_for_the_gpu_in_a_step(cuda: torch.device, stage: int, mode: str, kind: Any) -> None:
     config = config_of(stage)
     engine = lt_zero.shard(net(), config, cuda, policy=dtype_policy(config, mode))
-    optimizer = torch.optim.AdamW(engine.root.parameters(), lr=1e-3)
+    optimizer = kind(engine.root.parameters(), lr=1e-3)
     owner = lt_zero.ShardedOptimizer(engine, optimizer)
     x = batch(cuda, 0)
     for step in range(5):
@@ -228,3 +231,13 @@ def test_a_model_is_restored_in_host_memory(cuda: torch.device) -> None:
     got = {name: p.detach() for name, p in engine.root.named_parameters()}
     assert {value.device.type for value in got.values()} == {"cpu"}
     assert far(got, want) == 0
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (96, 40), (40, 96)])
+def test_muon_iterates_in_fp16(cuda: torch.device, shape: tuple[int, int]) -> None:
+    """fp16 overflows above 65504, so a matrix is scaled before."""
+    matrix = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    for scale in (1e-6, 1.0, 1e6):
+        got = orthogonalize((matrix * scale).to(cuda))
+        assert got.dtype == torch.float16
+        torch.testing.assert_close(got.cpu().float(), orthogonalize(matrix * scale), rtol=0, atol=0.01)

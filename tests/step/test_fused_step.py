@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -122,14 +123,16 @@ def test_other_optimizers_take_torchs_steps(pool: Pool, kind: str) -> None:
 
 
 def _calls(stage: int, dtype: Any) -> None:
-    """One kernel call for all parameters, and the accumulators wait for it unscaled."""
+    """One kernel call for all parameters, one for their norm, and the accumulators wait for it unscaled."""
     torch.manual_seed(0)
     model = Net()
     engine = lt_zero.shard(model, config_of(stage, dtype=dtype))
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
     sharded = lt_zero.ShardedOptimizer(engine, opt)
     next_token_loss(model, 0, 0, dist.get_rank()).backward()
-    raw = sharded.grads.norm()
+    with mock.patch.object(ops, "norm_squared", side_effect=ops.norm_squared) as norms:
+        raw = sharded.grads.norm()
+    assert norms.call_count == 1
     sharded.grads.clip_norm(0.1)
     assert any(bucket.grads.factor is not None for bucket in engine.buckets)
     calls, original = [], ops.adam_step

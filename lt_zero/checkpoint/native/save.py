@@ -42,6 +42,7 @@ from lt_zero.common.errors import CheckpointError
 from lt_zero.engine.lazy_tensor import LazyTensor
 from lt_zero.io.checked_file import FileRecord, Sink
 from lt_zero.io.direct_file import in_words
+from lt_zero.io.pinned import host_buffer
 
 KEY = "lt_zero"  # key of this package's entries in a Lightning checkpoint
 REFERENCE = "lt_zero.tensor"  # key of a reference to a sharded tensor
@@ -191,26 +192,29 @@ def stage(made: Bundle, buffer: Tensor | None) -> Tensor:
         buffer: of an earlier call, to be reused.
 
     Returns:
-        The buffer (1D uint8).
+        The buffer (1D uint8), pinned if there is a GPU.
     """
     end = sum(-(-_local_bytes(value) // 64) * 64 for value in made.tensors.values())
+    on_gpu = torch.cuda.is_initialized()
     if buffer is None or buffer.numel() < end:
-        buffer = torch.empty(end, dtype=torch.uint8)
+        buffer = host_buffer(end, pin=on_gpu)
     start = 0
     for name, value in _releasing(list(made.tensors.items())):
         copy = buffer[start : start + _local_bytes(value)].view(value.dtype)
         start += -(-_local_bytes(value) // 64) * 64
         if not isinstance(value, Fragment):
-            made.tensors[name] = copy.view(value.shape).copy_(value)
+            made.tensors[name] = copy.view(value.shape).copy_(value, non_blocking=True)
             continue
         if copy.numel():
-            copy.copy_(value.local())
+            copy.copy_(value.local(), non_blocking=True)
         made.tensors[name] = Fragment(partial(copy.view, -1), tuple(value.shape), value.lo, value.hi, value.dtype)
 
     def copied(_: Path, value: Tensor) -> Tensor:
         return value if isinstance(value, LazyTensor) else value.detach().to("cpu", copy=True)
 
     made.meta = plain(made.meta, copied)[0]
+    if on_gpu:
+        torch.cuda.synchronize()  # training changes the tensors next
     return buffer
 
 
