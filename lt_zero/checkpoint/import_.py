@@ -23,6 +23,7 @@ from lt_zero.checkpoint.native.archive import Archive
 from lt_zero.checkpoint.native.directory import Place, is_url
 from lt_zero.checkpoint.native.load import as_lightning, beginning_of_epoch, number_states
 from lt_zero.checkpoint.native.pieces import Fragment
+from lt_zero.checkpoint.native.plain import plain
 from lt_zero.checkpoint.native.save import KEY, Bundle, bundle, write
 from lt_zero.checkpoint.open import found_at, open_source
 from lt_zero.checkpoint.output import check_space
@@ -30,7 +31,6 @@ from lt_zero.checkpoint.source import Source, Spec
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
-from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.engine.lazy_tensor import LazyTensor
 
 _PER_TENSOR = 4096  # maximum bytes that a directory adds to a tensor
@@ -119,12 +119,12 @@ def _content(source: Source, target: str, path: str, comm: Comm) -> Bundle:
         checkpoint["optimizer_states"] = [number_states(state, names[i], i) for i, state in enumerate(states)]
     made: dict[int, Fragment] = {}  # tied tensors share one
 
-    def fragment(value: Tensor) -> Tensor:
+    def fragment(_: Sequence[Any], value: Tensor) -> Tensor:
         if isinstance(value, LazyTensor) and id(value) not in made:
             made[id(value)] = _fragment(value)
         return made.get(id(value), value)
 
-    checkpoint = map_tensors(checkpoint, fragment)
+    checkpoint, _ = plain(checkpoint, fragment)  # of all mappings: averaged weights are in an OrderedDict
     checkpoint[KEY] = {"hparams": own["hparams"], "foreign": any(state.get("foreign") for state in states)}
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     run = {"imported_from": path, "ranks": 1, "created": created, "torch": str(torch.__version__)}

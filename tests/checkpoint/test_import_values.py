@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,12 @@ from torch import nn
 from lt_zero.checkpoint.export import export
 from lt_zero.checkpoint.import_ import import_checkpoint
 from lt_zero.checkpoint.native.archive import Archive
+from lt_zero.checkpoint.native.directory import Place
 from lt_zero.checkpoint.native.load import as_lightning, number_states, require_training_state, settings_here
+from lt_zero.checkpoint.native.pieces import Fragment
+from lt_zero.checkpoint.native.save import bundle, write
 from lt_zero.checkpoint.open import open_source, verify
+from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import CheckpointError
 from tests.support.import_tools import CASES, expected_of, imported, source_of
 from tests.support.paths import DATA
@@ -57,6 +62,16 @@ def test_an_import_can_be_imported_and_exported(tmp_path: Path) -> None:
     content = torch.load(file, weights_only=True)
     assert content["global_step"] == 3
     assert content["optimizer_states"][0]["state"][0]["step"] == 3
+
+
+def test_sharded_tensors_in_an_ordered_dict(tmp_path: Path) -> None:
+    """A module's state dict is one, so callbacks that average weights save them in one."""
+    values, comm = torch.arange(6.0), Comm(None, None, torch.device("cpu"))
+    averaged = OrderedDict(w=Fragment(lambda: values, (2, 3), 0, 6, torch.float32))
+    made = bundle({"state_dict": {}, "averaging_state": averaged}, [], comm, {}, {})
+    write(made, Place.make(str(tmp_path / "saved")), comm, None)
+    again = open_source(import_checkpoint(tmp_path / "saved", tmp_path / "again"))
+    assert torch.equal(as_lightning(again)["averaging_state"]["w"] + 0, values.view(2, 3))
 
 
 def test_loss_scale_of_fsdp(tmp_path: Path) -> None:
