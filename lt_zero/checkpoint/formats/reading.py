@@ -116,7 +116,7 @@ _METADATA = re.compile(  # of DCP
 
 @contextlib.contextmanager
 def _opened(path: Path, start: int = 0, stop: int | None = None) -> Iterator[IO[bytes]]:
-    """Context that yields a file, or its bytes ``start`` to ``stop`` as a file in memory."""
+    """Context that yields a file, or its bytes ``start`` to ``stop`` as a file."""
     try:
         file = open(path, "rb")  # noqa: SIM115
     except OSError as error:
@@ -131,8 +131,31 @@ def _opened(path: Path, start: int = 0, stop: int | None = None) -> Iterator[IO[
                 "was cut off or replaced. Take another checkpoint."
             )
         else:
-            file.seek(start)
-            yield io.BytesIO(file.read(stop - start))
+            yield io.BufferedReader(_Part(file, start, stop - start))
+
+
+class _Part(io.RawIOBase):
+    """``size`` bytes of a file from ``start``, as a file: it may be a tensor of gigabytes, which is held only once."""
+
+    def __init__(self, file: IO[bytes], start: int, size: int) -> None:
+        self._file, self._start, self._size, self._position = file, start, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + (0, self._position, self._size)[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._start + self._position)
+        view = memoryview(buffer)[: max(0, self._size - self._position)]
+        read: int = self._file.readinto(view)  # type: ignore[attr-defined]
+        self._position += read
+        return read
 
 
 def load(path: Path, start: int = 0, stop: int | None = None, inert: Collection[str] = ()) -> Any:
