@@ -68,15 +68,16 @@ class Odd(GPT):
         return torch.optim.AdamW(groups[::-1] if self.groups == "swapped" else groups, lr=1e-2)
 
 
-def _odd(stage: int, folder: str) -> None:
-    trainer = train(stage, Odd(), config=SHARDED)
+def _odd(stage: int, folder: str, device: str) -> None:
+    where: dict[str, Any] = {"offload_optimizer": {"device": device, "nvme_path": folder}} if device == "nvme" else {}
+    trainer = train(stage, Odd(), config=SHARDED, zero=where)
     want = everything(trainer)
     trainer.lightning_module.extra = {"version": (3, 4), "table": torch.arange(4)}  # type: ignore[assignment, union-attr]
     trainer.save_checkpoint(f"{folder}/odd")
     want["weights"]["_extra_state"] = {"version": (3, 4), "table": torch.arange(4)}
     assert want["weights"].keys() == ({"_extra_state"} if dist.get_rank() else Odd().state_dict().keys())
     module = Odd(seed=9.0)
-    got, again = resume(f"{folder}/odd", stage, module, config=SHARDED)
+    got, again = resume(f"{folder}/odd", stage, module, config=SHARDED, zero=where)
     if dist.get_rank():
         got["weights"] = want["weights"] = {}
     same(got, want)
@@ -87,9 +88,12 @@ def _odd(stage: int, folder: str) -> None:
         assert any(state["exp_avg"].dim() == 0 for state in states.values())
 
 
-@pytest.mark.parametrize("stage", only([3], STAGES))
-def test_odd_parameters_and_states(pool: Pool, tmp_path: Path, stage: int) -> None:
-    pool.run(3 if stage == 3 else 2, _odd, stage, str(tmp_path))
+ODD = [(0, "none"), (1, "none"), (1, "nvme"), (2, "none"), (3, "none"), (3, "nvme")]
+
+
+@pytest.mark.parametrize(("stage", "device"), only_rows([(3, "none"), (1, "nvme")], ODD))
+def test_odd_parameters_and_states(pool: Pool, tmp_path: Path, stage: int, device: str) -> None:
+    pool.run(3 if stage == 3 else 2, _odd, stage, str(tmp_path), device)
 
 
 def _frozen(stage: int, folder: str, form: str) -> list[str]:

@@ -31,7 +31,7 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import gather_own
 from lt_zero.engine.layout import Piece
 from lt_zero.engine.lazy_tensor import LazyTensor, elements_of, whole
-from lt_zero.offload.store import Store
+from lt_zero.offload.store import Store, put_away
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
@@ -233,6 +233,8 @@ def optimizer_fragments(sharded: ShardedOptimizer) -> dict[str, Any]:
                     if not is_whole and not isinstance(value, Fragment):
                         is_scalar = isinstance(value, Tensor) and value.dim() == 0
                         own[number][key] = _Scalar(value.dtype, value.item()) if is_scalar else value
+        if () in bucket.shapes:
+            put_away(bucket.states.values())  # ``_states`` has read them
     for others in engine.comm.host_gather(own, "optimizer states that are no tensors"):
         for number, held in others.items():
             mine = state.setdefault(number, {})
@@ -249,10 +251,12 @@ def _states(bucket: Bucket, index: int, state: Mapping[str, Any]) -> dict[str, A
     alone = numel == math.prod(shape) and bucket.shard_range != (0, bucket.layout.numel)
     made = dict(state)
     for key, value in state.items():
-        if not isinstance(value, Tensor) or value.dim() == 0 or not bucket.pieces_of(index):
-            continue  # a state of a 0D parameter counts as a scalar
-        if value.numel() == numel and (tuple(value.shape) == shape or numel != math.prod(shape)):
-            stored = bucket.states.get(key)
+        if not isinstance(value, Tensor) or not bucket.pieces_of(index):
+            continue
+        stored = bucket.states.get(key)
+        if value.dim() == 0:  # a state of a 0D parameter counts as a scalar
+            made[key] = _row(stored, value).clone().view(()) if stored is not None and not shape else value
+        elif value.numel() == numel and (tuple(value.shape) == shape or numel != math.prod(shape)):
             made[key] = _fragment(bucket, index, partial(_row, stored, value), value.dtype, stored is not None)
         elif alone:
             row = value.detach().contiguous().view(-1)
