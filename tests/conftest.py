@@ -8,7 +8,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from simulated_nodes import SimulatedNodes
 
+from tests.support.nodes import NodePool, unavailable
 from tests.support.pool import Pool
 
 torch.set_num_threads(1)
@@ -26,6 +28,22 @@ def pool() -> Iterator[Pool]:
     workers = Pool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def node_pool() -> Iterator[NodePool]:
+    """Gloo worker processes in two simulated nodes of two ranks, shared by all tests marked ``nodes``."""
+    if reason := unavailable():
+        pytest.skip(reason)
+    with SimulatedNodes(nodes=2, per_node=2) as nodes:
+        workers = NodePool(nodes)
+        yield workers
+        workers.close()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("nodes") and (reason := unavailable()):
+        pytest.skip(reason)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.support.paths import ROOT
 
@@ -27,9 +27,21 @@ class WorkerError(AssertionError):
     """At least one rank failed; the message holds the tracebacks."""
 
 
-def _serve(connection: Connection) -> None:
+class Place(NamedTuple):
+    """Where a worker lives: its variables, and what takes it there; both must be picklable."""
+
+    environment: dict[str, str]
+    enter: Callable[[], None] | None = None
+
+
+HERE = Place({"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"})
+
+
+def _serve(connection: Connection, place: Place) -> None:
+    if place.enter is not None:
+        place.enter()
     gc.freeze()  # what is imported lives for ever: a collection after each task need not look at it
-    os.environ.update(OMP_NUM_THREADS="1", MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(place.environment)
     import torch
 
     torch.set_num_threads(1)
@@ -65,9 +77,14 @@ def _run(rank: int, world: int, store: str, fn: Callable[..., Any], args: Any, e
 
 
 class Pool:
-    """Worker processes that are started when first needed."""
+    """Worker processes that are started when first needed.
 
-    def __init__(self) -> None:
+    Args:
+        place: where the worker of a rank lives; by default all are on the loopback of this machine.
+    """
+
+    def __init__(self, place: Callable[[int], Place] = lambda rank: HERE) -> None:
+        self._place = place
         # Workers are forked from a process that has imported what takes seconds, and has started no thread.
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.support.preload"])
@@ -76,7 +93,7 @@ class Pool:
     def _ensure(self, count: int) -> None:
         while len(self._workers) < count:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = self._context.Process(target=_serve, args=(theirs, self._place(len(self._workers))), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
