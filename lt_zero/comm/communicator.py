@@ -126,12 +126,12 @@ class Comm(ProcessLocal):
     def _destroy_unused(self) -> None:
         """Destroy the groups of communicators that are gone on all ranks: those of NCCL hold 100s of MB. Collective."""
         weakref.finalize(self, _unused.append, self._groups).atexit = False
-        names = [[group.group_name for group in groups] for groups in _unused]
-        everywhere = self.host_gather(names, "unused groups")
-        for groups in list(_unused):
-            if all([group.group_name for group in groups] in of_rank for of_rank in everywhere):
-                _unused.remove(groups)
-                for group in reversed(groups):
+        named = {tuple(group.group_name for group in groups): groups for groups in list(_unused)}
+        everywhere = self.host_gather(list(named), "unused groups")
+        for names in everywhere[0]:  # in the same order on all ranks, as NCCL may wait for the others
+            if all(names in of_rank for of_rank in everywhere):
+                _unused.remove(named[names])
+                for group in reversed(named[names]):
                     with suppress(ValueError):  # the default group, and all with it, was destroyed since
                         dist.destroy_process_group(group)
 

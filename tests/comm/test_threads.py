@@ -293,3 +293,27 @@ def _is_there(group: Any) -> bool:
 
 def test_groups_of_communicators_that_are_gone_are_destroyed(pool: Pool) -> None:
     assert pool.run(2, _groups_there_are) == [[3, 3, 6, 6, 3]] * 2
+
+
+def _order_of_ends() -> list[str]:
+    """The groups in the order in which they are destroyed; ranks drop their communicators in opposite orders."""
+    comms = [Comm.for_world(torch.device("cpu")) for _ in range(3)]
+    while comms:
+        comms.pop(dist.get_rank() - 1)
+        gc.collect()
+    ended = list[str]()
+    destroy = dist.destroy_process_group
+
+    def note(group: Any) -> None:
+        ended.append(group.group_name)
+        destroy(group)
+
+    with mock.patch.object(dist, "destroy_process_group", note):
+        Comm.for_world(torch.device("cpu"))
+    return ended
+
+
+def test_all_ranks_destroy_groups_in_the_same_order(pool: Pool) -> None:
+    first, second = pool.run(2, _order_of_ends)
+    assert first == second
+    assert len(first) == 6
