@@ -119,8 +119,12 @@ class Reducer:
         else:
             buffers = self._take_buffers(bucket)
             send = buffers[0][:numel]
-            grads.take(send, add=False, factor=self._comm.factors(send.dtype)[0])
-            work = grads.launch_reduce(send, buffers[1][:numel])
+            try:
+                grads.take(send, add=False, factor=self._comm.factors(send.dtype)[0])
+                work = grads.launch_reduce(send, buffers[1][:numel])
+            except BaseException:
+                self._give_buffers(buffers, unused=True)  # the caller may go on: out of memory, with a smaller batch
+                raise
         self._flying.append((bucket, work, buffers))
         if not self._overlap:
             self._land()
@@ -140,18 +144,24 @@ class Reducer:
             return send, flat_empty(0 if shared else comm.scratch_numel(largest), dtype, comm.device)
         return free.popleft()
 
+    def _give_buffers(self, buffers: tuple[Tensor, Tensor], unused: bool = False) -> None:
+        """Return what ``_take_buffers`` gave; ``unused``: its turn has not passed."""
+        if buffers[0].numel() == self._largest.get(buffers[0].dtype):
+            free = self._buffers[buffers[0].dtype]
+            free.insert(0 if unused else len(free), buffers)
+
     def _land(self) -> None:
         bucket, pending, buffers = self._flying.popleft()
         with torch.no_grad(), phase("reduce", bucket.name):
             pending.wait()
+        if buffers is not None:
+            self._give_buffers(buffers)
         taken = self.on_landed is not None and self.on_landed(bucket)
         if bucket.grads.streamed and not taken:
             bucket.grads.end_use()
             self._leaving.append(bucket.grads)
             if len(self._leaving) > 1:
                 self._leaving.popleft().put_away()
-        if buffers is not None and buffers[0].numel() == self._largest.get(buffers[0].dtype):
-            self._buffers[buffers[0].dtype].append(buffers)
 
     def abort(self) -> None:
         """Drop a failed backward; waits for launched reductions, whose buffers are reused."""

@@ -6,6 +6,7 @@ import copy
 import itertools
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -224,6 +225,25 @@ def _aborted(stage: int) -> None:
 @pytest.mark.parametrize("stage", only([1, 3], STAGES))
 def test_a_backward_that_fails_leaves_nothing_behind(pool: Pool, stage: int) -> None:
     pool.run(2, _aborted, stage)
+
+
+def _out_of_memory(stage: int) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    engine = lt_zero.shard(model, config_of(stage, RELEASE))
+    for attempt in range(6):  # more often than there are buffers
+        model.zero_grad()
+        fails = mock.patch.object(engine.buckets[1].grads, "take", side_effect=MemoryError)
+        with fails, pytest.raises(MemoryError), engine.backward_pass():
+            next_token_loss(model, attempt, 0, 0).backward()
+    model.zero_grad()
+    with engine.backward_pass():
+        next_token_loss(model, 0, 0, 0).backward()  # raised, as no buffer was left
+
+
+@pytest.mark.parametrize("stage", only([1, 3], STAGES))
+def test_reductions_that_fail_keep_their_buffers(pool: Pool, stage: int) -> None:
+    pool.run(2, _out_of_memory, stage)
 
 
 def _stand_ins(stage: int) -> None:
