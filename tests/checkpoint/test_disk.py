@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,7 @@ def test_a_kill_between_two_renames(tmp_path: Path, name: str) -> None:
 def test_leftovers_of_processes_that_are_gone(tmp_path: Path) -> None:
     mine = directory.Place.make(str(tmp_path / "running"))
     gone = directory.Place.make(str(tmp_path / "gone"))
+    Path(gone.folder, "weights-00000.pt").touch()
     os.close(gone._lock)  # as the kernel does when a process ends
     foreign = tmp_path / ".x.tmp-another-host-77-0123abcd"
     young = tmp_path / ".y.tmp-another-host-77-0123abcd"
@@ -129,6 +132,29 @@ def test_leftovers_of_processes_that_are_gone(tmp_path: Path) -> None:
     names = _names(tmp_path)
     assert names == sorted([Path(mine.folder).name, young.name, ".x.tmp-note", ".hidden-a-b", "complete"])
     mine.discard()
+
+
+def test_processes_that_save_to_one_folder_do_not_disturb_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlocked = tmp_path / f".x.tmp-{socket.gethostname()}-77-0123abcd"
+    unlocked.mkdir()
+    directory.remove_leftovers(tmp_path)
+    assert unlocked.is_dir(), "its process locks it next"
+    os.utime(unlocked, (0, 0))
+    directory.remove_leftovers(tmp_path)
+    assert not unlocked.exists()
+
+    def publish(path: Path) -> int:
+        shutil.move(path, tmp_path / "y")
+        return os.open(path, os.O_RDONLY)
+
+    other = tmp_path / f".y.tmp-{socket.gethostname()}-77-0123abcd"
+    other.mkdir()
+    Path(other, "manifest.json").touch()
+    monkeypatch.setattr(directory, "_may_be_in_use", lambda path, host: publish(path) < 0)
+    directory.remove_leftovers(tmp_path)
+    assert _names(tmp_path) == ["y"]
 
 
 def test_what_a_save_replaced_never_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,7 @@ _VERSION = 1  # of the manifest
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?:tmp|old)-(?P<host>[^-]+(?:-[^-]+)*)-(?P<pid>\d+)-[0-9a-f]{8}")
 _FILES = re.compile(r"(weights|moments)-\d+\.pt|(meta|extras)\.pt|objects\.pkl|\.metadata|manifest\.json")
 _OLD_AGE = 86400.0  # seconds after which another host's temporary directory is removed
+_LOCKED_AGE = 60.0  # seconds after which a process has surely locked the empty directory that it made
 _EXCHANGE, _AT_FDCWD = 2, -100  # of renameat2
 
 
@@ -337,18 +338,20 @@ def remove_leftovers(folder: Path) -> None:
     """Remove temporary directories of dead processes; complete checkpoints among them are published."""
     for path in folder.glob(".*-*-*"):
         match = _TEMPORARY.fullmatch(path.name)
-        if match is None or not path.is_dir() or _may_be_in_use(path, match["host"]):
-            continue
-        named = folder / match["name"]
-        if (path / MANIFEST).is_file() and ".tmp-" in path.name and not named.exists():
-            os.rename(path, named)  # complete: the process was killed before publishing it
-        else:
-            shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another process has just published or removed it
+            if match is None or not path.is_dir() or _may_be_in_use(path, match["host"]):
+                continue
+            named = folder / match["name"]
+            if (path / MANIFEST).is_file() and ".tmp-" in path.name and not named.exists():
+                os.rename(path, named)  # complete: the process was killed before publishing it
+            else:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _may_be_in_use(folder: Path, host: str) -> bool:
     """Whether a process of this host holds a directory's lock, or the directory is too young to tell."""
-    if host == socket.gethostname():
+    age = time.time() - folder.stat().st_mtime
+    if host == socket.gethostname() and (age > _LOCKED_AGE or any(folder.iterdir())):
         with contextlib.suppress(OSError):
             fd = _open_folder(folder)
             try:
@@ -356,7 +359,7 @@ def _may_be_in_use(folder: Path, host: str) -> bool:
                 return False
             finally:
                 os.close(fd)
-    return time.time() - folder.stat().st_mtime < _OLD_AGE
+    return age < _OLD_AGE
 
 
 def _open_folder(folder: str | Path) -> int:
