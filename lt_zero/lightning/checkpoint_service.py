@@ -136,17 +136,20 @@ class CheckpointService:
             "torch": str(torch.__version__),
         }
         made = bundle(content, names, engine.comm, facts, resolved(run.config), self._frozen)
-        place, trainer = _make_place(engine.comm, path), run.trainer
+        trainer = run.trainer
         ends = trainer is None or not trainer.training or trainer.state.status == TrainerStatus.INTERRUPTED
-        if not run.config.checkpoint.async_save or ends or self._synchronous:
-            group = engine.comm.saving_group(False)
-            with progress_bar(f"Saving {path}", made.nbytes, rank=run.rank, in_bytes=True) as work:
-                _write(run, made, place, group, work.advance)
+        background = run.config.checkpoint.async_save and not (ends or self._synchronous)
+        if background:
+            with run.agree("copying the state for an asynchronous save", CheckpointError):
+                self._buffer = stage(made, self._buffer)
+        group = engine.comm.saving_group(background)
+        place = _make_place(engine.comm, path)  # from here on ``_write`` removes it after an error
+        if background:
+            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="lt_zero-async-save")
+            self._pending = self._thread.submit(_write, run, made, place, group)
             return
-        with run.agree("copying the state for an asynchronous save", CheckpointError):
-            self._buffer = stage(made, self._buffer)
-        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="lt_zero-async-save")
-        self._pending = self._thread.submit(_write, run, made, place, engine.comm.saving_group(True))
+        with progress_bar(f"Saving {path}", made.nbytes, rank=run.rank, in_bytes=True) as work:
+            _write(run, made, place, group, work.advance)
 
     def _collect(self, run: Run, checkpoint: Mapping[str, Any], path: str) -> dict[str, Any]:
         """A copy (callbacks may have kept theirs) with random states and data positions of all ranks. Collective."""

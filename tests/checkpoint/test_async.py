@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
@@ -155,6 +156,32 @@ def test_an_error_in_the_background(pool: Pool, tmp_path: Path) -> None:
     archive.verify()
     assert archive.meta["global_step"] == 1
     archive.close()
+
+
+def _has_no_memory(path: str) -> list[Any]:
+    """The second save finds no memory for its copy."""
+
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            effect = checkpoint_service.stage if trainer.global_step == 1 else MemoryError
+            with mock.patch.object(checkpoint_service, "stage", side_effect=effect):
+                trainer.save_checkpoint(path)
+
+    with pytest.raises(MemoryError):
+        train(2, _module(), config=ASYNC, callbacks=[Saves()], max_steps=3)
+    archive = Archive(path)
+    archive.verify()
+    archive.close()
+    folder = os.path.dirname(path)
+    left = [] if "://" in path else [name for name in os.listdir(folder) if name != "one"]
+    return [archive.meta["global_step"], *left]
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_no_memory_for_the_copy(pool: Pool, tmp_path: Path, remote: bool) -> None:
+    path = "memory:///copy/one" if remote else str(tmp_path / "one")
+    (steps,) = pool.run(1, _has_no_memory, path)
+    assert steps == [1], "the checkpoint before is there, and nothing of the failed one"
 
 
 def _many(folder: str) -> None:
