@@ -81,6 +81,14 @@ typedef struct {
     const float *scale;         // or NULL
 } lt_pairs;
 
+// A flat tensor in blocks with a scale each; lt_zero/ops/quantize.py describes the buffers.
+typedef struct {
+    int64_t numel;
+    int64_t block;              // elements, a multiple of 16 up to 65536
+    int32_t bits;               // of an element: 8, 4, 2 or 1
+    int32_t dtype;              // lt_dtype of x, or of what is decoded
+} lt_blocks;
+
 // ---- CPU: `threads` at most; the calling thread is one of them -------------------------------------------------
 
 int lt_cpu_abi(void);
@@ -101,6 +109,12 @@ int lt_cpu_lamb_apply(const lt_tensors *, const lt_lamb *, const float *rate, in
 int lt_cpu_norm_squared(const lt_mixed *, double *result, int threads);  // added up in fp64, in an order of its own
 int lt_cpu_accumulate(const lt_pairs *, int threads);  // dst += factor * src, dst in fp32
 int lt_cpu_cast_scale(const lt_pairs *, int threads);  // dst = factor * src, rounded once
+
+// out = codes and scales of x + residual; residual (fp32, or NULL) = what they do not represent.
+int lt_cpu_encode_blocks(const lt_blocks *, const void *x, float *residual, void *out, int threads);
+// out = (float)factor * sum of the `count` decoded buffers, in their order
+int lt_cpu_decode_blocks(const lt_blocks *, int64_t count, const void *const *buffers, double factor, void *out,
+                         int threads);
 
 // ---- CUDA: pointers to elements, scale, clip, found_inf, rate, norms and result are device memory ---------------
 // Arrays of pointers and sizes are host memory and may be freed after the call. `scratch` is device memory of

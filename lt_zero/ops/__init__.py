@@ -1,7 +1,8 @@
 """Fused kernels for CPU and CUDA, each with a torch reference of the same signature.
 
-They are ``torch.library`` operators (``torch.ops.lt_zero``), so they work under ``torch.compile``. They are compiled on
-first use; where that is impossible, the references run (see ``lt-zero ops report``).
+The steps and flat operations are ``torch.library`` operators (``torch.ops.lt_zero``), so they work under
+``torch.compile``; compression, which stands around collectives, is plain functions. Kernels are compiled on first use;
+where that is impossible, the references run (see ``lt-zero ops report``).
 """
 
 from lt_zero.ops.dispatch import DTYPES, available, fits
@@ -12,6 +13,14 @@ from lt_zero.ops.flat import (
     cast_scale_reference,
     norm_squared,
     norm_squared_reference,
+)
+from lt_zero.ops.quantize import (
+    dequantize,
+    dequantize_sum,
+    dequantize_sum_reference,
+    quantize,
+    quantize_reference,
+    quantized_nbytes,
 )
 from lt_zero.ops.steps import (
     adagrad_step,
@@ -39,6 +48,9 @@ __all__ = [
     "available",
     "cast_scale",
     "cast_scale_reference",
+    "dequantize",
+    "dequantize_sum",
+    "dequantize_sum_reference",
     "fits",
     "lamb_apply",
     "lamb_apply_reference",
@@ -48,6 +60,9 @@ __all__ = [
     "lion_step_reference",
     "norm_squared",
     "norm_squared_reference",
+    "quantize",
+    "quantize_reference",
+    "quantized_nbytes",
     "sgd_step",
     "sgd_step_reference",
 ]

@@ -101,6 +101,12 @@ class Pairs(ctypes.Structure):
     ]
 
 
+class Blocks(ctypes.Structure):
+    """``lt_blocks``."""
+
+    _fields_ = [("numel", c_int64), ("block", c_int64), ("bits", c_int32), ("dtype", c_int32)]
+
+
 # Arguments of each operation; a last one follows: the number of threads on the CPU, the stream on CUDA.
 OPERATIONS: dict[str, list[Any]] = {
     "adam_step": [POINTER(Tensors), POINTER(Adam)],
@@ -112,6 +118,11 @@ OPERATIONS: dict[str, list[Any]] = {
     "norm_squared": [POINTER(Mixed), c_void_p],
     "accumulate": [POINTER(Pairs)],
     "cast_scale": [POINTER(Pairs)],
+}
+# The same for operations that exist on the CPU only.
+HOST_OPERATIONS: dict[str, list[Any]] = {
+    "encode_blocks": [POINTER(Blocks), c_void_p, c_void_p, c_void_p],
+    "decode_blocks": [POINTER(Blocks), c_int64, _POINTERS, c_double, c_void_p],
 }
 _WITH_SCRATCH = ("lamb_update", "norm_squared")  # take scratch memory on CUDA
 
@@ -127,7 +138,7 @@ def declare(library: ctypes.CDLL, kind: str) -> ctypes.CDLL:
         functions |= {"isa": (c_char_p, []), "pool": (c_char_p, []), "use_isa": (c_int, [c_char_p])}
     else:
         functions["scratch"] = (c_int64, [c_int64, _SIZES])
-    for name, arguments in OPERATIONS.items():
+    for name, arguments in (OPERATIONS | (HOST_OPERATIONS if kind == "cpu" else {})).items():
         scratch = [c_void_p] if kind == "cuda" and name in _WITH_SCRATCH else []
         functions[name] = (c_int, [*arguments, *scratch, c_int if kind == "cpu" else c_void_p])
     for name, (result, arguments) in functions.items():

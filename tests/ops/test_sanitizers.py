@@ -45,6 +45,21 @@ def buffers(sizes, dtype):
         found.append(address)
     return (c_void_p * len(sizes))(*found)
 
+class Blocks(Structure):
+    _fields_ = [("numel", c_int64), ("block", c_int64), ("bits", c_int32), ("dtype", c_int32)]
+
+def blocks(numel, block, bits, dtype, threads):
+    pad = lambda n: -(-n // 16) * 16
+    nbytes = pad(-(-numel * bits // 8)) + pad(-(-numel // block) * 4)
+    x, residual = buffers([numel], dtype), buffers([numel], 0)
+    coded = (c_void_p * 2)(*[libc.malloc(max(1, nbytes)) for _ in range(2)])
+    t = ctypes.byref(Blocks(numel, block, bits, dtype))
+    for out in coded:
+        assert lib.lt_cpu_encode_blocks(t, c_void_p(x[0]), c_void_p(residual[0]), c_void_p(out), threads) == 0
+    assert lib.lt_cpu_decode_blocks(t, c_int64(2), coded, c_double(0.5), c_void_p(x[0]), threads) == 0
+    for address in (*x, *residual, *coded):
+        libc.free(address)
+
 def main():
     rng = random.Random(0)
     for isa in (b"avx512", b"avx2", b"neon", b"portable"):
@@ -73,6 +88,8 @@ def main():
                 assert lib.lt_cpu_accumulate(r(pairs), threads) == 0
                 cast = Pairs(3, ctypes.cast(numel, c_void_p), out, grad, o, g, 0.5, None)
                 assert lib.lt_cpu_cast_scale(r(cast), threads) == 0
+                for bits in (8, 4, 2, 1):
+                    blocks(rng.choice(sizes), rng.choice([16, 48, 1024, 65536]), bits, g, threads)
             for addresses in lists:
                 for address in addresses:
                     libc.free(address)

@@ -11,23 +11,16 @@
 
 #include <dlfcn.h>
 
-#include <algorithm>
-#include <atomic>
-#include <new>
 #include <string>
 #include <thread>
-#include <vector>
 
-#include "cpu/table.h"
+#include "cpu/parallel.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
 
 namespace {
-
-constexpr int64_t BLOCK = 1 << 15;  // elements: long enough to stream, short enough to share out evenly
-constexpr int64_t SMALL = 1 << 15;  // below this a second thread costs more than it brings
 
 // ---- instruction sets --------------------------------------------------------------------------------------------
 
@@ -62,12 +55,6 @@ const Kernels *find(const char *wanted) {
 
 std::atomic<const Kernels *> chosen{nullptr};
 
-const Kernels &kernels() {
-    const Kernels *k = chosen.load();
-    if (!k) chosen.store(k = find(nullptr));
-    return *k;
-}
-
 // ---- threads -----------------------------------------------------------------------------------------------------
 
 typedef void (*Region)(void *);
@@ -78,7 +65,15 @@ OpenMP openmp() {
     return entry;
 }
 
-void parallel(int threads, Region region, void *data) {
+}  // namespace
+
+const Kernels &lt_kernels() {
+    const Kernels *k = chosen.load();
+    if (!k) chosen.store(k = find(nullptr));
+    return *k;
+}
+
+void lt_parallel(int threads, Region region, void *data) {
     if (threads <= 1) return region(data);
     if (openmp()) return openmp()(region, data, (unsigned)threads, 0);
     std::vector<std::thread> others;
@@ -90,6 +85,8 @@ void parallel(int threads, Region region, void *data) {
     region(data);
     for (std::thread &thread : others) thread.join();
 }
+
+namespace {
 
 struct Block {
     int64_t tensor, lo, hi;
@@ -108,21 +105,10 @@ std::vector<Block> blocks_of(int64_t count, const int64_t *numel, int64_t *total
 // Calls work(index, block) for each block, on several threads. See Note [Blocks].
 template <class Work>
 void for_each_block(const std::vector<Block> &blocks, int64_t total, int threads, Work work) {
-    struct Shared {
-        const std::vector<Block> &blocks;
-        Work &work;
-        std::atomic<size_t> next{0};
-    } shared{blocks, work};
-    auto region = [](void *data) {
-        Shared &s = *(Shared *)data;
-        for (size_t i; (i = s.next.fetch_add(1, std::memory_order_relaxed)) < s.blocks.size();) s.work(i, s.blocks[i]);
-    };
-    parallel(total <= SMALL ? 1 : (int)std::min<size_t>((size_t)threads, blocks.size()), region, &shared);
+    for_each_index(blocks.size(), total <= SMALL ? 1 : threads, [&](size_t i) { work(i, blocks[i]); });
 }
 
 // ---- checks ------------------------------------------------------------------------------------------------------
-
-bool is_dtype(int32_t dtype) { return dtype == LT_FP32 || dtype == LT_BF16 || dtype == LT_FP16; }
 
 bool sizes_ok(int64_t count, const int64_t *numel) {
     if (count < 0 || (count > 0 && !numel)) return false;
@@ -140,17 +126,6 @@ bool tensors_ok(const lt_tensors *t, int states) {
 bool pairs_ok(const lt_pairs *t) {
     return t && sizes_ok(t->count, t->numel) && (t->count == 0 || (t->dst && t->src)) && is_dtype(t->dst_dtype) &&
            is_dtype(t->src_dtype);
-}
-
-// Runs `body`, which may allocate.
-template <class Body>
-int guarded(Body body) {
-    try {
-        body();
-        return LT_OK;
-    } catch (const std::bad_alloc &) {
-        return LT_OUT_OF_MEMORY;
-    }
 }
 
 // One pass over a list, without results but what is written.
@@ -173,10 +148,8 @@ int step(const lt_tensors *t, const Options *o, int states, int threads,
 
 }  // namespace
 
-#define LT_API extern "C" __attribute__((visibility("default")))
-
 LT_API int lt_cpu_abi(void) { return LT_ABI_VERSION; }
-LT_API const char *lt_cpu_isa(void) { return kernels().isa; }
+LT_API const char *lt_cpu_isa(void) { return lt_kernels().isa; }
 LT_API const char *lt_cpu_pool(void) { return openmp() ? "openmp" : "own"; }
 
 LT_API int lt_cpu_use_isa(const char *isa) {
@@ -195,19 +168,19 @@ LT_API const char *lt_cpu_error(int code) {
 }
 
 LT_API int lt_cpu_adam_step(const lt_tensors *t, const lt_adam *o, int threads) {
-    return step(t, o, 2, threads, kernels().adam);
+    return step(t, o, 2, threads, lt_kernels().adam);
 }
 
 LT_API int lt_cpu_lion_step(const lt_tensors *t, const lt_lion *o, int threads) {
-    return step(t, o, 1, threads, kernels().lion);
+    return step(t, o, 1, threads, lt_kernels().lion);
 }
 
 LT_API int lt_cpu_adagrad_step(const lt_tensors *t, const lt_adagrad *o, int threads) {
-    return step(t, o, 1, threads, kernels().adagrad);
+    return step(t, o, 1, threads, lt_kernels().adagrad);
 }
 
 LT_API int lt_cpu_sgd_step(const lt_tensors *t, const lt_sgd *o, int threads) {
-    return step(t, o, o && o->momentum != 0.0 ? 1 : 0, threads, kernels().sgd);
+    return step(t, o, o && o->momentum != 0.0 ? 1 : 0, threads, lt_kernels().sgd);
 }
 
 LT_API int lt_cpu_lamb_update(const lt_tensors *t, const lt_lamb *o, double *norms, int threads) {
@@ -219,7 +192,7 @@ LT_API int lt_cpu_lamb_update(const lt_tensors *t, const lt_lamb *o, double *nor
         const std::vector<Block> blocks = blocks_of(t->count, t->numel, &total);
         std::vector<double> parts(2 * blocks.size());
         for_each_block(blocks, total, threads, [&](size_t i, const Block &b) {
-            kernels().lamb_update(*t, *o, b.tensor, b.lo, b.hi, &parts[2 * i]);
+            lt_kernels().lamb_update(*t, *o, b.tensor, b.lo, b.hi, &parts[2 * i]);
         });
         for (size_t i = 0; i < parts.size(); i++) norms[2 * blocks[i / 2].tensor + (int64_t)(i % 2)] += parts[i];
     });
@@ -229,7 +202,7 @@ LT_API int lt_cpu_lamb_apply(const lt_tensors *t, const lt_lamb *o, const float 
     if (!o || !tensors_ok(t, 2) || (t->count > 0 && !rate)) return LT_BAD_ARGUMENT;
     if (t->found_inf && *t->found_inf != 0.0f) return LT_OK;
     return sweep(*t, threads, [&](const Block &b) {
-        kernels().lamb_apply(*t, *o, -rate[b.tensor], b.tensor, b.lo, b.hi);
+        lt_kernels().lamb_apply(*t, *o, -rate[b.tensor], b.tensor, b.lo, b.hi);
     });
 }
 
@@ -243,7 +216,7 @@ LT_API int lt_cpu_norm_squared(const lt_mixed *t, double *result, int threads) {
         const std::vector<Block> blocks = blocks_of(t->count, t->numel, &total);
         std::vector<double> parts(blocks.size());
         for_each_block(blocks, total, threads, [&](size_t i, const Block &b) {
-            parts[i] = kernels().norm_squared(t->data[b.tensor], t->dtype[b.tensor], b.lo, b.hi);
+            parts[i] = lt_kernels().norm_squared(t->data[b.tensor], t->dtype[b.tensor], b.lo, b.hi);
         });
         *result = 0.0;
         for (double part : parts) *result += part;
@@ -252,10 +225,10 @@ LT_API int lt_cpu_norm_squared(const lt_mixed *t, double *result, int threads) {
 
 LT_API int lt_cpu_accumulate(const lt_pairs *t, int threads) {
     if (!pairs_ok(t) || t->dst_dtype != LT_FP32) return LT_BAD_ARGUMENT;
-    return sweep(*t, threads, [&](const Block &b) { kernels().accumulate(*t, b.tensor, b.lo, b.hi); });
+    return sweep(*t, threads, [&](const Block &b) { lt_kernels().accumulate(*t, b.tensor, b.lo, b.hi); });
 }
 
 LT_API int lt_cpu_cast_scale(const lt_pairs *t, int threads) {
     if (!pairs_ok(t)) return LT_BAD_ARGUMENT;
-    return sweep(*t, threads, [&](const Block &b) { kernels().cast_scale(*t, b.tensor, b.lo, b.hi); });
+    return sweep(*t, threads, [&](const Block &b) { lt_kernels().cast_scale(*t, b.tensor, b.lo, b.hi); });
 }

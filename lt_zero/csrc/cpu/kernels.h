@@ -3,19 +3,12 @@
 // Included by avx512.cpp, avx2.cpp, neon.cpp and portable.cpp, each compiled with its own flags.
 #pragma once
 
+#include "cpu/blocks.h"
 #include "cpu/table.h"
 #include "cpu/vec.h"
 #include "update.h"
 
 namespace LT_NAMESPACE {
-
-// Calls body(lanes, i) for the vectors of [lo, hi); the last one may be partial.
-template <class Body>
-static inline void for_each_vector(int64_t lo, int64_t hi, Body body) {
-    int64_t i = lo;
-    for (; i + W <= hi; i += W) body(Whole{}, i);
-    if (i < hi) body(First{(int)(hi - i)}, i);
-}
 
 struct Scaled {
     bool active;
@@ -175,5 +168,6 @@ static void cast_scale(const lt_pairs &t, int64_t k, int64_t lo, int64_t hi) {
 
 #define LT_TABLE(name)                                                                                              \
     using namespace LT_NAMESPACE;                                                                                   \
-    const Kernels lt_kernels_##name = {#name,       adam,       lion,         adagrad,    sgd,                      \
-                                       lamb_update, lamb_apply, norm_squared, accumulate, cast_scale};
+    const Kernels lt_kernels_##name = {#name,       adam,       lion,          adagrad,      sgd,                    \
+                                       lamb_update, lamb_apply, norm_squared,  accumulate,   cast_scale,             \
+                                       encode_blocks, decode_blocks};

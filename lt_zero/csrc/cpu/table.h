@@ -14,6 +14,10 @@ struct Kernels {
     double (*norm_squared)(const void *data, int dtype, int64_t lo, int64_t hi);
     void (*accumulate)(const lt_pairs &, int64_t tensor, int64_t lo, int64_t hi);
     void (*cast_scale)(const lt_pairs &, int64_t tensor, int64_t lo, int64_t hi);
+    // Of a flat tensor; `lo` is a multiple of the block.
+    void (*encode_blocks)(const lt_blocks &, const void *x, float *residual, uint8_t *out, int64_t lo, int64_t hi);
+    void (*decode_blocks)(const lt_blocks &, int64_t count, const uint8_t *const *in, float factor, void *out,
+                          int64_t lo, int64_t hi);
 };
 
 extern const Kernels lt_kernels_avx512, lt_kernels_avx2, lt_kernels_neon, lt_kernels_portable;

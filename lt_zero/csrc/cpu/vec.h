@@ -222,6 +222,14 @@ struct First {
     }
 };
 
+// Calls body(lanes, i) for the vectors of [lo, hi); the last one may be partial.
+template <class Body>
+static inline void for_each_vector(int64_t lo, int64_t hi, Body body) {
+    int64_t i = lo;
+    for (; i + W <= hi; i += W) body(Whole{}, i);
+    if (i < hi) body(First{(int)(hi - i)}, i);
+}
+
 // ---- sums in fp64 ------------------------------------------------------------------------------------------------
 
 struct SquareSum {

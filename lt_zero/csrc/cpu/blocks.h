@@ -1,0 +1,250 @@
+// Block-wise compression for one instruction set. Included by kernels.h.
+//
+// A block passes through the cache two or three times (its largest magnitude, for 1 and 2 bits their mean, the codes),
+// but through memory once.
+#pragma once
+
+#include "codec.h"
+#include "cpu/table.h"
+#include "cpu/vec.h"
+
+namespace LT_NAMESPACE {
+
+typedef uint8_t Codes __attribute__((vector_size(W)));
+typedef int8_t SignedCodes __attribute__((vector_size(W)));
+typedef double Doubles __attribute__((vector_size(4 * W)));  // half as many lanes
+
+static inline Ints magnitude_bits(Vec a) { return (Ints)a.x & 0x7fffffff; }
+
+static inline Ints larger(Ints a, Ints b) {
+    Ints m = a > b;
+    return (a & m) | (b & ~m);
+}
+
+static inline int32_t largest_lane(Ints a) {
+    int32_t largest = 0;
+    for (int i = 0; i < W; i++) largest = a[i] > largest ? a[i] : largest;
+    return largest;
+}
+
+static inline Vec choose(Ints mask, Vec yes, Vec no) {
+    return (Lanes)(((Ints)yes.x & mask) | ((Ints)no.x & ~mask));
+}
+
+static inline void widen(Vec a, Doubles &lo, Doubles &hi) {
+#if defined(__AVX512F__)
+    lo = (Doubles)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)a.x));
+    hi = (Doubles)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)a.x, 1));
+#elif defined(__AVX2__)
+    lo = (Doubles)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)a.x));
+    hi = (Doubles)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)a.x, 1));
+#else
+    for (int i = 0; i < W / 2; i++) {
+        lo[i] = a.x[i];
+        hi[i] = a.x[i + W / 2];
+    }
+#endif
+}
+
+// What is compressed: x, plus what earlier calls left over.
+struct Input {
+    const void *x;
+    const float *residual;
+    int dtype;
+
+    template <class At>
+    Vec load(At at, int64_t i) const {
+        Vec c = at.load(x, dtype, i);
+        return residual ? c + at.load(residual, LT_FP32, i) : c;
+    }
+};
+
+static int32_t largest_magnitude(const Input &input, int64_t lo, int64_t hi) {
+    Ints largest = {};
+    for_each_vector(lo, hi, [&](auto at, int64_t i) {
+        prefetch(input.x, input.dtype, i);
+        if (input.residual) prefetch(input.residual, LT_FP32, i);
+        largest = larger(largest, magnitude_bits(input.load(at, i)));
+    });
+    return largest_lane(largest);
+}
+
+static double sum_of_magnitudes(const Input &input, int32_t largest, int64_t lo, int64_t hi) {
+    const Doubles shift = unit_shift(largest) - Doubles{};
+    Doubles sums[2] = {};
+    for_each_vector(lo, hi, [&](auto at, int64_t i) {
+        Doubles l, h;
+        widen((Lanes)magnitude_bits(input.load(at, i)), l, h);
+        sums[0] += l + shift - shift;
+        sums[1] += h + shift - shift;
+    });
+    double sum = 0.0;
+    for (int i = 0; i < W / 2; i++) sum += sums[0][i] + sums[1][i];
+    return sum;
+}
+
+// Codes of a vector, and the values that they decode to.
+template <int BITS>
+struct Encoder {
+    Vec inverse, scale;  // of 8 and 4 bits
+    Vec low, high, threshold;
+
+    explicit Encoder(float s)
+        : inverse(s == 0.0f ? 0.0f : 1.0f / s), scale(s), low(make_levels(s, BITS).low),
+          high(make_levels(s, BITS).high), threshold(make_levels(s, BITS).threshold) {}
+
+    Vec operator()(Vec c, Codes &codes) const {
+        if constexpr (BITS >= 4) {
+            Vec shifted = c * inverse + Vec(ROUND);
+            codes = __builtin_convertvector((Bits)shifted.x & (BITS == 8 ? 0xff : 0xf), Codes);
+            return (shifted - Vec(ROUND)) * scale;
+        } else {
+            Ints above = (Lanes)magnitude_bits(c) > threshold.x, negative = c.x < Lanes{};
+            codes = __builtin_convertvector((Bits)((negative & 1) | (above & 2)), Codes);
+            Vec magnitude = choose(above, high, low);
+            return (Lanes)((Bits)magnitude.x ^ ((Bits)negative & 0x80000000u));
+        }
+    }
+};
+
+template <int BITS>
+struct Decoder {
+    Vec scale, low, high;
+
+    explicit Decoder(float s) : scale(s), low(make_levels(s, BITS).low), high(make_levels(s, BITS).high) {}
+
+    Vec operator()(Codes codes) const {
+        if constexpr (BITS >= 4) {
+            if constexpr (BITS == 4) codes = (codes ^ 8) - 8;  // extends the sign
+            return Vec(__builtin_convertvector(__builtin_convertvector((SignedCodes)codes, Ints), Lanes)) * scale;
+        } else {
+            Bits code = __builtin_convertvector(codes, Bits);
+            Vec magnitude = choose((Ints)(0 - (code >> 1)), high, low);
+            return (Lanes)((Bits)magnitude.x ^ (code << 31));
+        }
+    }
+};
+
+// Calls body(lanes, i) for the vectors of one group of 16 elements, the last of which may be short.
+template <class Body>
+static inline void for_each_in_group(int64_t lo, int64_t hi, Body body) {
+    if (hi - lo == GROUP) {
+        for (int64_t i = lo; i < hi; i += W) body(Whole{}, i);
+    } else {
+        for_each_vector(lo, hi, body);
+    }
+}
+
+template <int BITS>
+static inline void pack_group(const uint8_t *codes, uint8_t *out) {
+    for (int half = 0; half < 2; half++) {
+        uint64_t x;
+        memcpy(&x, codes + 8 * half, 8);
+        x = pack8(x, BITS);
+        memcpy(out + BITS * half, &x, BITS);
+    }
+}
+
+template <int BITS>
+static inline void unpack_group(const uint8_t *in, uint8_t *codes) {
+    for (int half = 0; half < 2; half++) {
+        uint64_t x = 0;
+        memcpy(&x, in + BITS * half, BITS);
+        x = unpack8(x, BITS);
+        memcpy(codes + 8 * half, &x, 8);
+    }
+}
+
+template <int BITS>
+static void encode_block(const Input &input, float *residual, float scale, uint8_t *out, int64_t lo, int64_t hi) {
+    const Encoder<BITS> encode(scale);
+    for (int64_t group = lo; group < hi; group += GROUP) {
+        uint8_t codes[GROUP] = {};
+        for_each_in_group(group, group + GROUP < hi ? group + GROUP : hi, [&](auto at, int64_t i) {
+            Vec c = input.load(at, i);
+            Codes vector;
+            Vec value = encode(c, vector);
+            memcpy(codes + (i - group), &vector, sizeof vector);
+            if (residual) at.store(residual, LT_FP32, i, c - value);
+        });
+        pack_group<BITS>(codes, out + group * BITS / 8);
+    }
+}
+
+template <int BITS>
+static void encode_bits(const lt_blocks &t, const void *x, float *residual, uint8_t *out, int64_t lo, int64_t hi) {
+    const Input input{x, residual, t.dtype};
+    char *scales = (char *)out + codes_bytes(t.numel, BITS);
+    for (int64_t begin = lo; begin < hi; begin += t.block) {
+        const int64_t end = begin + t.block < hi ? begin + t.block : hi;
+        const int32_t largest = largest_magnitude(input, begin, end);
+        float scale;
+        if constexpr (BITS >= 4) scale = uniform_scale(largest, BITS);
+        else scale = largest == 0 || largest >= INFINITE
+                         ? mean_scale(largest, 0.0, 1)
+                         : mean_scale(largest, sum_of_magnitudes(input, largest, begin, end), end - begin);
+        memcpy(scales + begin / t.block * 4, &scale, 4);
+        if (largest < INFINITE) encode_block<BITS>(input, residual, scale, out, begin, end);
+        else memset(out + begin * BITS / 8, 0, (size_t)((end - begin + GROUP - 1) / GROUP * GROUP * BITS / 8));
+    }
+}
+
+static void encode_blocks(const lt_blocks &t, const void *x, float *residual, uint8_t *out, int64_t lo, int64_t hi) {
+    switch (t.bits) {
+        case 8: return encode_bits<8>(t, x, residual, out, lo, hi);
+        case 4: return encode_bits<4>(t, x, residual, out, lo, hi);
+        case 2: return encode_bits<2>(t, x, residual, out, lo, hi);
+        default: return encode_bits<1>(t, x, residual, out, lo, hi);
+    }
+}
+
+// sum[i - lo] += the values of one buffer; `first`: = instead.
+template <int BITS>
+static void add_block(float *sum, bool first, float scale, const uint8_t *in, int64_t lo, int64_t hi) {
+    const Decoder<BITS> decode(scale);
+    for (int64_t group = lo; group < hi; group += GROUP) {
+        uint8_t codes[GROUP];
+        unpack_group<BITS>(in + group * BITS / 8, codes);
+        float *target = sum + (group - lo);  // has room for a whole group
+        for (int i = 0; i < GROUP; i += W) {
+            Codes vector;
+            memcpy(&vector, codes + i, sizeof vector);
+            Vec value = decode(vector);
+            store(target, LT_FP32, i, first ? value : load(target, LT_FP32, i) + value);
+        }
+    }
+}
+
+// Sums stay in the first-level cache: a part of a block at a time, one buffer after the other.
+template <int BITS>
+static void decode_bits(const lt_blocks &t, int64_t count, const uint8_t *const *in, float factor, void *out,
+                        int64_t lo, int64_t hi) {
+    constexpr int64_t PART = 1024;
+    alignas(64) float sum[PART];
+    for (int64_t begin = lo; begin < hi;) {
+        const int64_t block = begin / t.block, block_end = (block + 1) * t.block;
+        int64_t end = begin + PART < block_end ? begin + PART : block_end;
+        if (end > hi) end = hi;
+        for (int64_t k = 0; k < count; k++) {
+            float scale;
+            memcpy(&scale, in[k] + codes_bytes(t.numel, BITS) + 4 * block, 4);
+            add_block<BITS>(sum, k == 0, scale, in[k], begin, end);
+        }
+        for_each_vector(begin, end, [&](auto at, int64_t i) {
+            at.store(out, t.dtype, i, load(sum, LT_FP32, i - begin) * Vec(factor));
+        });
+        begin = end;
+    }
+}
+
+static void decode_blocks(const lt_blocks &t, int64_t count, const uint8_t *const *in, float factor, void *out,
+                          int64_t lo, int64_t hi) {
+    switch (t.bits) {
+        case 8: return decode_bits<8>(t, count, in, factor, out, lo, hi);
+        case 4: return decode_bits<4>(t, count, in, factor, out, lo, hi);
+        case 2: return decode_bits<2>(t, count, in, factor, out, lo, hi);
+        default: return decode_bits<1>(t, count, in, factor, out, lo, hi);
+    }
+}
+
+}  // namespace LT_NAMESPACE
