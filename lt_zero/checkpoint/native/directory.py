@@ -50,7 +50,7 @@ _VERSION = 1  # of the manifest
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?:tmp|old)-(?P<host>[^-]+(?:-[^-]+)*)-(?P<pid>\d+)-[0-9a-f]{8}")
 _FILES = re.compile(r"(weights|moments)-\d+\.pt|(meta|extras)\.pt|objects\.pkl|\.metadata|manifest\.json")
 _OLD_AGE = 86400.0  # seconds after which another host's temporary directory is removed
-_LOCKED_AGE = 60.0  # seconds after which a process has surely locked the empty directory that it made
+_LOCKED_AGE = 2.0  # seconds after which a process has surely locked the empty directory that it made
 _EXCHANGE, _AT_FDCWD = 2, -100  # of renameat2
 
 
