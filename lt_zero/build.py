@@ -74,11 +74,11 @@ def shard(
     zero = config.zero_optimization
     _check_kernels(config, device, comm)
     _configure_reductions(comm, config)
-    plan = plan_engine(module, config, policy, comm.world)
+    plan = plan_engine(module, config, policy, comm.mesh.shards)
     if training and config.activation_checkpointing.mode != "none":
         find_modules(module, config.activation_checkpointing)  # raises before the module is changed
     if comm.rank == 0:
-        warn_of_padding(plan, zero, comm.world)
+        warn_of_padding(plan, zero, comm.mesh.shards)
     check_build(plan, config, policy, comm, training)
     engine_ref: list[weakref.ref[Engine]] = []  # lets the engine be collected while parameters still point to it
 
@@ -153,7 +153,8 @@ def _check_kernels(config: ZeroConfig, device: torch.device, comm: Comm) -> None
 
 
 def _configure_reductions(comm: Comm, config: ZeroConfig) -> None:
-    comm.use_reduce_scatter = config.zero_optimization.reduce_scatter
+    comm.use_shard_groups(config.zero_optimization.shards(comm.world))
+    comm.use_reduce_scatter(config.zero_optimization.reduce_scatter)
     comm.sum_gradients = config.gradient_allreduce_op == "sum"
     comm.predivide = None
     if config.prescale_gradients:  # many files set gradient_predivide_factor=1 beside it

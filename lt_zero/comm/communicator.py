@@ -1,10 +1,4 @@
-"""Every collective of the engine, as launch/wait pairs, on gloo and NCCL.
-
-gloo: its reduce-scatter is an all-reduce that discards most of the result, and its all-gather slows down above 16 MB.
-An all-to-all followed by a local sum, and one broadcast per rank into views of the result, move half the bytes and run
-2-3x faster. The local sum adds the ranks' contributions in rank order in the accumulator's dtype (fp32 by default), so
-the sum of an element does not depend on its offset in a bucket: on gloo all stages agree bitwise. It also lets 16-bit
-gradients be sent without rounding and without overflow of the sum. Ranks of one host use no sockets: shared_memory.py.
+"""Every collective of the engine, as launch/wait pairs. How tensors are moved: transport.py.
 
 Note [Order of launches]
     Ranks must launch the same collectives in the same order. Nothing in this file reorders; the callers launch in an
@@ -23,7 +17,7 @@ import pickle
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -34,7 +28,8 @@ from torch import Tensor
 
 from lt_zero.comm.agreement import Agreement
 from lt_zero.comm.hang_detection import HangDetector, in_collective, user_line
-from lt_zero.comm.shared_memory import SharedArena, store, supported, wide
+from lt_zero.comm.shared_memory import SharedArena, store, supported
+from lt_zero.comm.transport import Gloo, Groups, Mesh, Transport, Windows
 from lt_zero.comm.work import CALL, FENCE, All, Done, Launch, Watch, Work
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.flat_storage import flat_empty
@@ -71,7 +66,6 @@ class Comm(ProcessLocal):
         timeout: timedelta | None = None,
     ) -> None:
         self.device = with_index(device)
-        self.use_reduce_scatter = True  # zero_optimization.reduce_scatter
         self.sum_gradients = False  # gradient_allreduce_op: sum
         self.predivide: float | None = None  # gradient_predivide_factor, or the world size for prescale_gradients
         self._group, self._reductions, self._timeout = group, reductions, timeout
@@ -95,9 +89,9 @@ class Comm(ProcessLocal):
         self._saving: dist.ProcessGroup | None = None  # see ``saving_group``
         self._arena: SharedArena | None = None
         self._written = self._read = False  # windows were written, or read, since the last fence
-        # torch renamed these in 2.13, and warns on the old names.
-        self._all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        self.mesh = Mesh(self.world, self.rank, self.world)
+        self._row: Groups | None = None  # groups over parts of the ranks, see ``use_shard_groups``
+        self.use_reduce_scatter(True)
 
     @classmethod
     def for_world(cls, device: torch.device, check: bool = False, timeout: timedelta | None = None) -> Comm:
@@ -120,6 +114,7 @@ class Comm(ProcessLocal):
             comm.agreement = comm._hang_detector.agreement
         if comm._gloo and device.type == "cpu":
             comm._share_memory()
+            comm.use_reduce_scatter(True)
         comm._destroy_unused()
         return comm
 
@@ -135,13 +130,45 @@ class Comm(ProcessLocal):
                     with suppress(ValueError):  # the default group, and all with it, was destroyed since
                         dist.destroy_process_group(group)
 
-    def _new_group(self, backend: str) -> dist.ProcessGroup:
-        """Another process group over the same ranks. Collective."""
+    def _new_group(self, backend: str, parts: Sequence[Sequence[int]] | None = None) -> dist.ProcessGroup:
+        """Another process group over the same ranks, or over that of ``parts`` which has this rank. Collective."""
         assert self._group is not None
+        mine: list[dist.ProcessGroup] = []
         ranks = dist.get_process_group_ranks(self._group)
-        group = _new_group(ranks, self._timeout, backend, self.device)
-        self._groups.append(group)
-        return group
+        for part in parts or [range(self.world)]:
+            group = _new_group([ranks[rank] for rank in part], self._timeout, backend, self.device, self.rank in part)
+            mine += [group] if self.rank in part else []
+        self._groups += mine
+        return mine[0]
+
+    def use_shard_groups(self, shards: int) -> None:
+        """Shard over groups of ``shards`` neighbouring ranks instead of all. See transport.py, Note [Shard groups].
+
+        ``shards`` divides the number of ranks. Before anything is sharded. Collective.
+        """
+        if shards == self.mesh.shards or self._group is None:
+            return
+        self.mesh = mesh = Mesh(self.world, self.rank, shards)
+        rows = [mesh.row(replica) for replica in range(self.world // shards)]
+        columns = [mesh.column(shard) for shard in range(shards)]
+        backend = dist.get_backend(self._group)
+        gathers = self._new_group(backend, rows)
+        reductions = gathers if _one_queue() else self._new_group(backend, rows)
+        assert self._reductions is not None
+        self._row = Groups(self._reductions, gathers, reductions, self._new_group(backend, columns))
+        self.use_reduce_scatter(self._scatters)
+
+    def use_reduce_scatter(self, on: bool) -> None:
+        """``zero_optimization.reduce_scatter``."""
+        self._scatters = on
+        if self._group is None or self._reductions is None:
+            return
+        groups = self._row or Groups(self._reductions, self._group, self._reductions)
+        self._transport = Transport(self.mesh, groups, self.device, on)
+        if self._arena is not None:
+            self._transport = Windows(self.mesh, groups, self.device, on, self._watch, self._arena)
+        elif self._gloo:
+            self._transport = Gloo(self.mesh, groups, self.device, on, self._watch)
 
     # ---- operations of all ranks -----------------------------------------------------------------------------------
 
@@ -219,7 +246,8 @@ class Comm(ProcessLocal):
                 key = "zero_optimization.offload_optimizer.overlap_step"
                 text = "needs collectives beside each other, which CUDA_DEVICE_MAX_CONNECTIONS=1 does not allow"
                 raise ConfigError([Problem(key, f"{key}=true {text}: unset it, or set overlap_step='auto'.")])
-            self._background = self._new_group(dist.get_backend(self._group))
+            rows = [self.mesh.row(replica) for replica in range(self.world // self.mesh.shards)]
+            self._background = self._new_group(dist.get_backend(self._group), rows)
 
     def saving_group(self, background: bool) -> dist.ProcessGroup | None:
         """The process group for saving; None in a single process. Collective.
@@ -248,13 +276,15 @@ class Comm(ProcessLocal):
 
         Not compared in debug mode, as the order does not depend on the model.
         """
-        return self._gather_shards(flat, self._background, None) if self._group is not None else Done()
+        if self._group is None:
+            return Done()
+        return self._transport.all_gather(flat, None, None, self._background)
 
     def background_fence(self) -> Work:
         """In the background thread: wait until all ranks have written their windows."""
         if self._arena is None:
             return Done()
-        return self._all([dist.barrier(self._background, async_op=True)], None)
+        return All([dist.barrier(self._background, async_op=True)], None, self._watch if self._gloo else None)
 
     # ---- windows: see shared_memory.py, Note [Shared windows] -------------------------------------------------------
 
@@ -272,7 +302,7 @@ class Comm(ProcessLocal):
     @property
     def gathers_in_background(self) -> bool:
         """Whether all-gathers overlap with computation; reading a peer's memory does not."""
-        return self._arena is None and self._group is not None
+        return self._group is not None and self._transport.overlaps
 
     @property
     def alone(self) -> bool:
@@ -282,7 +312,7 @@ class Comm(ProcessLocal):
     @property
     def sums_wide(self) -> bool:
         """Whether ``reduce_scatter`` adds in the dtype of ``out``, in whatever dtype gradients are sent."""
-        return self._group is None or self._arena is not None or (self._gloo and self.use_reduce_scatter)
+        return self._group is None or self._transport.sums_wide
 
     def factors(self, wire: torch.dtype) -> tuple[float, float]:
         """Factors of gradients sent as ``wire``, before and after the sum.
@@ -343,9 +373,9 @@ class Comm(ProcessLocal):
             self._watch.wait(dist.barrier(group, async_op=True), launch)
             checksums = self._arena.posted(self._comparisons % 2)
         else:
-            row = torch.empty(self.world, dtype=torch.int64)
-            self._watch.wait(self._all_gather(row, torch.tensor([mine]), group=group, async_op=True), launch)
-            checksums = row.tolist()
+            rows = [torch.empty(1, dtype=torch.int64) for _ in range(self.world)]
+            self._watch.wait(dist.all_gather(rows, torch.tensor([mine]), group=group, async_op=True), launch)
+            checksums = [int(row) for row in rows]
         if any(checksum != mine for checksum in checksums):
             self._hang_detector.raise_divergence(launch)
 
@@ -356,9 +386,6 @@ class Comm(ProcessLocal):
                 f"A collective for {name!r} got a tensor on {tensor.device}, its group is of {self.device}."
             )
 
-    def _all(self, works: list[Any], launch: Launch | None, finish: Callable[[], object] | None = None) -> All:
-        return All(works, finish, self._watch if self._gloo else None, launch)
-
     def _wait(self, work: Any, launch: Launch) -> None:
         if work is not None:  # None: the backend has waited
             self._watch.wait(work, launch)
@@ -368,41 +395,26 @@ class Comm(ProcessLocal):
         return dist.get_global_rank(self._group, rank)
 
     def all_gather(self, flat: Tensor, name: str, own: Tensor | None = None) -> Work:
-        """Fill ``flat`` (1D, world equal shards) from the ranks' shards, which are in place already.
+        """Fill ``flat`` (1D, ``mesh.shards`` equal shards) from the ranks' shards, which are in place already.
 
         ``own``: this rank's shard; if it is from ``allocate``, peers read it there.
         """
         self._require_device(flat, name)
         if self._group is None:
             return Done()
-        shared = self._arena is not None and own is not None and self._arena.has(own)
+        shared = self._transport.shares(own)
         if shared and self._written:
             self.fence()
         launch = self._announce("all-gather", name, flat.numel())
-        if self._arena is not None and own is not None and shared:
-            self._arena.gather(own, flat)
-            self._read = True
-            return Done()
-        return self._gather_shards(flat, self._group, launch)
-
-    def _gather_shards(self, flat: Tensor, group: dist.ProcessGroup | None, launch: Launch | None) -> Work:
-        if self._gloo:
-            shards = flat.chunk(self.world)
-            works = [dist.broadcast(s, self._peer(r), group, async_op=True) for r, s in enumerate(shards)]
-            return self._all(works, launch)
-        return self._all([self._all_gather(flat, self._own(flat), group=group, async_op=True)], launch)
+        self._read |= shared
+        return self._transport.all_gather(flat, own, launch)
 
     def scratch_numel(self, numel: int) -> int:
         """Elements of scratch that ``reduce_scatter`` and ``all_reduce`` need for a flat tensor of ``numel``."""
-        return numel if self._gloo else 0
-
-    def _own(self, flat: Tensor) -> Tensor:
-        """This rank's shard. (``chunk`` makes all of them: 4 ms at 2,048 ranks.)"""
-        numel = flat.numel() // self.world
-        return flat.narrow(0, self.rank * numel, numel)
+        return self._transport.scratch_numel(numel) if self._group is not None else 0
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Work:
-        """Average ``flat`` (1D, world shards) over the ranks, and write this rank's shard to ``out``, or add it.
+        """Average ``flat`` (1D, ``mesh.shards`` shards) over all ranks; write this rank's shard to ``out``, or add it.
 
         The caller has multiplied by the first of ``factors``. ``flat`` and ``scratch`` (``scratch_numel`` elements)
         must not be used until the wait, after which both are undefined. If ``sums_wide``, ``flat`` may have a narrower
@@ -413,41 +425,16 @@ class Comm(ProcessLocal):
         if self._group is None:
             return All([], lambda: store(out, flat, add, after))
         launch = self._announce("reduce-scatter", name, flat.numel(), "reduction")
-        arena = self._arena
-        if arena is not None and arena.has(flat):
-            entered = dist.barrier(self._reductions, async_op=True)
-            return self._all([entered], launch, lambda: arena.sum(self.rank, flat, out, add, after))
-        if not self.use_reduce_scatter:
-            summed = self._own(flat)
-            work = dist.all_reduce(flat, group=self._reductions, async_op=True)
-            return self._all([work], launch, lambda: store(out, summed, add, after))
-        if self._gloo:
-            work = dist.all_to_all_single(scratch, flat, group=self._reductions, async_op=True)
-            parts = scratch.chunk(self.world)
-            return self._all([work], launch, lambda: store(out, _sum_in_rank_order(parts, out.dtype), add, after))
-        mine = self._own(flat)  # NCCL reduces in place
-        work = self._reduce_scatter(mine, flat, group=self._reductions, async_op=True)
-        return self._all([work], launch, lambda: store(out, mine, add, after))
+        return self._transport.reduce_scatter(out, flat, scratch, add, after, launch)
 
     def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Work:
-        """Average ``flat`` (1D, world shards) over the ranks, and write all of it to ``out``, or add it."""
+        """Average ``flat`` (1D, one equal part per rank) over the ranks, and write all of it to ``out``, or add it."""
         after = self.factors(flat.dtype)[1]
         self._require_device(flat, name)
         if self._group is None:
             return All([], lambda: store(out, flat, add, after))
         launch = self._announce("all-reduce", name, flat.numel(), "reduction")
-        if not self._gloo:
-            work = dist.all_reduce(flat, group=self._reductions, async_op=True)
-            return self._all([work], launch, lambda: store(out, flat, add, after))
-        work = dist.all_to_all_single(scratch, flat, group=self._reductions, async_op=True)
-
-        def finish() -> None:
-            mine = self._own(flat)
-            mine.copy_(_sum_in_rank_order(scratch.chunk(self.world), out.dtype).mul_(after))
-            self._gather_shards(flat, self._reductions, launch).wait()
-            store(out, flat, add, 1.0)
-
-        return self._all([work], launch, finish)
+        return self._transport.all_reduce(out, flat, scratch, add, after, launch)
 
     def broadcast(self, tensor: Tensor, name: str, src: int = 0) -> None:
         """Give every rank the values that ``tensor`` has on rank ``src``."""
@@ -457,7 +444,9 @@ class Comm(ProcessLocal):
             self._wait(dist.broadcast(tensor, self._peer(src), group=self._group, async_op=self._gloo), launch)
 
     def sum_scalar(self, value: Tensor, name: str) -> Tensor:
-        """The sum over all ranks of an fp64 tensor, which may be overwritten."""
+        """The sum over the ranks of one replica, on all, of an fp64 tensor, which may be overwritten."""
+        if self.mesh.replica > 0:
+            value.zero_()  # so that all get the same bits
         return self._reduce_small(value, dist.ReduceOp.SUM, name)
 
     def max_scalar(self, value: Tensor, name: str) -> Tensor:
@@ -531,9 +520,11 @@ def _one_queue() -> bool:
 
 
 def _new_group(
-    ranks: list[int] | None, timeout: timedelta | None, backend: str | None, device: torch.device
+    ranks: list[int] | None, timeout: timedelta | None, backend: str | None, device: torch.device, inside: bool = True
 ) -> dist.ProcessGroup:
     """A connected group: connecting at its first use could deadlock with other groups' collectives. Collective.
+
+    ``inside``: whether this rank is one of ``ranks``.
 
     Raises:
         RuntimeError: the ranks cannot connect.
@@ -546,7 +537,7 @@ def _new_group(
             "host's name may lead nowhere: set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) on every node to the one "
             "that the nodes share, as `ip addr` names it."
         ) from error
-    if dist.get_backend(group) != "gloo":  # gloo has connected
+    if inside and dist.get_backend(group) != "gloo":  # gloo has connected
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -590,11 +581,3 @@ def _packed(value: Any) -> bytes:
 
 def _unpacked(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
-
-
-def _sum_in_rank_order(shards: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    """The sum of the ranks' contributions for a result in ``dtype``; may overwrite the first."""
-    total = shards[0].to(wide(dtype))
-    for shard in shards[1:]:
-        total.add_(shard)
-    return total

@@ -135,15 +135,15 @@ class SharedArena:
                 raise RuntimeError(f"Rank {peer}'s shared memory ends early: ranks allocated different windows.")
             done += count
 
-    def gather(self, own: Tensor, flat: Tensor) -> None:
-        """Fill the peers' shards of ``flat`` (1D) from their counterparts of ``own``, casting if dtypes differ.
+    def gather(self, own: Tensor, flat: Tensor, ranks: list[int]) -> None:
+        """Fill the shards of ``flat`` (1D) that ``ranks`` have from their counterparts of ``own``, casting if needed.
 
         ``own`` is a window as large as a shard, or as large as ``flat`` (then a peer's shard is read at its offset).
         """
-        shards = flat.chunk(len(self._peers) + 1)
-        for peer in self._peers:
-            shard = shards[peer]
-            first = peer * shard.numel() if own.numel() == flat.numel() else 0
+        for number, (peer, shard) in enumerate(zip(ranks, flat.chunk(len(ranks)), strict=True)):
+            if peer not in self._peers:
+                continue  # this rank
+            first = number * shard.numel() if own.numel() == flat.numel() else 0
             if own.dtype == flat.dtype:
                 self.read(peer, own, first, shard)
                 continue
@@ -153,13 +153,12 @@ class SharedArena:
                 self.read(peer, own, first + lo, received[: chunk.numel()])
                 chunk.copy_(received[: chunk.numel()])
 
-    def sum(self, rank: int, send: Tensor, out: Tensor, add: bool, factor: float) -> None:
-        """Write the ranks' sum of shard ``rank`` of ``send``, times ``factor``, to ``out``, or add it.
+    def sum(self, send: Tensor, base: int, rank: int, out: Tensor, add: bool, factor: float) -> None:
+        """Write ``factor`` times the ranks' sum of ``send`` from element ``base`` on to ``out``, or add it.
 
-        Added in rank order, in fp32 if ``out`` has 16 bits.
+        Added in rank order, in fp32 if ``out`` has 16 bits. ``rank``: this one.
         """
         world = len(self._peers) + 1
-        base = rank * (send.numel() // world)
         sums, received = (torch.empty(min(_CHUNK, out.numel()), dtype=d) for d in (wide(out.dtype), send.dtype))
         for lo in range(0, out.numel(), _CHUNK):
             hi = min(lo + _CHUNK, out.numel())

@@ -15,6 +15,7 @@ import torch
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, WithJsonSchema
 from pydantic.fields import FieldInfo
 
+from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.numbers import to_number, to_whole_number
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -475,6 +476,12 @@ class ZeroOptimization(Block):
     leaf_module: LeafModule = key(LeafModule(), "modules to gather as one unit although the model does not repeat them")
     zero_allowed_param_types: Names = key((), "class names of modules: at stage 3 only these are sharded; empty: all")
     zero_force_param_types: Names = key((), "class names of modules whose parameters are not sharded at stage 3")
+    mics_shard_size: int = key(
+        -1,
+        "shard over groups of so many neighbouring ranks, which hold a full copy each, instead of all ranks (MiCS); "
+        "-1: all ranks",
+        ge=-1,
+    )
     sync_bn_in_backward: bool = key(False, "compute batch norm statistics over all ranks")
     enable_sanity_checks: bool = key(False, "compare each collective across ranks before launch, like LT_ZERO_DEBUG=1")
     offload_optimizer: OffloadOptimizer = key(OffloadOptimizer(), "where optimizer states are stored")
@@ -486,6 +493,20 @@ class ZeroOptimization(Block):
     sub_group_size: Elements = key(
         1_000_000_000, "maximum elements of a bucket if the optimizer is offloaded; 0: one bucket per parameter"
     )
+
+    def shards(self, world: int) -> int:
+        """Into how many parts ``world`` ranks cut what is sharded.
+
+        Raises:
+            ConfigError: ``mics_shard_size`` does not divide ``world``.
+        """
+        size = self.mics_shard_size if self.stage > 0 and self.mics_shard_size > 0 else world
+        if world % size:
+            key = "zero_optimization.mics_shard_size"
+            fitting = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+            text = f"{key}={size} does not divide the number of ranks, {world}: write one of {fitting}"
+            raise ConfigError([Problem(key, f"{text}, or remove the key.")])
+        return size
 
     @property
     def param_offload(self) -> OffloadParam:

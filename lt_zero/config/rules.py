@@ -155,7 +155,7 @@ def _inactive_sharding(config: Schema) -> Sequence[Rule]:
     return (
         (zero.stage != 3, Z, _STAGE3, "parameters are sharded at stage 3 only"),
         (zero.stage not in (1, 2), Z, "allgather_bucket_size", gathered),
-        (zero.stage == 0, Z, "shard_along reduce_scatter", "nothing is sharded at stage 0"),
+        (zero.stage == 0, Z, "shard_along reduce_scatter mics_shard_size", "nothing is sharded at stage 0"),
         (states.device == "none", Z, "sub_group_size", "it needs an offloaded optimizer"),
         (not zero.contiguous_gradients, Z, "contiguous_gradients", flat),
         (not states.fast_init, optimizer, "fast_init", "weights are written as they are initialized in any case"),

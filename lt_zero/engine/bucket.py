@@ -69,12 +69,13 @@ class Bucket:
         self.name, self.dtype, self.sharding, self.comm = plan.name, plan.dtype, plan.sharding, comm
         dtype, sharding = plan.dtype, plan.sharding
         self.params = [p for _, p in plan.parameters]
-        self.layout = plan.layout(comm.world)
+        cut = sharding.optim or sharding.params
+        self.layout = plan.layout(comm.mesh.shards if cut else comm.world)
         self.shapes = [span.shape for span in self.layout.spans]
         # Dtypes to restore when the engine is removed; an fp64 run stays fp64.
         self.original = [dtype if dtype == torch.float64 else p.dtype for p in self.params]
         self.step_dtype = policy.step_of(dtype)
-        self.shard_range = self.layout.shard(comm.rank) if sharding.optim or sharding.params else (0, self.layout.numel)
+        self.shard_range = self.layout.shard(comm.mesh.shard_rank) if cut else (0, self.layout.numel)
         self.pieces = self.layout.pieces(*self.shard_range)  # that master weights and accumulator of this rank hold
         self._piece_of = {piece.index: [piece] for piece in self.pieces}  # a bucket may have thousands
         self._storage = FlatStorage(self.layout.numel, dtype, comm.device) if sharding.params else None

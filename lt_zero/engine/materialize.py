@@ -82,9 +82,9 @@ class ConstructionSharder:
 
     def _flat(self, parameter: Parameter, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A tensor for all elements of ``parameter`` (1D, zeros, padded), and this rank's slice of it."""
-        layout, comm = plan_bucket([("", parameter.shape)], self._comm.world), self._comm
+        layout, comm = plan_bucket([("", parameter.shape)], self._comm.mesh.shards), self._comm
         flat = torch.zeros(layout.numel, dtype=dtype, device=comm.device)
-        return flat, flat[slice(*layout.shard(comm.rank))]
+        return flat, flat[slice(*layout.shard(comm.mesh.shard_rank))]
 
     @torch.no_grad()
     def _cut(self, parameter: Parameter) -> None:

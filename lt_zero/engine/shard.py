@@ -213,7 +213,7 @@ class Accumulator:
     ) -> None:
         self._name, self._params, self._layout, self._comm = plan.name, [p for _, p in plan.parameters], layout, comm
         self._numel, self._pieces = shard_range[1] - shard_range[0], layout.pieces(*shard_range)
-        self._whole = shard_range == (0, layout.numel)
+        self._whole = not (plan.sharding.optim or plan.sharding.params)
         self.dtype, self._wire = policy.accumulate_of(plan.dtype), policy.wire_of(plan.dtype)
         self._sharded, self._background = plan.sharding.optim, background
         self._store = self._none = Store(self.dtype, partial(torch.empty, 0))  # of the place, kept from step to step

@@ -243,6 +243,7 @@ class ZeroStrategy(DDPStrategy):
         self.monitor.record(self._comm, new=known is None)
         if known is None:
             check_same(self.config, self._comm)
+            self._comm.use_shard_groups(self.config.zero_optimization.shards(self._comm.world))
         self._comm.begin_run()
 
     @override

@@ -102,7 +102,7 @@ def check_build(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, comm:
     cast = forecast(plan, config, policy, setup)
     taken: Counter[str] = Counter()  # bytes that parameters take now, by device type
     for parameter in plan.root.parameters():
-        parts = comm.world if is_guarded(parameter) else 1  # guarded: sharded at construction
+        parts = comm.mesh.shards if is_guarded(parameter) else 1  # guarded: sharded at construction
         taken[parameter.device.type] += parameter.numel() * parameter.dtype.itemsize // parts
     advice = partial(_advice, plan.root, config, policy, setup, "adam")
     _check(cast, list(cast.phases), taken, config.max_cpu_gb, comm, advice)
@@ -128,7 +128,7 @@ def check_optimizers(
     states = max((count for count, _ in known), default=0.0)
     fused = engine.config.fused_step and all(fused for _, fused in known)
     setup = Setup.of_comm(engine.comm, states=states, fused=fused, accumulates=accumulates, saves=saves)
-    plan = plan_engine(engine.root, engine.config, engine.policy, engine.comm.world)
+    plan = plan_engine(engine.root, engine.config, engine.policy, engine.comm.mesh.shards)
     cast = forecast(plan, engine.config, engine.policy, setup)
     phases = [phase for phase in cast.phases if phase != "build"]
     held = sum(nbytes for kind, nbytes in measured(engine).items() if kind != RESTING)

@@ -119,7 +119,7 @@ def estimate(
         accumulates=accumulate_grad_batches > 1,
         saves=saves,
     )
-    return forecast(plan_engine(model, config, policy, world), config, policy, setup)
+    return forecast(plan_engine(model, config, policy, config.zero_optimization.shards(world)), config, policy, setup)
 
 
 class _Layer(nn.Module):

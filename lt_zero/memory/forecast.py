@@ -130,7 +130,9 @@ class Row:
 def rows_of(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup) -> list[Row]:
     """The buckets as rows, in the plan's order."""
     zero, buckets, on_cpu = config.zero_optimization, plan.buckets, setup.device == "cpu"
-    layouts = [bucket.layout(setup.world) for bucket in buckets]
+    cut = [bucket.sharding.optim or bucket.sharding.params for bucket in buckets]
+    shards = zero.shards(setup.world)
+    layouts = [bucket.layout(shards if is_cut else setup.world) for bucket, is_cut in zip(buckets, cut, strict=True)]
     places = resting([layout.numel for layout in layouts], [b.sharding.params for b in buckets], zero)
     optim, param = zero.offload_optimizer.device, zero.param_offload.device
     rows = []
@@ -320,7 +322,9 @@ class _Sums:
         dtypes = [row.dtype if row.copies_weights else row.exact for row in self.rows if row.weights == NVME]
         if dtypes:
             most = min(ahead, whole - root.numel) + max(unit.numel for unit in [*inner, root])
-            total.append((self.memory, OFFLOAD, most // self.setup.world * max(dtype.itemsize for dtype in dtypes)))
+            total.append(
+                (self.memory, OFFLOAD, most // zero.shards(self.setup.world) * max(dtype.itemsize for dtype in dtypes))
+            )
         return total
 
     def _gathered(self, buckets: Iterable[BucketPlan], needs_weights: bool) -> Gathered:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lt_zero
 from lt_zero.comm.communicator import Comm
+from lt_zero.comm.transport import Transport
 from lt_zero.comm.work import All, Done, Work
 from lt_zero.common.errors import ConfigError
 from lt_zero.engine.bucket import Bucket, State
@@ -279,7 +280,7 @@ def test_one_unit_at_a_time_is_in_memory_while_it_is_built() -> None:
 
 
 def test_one_of_many_ranks_finds_planted_bugs() -> None:
-    with mock.patch.object(Comm, "_own", lambda self, flat: flat.chunk(self.world)[self.rank]):
+    with mock.patch.object(Transport, "_own", lambda self, flat: flat.chunk(self._mesh.shards)[self._mesh.shard_rank]):
         assert grows(3)
     with mock.patch.object(CountedStorage, "free"):
         assert holds_the_model_while_it_is_built()

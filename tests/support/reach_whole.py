@@ -1,4 +1,4 @@
-"""Where zero_optimization.shard_along is looked for: in what two ranks hold."""
+"""Where keys that say how states are sharded are looked for: in what two ranks hold."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.shared_memory import store
+from lt_zero.comm.transport import Mesh
 from lt_zero.comm.work import All, Done, Work
 
 _SLEEP = 5_000_000  # cycles that a GPU waits before a late collective: some milliseconds
@@ -50,7 +51,8 @@ class LateComm(Comm):
     def __init__(self, device: torch.device, early: bool = False) -> None:
         super().__init__(None, None, device)
         self._early = early
-        self.world, self._stream = 2, torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.world, self.mesh = 2, Mesh(2, 0, 2)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._full: dict[str, Tensor] = {}  # what rank 1 sends of a bucket that was broadcast
 
     def _late(self, run: Callable[[], object]) -> Work:
@@ -78,7 +80,7 @@ class LateComm(Comm):
         return All([self._late(run)])
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Work:
-        after, mine = self.factors(flat.dtype)[1], self._own(flat)
+        after, mine = self.factors(flat.dtype)[1], flat.chunk(2)[0]
         return All([self._late(self._doubled(mine))], lambda: store(out, mine, add, after))
 
     def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Work:
