@@ -6,8 +6,8 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench bench-ops bench-offload bench-checkpoint bench-activation gpu gpu-kernels gpu-engine \
-	gpu-offload gpu-trainer gpu-bench compat docs clean
+.PHONY: help demo test test-slow lint bench bench-ops bench-offload bench-checkpoint bench-activation bench-nodes gpu gpu-kernels \
+	gpu-engine gpu-offload gpu-trainer gpu-bench compat docs clean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -43,6 +43,9 @@ bench-checkpoint: $(STAMP) ## Measure saving and loading against torch.save, DCP
 
 bench-activation: $(STAMP) ## Measure recomputing activations, and where saved inputs rest (5 minutes)
 	$(BIN)/python benchmarks/activation.py --rounds 5 --threads 2
+
+bench-nodes: $(STAMP) ## Measure steps and traffic on two simulated nodes at three link rates (20 minutes; root, iproute2)
+	$(BIN)/python benchmarks/nodes.py
 
 # A machine without a network: make gpu WHEELS=DIR takes PYTHON as it is, with its torch, and the wheels of what it lacks.
 # DEVICE=cpu tries all of it without a GPU; its reports go to build/gpu, those of a GPU to benchmarks/results.

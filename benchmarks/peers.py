@@ -111,14 +111,18 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: boo
 
 
 def setup_fsdp2(job: Job, model: GPT) -> Step:
+    return fsdp2_step(model, (job.ranks,), job.bf16)
+
+
+def fsdp2_step(model: GPT, mesh: tuple[int, ...], bf16: bool = False) -> Step:
+    """FSDP2 per block; on a mesh of two dimensions the first replicates and the second shards (HSDP)."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    policy = half if job.bf16 else MixedPrecisionPolicy()
-    mesh = init_device_mesh("cpu", (job.ranks,))
+    device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard")[-len(mesh) :])
     for module in [*model.blocks, model]:
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=device_mesh, mp_policy=half if bf16 else MixedPrecisionPolicy())
     return plain_step(model, adamw(model))
 
 

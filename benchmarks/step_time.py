@@ -23,7 +23,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Pipe, wait
@@ -35,6 +35,7 @@ import torch
 from peers import OFFLOADED, PEERS, Job
 
 PATIENCE = 600  # seconds without an answer after which a peer is given up: the first DeepSpeed run compiles its ops
+Start = Callable[..., "subprocess.Popen[Any]"]  # as subprocess.Popen: with a command and its options
 LOSS_TOLERANCE = 1e-3  # fp32 only: the peers add the same numbers in another order
 
 
@@ -43,21 +44,23 @@ class PeerFailed(Exception):
 
 
 class Worker:
-    """One rank: its process, the connection to it, and the file with what it prints."""
+    """One rank: its process, the connection to it, and the file with what it prints.
 
-    def __init__(self, job: Job, python: str, folder: Path) -> None:
+    ``command`` is started with the connection's descriptor as its last argument.
+    """
+
+    def __init__(self, log: Path, command: list[str], start: Start, env: dict[str, str]) -> None:
         self.connection, theirs = Pipe()
-        self.log = folder / f"{job.peer}.{job.rank}.log"
-        with theirs, self.log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [python, str(Path(__file__).with_name("peers.py")), str(theirs.fileno())],
-                env=environment(job.rank, job.ranks),
+        self.log = log
+        with theirs, log.open("wb") as output:
+            self.process = start(
+                [*command, str(theirs.fileno())],
+                env=env,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
             )
-        self.send(asdict(job))
 
     def send(self, message: object) -> None:
         with suppress(BrokenPipeError):  # it died: `answer` tells why
@@ -80,6 +83,24 @@ class Worker:
         self.connection.close()
 
 
+def answers_of(workers: Sequence[Worker]) -> list[dict[str, Any]]:
+    """One answer per rank; the first failure ends the wait, since the other ranks hang in a collective then.
+
+    Raises:
+        PeerFailed: a rank failed, or is silent.
+    """
+    pending: dict[Any, int] = {worker.connection: rank for rank, worker in enumerate(workers)}
+    answers: dict[int, dict[str, Any]] = {}
+    while pending:
+        ready = wait(list(pending), PATIENCE)
+        if not ready:
+            raise PeerFailed(f"no answer for {PATIENCE} s")
+        for connection in ready:
+            rank = pending.pop(connection)
+            answers[rank] = workers[rank].answer()
+    return [answers[rank] for rank in sorted(answers)]
+
+
 @dataclass
 class Peer:
     """The workers of one peer, and what they measured."""
@@ -95,13 +116,16 @@ class Peer:
         ranks, store = 1 if self.name == "single" else args.ranks, str(folder / f"{self.name}.store")
         for rank in range(ranks):
             job = Job(self.name, rank, ranks, args.dtype == "bf16", args.depth, args.width, store)
-            self.workers.append(Worker(job, python, folder))
-        self._answers()
+            command = [python, str(Path(__file__).with_name("peers.py"))]
+            log = folder / f"{self.name}.{rank}.log"
+            self.workers.append(Worker(log, command, subprocess.Popen, environment(rank, ranks)))
+            self.workers[-1].send(asdict(job))
+        answers_of(self.workers)
 
     def ask(self, command: str, count: int) -> list[dict[str, Any]]:
         for worker in self.workers:
             worker.send((command, count))
-        answers = self._answers()
+        answers = answers_of(self.workers)
         self.memory = max(a["memory"] for a in answers)
         self.loss = mean(a["loss"] for a in answers)
         return answers
@@ -109,19 +133,6 @@ class Peer:
     def measure(self, count: int) -> None:
         answers = self.ask("steps", count)
         self.rounds.append([max(times) for times in zip(*(a["times"] for a in answers), strict=True)])
-
-    def _answers(self) -> list[dict[str, Any]]:
-        """One answer per rank; the first failure ends the wait, since the other ranks hang in a collective then."""
-        pending: dict[Any, int] = {worker.connection: rank for rank, worker in enumerate(self.workers)}
-        answers: dict[int, dict[str, Any]] = {}
-        while pending:
-            ready = wait(list(pending), PATIENCE)
-            if not ready:
-                raise PeerFailed(f"no answer for {PATIENCE} s")
-            for connection in ready:
-                rank = pending.pop(connection)
-                answers[rank] = self.workers[rank].answer()
-        return [answers[rank] for rank in sorted(answers)]
 
     def stop(self) -> None:
         for worker in self.workers:

@@ -1,0 +1,326 @@
+"""Time and traffic of a step on two simulated nodes: one GPT under DDP, FSDP2 and lt_zero, at several link rates.
+
+    python benchmarks/nodes.py                      # benchmarks/results/nodes.md; as root, with iproute2
+    python benchmarks/nodes.py --quick --peers "DDP; lt_zero stage 2"
+
+Each round takes the peers in turn. Their four processes are forked from four that have imported everything; the
+model is built and warmed up on unlimited links, then the links are shaped to each rate and a few steps are measured,
+from a barrier to the barrier after the last step has ended in every rank. Ratios to DDP are taken within a round.
+Bytes are counted by the kernel where they leave a node, with the headers of packets.
+
+All ranks share this machine's cores. So computing takes longer than on two nodes, and hides more of the communication;
+a low rate shows what a peer sends, a high one what it costs otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import date
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch._dynamo  # optimizers import it when first used
+import torch.distributed as dist
+from peers import GPT, Step, adamw, batches, fsdp2_step, plain_step
+from report import ROOT, versions
+from simulated_nodes import NodesUnavailable, SimulatedNodes, sent_by
+from step_time import PeerFailed, Worker, answers_of, environment
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+import lt_zero
+
+NODES, PER_NODE = 2, 2
+RATES = (2000, 400, 100)  # Mbit/s
+WARM_UP = 2  # steps; PowerSGD compresses from the third one on
+SEED = 0
+
+# What lt_zero is measured with: a name in the table -> its configuration.
+MODES: dict[str, dict[str, Any]] = {
+    "lt_zero stage 0": {"zero_optimization": {"stage": 0}},
+    "lt_zero stage 1": {"zero_optimization": {"stage": 1}},
+    "lt_zero stage 2": {"zero_optimization": {"stage": 2}},
+    "lt_zero stage 3": {"zero_optimization": {"stage": 3}},
+}
+
+
+# ---- the peers (these run in workers) ------------------------------------------------------------------------------
+
+
+@dataclass
+class Trained:
+    """A step of a peer, and what waits until all of it has ended."""
+
+    step: Step
+    finish: Callable[[], object] = lambda: None
+
+
+def ddp(model: GPT) -> Trained:
+    return Trained(plain_step(nn.parallel.DistributedDataParallel(model), adamw(model)))
+
+
+def ddp_bf16(model: GPT) -> Trained:
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    # By its own name, DDP refuses the hook without NCCL.
+    wrapped.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
+    return Trained(plain_step(wrapped, adamw(model)))
+
+
+def ddp_powersgd(model: GPT) -> Trained:
+    def compress(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+        # The hook launches from callbacks, and gloo matches collectives in the order of their launches: with two
+        # buckets under way that order differs from rank to rank. So each bucket waits; little is left to overlap.
+        future = powerSGD_hook(state, bucket)
+        future.wait()
+        return future
+
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2), compress)
+    return Trained(plain_step(wrapped, adamw(model)))
+
+
+def of_lt_zero(model: GPT, config: dict[str, Any]) -> Trained:
+    engine = lt_zero.shard(model, lt_zero.ZeroConfig.of(config))
+    optimizer = adamw(model)
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    # Updated weights are still gathered when a step returns: the next forward waits for them.
+    return Trained(plain_step(model, optimizer), engine.finish_steps)
+
+
+PEERS: dict[str, Callable[[GPT], Trained]] = {
+    "DDP": ddp,
+    "DDP, bf16_compress": ddp_bf16,
+    "DDP, PowerSGD of rank 2": ddp_powersgd,
+    "FSDP2": lambda model: Trained(fsdp2_step(model, (NODES * PER_NODE,))),
+    "HSDP (FSDP2, replicated over nodes)": lambda model: Trained(fsdp2_step(model, (NODES, PER_NODE))),
+    **{name: partial(of_lt_zero, config=config) for name, config in MODES.items()},
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks have to set up."""
+
+    peer: str
+    depth: int
+    width: int
+    store: str
+
+
+def set_up(peer: str, depth: int, width: int) -> Trained:
+    """The peer with a GPT of the same weights on all ranks; in a process group."""
+    torch.manual_seed(SEED)
+    return PEERS[peer](GPT(depth, width))
+
+
+def measure(trained: Trained, data: Iterator[tuple[Tensor, Tensor]], count: int) -> dict[str, Any]:
+    """Seconds and bytes from this rank's node, per step; and the loss of the last step, averaged over the ranks."""
+    dist.barrier()
+    sent = sent_by()
+    dist.barrier()  # a rank that goes on first sends before the other has read
+    start = time.perf_counter()
+    for _ in range(count):
+        loss = trained.step(*next(data))
+    trained.finish()
+    dist.barrier()
+    seconds, sent = time.perf_counter() - start, sent_by() - sent
+    dist.barrier()
+    dist.all_reduce(loss)
+    return {"seconds": seconds / count, "sent": sent / count, "loss": loss.item() / dist.get_world_size()}
+
+
+def serve(connection: Connection, job: Job, rank: int) -> None:
+    """Set up the peer, then measure as often as asked."""
+    dist.init_process_group("gloo", init_method=f"file://{job.store}", rank=rank, world_size=NODES * PER_NODE)
+    trained, data = set_up(job.peer, job.depth, job.width), batches(rank)
+    measure(trained, data, WARM_UP)
+    connection.send({})
+    while count := connection.recv():
+        connection.send(measure(trained, data, count))
+    connection.send({})
+
+
+def worker(descriptor: int) -> None:
+    """A fork per job: no peer inherits memory, threads or connections of the one before. It leaves by ``os._exit``."""
+    connection, rank = Connection(descriptor), int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    connection.send({})
+    while True:
+        job = Job(*connection.recv())
+        child = os.fork()
+        if child == 0:
+            try:
+                serve(connection, job, rank)
+            except BaseException as error:
+                traceback.print_exc()
+                connection.send({"error": f"{type(error).__name__}: {error}"})
+                os._exit(1)
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+# ---- the coordinator -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    """What one peer measured."""
+
+    seconds: dict[int, list[float]] = field(default_factory=dict)  # rate -> seconds per step on the slowest rank
+    sent: list[float] = field(default_factory=list)  # bytes per step of the node that sent most
+    loss: float = float("nan")
+    error: str = ""
+
+
+class Bed:
+    """The nodes with a worker per rank, which takes one job after the other."""
+
+    def __init__(self, nodes: SimulatedNodes, folder: Path) -> None:
+        self.nodes, self._folder, self._numbers = nodes, folder, itertools.count()
+        self._workers: list[Worker] = []
+
+    def start(self) -> None:
+        command, inherited = [sys.executable, __file__, "--worker"], environment(0, 1)
+        for rank in range(self.nodes.world):
+            log = self._folder / f"{next(self._numbers)}.log"
+            self._workers.append(Worker(log, command, partial(self.nodes.start, rank), inherited))
+        answers_of(self._workers)
+
+    def ask(self, message: object) -> list[dict[str, Any]]:
+        for worker in self._workers:
+            worker.send(message)
+        return answers_of(self._workers)
+
+    def shape(self, mbit: float | None) -> None:
+        for node in range(self.nodes.nodes):
+            self.nodes.set_rate(node, mbit)
+
+    def measure(self, peer: str, result: Result, args: argparse.Namespace) -> None:
+        if not self._workers:
+            self.start()
+        self.shape(None)
+        self.ask((peer, args.depth, args.width, str(self._folder / f"{next(self._numbers)}.store")))
+        for rate in args.rates:
+            self.shape(rate)
+            answers = self.ask(steps_at(rate))
+            result.seconds.setdefault(rate, []).append(max(answer["seconds"] for answer in answers))
+            result.sent.append(max(answer["sent"] for answer in answers))
+            result.loss = answers[0]["loss"]
+        self.ask(0)
+
+    def stop(self) -> None:
+        for worker in self._workers:
+            worker.stop()
+        self._workers.clear()
+
+
+def steps_at(rate: int) -> int:
+    return max(1, rate // 1000)
+
+
+def run(peers: list[str], args: argparse.Namespace) -> dict[str, Result]:
+    results = {peer: Result() for peer in peers}
+    with tempfile.TemporaryDirectory() as folder, SimulatedNodes(NODES, PER_NODE) as nodes:
+        bed = Bed(nodes, Path(folder))
+        for number, peer in itertools.product(range(args.rounds), peers):
+            result, start = results[peer], time.monotonic()
+            if result.error:
+                continue
+            try:
+                bed.measure(peer, result, args)
+                print(f"round {number + 1}, {peer}: {time.monotonic() - start:.0f} s", file=sys.stderr)
+            except PeerFailed as failure:
+                result.error = str(failure)
+                print(f"{peer} failed: {result.error}", file=sys.stderr)
+                bed.stop()  # its other ranks hang; the next peer starts new ones
+        bed.stop()
+    return results
+
+
+def table(results: dict[str, Result], rates: list[int]) -> list[str]:
+    """Rows of Markdown: medians over rounds, and in brackets the median ratio to the first peer that did not fail."""
+    reference = next((result for result in results.values() if not result.error), None)
+    header = ["peer", "MB per node and step", *(f"s per step at {rate} Mbit/s" for rate in rates), "last loss"]
+    rows = [header, ["---"] * len(header)]
+    for peer, result in results.items():
+        if result.error or reference is None:
+            rows.append([peer, "failed", *[""] * (len(header) - 2)])
+            continue
+        cells = []
+        for rate in rates:
+            times = result.seconds[rate]
+            ratio = median(mine / theirs for mine, theirs in zip(times, reference.seconds[rate], strict=True))
+            cells.append(f"{median(times):.2f} ({ratio:.2f})")
+        rows.append([peer, f"{median(result.sent) / 1e6:.1f}", *cells, f"{result.loss:.4f}"])
+    return ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def report(results: dict[str, Result], args: argparse.Namespace) -> str:
+    numel = sum(parameter.numel() for parameter in GPT(args.depth, args.width).parameters())
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")
+    steps = ", ".join(f"{steps_at(rate)} at {rate}" for rate in args.rates)
+    heading = f"# nodes: a GPT of {numel / 1e6:.1f}M parameters in fp32 on {NODES} nodes of {PER_NODE} ranks\n"
+    setting = (
+        f"{date.today()}, {versions('cpu')}, {cpu}, load {os.getloadavg()[1]:.1f}; medians of {args.rounds} rounds with"
+        f" {steps} Mbit/s steps, in brackets the ratio to the first row within a round; gradients are"
+        f" {4 * numel / 1e6:.0f} MB\n"
+    )
+    failed = [f"\n{peer} failed: {result.error}" for peer, result in results.items() if result.error]
+    command = f"`python benchmarks/nodes.py {' '.join(sys.argv[1:])}".rstrip() + "`\n"
+    return "\n".join([heading, setting, command, *table(results, args.rates), *failed]) + "\n"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {"rounds": 3, "depth": 8, "width": 512}.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument(
+        "--rates", default=",".join(map(str, RATES)), help="in Mbit/s, comma-separated; default %(default)s"
+    )
+    parser.add_argument("--peers", help=f"separated by semicolons; default: {'; '.join(PEERS)}")
+    parser.add_argument("--quick", action="store_true", help="a small model, one round, the first rate")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "nodes.md", help="default %(default)s"
+    )
+    args = parser.parse_args()
+    args.rates = [int(rate) for rate in args.rates.split(",")]
+    if args.quick:
+        args.rounds, args.depth, args.width, args.rates = 1, 2, 64, args.rates[:1]
+    args.peers = [name.strip() for name in args.peers.split(";")] if args.peers else [*PEERS]
+    if unknown := [name for name in args.peers if name not in PEERS]:
+        parser.error(f"there is no peer {unknown[0]!r}; there are {'; '.join(PEERS)}")
+    return args
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--worker"]:
+        worker(int(sys.argv[2]))
+    args = parse()
+    try:
+        results = run(args.peers, args)
+    except NodesUnavailable as error:
+        raise SystemExit(str(error)) from None
+    text = report(results, args)
+    print(text)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(text)
+    losses = [result.loss for result in results.values() if not result.error]
+    raise SystemExit(any(result.error for result in results.values()) or not losses)
+
+
+if __name__ == "__main__":
+    main()
