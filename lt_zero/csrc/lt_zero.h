@@ -16,8 +16,8 @@ extern "C" {
 
 enum lt_dtype { LT_FP32 = 0, LT_BF16 = 1, LT_FP16 = 2 };
 
-enum lt_error { LT_OK = 0, LT_BAD_ARGUMENT = 1, LT_OUT_OF_MEMORY = 2 };  // CUDA's own codes are added to LT_CUDA_ERROR
-#define LT_CUDA_ERROR 1000
+enum lt_error { LT_OK = 0, LT_BAD_ARGUMENT = 1, LT_OUT_OF_MEMORY = 2, LT_CORRUPT = 3 };
+#define LT_CUDA_ERROR 1000  // CUDA's own codes are added to it
 
 // What every optimizer step has. Unused arrays are NULL.
 typedef struct {
@@ -115,6 +115,14 @@ int lt_cpu_encode_blocks(const lt_blocks *, const void *x, float *residual, void
 // out = (float)factor * sum of the `count` decoded buffers, in their order
 int lt_cpu_decode_blocks(const lt_blocks *, int64_t count, const void *const *buffers, double factor, void *out,
                          int threads);
+
+// indices[k] = where the k largest magnitudes of c are, in rising order; NaN is largest, of equals the first ones count.
+int lt_cpu_select_topk(const float *c, int64_t numel, int64_t k, int32_t *indices, int threads);
+
+// Bytes in, bytes out, on the calling thread. `out` has room for n + 9 bytes; *used of them are written.
+int lt_cpu_huffman_encode(const uint8_t *in, int64_t n, uint8_t *out, int64_t *used);
+int64_t lt_cpu_huffman_size(const uint8_t *in, int64_t nbytes);  // the bytes before coding, unchecked; -1: no header
+int lt_cpu_huffman_decode(const uint8_t *in, int64_t nbytes, uint8_t *out, int64_t n);  // LT_CORRUPT unless it has n
 
 // ---- CUDA: pointers to elements, scale, clip, found_inf, rate, norms and result are device memory ---------------
 // Arrays of pointers and sizes are host memory and may be freed after the call. `scratch` is device memory of

@@ -5,6 +5,7 @@ The steps and flat operations are ``torch.library`` operators (``torch.ops.lt_ze
 where that is impossible, the references run (see ``lt-zero ops report``).
 """
 
+from lt_zero.ops.codecs import INT4, INT8, ONE_BIT, TWO_BITS, BlockCodec, Codec, TopK
 from lt_zero.ops.dispatch import DTYPES, available, fits
 from lt_zero.ops.flat import (
     accumulate,
@@ -14,6 +15,13 @@ from lt_zero.ops.flat import (
     norm_squared,
     norm_squared_reference,
 )
+from lt_zero.ops.huffman import (
+    CorruptError,
+    huffman_decode,
+    huffman_decode_reference,
+    huffman_encode,
+    huffman_encode_reference,
+)
 from lt_zero.ops.quantize import (
     dequantize,
     dequantize_sum,
@@ -21,6 +29,13 @@ from lt_zero.ops.quantize import (
     quantize,
     quantize_reference,
     quantized_nbytes,
+)
+from lt_zero.ops.sparsify import (
+    decode_topk_add,
+    encode_topk,
+    select_topk,
+    select_topk_reference,
+    topk_max_nbytes,
 )
 from lt_zero.ops.steps import (
     adagrad_step,
@@ -38,7 +53,15 @@ from lt_zero.ops.steps import (
 )
 
 __all__ = [
+    "BlockCodec",
+    "Codec",
+    "CorruptError",
     "DTYPES",
+    "INT4",
+    "INT8",
+    "ONE_BIT",
+    "TWO_BITS",
+    "TopK",
     "accumulate",
     "accumulate_reference",
     "adagrad_step",
@@ -48,10 +71,16 @@ __all__ = [
     "available",
     "cast_scale",
     "cast_scale_reference",
+    "decode_topk_add",
     "dequantize",
     "dequantize_sum",
     "dequantize_sum_reference",
+    "encode_topk",
     "fits",
+    "huffman_decode",
+    "huffman_decode_reference",
+    "huffman_encode",
+    "huffman_encode_reference",
     "lamb_apply",
     "lamb_apply_reference",
     "lamb_update",
@@ -63,6 +92,9 @@ __all__ = [
     "quantize",
     "quantize_reference",
     "quantized_nbytes",
+    "select_topk",
+    "select_topk_reference",
     "sgd_step",
     "sgd_step_reference",
+    "topk_max_nbytes",
 ]

@@ -123,6 +123,13 @@ OPERATIONS: dict[str, list[Any]] = {
 HOST_OPERATIONS: dict[str, list[Any]] = {
     "encode_blocks": [POINTER(Blocks), c_void_p, c_void_p, c_void_p],
     "decode_blocks": [POINTER(Blocks), c_int64, _POINTERS, c_double, c_void_p],
+    "select_topk": [c_void_p, c_int64, c_int64, c_void_p],
+}
+# Of the CPU only, on the calling thread: results and arguments.
+SERIAL_OPERATIONS: dict[str, tuple[Any, list[Any]]] = {
+    "huffman_encode": (c_int, [c_void_p, c_int64, c_void_p, POINTER(c_int64)]),
+    "huffman_size": (c_int64, [c_void_p, c_int64]),
+    "huffman_decode": (c_int, [c_void_p, c_int64, c_void_p, c_int64]),
 }
 _WITH_SCRATCH = ("lamb_update", "norm_squared")  # take scratch memory on CUDA
 
@@ -136,6 +143,7 @@ def declare(library: ctypes.CDLL, kind: str) -> ctypes.CDLL:
     functions: dict[str, tuple[Any, list[Any]]] = {"abi": (c_int, []), "error": (c_char_p, [c_int])}
     if kind == "cpu":
         functions |= {"isa": (c_char_p, []), "pool": (c_char_p, []), "use_isa": (c_int, [c_char_p])}
+        functions |= SERIAL_OPERATIONS
     else:
         functions["scratch"] = (c_int64, [c_int64, _SIZES])
     for name, arguments in (OPERATIONS | (HOST_OPERATIONS if kind == "cpu" else {})).items():

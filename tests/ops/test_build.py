@@ -39,7 +39,7 @@ FUNCTION(int, lt_KIND_use_isa)(const char *) { return 0; }
 FUNCTION(long, lt_KIND_scratch)(long, const long *) { return 64; }
 """ + "".join(
     f"FUNCTION(int, lt_KIND_{name})(const void *) {{ return 0; }}\n"
-    for name in library.OPERATIONS | library.HOST_OPERATIONS
+    for name in (*library.OPERATIONS, *library.HOST_OPERATIONS, *library.SERIAL_OPERATIONS)
 )
 HOLDER = "import sys, time, filelock\nlock = filelock.FileLock(sys.argv[1])\nlock.acquire()\nprint('held', flush=True)"
 # build.py without the package, which would import torch and Lightning.

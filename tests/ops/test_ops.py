@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,19 +12,6 @@ from torch import Tensor
 from lt_zero import ops
 from lt_zero.ops import library
 from tests.support.kernel_inputs import LOW, STATES, STEPS, options_of, rows
-
-ISAS = ["avx512", "avx2", "neon", "portable"]
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: Any) -> Iterator[str]:
-    lib = library.cpu()
-    assert lib is not None, library.status("cpu").why
-    before = lib.lt_cpu_isa()
-    if lib.lt_cpu_use_isa(request.param.encode()) != 0:
-        pytest.skip(f"this CPU has no {request.param}")
-    yield request.param
-    lib.lt_cpu_use_isa(before)
 
 
 def test_the_environment_chooses_the_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from lt_zero import ops
-from lt_zero.ops import library
 from lt_zero.ops.quantize import BITS, check_buffer
 from tests.support.kernel_inputs import LOW
 from tests.support.matrix import cover
 
 SIZES = [0, 1, 5, 15, 16, 17, 255, 256, 257, 1000, 70_001]
 BLOCKS = [16, 48, 256, 4096]
-
-
-@pytest.fixture(params=["avx512", "avx2", "neon", "portable"])
-def isa(request: Any) -> Iterator[str]:
-    lib = library.cpu()
-    assert lib is not None, library.status("cpu").why
-    before = lib.lt_cpu_isa()
-    if lib.lt_cpu_use_isa(request.param.encode()) != 0:
-        pytest.skip(f"this CPU has no {request.param}")
-    yield request.param
-    lib.lt_cpu_use_isa(before)
 
 
 def heavy_tailed(numel: int, seed: int = 0) -> Tensor:

@@ -60,6 +60,34 @@ def blocks(numel, block, bits, dtype, threads):
     for address in (*x, *residual, *coded):
         libc.free(address)
 
+def topk(numel, threads):
+    c, k = buffers([numel], 0), numel // 3
+    indices = libc.malloc(max(1, 4 * k))
+    args = (c_void_p(c[0]), c_int64(numel), c_int64(k), c_void_p(indices), threads)
+    assert lib.lt_cpu_select_topk(*args) == 0
+    libc.free(indices)
+    libc.free(c[0])
+
+def huffman(rng):
+    # Coded, then damaged: copies of exactly the size that the decoder is told.
+    raw = bytes(int(abs(rng.gauss(0, rng.choice([1, 20]))) * 8) & 255 for _ in range(rng.choice([0, 1, 7, 3000])))
+    out, used = ctypes.create_string_buffer(len(raw) + 9), c_int64()
+    assert lib.lt_cpu_huffman_encode(raw, c_int64(len(raw)), out, ctypes.byref(used)) == 0
+    coded, results = out.raw[:used.value], set()
+    for damage in range(60):
+        data = bytearray(coded)
+        for _ in range(rng.randint(0, 3) if damage else 0):
+            data[rng.randrange(rng.choice([min(len(data), 60), len(data)]))] = rng.randrange(256)
+        data[1:9] = coded[1:9]  # the size is checked by the caller
+        data = data[:rng.choice([len(data), rng.randrange(len(data))])] if damage else data
+        source, target = libc.malloc(max(1, len(data))), libc.malloc(max(1, len(raw)))
+        ctypes.memmove(source, bytes(data), len(data))
+        lengths = c_int64(len(data)), c_int64(len(raw))
+        code = lib.lt_cpu_huffman_decode(c_void_p(source), lengths[0], c_void_p(target), lengths[1])
+        assert code in (0, 3) and (damage or (code == 0 and ctypes.string_at(target, len(raw)) == raw))
+        libc.free(source)
+        libc.free(target)
+
 def main():
     rng = random.Random(0)
     for isa in (b"avx512", b"avx2", b"neon", b"portable"):
@@ -90,6 +118,8 @@ def main():
                 assert lib.lt_cpu_cast_scale(r(cast), threads) == 0
                 for bits in (8, 4, 2, 1):
                     blocks(rng.choice(sizes), rng.choice([16, 48, 1024, 65536]), bits, g, threads)
+                topk(rng.choice(sizes), threads)
+            huffman(rng)
             for addresses in lists:
                 for address in addresses:
                     libc.free(address)

@@ -163,6 +163,7 @@ LT_API const char *lt_cpu_error(int code) {
         case LT_OK: return "no error";
         case LT_BAD_ARGUMENT: return "bad argument: a missing array, a negative size or an unknown dtype";
         case LT_OUT_OF_MEMORY: return "out of host memory";
+        case LT_CORRUPT: return "corrupt data";
         default: return "unknown error";
     }
 }

@@ -14,8 +14,6 @@ typedef uint8_t Codes __attribute__((vector_size(W)));
 typedef int8_t SignedCodes __attribute__((vector_size(W)));
 typedef double Doubles __attribute__((vector_size(4 * W)));  // half as many lanes
 
-static inline Ints magnitude_bits(Vec a) { return (Ints)a.x & 0x7fffffff; }
-
 static inline Ints larger(Ints a, Ints b) {
     Ints m = a > b;
     return (a & m) | (b & ~m);

@@ -23,6 +23,43 @@ void for_each_piece(const lt_blocks &t, int threads, Work work) {
                    [&](size_t i) { work((int64_t)i * piece, std::min((int64_t)(i + 1) * piece, t.numel)); });
 }
 
+// Which bin has the element of rank `rank` (from 1) when bins are counted from the last one down; `rank` becomes that
+// within the bin.
+int32_t find_bin(const uint32_t *bins, size_t slices, size_t count, int64_t &rank) {
+    for (size_t bin = count; bin-- > 0;) {
+        int64_t held = 0;
+        for (size_t slice = 0; slice < slices; slice++) held += bins[slice * count + bin];
+        if (held >= rank) return (int32_t)bin;
+        rank -= held;
+    }
+    return 0;
+}
+
+// Histograms of `count` bins by slices of the tensor, a slice for each thread, and the bin of `rank`.
+template <class Fill>
+int32_t ranked_bin(int64_t numel, int threads, size_t count, int64_t &rank, Fill fill) {
+    const int64_t slices = numel <= SMALL ? 1 : std::max(1, threads), each = (numel + slices - 1) / slices;
+    std::vector<uint32_t> bins((size_t)slices * count);
+    for_each_index((size_t)slices, threads, [&](size_t i) {
+        const int64_t lo = std::min((int64_t)i * each, numel);
+        fill(lo, std::min(lo + each, numel), bins.data() + i * count);
+    });
+    return find_bin(bins.data(), (size_t)slices, count, rank);
+}
+
+// The bits of the k-th largest magnitude; `ties`: how many elements that equal it are among the k.
+int32_t find_threshold(const float *c, int64_t numel, int64_t k, int threads, int64_t &ties) {
+    const Kernels &kernels = lt_kernels();
+    ties = k;
+    const int32_t upper = ranked_bin(numel, threads, 1 << 16, ties, [&](int64_t lo, int64_t hi, uint32_t *bins) {
+        kernels.upper_histogram(c, lo, hi, bins);
+    });
+    const int32_t lower = ranked_bin(numel, threads, 1 << 15, ties, [&](int64_t lo, int64_t hi, uint32_t *bins) {
+        kernels.lower_histogram(c, lo, hi, upper, bins);
+    });
+    return upper << 15 | lower;
+}
+
 void clear(uint8_t *out, int64_t from, int64_t to) { std::memset(out + from, 0, (size_t)(to - from)); }
 
 }  // namespace
@@ -47,4 +84,35 @@ LT_API int lt_cpu_decode_blocks(const lt_blocks *t, int64_t count, const void *c
         k.decode_blocks(*t, count, (const uint8_t *const *)buffers, (float)factor, out, lo, hi);
     });
     return LT_OK;
+}
+
+LT_API int lt_cpu_select_topk(const float *c, int64_t numel, int64_t k, int32_t *indices, int threads) {
+    if (numel < 0 || numel > INT32_MAX || k < 0 || k > numel || (k > 0 && (!c || !indices))) return LT_BAD_ARGUMENT;
+    if (k == 0) return LT_OK;
+    return guarded([&] {
+        int64_t ties;
+        const int32_t threshold = find_threshold(c, numel, k, threads, ties);
+        struct Piece {
+            int64_t lo, hi, above, equal, place;
+        };
+        std::vector<Piece> pieces;
+        for (int64_t lo = 0; lo < numel; lo += BLOCK) pieces.push_back({lo, std::min(lo + BLOCK, numel), 0, 0, 0});
+        const int most = numel <= SMALL ? 1 : threads;
+        const Kernels &kernels = lt_kernels();
+        for_each_index(pieces.size(), most, [&](size_t i) {
+            Piece &p = pieces[i];
+            kernels.count_from(c, p.lo, p.hi, threshold, &p.above, &p.equal);
+        });
+        int64_t place = 0;
+        for (Piece &p : pieces) {
+            p.place = place;
+            p.equal = std::min(p.equal, ties);  // the first ones
+            ties -= p.equal;
+            place += p.above + p.equal;
+        }
+        for_each_index(pieces.size(), most, [&](size_t i) {
+            const Piece &p = pieces[i];
+            if (p.above + p.equal > 0) kernels.indices_from(c, p.lo, p.hi, threshold, p.equal, indices + p.place);
+        });
+    });
 }

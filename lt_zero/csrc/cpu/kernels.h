@@ -5,6 +5,7 @@
 
 #include "cpu/blocks.h"
 #include "cpu/table.h"
+#include "cpu/topk.h"
 #include "cpu/vec.h"
 #include "update.h"
 
@@ -168,6 +169,7 @@ static void cast_scale(const lt_pairs &t, int64_t k, int64_t lo, int64_t hi) {
 
 #define LT_TABLE(name)                                                                                              \
     using namespace LT_NAMESPACE;                                                                                   \
-    const Kernels lt_kernels_##name = {#name,       adam,       lion,          adagrad,      sgd,                    \
-                                       lamb_update, lamb_apply, norm_squared,  accumulate,   cast_scale,             \
-                                       encode_blocks, decode_blocks};
+    const Kernels lt_kernels_##name = {#name,           adam,          lion,            adagrad,                    \
+                                       sgd,             lamb_update,   lamb_apply,      norm_squared,               \
+                                       accumulate,      cast_scale,    encode_blocks,   decode_blocks,              \
+                                       upper_histogram, lower_histogram, count_from,    indices_from};

@@ -18,6 +18,12 @@ struct Kernels {
     void (*encode_blocks)(const lt_blocks &, const void *x, float *residual, uint8_t *out, int64_t lo, int64_t hi);
     void (*decode_blocks)(const lt_blocks &, int64_t count, const uint8_t *const *in, float factor, void *out,
                           int64_t lo, int64_t hi);
+    // Of magnitudes as integers: the upper 16 bits (bins[65536]), the lower 15 of those with these upper bits
+    // (bins[32768]); how many are above and equal to a threshold; where those are, with the first `ties` equal ones.
+    void (*upper_histogram)(const float *c, int64_t lo, int64_t hi, uint32_t *bins);
+    void (*lower_histogram)(const float *c, int64_t lo, int64_t hi, int32_t upper, uint32_t *bins);
+    void (*count_from)(const float *c, int64_t lo, int64_t hi, int32_t threshold, int64_t *above, int64_t *equal);
+    void (*indices_from)(const float *c, int64_t lo, int64_t hi, int32_t threshold, int64_t ties, int32_t *indices);
 };
 
 extern const Kernels lt_kernels_avx512, lt_kernels_avx2, lt_kernels_neon, lt_kernels_portable;

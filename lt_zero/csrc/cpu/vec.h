@@ -85,6 +85,21 @@ static inline Vec sign(Vec a) {  // 0 for NaN, as torch.sign
     return __builtin_convertvector(s, Lanes);
 }
 
+static inline Ints magnitude_bits(Vec a) { return (Ints)a.x & 0x7fffffff; }
+
+// A bit for each lane of a mask, whose lanes are all ones or zero.
+static inline uint32_t lanes_of(Ints mask) {
+#if defined(__AVX512F__)
+    return _mm512_movepi32_mask((__m512i)mask);
+#elif defined(__AVX2__)
+    return (uint32_t)_mm256_movemask_ps((__m256)mask);
+#else
+    uint32_t lanes = 0;
+    for (int i = 0; i < W; i++) lanes |= (uint32_t)(mask[i] & 1) << i;
+    return lanes;
+#endif
+}
+
 // ---- 16 bits -----------------------------------------------------------------------------------------------------
 
 #if !defined(__AVX2__) && !defined(__aarch64__)
