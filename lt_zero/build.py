@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from lt_zero.activation.checkpointing import find_modules, install
-from lt_zero.comm.communicator import Comm, with_index
+from lt_zero.comm.communicator import Comm
+from lt_zero.comm.process_groups import with_index
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.progress_bar import ProgressBar, progress_bar
 from lt_zero.config import ZeroConfig
@@ -73,7 +74,7 @@ def shard(
     policy = policy or dtype_policy(config, resolve_mode(config, "32-true", device.type))
     zero = config.zero_optimization
     _check_kernels(config, device, comm)
-    _configure_reductions(comm, config)
+    comm.configure(config)
     plan = plan_engine(module, config, policy, comm.mesh.shards)
     if training and config.activation_checkpointing.mode != "none":
         find_modules(module, config.activation_checkpointing)  # raises before the module is changed
@@ -150,17 +151,6 @@ def _check_kernels(config: ZeroConfig, device: torch.device, comm: Comm) -> None
         told = " ".join(f"Rank {', '.join(which)}: {problem}" for problem, which in ranks.items())
         remedy = "Or set ops='auto': torch's operations run then."
         raise ConfigError([Problem("ops", f"ops='required', but native kernels are missing. {told} {remedy}")])
-
-
-def _configure_reductions(comm: Comm, config: ZeroConfig) -> None:
-    comm.use_shard_groups(config.zero_optimization.shards(comm.world))
-    comm.use_reduce_scatter(config.zero_optimization.reduce_scatter)
-    comm.sum_gradients = config.gradient_allreduce_op == "sum"
-    comm.predivide = None
-    if config.prescale_gradients:  # many files set gradient_predivide_factor=1 beside it
-        comm.predivide = float(comm.world)
-    elif config.gradient_predivide_factor != 1.0:
-        comm.predivide = config.gradient_predivide_factor
 
 
 def _cast_buffers(root: nn.Module, dtype: torch.dtype, fp32_modules: Fp32Modules, names: str | tuple[str, ...]) -> None:

@@ -280,7 +280,7 @@ def _gpus(path: Path) -> Iterator[Row]:
 
 
 def _backends(path: Path) -> Iterator[Row]:
-    from lt_zero.comm.communicator import nccl_version, try_gloo
+    from lt_zero.comm.process_groups import nccl_version, try_gloo
 
     version = nccl_version()
     lacking = Row("NCCL", "torch is built without it", "missing", "Only GPUs need it.")

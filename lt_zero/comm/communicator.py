@@ -12,6 +12,7 @@ Note [Order of launches]
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pickle
 import sys
@@ -20,6 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,19 +30,18 @@ from torch import Tensor
 
 from lt_zero.comm.agreement import Agreement
 from lt_zero.comm.hang_detection import HangDetector, in_collective, user_line
+from lt_zero.comm.hierarchy import Hierarchy
+from lt_zero.comm.process_groups import new_group, one_queue, with_index
 from lt_zero.comm.shared_memory import SharedArena, store, supported
+from lt_zero.comm.topology import choose, group_by_node, node_identity
 from lt_zero.comm.transport import Gloo, Groups, Mesh, Transport, Windows
 from lt_zero.comm.work import CALL, FENCE, All, Done, Launch, Watch, Work
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.flat_storage import flat_empty
 from lt_zero.common.module_hooks import ProcessLocal
+from lt_zero.config import ZeroConfig
 
-
-def with_index(device: torch.device) -> torch.device:
-    """``device`` with an index: "cuda" becomes the calling thread's current device, which is per thread."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+log = logging.getLogger("lt_zero")
 
 
 _unused: list[list[dist.ProcessGroup]] = []  # of communicators that are gone
@@ -90,14 +91,20 @@ class Comm(ProcessLocal):
         self._arena: SharedArena | None = None
         self._written = self._read = False  # windows were written, or read, since the last fence
         self.mesh = Mesh(self.world, self.rank, self.world)
-        self._row: Groups | None = None  # groups over parts of the ranks, see ``use_shard_groups``
-        self.use_reduce_scatter(True)
+        self.nodes = [list(range(self.world))]  # the ranks of each node
+        self._row: Groups | None = None  # groups over parts of the ranks
+        self._configured: tuple[Any, ...] | None = None
+        self._transport: Transport
+        self._choose(self.world, "auto", True)
 
     @classmethod
-    def for_world(cls, device: torch.device, check: bool = False, timeout: timedelta | None = None) -> Comm:
+    def for_world(
+        cls, device: torch.device, check: bool = False, timeout: timedelta | None = None, node: int | None = None
+    ) -> Comm:
         """A communicator over all ranks of the default process group, with a process group of its own.
 
-        ``check``, ``timeout``: as for the class; ``LT_ZERO_DEBUG=1`` sets ``check``, too.
+        ``check``, ``timeout``: as for the class; ``LT_ZERO_DEBUG=1`` sets ``check``, too. ``node``: the number of this
+        rank's node, as the launcher knows it; ``LT_ZERO_NODE_RANK`` takes precedence.
 
         Lightning issues collectives on the default group between batches and swallows their errors; this package's
         collectives on the same group could then be matched with them.
@@ -105,16 +112,17 @@ class Comm(ProcessLocal):
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(None, None, device)
         check = check or os.environ.get("LT_ZERO_DEBUG", "0").lower() not in ("", "0", "false", "no", "off")
-        groups = [_new_group(None, timeout, None, device) for _ in range(1 if _one_queue() else 2)]
+        groups = [new_group(None, timeout, None, device) for _ in range(1 if one_queue() else 2)]
         groups = [groups[0], groups[-1]]
         comm = cls(groups[0], groups[1], device, check, timeout)
         assert comm._host is not None
         if dist.get_backend(comm._host) == "gloo":  # not a simulated group
             comm._hang_detector = HangDetector(groups, comm._host, comm._watch)
             comm.agreement = comm._hang_detector.agreement
+            comm.nodes = group_by_node(comm.host_gather(node_identity(node), "nodes"))
         if comm._gloo and device.type == "cpu":
             comm._share_memory()
-            comm.use_reduce_scatter(True)
+            comm._choose(comm.world, "auto", True)
         comm._destroy_unused()
         return comm
 
@@ -136,39 +144,59 @@ class Comm(ProcessLocal):
         mine: list[dist.ProcessGroup] = []
         ranks = dist.get_process_group_ranks(self._group)
         for part in parts or [range(self.world)]:
-            group = _new_group([ranks[rank] for rank in part], self._timeout, backend, self.device, self.rank in part)
+            group = new_group([ranks[rank] for rank in part], self._timeout, backend, self.device, self.rank in part)
             mine += [group] if self.rank in part else []
         self._groups += mine
         return mine[0]
 
-    def use_shard_groups(self, shards: int) -> None:
-        """Shard over groups of ``shards`` neighbouring ranks instead of all. See transport.py, Note [Shard groups].
+    def configure(self, config: ZeroConfig) -> None:
+        """Use the configuration's shard groups, topology and reductions. Before anything is sharded. Collective.
 
-        ``shards`` divides the number of ranks. Before anything is sharded. Collective.
+        Raises:
+            ConfigError: they do not fit the ranks.
         """
-        if shards == self.mesh.shards or self._group is None:
-            return
-        self.mesh = mesh = Mesh(self.world, self.rank, shards)
-        rows = [mesh.row(replica) for replica in range(self.world // shards)]
-        columns = [mesh.column(shard) for shard in range(shards)]
-        backend = dist.get_backend(self._group)
-        gathers = self._new_group(backend, rows)
-        reductions = gathers if _one_queue() else self._new_group(backend, rows)
-        assert self._reductions is not None
-        self._row = Groups(self._reductions, gathers, reductions, self._new_group(backend, columns))
-        self.use_reduce_scatter(self._scatters)
+        zero = config.zero_optimization
+        self.sum_gradients = config.gradient_allreduce_op == "sum"
+        self.predivide = None
+        if config.prescale_gradients:  # many files set gradient_predivide_factor=1 beside it
+            self.predivide = float(self.world)
+        elif config.gradient_predivide_factor != 1.0:
+            self.predivide = config.gradient_predivide_factor
+        wanted = (zero.shards(self.world), config.communication.topology, zero.reduce_scatter)
+        if wanted != self._configured:
+            self._choose(*wanted)
+            self._configured = wanted
+            if self.rank == 0 and self._group is not None and len(self.nodes) > 1:
+                log.info("Collectives over %d nodes: %s.", len(self.nodes), self.topology.why)
 
-    def use_reduce_scatter(self, on: bool) -> None:
-        """``zero_optimization.reduce_scatter``."""
-        self._scatters = on
+    def _choose(self, shards: int, topology: str | int, scatters: bool) -> None:
+        """Make the groups and the transport."""
         if self._group is None or self._reductions is None:
             return
-        groups = self._row or Groups(self._reductions, self._group, self._reductions)
-        self._transport = Transport(self.mesh, groups, self.device, on)
-        if self._arena is not None:
-            self._transport = Windows(self.mesh, groups, self.device, on, self._watch, self._arena)
-        elif self._gloo:
-            self._transport = Gloo(self.mesh, groups, self.device, on, self._watch)
+        backend = dist.get_backend(self._group)
+        if shards != self.mesh.shards:
+            self.mesh = mesh = Mesh(self.world, self.rank, shards)
+            rows = [mesh.row(replica) for replica in range(self.world // shards)]
+            columns = [mesh.column(shard) for shard in range(shards)] if shards < self.world else []
+            gathers = self._new_group(backend, rows)
+            reductions = gathers if one_queue() else self._new_group(backend, rows)
+            across = self._new_group(backend, columns) if columns else None
+            self._row = Groups(self._reductions, gathers, reductions, across)
+        kind = "windows" if self._arena is not None else backend
+        self.topology = choose(topology, self.mesh, self.nodes, kind)
+        common = (
+            self.mesh,
+            self._row or Groups(self._reductions, self._group, self._reductions),
+            self.device,
+            scatters,
+        )
+        if self.topology.sizes:
+            make = partial(self._new_group, backend)
+            self._transport = Hierarchy(*common, self._watch, self.topology.sizes, make)
+        elif self._arena is not None:
+            self._transport = Windows(*common, self._watch, self._arena)
+        else:
+            self._transport = Gloo(*common, self._watch) if self._gloo else Transport(*common)
 
     # ---- operations of all ranks -----------------------------------------------------------------------------------
 
@@ -242,7 +270,7 @@ class Comm(ProcessLocal):
             ConfigError: a GPU has one queue for all groups, where ranks that launch in different orders deadlock.
         """
         if self._group is not None and self._background is None:
-            if _one_queue():
+            if one_queue():
                 key = "zero_optimization.offload_optimizer.overlap_step"
                 text = "needs collectives beside each other, which CUDA_DEVICE_MAX_CONNECTIONS=1 does not allow"
                 raise ConfigError([Problem(key, f"{key}=true {text}: unset it, or set overlap_step='auto'.")])
@@ -512,54 +540,6 @@ class Comm(ProcessLocal):
         box: list[Any] = [None] * self.world
         dist.all_gather_object(box, _packed(value), group=self._host)
         return [pickle.loads(packed) for packed in box]
-
-
-def _one_queue() -> bool:
-    """Whether all kernels of a GPU take one queue: then collectives of different groups cannot pass each other."""
-    return dist.get_backend() != "gloo" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-
-
-def _new_group(
-    ranks: list[int] | None, timeout: timedelta | None, backend: str | None, device: torch.device, inside: bool = True
-) -> dist.ProcessGroup:
-    """A connected group: connecting at its first use could deadlock with other groups' collectives. Collective.
-
-    ``inside``: whether this rank is one of ``ranks``.
-
-    Raises:
-        RuntimeError: the ranks cannot connect.
-    """
-    try:
-        group: dist.ProcessGroup = dist.new_group(ranks, timeout, backend)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"The ranks cannot connect a {backend or dist.get_backend()} process group: {error}\nThe interface of a "
-            "host's name may lead nowhere: set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) on every node to the one "
-            "that the nodes share, as `ip addr` names it."
-        ) from error
-    if inside and dist.get_backend(group) != "gloo":  # gloo has connected
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    return group
-
-
-def try_gloo() -> None:
-    """Open and close a gloo group of this process alone, which fails as most groups do: at the network interface.
-
-    Raises:
-        RuntimeError: torch is built without gloo, or gloo cannot use the network interface.
-    """
-    if not dist.is_available() or not dist.is_gloo_available():
-        raise RuntimeError("torch is built without gloo.")
-    dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))  # type: ignore[attr-defined]
-
-
-def nccl_version() -> str:
-    """The version of torch's NCCL; "" if it is built without."""
-    if not dist.is_available() or not dist.is_nccl_available():
-        return ""
-    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 class _Pickler(pickle.Pickler):

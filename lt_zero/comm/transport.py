@@ -151,7 +151,7 @@ class Gloo(Transport):
         parts, across = scratch.chunk(self._mesh.shards), self._groups.across
 
         def finish() -> None:
-            total = _sum_in_rank_order(parts, out.dtype)
+            total = sum_in_rank_order(parts, out.dtype)
             if across is not None:
                 self._watch.wait(dist.all_reduce(total, group=across, async_op=True), launch)
             store(out, total, add, factor)
@@ -163,7 +163,7 @@ class Gloo(Transport):
         work = dist.all_to_all_single(scratch, flat, group=self._groups.everyone, async_op=True)
 
         def finish() -> None:
-            total = _sum_in_rank_order(scratch.chunk(world), out.dtype).mul_(factor)
+            total = sum_in_rank_order(scratch.chunk(world), out.dtype).mul_(factor)
             flat.chunk(world)[rank].copy_(total)
             self._broadcasts(flat, self._groups.everyone, launch).wait()
             store(out, flat, add, 1.0)
@@ -201,7 +201,7 @@ class Windows(Gloo):
         return self._all([entered], launch, lambda: self._arena.sum(flat, first, mesh.rank, out, add, factor))
 
 
-def _sum_in_rank_order(shards: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+def sum_in_rank_order(shards: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
     """The sum of the ranks' contributions for a result in ``dtype``; may overwrite the first."""
     total = shards[0].to(wide(dtype))
     for shard in shards[1:]:

@@ -434,6 +434,16 @@ class Comet(_Monitor):
     )
 
 
+class Communication(Block):
+    """The ``communication`` block: collectives over several nodes."""
+
+    topology: Annotated[Literal["auto", 1, 2, 3], BeforeValidator(to_whole_number)] = key(
+        "auto",
+        "1: one ring of all ranks, 2: ranks of a node, then nodes, 3: a torus in 3 dimensions; auto: 2 with gloo on "
+        "several nodes",
+    )
+
+
 class ZeroOptimization(Block):
     """The ``zero_optimization`` block."""
 
@@ -564,6 +574,7 @@ class Schema(Block):
     tensorboard: TensorBoard = key(TensorBoard(), "metrics for TensorBoard")
     wandb: Wandb = key(Wandb(), "metrics for Weights & Biases")
     comet: Comet = key(Comet(), "metrics for Comet")
+    communication: Communication = key(Communication(), "collectives over several nodes")
     communication_data_type: Dtype | None = key(
         None, "dtype in which gradients are reduced; null: their own, or the accumulators' where the sum would round"
     )

@@ -239,12 +239,19 @@ class ZeroStrategy(DDPStrategy):
         super().setup_environment()
         self.monitor.attach(self._module.trainer, self.global_rank, self.local_rank)
         known, check = self._comm, self.config.zero_optimization.enable_sanity_checks
-        self._comm = known or self.monitor.comm_class.for_world(self.root_device, check, self._group_timeout)
+        self._comm = known or self.monitor.comm_class.for_world(
+            self.root_device, check, self._group_timeout, self._node_rank
+        )
         self.monitor.record(self._comm, new=known is None)
         if known is None:
             check_same(self.config, self._comm)
-            self._comm.use_shard_groups(self.config.zero_optimization.shards(self._comm.world))
+            self._comm.configure(self.config)
         self._comm.begin_run()
+
+    @property
+    def _node_rank(self) -> int:
+        assert self.cluster_environment is not None
+        return self.cluster_environment.node_rank()
 
     @override
     def connect(self, model: pl.LightningModule) -> None:

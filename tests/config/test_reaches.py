@@ -158,6 +158,7 @@ PROBES: dict[str, Probe] = {
     # what is sharded, and how
     Z + "stage": Probe(e.sharded, 2, (False, False, False), (True, True, False)),
     Z + "shard_along": Probe(w.cut, "parameter", True, False, S1),
+    "communication.topology": Probe(w.dimensions, 3, [], [2, 1, 1], S1),
     Z + "mics_shard_size": Probe(w.cut, 1, True, False, S1),
     Z + "overlap_comm": Probe(e.flying, False, 2, 1, S1),
     Z + "reduce_scatter": Probe(t.sent("by"), False, ["all_to_all_single"], ["all_reduce"]),

@@ -50,6 +50,7 @@ class Case:
     rtol: float = 1e-5
     atol: float = 1e-6
     activation_checkpointing: dict[str, Any] = field(default_factory=dict)
+    communication: dict[str, Any] = field(default_factory=dict)
 
 
 def config_of(
@@ -130,7 +131,8 @@ def check(case: Case) -> Engine:
     torch.manual_seed(0)
     model = case.model()
     reference = copy.deepcopy(model)
-    config = config_of(case.stage, case.zero, activation_checkpointing=case.activation_checkpointing)
+    blocks = {"activation_checkpointing": case.activation_checkpointing, "communication": case.communication}
+    config = config_of(case.stage, case.zero, **blocks)
     engine = lt_zero.shard(model, config)
     optimizer, expected = make_optimizer(case, model), make_optimizer(case, reference)
     lt_zero.ShardedOptimizer(engine, optimizer)

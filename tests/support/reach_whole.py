@@ -1,4 +1,4 @@
-"""Where keys that say how states are sharded are looked for: in what two ranks hold."""
+"""Where keys that say how states are sharded and sent are looked for: in what two ranks hold."""
 
 from __future__ import annotations
 
@@ -17,3 +17,12 @@ def _cut(config: Config, folder: Any) -> bool:
 def cut(lab: Lab, config: Config) -> Any:
     """Whether a rank holds a part of a parameter only."""
     return all(lab.pool.run(2, _cut, config, lab.folder))
+
+
+def _dimensions(config: Config, folder: Any) -> list[int]:
+    return list(engine_of(Lab(folder, Pool()), config).comm.topology.sizes)
+
+
+def dimensions(lab: Lab, config: Config) -> Any:
+    """In which dimensions two ranks run collectives."""
+    return lab.pool.run(2, _dimensions, config, lab.folder)[0]

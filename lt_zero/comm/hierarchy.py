@@ -1,0 +1,117 @@
+"""Collectives in several dimensions: inside a node first, so that each byte crosses the network between nodes once.
+
+Note [Dimensions]
+    The ranks of a shard group are a grid, the last coordinate first in memory: rank = (outer * middle + m) * inner + i.
+    A reduce-scatter sums along the innermost dimension, then along the next one what is left: with nodes of L ranks, an
+    L-th of the bytes between nodes. An all-gather goes the other way. Along a dimension contributions are added in rank
+    order, in the dtype of the result (fp32 by default), so results differ from one ring's by the rounding of the sums.
+
+    Which dimensions: topology.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lt_zero.comm.procedures import Procedures
+from lt_zero.comm.shared_memory import store, wide
+from lt_zero.comm.transport import Gloo, Group, Groups, Mesh, sum_in_rank_order
+from lt_zero.comm.work import Launch, Watch, Work
+
+
+def lines(mesh: Mesh, sizes: Sequence[int], dimension: int) -> list[list[int]]:
+    """The groups of ranks of all replicas that differ in one coordinate only; ``sizes``: innermost first."""
+    stride, size = math.prod(sizes[:dimension]), sizes[dimension]
+    firsts = [rank for rank in range(mesh.world) if rank % mesh.shards // stride % size == 0]
+    return [list(range(first, first + stride * size, stride)) for first in firsts]
+
+
+class Hierarchy(Gloo):
+    """gloo in the dimensions ``sizes``, innermost first.
+
+    Args:
+        new_group: makes a process group of those of the given ranks which have this rank. Collective.
+    """
+
+    overlaps = True
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        groups: Groups,
+        device: torch.device,
+        scatters: bool,
+        watch: Watch,
+        sizes: Sequence[int],
+        new_group: Callable[[Sequence[Sequence[int]]], Group],
+    ) -> None:
+        super().__init__(mesh, groups, device, scatters, watch)
+        used = [number for number, size in enumerate(sizes) if size > 1]
+        self._sizes = [sizes[number] for number in used]
+        # Two threads, each with its own groups: a gather does not wait for a reduction.
+        self._gathers, self._sums = ([new_group(lines(mesh, sizes, number)) for number in used] for _ in range(2))
+        self._gathering, self._reducing = Procedures("gather"), Procedures("reduce")
+
+    def all_gather(self, flat: Tensor, own: Tensor | None, launch: Launch | None, group: Group | None = None) -> Work:
+        if group is not None:  # of the background thread
+            return super().all_gather(flat, own, launch, group)
+        return self._all([self._gathering.submit(lambda: self._gather(flat, self._gathers))], launch)
+
+    def _gather(self, flat: Tensor, groups: Sequence[Group]) -> None:
+        """Fill the rows of ``flat``, one for each shard, dimension by dimension from the outermost."""
+        shards = self._mesh.shards
+        rows, stride = flat.view(shards, -1), shards
+        for size, group in reversed(list(zip(self._sizes, groups, strict=True))):
+            block, stride = stride, stride // size
+            mine, peers = self._mesh.shard_rank % stride, dist.get_process_group_ranks(group)
+            works = [
+                dist.broadcast(rows[first + number * stride + mine], peer, group, async_op=True)
+                for first in range(0, shards, block)
+                for number, peer in enumerate(peers)
+            ]
+            for work in works:
+                work.wait()
+
+    def reduce_scatter(
+        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: Launch
+    ) -> Work:
+        if not self._scatters:
+            return super().reduce_scatter(out, flat, scratch, add, factor, launch)
+
+        def run() -> None:
+            total = self._sum(flat, scratch, wide(out.dtype))
+            if self._groups.across is not None:
+                dist.all_reduce(total, group=self._groups.across)
+            store(out, total, add, factor)
+
+        return self._all([self._reducing.submit(run)], launch)
+
+    def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: Launch) -> Work:
+        if self._mesh.shards != self._mesh.world:
+            return super().all_reduce(out, flat, scratch, add, factor, launch)
+
+        def run() -> None:
+            self._own(flat).copy_(self._sum(flat, scratch, wide(out.dtype)).mul_(factor))
+            self._gather(flat, self._sums)
+            store(out, flat, add, 1.0)
+
+        return self._all([self._reducing.submit(run)], launch)
+
+    def _sum(self, flat: Tensor, scratch: Tensor, dtype: torch.dtype) -> Tensor:
+        """The sum of this rank's shards of ``flat`` (1D ``dtype``), dimension by dimension from the innermost."""
+        rows, received = flat.view(self._mesh.shards, -1), scratch.view(self._mesh.shards, -1)
+        for size, group in zip(self._sizes, self._sums, strict=True):
+            blocks, parts = (t.view(-1, size * t.shape[1]) for t in (rows, received))
+            for work in [
+                dist.all_to_all_single(part, block, group=group, async_op=True)
+                for part, block in zip(parts, blocks, strict=True)
+            ]:
+                work.wait()
+            rows = torch.stack([sum_in_rank_order(part.chunk(size), dtype) for part in parts])
+            received = torch.empty_like(rows)
+        return rows.view(-1)

@@ -1,0 +1,78 @@
+"""Collectives of several steps, which a thread runs one after the other while the model computes.
+
+gloo has no streams: what follows the first exchange of such a collective (a sum, an encoding, another exchange) needs
+a thread. It uses process groups of its own, in the order of the launches, which is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+
+
+class Procedure:
+    """A launched procedure, with the interface of torch's works."""
+
+    def __init__(self, fn: Callable[[], object]) -> None:
+        self._fn: Callable[[], object] | None = fn
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Run it, in the thread."""
+        try:
+            assert self._fn is not None
+            with torch.no_grad():
+                self._fn()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._fn = None  # it holds buffers
+            self._ended.set()
+
+    def is_completed(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Wait for its end.
+
+        Raises:
+            RuntimeError: it has not ended in time.
+            Exception: what it raised.
+        """
+        if not self._ended.wait(None if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("a collective is not complete")
+        if self._error is not None:
+            raise self._error
+
+
+class Procedures:
+    """A thread for procedures, which starts with the first and ends with this object."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._queue: queue.SimpleQueue[Procedure | None] = queue.SimpleQueue()
+        weakref.finalize(self, self._queue.put, None)
+
+    def submit(self, fn: Callable[[], object]) -> Procedure:
+        """Run ``fn`` after all procedures that were submitted before."""
+        procedure = Procedure(fn)
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_serve, args=(self._queue,), name=f"lt_zero-{self._name}", daemon=True
+            )
+            self._thread.start()
+        self._queue.put(procedure)
+        return procedure
+
+
+def _serve(waiting: queue.SimpleQueue[Procedure | None]) -> None:
+    while (procedure := waiting.get()) is not None:
+        procedure.run()
+        del procedure  # while the next is waited for
