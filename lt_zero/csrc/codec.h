@@ -6,7 +6,7 @@
 #pragma once
 
 #include <float.h>
-#include <math.h>
+#include <stdint.h>
 #include <string.h>
 
 #include "lt_zero.h"
@@ -51,7 +51,12 @@ LT_FN float uniform_scale(int32_t largest, int bits) {
 }
 
 // (|x| + unit_shift) - unit_shift rounds to a multiple of 2^-36 times the power of two above the largest magnitude.
-LT_FN double unit_shift(int32_t largest) { return ::ldexp(1.5, (largest >> 23) - 126 + 16); }
+LT_FN double unit_shift(int32_t largest) {
+    int64_t exponent = (largest >> 23) - 126 + 16, bits = (exponent + 1023) << 52 | (int64_t)1 << 51;  // 1.5 * 2^it
+    double shift;
+    memcpy(&shift, &bits, sizeof shift);
+    return shift;
+}
 
 LT_FN float mean_scale(int32_t largest, double sum, int64_t count) {
     return largest >= INFINITE ? not_a_number() : (float)(sum / (double)count);

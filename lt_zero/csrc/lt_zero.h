@@ -126,7 +126,9 @@ int lt_cpu_huffman_decode(const uint8_t *in, int64_t nbytes, uint8_t *out, int64
 
 // ---- CUDA: pointers to elements, scale, clip, found_inf, rate, norms and result are device memory ---------------
 // Arrays of pointers and sizes are host memory and may be freed after the call. `scratch` is device memory of
-// lt_cuda_scratch(count, numel) bytes. Nothing synchronises.
+// lt_cuda_scratch(count, numel) bytes, aligned to 16; so are buffers of blocks. Nothing synchronises.
+
+#define LT_CUDA_BUFFERS 256
 
 int lt_cuda_abi(void);
 const char *lt_cuda_error(int code);
@@ -139,6 +141,11 @@ int lt_cuda_sgd_step(const lt_tensors *, const lt_sgd *, void *stream);
 int lt_cuda_lamb_update(const lt_tensors *, const lt_lamb *, double *norms, void *scratch, void *stream);
 int lt_cuda_lamb_apply(const lt_tensors *, const lt_lamb *, const float *rate, void *stream);
 int lt_cuda_norm_squared(const lt_mixed *, double *result, void *scratch, void *stream);
+int lt_cuda_encode_blocks(const lt_blocks *, const void *x, float *residual, void *out, void *stream);
+int lt_cuda_decode_blocks(const lt_blocks *, int64_t count, const void *const *buffers, double factor, void *out,
+                          void *stream);  // with more buffers than LT_CUDA_BUFFERS, out is fp32
+int64_t lt_cuda_topk_scratch(int64_t numel);
+int lt_cuda_select_topk(const float *c, int64_t numel, int64_t k, int32_t *indices, void *scratch, void *stream);
 int lt_cuda_accumulate(const lt_pairs *, void *stream);
 int lt_cuda_cast_scale(const lt_pairs *, void *stream);
 

@@ -118,9 +118,6 @@ OPERATIONS: dict[str, list[Any]] = {
     "norm_squared": [POINTER(Mixed), c_void_p],
     "accumulate": [POINTER(Pairs)],
     "cast_scale": [POINTER(Pairs)],
-}
-# The same for operations that exist on the CPU only.
-HOST_OPERATIONS: dict[str, list[Any]] = {
     "encode_blocks": [POINTER(Blocks), c_void_p, c_void_p, c_void_p],
     "decode_blocks": [POINTER(Blocks), c_int64, _POINTERS, c_double, c_void_p],
     "select_topk": [c_void_p, c_int64, c_int64, c_void_p],
@@ -131,7 +128,7 @@ SERIAL_OPERATIONS: dict[str, tuple[Any, list[Any]]] = {
     "huffman_size": (c_int64, [c_void_p, c_int64]),
     "huffman_decode": (c_int, [c_void_p, c_int64, c_void_p, c_int64]),
 }
-_WITH_SCRATCH = ("lamb_update", "norm_squared")  # take scratch memory on CUDA
+_WITH_SCRATCH = ("lamb_update", "norm_squared", "select_topk")  # take scratch memory on CUDA
 
 
 def declare(library: ctypes.CDLL, kind: str) -> ctypes.CDLL:
@@ -145,8 +142,8 @@ def declare(library: ctypes.CDLL, kind: str) -> ctypes.CDLL:
         functions |= {"isa": (c_char_p, []), "pool": (c_char_p, []), "use_isa": (c_int, [c_char_p])}
         functions |= SERIAL_OPERATIONS
     else:
-        functions["scratch"] = (c_int64, [c_int64, _SIZES])
-    for name, arguments in (OPERATIONS | (HOST_OPERATIONS if kind == "cpu" else {})).items():
+        functions |= {"scratch": (c_int64, [c_int64, _SIZES]), "topk_scratch": (c_int64, [c_int64])}
+    for name, arguments in OPERATIONS.items():
         scratch = [c_void_p] if kind == "cuda" and name in _WITH_SCRATCH else []
         functions[name] = (c_int, [*arguments, *scratch, c_int if kind == "cpu" else c_void_p])
     for name, (result, arguments) in functions.items():

@@ -40,6 +40,7 @@ from lt_zero.ops.dispatch import CHUNK, DTYPES, address, call, native, pointers
 
 BITS = (8, 4, 2, 1)
 GROUP, LARGEST_BLOCK = 16, 1 << 16  # csrc/codec.h
+CUDA_BUFFERS = 256  # LT_CUDA_BUFFERS in csrc/lt_zero.h
 _LOW, _HIGH, _THRESHOLD = 0.5674756, 1.8930277, 1.2302517
 
 
@@ -120,9 +121,15 @@ def dequantize_sum(buffers: Sequence[Tensor], out: Tensor, bits: int, block: int
     lib = native(out.device)
     if lib is None:
         return dequantize_sum_reference(buffers, out, bits, block, scale)
-    blocks = library.Blocks(numel=out.numel(), block=block, bits=bits, dtype=DTYPES[out.dtype])
-    given = (len(buffers), pointers(buffers), scale, address(out))
-    return call(lib, "decode_blocks", out.device, ctypes.byref(blocks), *given)
+    total = out
+    if len(buffers) > CUDA_BUFFERS and out.device.type != "cpu":  # several launches carry the sum in fp32
+        total = torch.empty_like(out, dtype=torch.float32)
+    blocks = library.Blocks(numel=out.numel(), block=block, bits=bits, dtype=DTYPES[total.dtype])
+    given = (len(buffers), pointers(buffers), scale, address(total))
+    call(lib, "decode_blocks", out.device, ctypes.byref(blocks), *given)
+    if total is not out:
+        out.copy_(total)
+    return None
 
 
 def dequantize_sum_reference(buffers: Sequence[Tensor], out: Tensor, bits: int, block: int, scale: float = 1.0) -> None:

@@ -19,7 +19,7 @@ import struct
 import torch
 from torch import Tensor
 
-from lt_zero.ops.dispatch import address, call, native
+from lt_zero.ops.dispatch import address, call, native, pointer
 from lt_zero.ops.huffman import OVERHEAD, CorruptError, huffman_decode, huffman_encode
 from lt_zero.ops.quantize import check_flat
 
@@ -46,11 +46,13 @@ def select_topk(c: Tensor, k: int) -> Tensor:
         ValueError: ``c`` or ``k`` is something else.
     """
     _check_selection(c, k)
-    lib = native(c.device) if c.device.type == "cpu" else None
+    lib = native(c.device)
     if lib is None:
         return select_topk_reference(c, k)
-    indices = torch.empty(k, dtype=torch.int32)
-    call(lib, "select_topk", c.device, address(c), c.numel(), k, address(indices))
+    indices, room = torch.empty(k, dtype=torch.int32, device=c.device), None
+    if c.device.type != "cpu":  # needed until the kernels are launched
+        room = torch.empty(lib.lt_cuda_topk_scratch(c.numel()), dtype=torch.uint8, device=c.device)
+    call(lib, "select_topk", c.device, address(c), c.numel(), k, address(indices), *pointer(room))
     return indices
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import glob
+import itertools
 import re
 import shutil
 import subprocess
@@ -40,7 +41,7 @@ without_gpu = pytest.mark.skipif(bool(glob.glob("/dev/nvidia*")), reason="there 
 
 # ---- PTX -----------------------------------------------------------------------------------------------------------
 
-SOURCES = ["adam", "steps", "lamb", "norm", "pairs"]
+SOURCES = ["adam", "steps", "lamb", "norm", "pairs", "blocks"]
 
 
 @functools.cache
@@ -166,10 +167,12 @@ class InPlaceOfCpu:
     def _operation(cuda: ctypes.CDLL, name: str) -> Callable[..., int]:
         def operation(*args: Any) -> int:
             run = getattr(cuda, f"lt_cuda_{name}")
-            if name not in ("lamb_update", "norm_squared"):
+            if name not in ("lamb_update", "norm_squared", "select_topk"):
                 return run(*args[:-1], None)
-            tensors = args[0]._obj
-            nbytes = cuda.lt_cuda_scratch(tensors.count, tensors.numel)
+            if name == "select_topk":
+                nbytes = cuda.lt_cuda_topk_scratch(args[1])
+            else:
+                nbytes = cuda.lt_cuda_scratch(args[0]._obj.count, args[0]._obj.numel)
             scratch = torch.full((nbytes // 8,), torch.nan, dtype=torch.float64)  # nothing may rely on its content
             return run(*args[:-1], scratch.data_ptr(), None)
 
@@ -392,6 +395,74 @@ def test_sums_do_not_depend_on_the_size_of_the_gpu(emulated: ctypes.CDLL, monkey
     assert sums[0] == sums[1] == sums[2]
 
 
+# ---- compression ---------------------------------------------------------------------------------------------------
+
+
+def codec_input(numel: int, seed: int, offset: int = 0) -> Tensor:
+    """Heavy-tailed, with runs of zeros and an infinity, ``offset`` elements into its storage."""
+    make = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel + offset, generator=make) * torch.randn(numel + offset, generator=make).exp()
+    x[60:90] = 0.0
+    x[200:201] = torch.inf
+    return x[offset:]
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+def test_blocks(device: torch.device, bits: int, dtype: torch.dtype) -> None:
+    for numel, block, offset in itertools.product([0, 1, 7, 8, 255, 1000, 20_001], [16, 48, 256, 4096], [0, 3]):
+        x, residual = codec_input(numel, 0, offset).to(dtype), codec_input(numel, 1, offset).nan_to_num(0, 0, 0)
+        expected_left = residual.clone()
+        expected = ops.quantize_reference(x, bits, block, expected_left)
+        left = residual.clone().to(device)
+        out = torch.full_like(expected, 255).to(device)
+        made = x.to(device) if device.type == "cuda" else x  # a copy on the GPU is aligned, x is not
+        assert torch.equal(ops.quantize(made, bits, block, left, out).cpu(), expected), (numel, block)
+        assert same_bits(left, expected_left)
+        assert torch.equal(ops.quantize(made, bits, block).cpu(), ops.quantize_reference(x, bits, block))
+        buffers = [expected, ops.quantize_reference(x.flip(0), bits, block), ops.quantize_reference(-x, bits, block)]
+        total, wanted = torch.empty(numel + offset, dtype=dtype).to(device)[offset:], torch.empty(numel, dtype=dtype)
+        ops.dequantize_sum([buffer.to(device) for buffer in buffers], total, bits, block, 1 / 3)
+        ops.dequantize_sum_reference(buffers, wanted, bits, block, 1 / 3)
+        torch.testing.assert_close(total.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_more_buffers_than_a_launch_takes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(100, 333, generator=torch.Generator().manual_seed(1))
+    buffers = [ops.quantize_reference(row, 4, 16).to(device) for row in x for _ in range(6)]
+    out, expected = torch.empty(333, device=device), torch.empty(333)
+    ops.dequantize_sum(buffers, out, 4, 16, 0.1)
+    ops.dequantize_sum_reference([buffer.cpu() for buffer in buffers], expected, 4, 16, 0.1)
+    assert same_bits(out, expected)
+    if device.type == "cuda":
+        low = torch.empty(333, device=device, dtype=FP16)
+        ops.dequantize_sum(buffers, low, 4, 16, 0.1)
+        assert same_bits(low, expected.half())
+
+
+def test_selection(device: torch.device) -> None:
+    for numel in (0, 1, 33, 8191, 8192, 30_001):
+        x = codec_input(numel, 2)
+        x[5:6] = torch.nan
+        for c in (x, (3 * x).round(), torch.zeros(numel), -x):
+            for k in {0, min(1, numel), numel // 100, numel // 2, numel}:
+                assert torch.equal(ops.select_topk(c.to(device), k).cpu(), ops.select_topk_reference(c, k)), (numel, k)
+
+
+@pytest.mark.gpu
+def test_codecs_of_a_gpu_equal_the_cpus(device: torch.device) -> None:
+    x = torch.randn(100_003, generator=torch.Generator().manual_seed(3))
+    for codec in (ops.INT8, ops.INT4, ops.TWO_BITS, ops.ONE_BIT, ops.TopK(0.01), ops.TopK(0.02, BF16)):
+        ours, theirs = torch.zeros_like(x, device=device), torch.zeros_like(x)
+        sent, expected = codec.encode(x.to(device), ours), codec.encode(x, theirs)
+        assert torch.equal(sent.cpu(), expected)
+        assert same_bits(ours, theirs)
+        total, wanted = torch.empty_like(ours), torch.empty_like(theirs)
+        codec.decode_sum([sent, sent], total, 0.5)
+        codec.decode_sum([expected, expected], wanted, 0.5)
+        assert same_bits(total, wanted)
+
+
 # ---- arguments -----------------------------------------------------------------------------------------------------
 
 
@@ -454,7 +525,30 @@ def refuses_bad_arguments(lib: ctypes.CDLL) -> None:
     assert lib.lt_cuda_norm_squared(by(library.Mixed(**mixed)), None, here, None) == BAD_ARGUMENT
     assert lib.lt_cuda_norm_squared(by(library.Mixed(**mixed)), here, None, None) == BAD_ARGUMENT
 
+    here16 = torch.zeros(64, dtype=torch.uint8).data_ptr()
+    blocks = {"numel": 4, "block": 16, "bits": 8, "dtype": 0}
+    for change in ({"numel": -1}, {"block": 24}, {"block": 0}, {"block": 1 << 17}, {"bits": 3}, {"dtype": 3}):
+        wrong = library.Blocks(**(blocks | change))
+        assert lib.lt_cuda_encode_blocks(by(wrong), here, None, here16, None) == BAD_ARGUMENT, change
+        assert lib.lt_cuda_decode_blocks(by(wrong), 1, one, 1.0, here, None) == BAD_ARGUMENT, change
+    t = by(library.Blocks(**blocks))
+    assert lib.lt_cuda_encode_blocks(t, here, None, here16 + 8, None) == BAD_ARGUMENT
+    assert lib.lt_cuda_decode_blocks(t, 0, one, 1.0, here, None) == BAD_ARGUMENT
+    assert lib.lt_cuda_decode_blocks(t, 1, null, 1.0, here, None) == BAD_ARGUMENT
+    half = by(library.Blocks(**(blocks | {"dtype": 2})))
+    assert lib.lt_cuda_decode_blocks(half, 257, (ctypes.c_void_p * 257)(), 1.0, here, None) == BAD_ARGUMENT
+    for given in (
+        (here, -1, 0, here, here),
+        (here, 4, 5, here, here),
+        (None, 4, 1, here, here),
+        (here, 4, 1, here, None),
+    ):
+        assert lib.lt_cuda_select_topk(*given, None) == BAD_ARGUMENT
+    assert lib.lt_cuda_topk_scratch(-1) == -1
+
     # Nothing to do is no error, and needs no launch.
+    assert lib.lt_cuda_encode_blocks(by(library.Blocks(block=16, bits=8)), None, None, None, None) == 0
+    assert lib.lt_cuda_select_topk(None, 0, 0, None, None, None) == 0
     nothing = library.Tensors(**(good | {"numel": (ctypes.c_int64 * 1)(0)} | dict.fromkeys(lists, null)))
     assert lib.lt_cuda_adam_step(by(nothing), by(adam), None) == 0
     assert lib.lt_cuda_adam_step(by(library.Tensors()), by(adam), None) == 0

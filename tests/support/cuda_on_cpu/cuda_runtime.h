@@ -118,6 +118,25 @@ inline double __shfl_down_sync(unsigned, double value, int distance) {
     return result;
 }
 
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+    static_assert(sizeof(T) <= sizeof(double), "a lane holds 8 bytes");
+    unsigned thread = threadIdx.x;
+    emulation::Barrier &warp = emulation::warp_barriers[thread / 32];
+    memcpy(&emulation::lanes[thread], &value, sizeof value);
+    emulation::wait(warp, 32);
+    T result;
+    memcpy(&result, &emulation::lanes[thread ^ (unsigned)mask], sizeof result);
+    emulation::wait(warp, 32);
+    return result;
+}
+
+inline uint32_t atomicAdd(uint32_t *address, uint32_t value) {  // threads take turns at barriers only
+    uint32_t old = *address;
+    *address += value;
+    return old;
+}
+
 inline float __uint_as_float(uint32_t bits) {
     float x;
     memcpy(&x, &bits, sizeof x);
