@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 
 from lt_zero.config import ZeroConfig
-from lt_zero.memory.estimate import Machine, Sizes, cheapest, estimate, kinds_table, settings_table
+from lt_zero.memory.estimate import Machine, Sizes, cheapest, estimate, kinds_table, settings_table, traffic_table
 from lt_zero.memory.forecast import DEVICE, HOST, NVME
 from lt_zero.memory.limits import GB, amount
 
@@ -38,12 +38,18 @@ def estimate_command(
     gpu_gb: Annotated[float | None, Option(help="With --fit: memory of a GPU, without that of activations.")] = None,
     cpu_gb: Annotated[float | None, Option(help="With --fit: host memory of a node.")] = None,
     nvme_gb: Annotated[float, Option(help="With --fit: disk space of a node.")] = 0.0,
+    nodes: Annotated[int | None, Option(min=1, help="Number of nodes, of --per-node ranks each.")] = None,
+    mbit: Annotated[
+        float | None, Option(min=0.001, help="Rate of a node's link in Mbit/s: shows the traffic of a step.")
+    ] = None,
     fit: Annotated[bool, Option("--fit", help="Find the fastest setting that fits the machine.")] = False,
 ) -> None:
     """Estimate the memory of a run per rank and node, by stage and offload. 1 GB is 1e9 bytes."""
     console = Console(highlight=False)
     try:
         model, parsed = _model(params, largest, module), _config(config, stage, module)
+        if nodes is not None:
+            world, per_node = _ranks(world, nodes, per_node)
         options: dict[str, Any] = {
             "ranks_per_node": per_node,
             "optimizer": float(optimizer) if optimizer.replace(".", "", 1).isdigit() else optimizer,
@@ -52,6 +58,10 @@ def estimate_command(
             "accumulate_grad_batches": accumulate,
             "saves": checkpoints,
         }
+        sent = {key: options[key] for key in ("ranks_per_node", "precision", "device", "accumulate_grad_batches")}
+        if mbit is not None:
+            name, traffic = traffic_table(model, parsed, world, mbit, stage, console, **sent)
+            console.print(f"least traffic: {name} ({traffic.topology})", markup=False, soft_wrap=True)
         if fit:
             _fit(model, parsed, world, options, (gpu_gb, cpu_gb, nvme_gb), console)
             return
@@ -61,6 +71,14 @@ def estimate_command(
             kinds_table(forecast, f"Stage {parsed.zero_optimization.stage} as configured", console)
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _ranks(world: int, nodes: int, per_node: int | None) -> tuple[int, int]:
+    """The number of ranks, and those per node."""
+    if world > 1 and (world % nodes or per_node not in (None, world // nodes)):
+        raise ValueError(f"--world {world} --nodes {nodes} --per-node {per_node}: world = nodes * ranks per node.")
+    per_node = per_node or (world // nodes if world > 1 else 8)
+    return nodes * per_node, per_node
 
 
 def _model(params: float | None, largest: float | None, module: str | None) -> nn.Module | Sizes:

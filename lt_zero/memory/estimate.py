@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ZeroOptimization
-from lt_zero.config.precision import MODES, dtype_policy, resolve_mode
-from lt_zero.engine.partition import plan_engine, with_sizes
+from lt_zero.config.precision import MODES, DtypePolicy, dtype_policy, resolve_mode
+from lt_zero.engine.partition import EnginePlan, plan_engine, with_sizes
 from lt_zero.memory.forecast import DEVICE, HOST, NVME, PLACES, Forecast, Setup, forecast
 from lt_zero.memory.limits import amount
+from lt_zero.memory.traffic import Traffic, forecast_traffic
 from lt_zero.step.fused_step import FusedStep
 from lt_zero.step.supported_optimizers import states_by_group
 
@@ -82,6 +83,37 @@ def estimate(
     Raises:
         ValueError: a value is wrong, or precision and config contradict each other.
     """
+    options = (ranks_per_node, optimizer, precision, device, accumulate_grad_batches, saves)
+    return forecast(*_planned(model, config, world, *options))
+
+
+def estimate_traffic(
+    model: nn.Module | Sizes | float,
+    config: ZeroConfig | dict[str, Any] | None = None,
+    world: int = 1,
+    *,
+    ranks_per_node: int | None = None,
+    precision: str | None = None,
+    device: str = "cuda",
+    accumulate_grad_batches: int = 1,
+) -> Traffic:
+    """The bytes that each node sends to others in an optimizer step. Arguments and errors: as for ``estimate``."""
+    options = (ranks_per_node, "adam", precision, device, accumulate_grad_batches, False)
+    return forecast_traffic(*_planned(model, config, world, *options), accumulate_grad_batches)
+
+
+def _planned(
+    model: nn.Module | Sizes | float,
+    config: ZeroConfig | dict[str, Any] | None,
+    world: int,
+    ranks_per_node: int | None,
+    optimizer: str | float | Optimizer,
+    precision: str | None,
+    device: str,
+    accumulate_grad_batches: int,
+    saves: bool,
+) -> tuple[EnginePlan, ZeroConfig, DtypePolicy, Setup]:
+    """The plan of a run, its configuration, precision and setup; arguments as for ``estimate``."""
     config = ZeroConfig.of(config)
     if device not in ("cuda", "cpu"):
         raise ValueError(f"device={device!r} is not 'cuda' or 'cpu'.")
@@ -119,7 +151,7 @@ def estimate(
         accumulates=accumulate_grad_batches > 1,
         saves=saves,
     )
-    return forecast(plan_engine(model, config, policy, config.zero_optimization.shards(world)), config, policy, setup)
+    return plan_engine(model, config, policy, config.zero_optimization.shards(world)), config, policy, setup
 
 
 class _Layer(nn.Module):
@@ -357,3 +389,45 @@ def kinds_table(cast: Forecast, title: str, console: Console | None = None) -> T
         table.add_row(kind, *[amount(kinds[place].get(kind, 0)) for place in PLACES])
     (console or Console()).print(table)
     return table
+
+
+def traffic_table(
+    model: nn.Module | Sizes | float,
+    config: ZeroConfig,
+    world: int,
+    mbit: float,
+    stage: int | None = None,
+    console: Console | None = None,
+    **options: Any,
+) -> tuple[str, Traffic]:
+    """Print what each node sends per step in every way of sending it; returns the one that takes the least time.
+
+    Args:
+        model, config, world, options: as in ``estimate_traffic``.
+        mbit: rate of a node's link, in Mbit/s.
+        stage: only this one.
+    """
+    per_node = options.get("ranks_per_node") or world
+    title = f"{world} ranks, {per_node} per node, {mbit:g} Mbit/s: sent by a node per step"
+    table = Table(title=title, box=SIMPLE_HEAD)
+    for column in ("setting", "gradients", "weights", "seconds"):
+        table.add_column(column, justify="left" if column == "setting" else "right")
+    found: dict[str, Traffic] = {}
+    for number in range(4) if stage is None else [stage]:
+        ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {"": ({}, {})}
+        if options.get("device") == "cpu":
+            ways[", topology 1"] = ({}, {"topology": 1})
+        if number > 0 and world % per_node == 0 and 1 < per_node < world:
+            ways[f", mics_shard_size {per_node}"] = ({"mics_shard_size": per_node}, {})
+        for name, (zero, communication) in ways.items():
+            block: dict[str, Any] = {
+                "zero_optimization": config.zero_optimization.model_copy(update={"stage": number, **zero})
+            }
+            block |= {"communication": config.communication.model_copy(update=communication)}
+            traffic = estimate_traffic(model, config.model_copy(update=block), world, **options)
+            found[f"stage {number}{name}"] = traffic
+    for name, traffic in found.items():
+        cells = (amount(int(traffic.gradients)), amount(int(traffic.weights)), f"{traffic.seconds(mbit):.2f}")
+        table.add_row(name, *cells)
+    (console or Console(highlight=False)).print(table)
+    return min(found.items(), key=lambda item: item[1].total)

@@ -1,0 +1,148 @@
+"""Bytes that a node sends to others in a step: what collectives cost on a link that is slower than memory.
+
+Counted as gloo's and NCCL's algorithms send them, without the headers of packets (about 3 %) and without the small
+collectives of a step (norms, flags).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from lt_zero.comm.hierarchy import lines
+from lt_zero.comm.topology import choose
+from lt_zero.comm.transport import Mesh
+from lt_zero.config import ZeroConfig
+from lt_zero.config.precision import DtypePolicy
+from lt_zero.engine.gather import Residency
+from lt_zero.engine.partition import EnginePlan
+from lt_zero.memory.forecast import Row, Setup, rows_of
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one node sends to others per optimizer step (mean of the nodes).
+
+    Attributes:
+        gradients: sent by reductions.
+        weights: sent by gathers.
+        topology: how; see ``communication.topology``.
+    """
+
+    gradients: float
+    weights: float
+    topology: str
+
+    @property
+    def total(self) -> float:
+        return self.gradients + self.weights
+
+    def seconds(self, mbit: float) -> float:
+        """Seconds that a link of ``mbit`` Mbit/s per node takes for them."""
+        return self.total * 8 / (mbit * 1e6)
+
+
+def forecast_traffic(
+    plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Setup, micro_batches: int = 1
+) -> Traffic:
+    """The traffic of a step with ``micro_batches`` backwards. ``setup.per_node`` ranks are on each node."""
+    zero, world = config.zero_optimization, setup.world
+    mesh = Mesh(world, 0, zero.shards(world))
+    nodes = [list(range(first, min(first + setup.per_node, world))) for first in range(0, world, setup.per_node)]
+    backend = "gloo" if setup.device == "cpu" else "nccl"
+    topology = choose(config.communication.topology, mesh, nodes, backend)
+    if len(nodes) == 1:
+        return Traffic(0, 0, topology.why)
+    links = _Links(mesh, nodes, backend, topology.sizes)
+    table = dict(zip(plan.buckets, rows_of(plan, config, policy, setup), strict=True))
+    gradients = weights = 0.0
+    for row in table.values():
+        if row.trains:
+            reductions = micro_batches if row.sharding.grads else 1
+            gradients += reductions * links.reduced(row)
+            if row.sharding.optim and not row.sharding.params:
+                weights += links.gathered(row)
+    limits = Residency(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
+    units = [[table[b] for b in unit.buckets if b.sharding.params] for unit in plan.units[:-1]]
+    stays = limits.keep_after_forward([sum(row.numel for row in rows) for rows in units])
+    for rows, unit, keeps in zip(units, plan.units, stays, strict=False):
+        passes = 2 if unit.needs_weights and not keeps else 1
+        weights += passes * micro_batches * sum(links.gathered(row) for row in rows)
+    root = [b for b in (*plan.units[-1].buckets, *plan.rest) if b.sharding.params]
+    weights += micro_batches * sum(links.gathered(table[bucket]) for bucket in root)
+    return Traffic(gradients, weights, topology.why)
+
+
+class _Links:
+    """What crosses between nodes, per node, in one collective of a bucket."""
+
+    def __init__(self, mesh: Mesh, nodes: list[list[int]], backend: str, sizes: Sequence[int]) -> None:
+        self._mesh, self._count, self._gloo = mesh, len(nodes), backend == "gloo"
+        self._rows = [mesh.row(replica) for replica in range(mesh.world // mesh.shards)]
+        self._dimensions = [lines(mesh, sizes, number) for number in range(len(sizes))]
+        self._node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
+
+    def reduced(self, row: Row) -> float:
+        """Bytes of a reduction of a bucket's gradients."""
+        if row.send is None:
+            return 0.0
+        mesh, wide = self._mesh, max(row.accum.itemsize, torch.float32.itemsize)
+        if not row.sharding.optim and not row.sharding.params:
+            everyone = [list(range(mesh.world))]
+            return self._scattered(row, everyone, wide) + self._shared(row.numel * row.send.itemsize, everyone)
+        columns = [mesh.column(shard) for shard in range(mesh.shards)] if mesh.shards < mesh.world else []
+        summed = row.own * (wide if self._gloo else row.send.itemsize)
+        return self._scattered(row, self._rows, wide) + self._around(2 * summed, columns)
+
+    def gathered(self, row: Row) -> float:
+        """Bytes of a gather of a bucket's weights."""
+        return self._shared(row.numel * row.dtype.itemsize, self._rows)
+
+    def _around(self, nbytes: float, groups: Sequence[Sequence[int]]) -> float:
+        """Bytes of a ring through each of the ``groups``: every edge carries all but one rank's part."""
+        sent = 0.0
+        for ranks in groups:
+            pairs = zip(ranks, [*ranks[1:], ranks[0]], strict=True)
+            crossed = sum(self._node_of[one] != self._node_of[other] for one, other in pairs)
+            sent += nbytes * (len(ranks) - 1) / len(ranks) * crossed
+        return sent / self._count
+
+    def _scattered(self, row: Row, groups: list[list[int]], wide: int) -> float:
+        """Bytes of a reduce-scatter in each of the ``groups``; ``wide``: bytes of an element of a partial sum."""
+        assert row.send is not None
+        if not self._gloo:
+            return self._around(row.numel * row.send.itemsize, groups)
+        sent, itemsize, part = 0.0, row.send.itemsize, float(row.numel)
+        for lines_of in self._dimensions or [groups]:
+            part /= len(lines_of[0])
+            for ranks in lines_of:
+                apart = sum(self._node_of[one] != self._node_of[other] for one in ranks for other in ranks)
+                sent += apart * part * itemsize
+            itemsize = wide
+        return sent / self._count
+
+    def _shared(self, nbytes: float, groups: list[list[int]]) -> float:
+        """Bytes of all shards of a bucket of ``nbytes`` on their way to all ranks of each of the ``groups``."""
+        if not self._gloo:
+            return self._around(nbytes, groups)
+        sent = 0.0
+        for lines_of in self._dimensions or [groups]:
+            nbytes /= len(lines_of[0])  # what a rank has after the dimensions that follow, in gathers the earlier ones
+            for ranks in lines_of:
+                nodes = tuple(self._node_of[rank] for rank in ranks)
+                sent += nbytes * sum(_broadcast(nodes, root) for root in range(len(ranks)))
+        return sent / self._count
+
+
+@cache
+def _broadcast(nodes: tuple[int, ...], root: int) -> int:
+    """How often gloo's broadcast from rank ``root`` crosses between ``nodes`` (of each rank): a binomial tree."""
+    count, crossed, bit = len(nodes), 0, 1
+    while bit < count:  # ranks that have the data, counted from the root, double in each round
+        for source in range(min(bit, count - bit)):
+            crossed += nodes[(source + root) % count] != nodes[(source + bit + root) % count]
+        bit *= 2
+    return crossed

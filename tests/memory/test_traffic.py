@@ -1,0 +1,92 @@
+"""Forecasts of what a step sends between nodes, beside what simulated nodes send."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import lt_zero
+from lt_zero.config import ZeroConfig
+from lt_zero.memory.estimate import estimate_traffic, traffic_table
+from tests.support.matrix import only_rows
+from tests.support.nodes import NodePool, Traffic
+from tests.support.parity import RELEASE, config_of
+
+MB = 10**6
+WAYS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "ring": {"communication": {"topology": 1}},
+    "torus": {"communication": {"topology": 3}},
+    "groups": {"mics_shard_size": 2},
+}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+
+
+def config(stage: int, way: str, low: bool) -> ZeroConfig:
+    keys = dict(WAYS[way])
+    zero = {key: keys.pop(key) for key in ("mics_shard_size",) if key in keys}
+    return config_of(stage, zero | (RELEASE if stage == 3 else {}), torch.bfloat16 if low else None, **keys)
+
+
+def _sent(stage: int, way: str, low: bool) -> float:
+    """Bytes from this rank's node in a step of two micro-batches."""
+    model = net()
+    engine = lt_zero.shard(model, config(stage, way, low))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    for _ in range(2):
+        with Traffic() as traffic:
+            optimizer.zero_grad()
+            for micro in range(2):
+                engine.reducer.sync = micro == 1
+                model(torch.ones(2, 256, dtype=torch.bfloat16 if low else torch.float32)).sum().backward()
+            optimizer.step()
+            engine.finish_steps()
+    return traffic.sent
+
+
+@pytest.mark.nodes
+@pytest.mark.parametrize(
+    ("stage", "way", "low"),
+    only_rows(
+        [(0, "auto", False), (2, "ring", True), (3, "auto", True), (1, "groups", False)],
+        [row for row in itertools.product([0, 1, 2, 3], WAYS, [False, True]) if row[:2] != (0, "groups")],
+    ),
+)
+def test_as_many_bytes_as_forecast(node_pool: NodePool, stage: int, way: str, low: bool) -> None:
+    sent = node_pool.run(_sent, stage, way, low)
+    forecast = estimate_traffic(
+        net(), config(stage, way, low), 4, ranks_per_node=2, device="cpu", accumulate_grad_batches=2
+    )
+    assert forecast.total == pytest.approx((sent[0] + sent[2]) / 2, rel=0.15)
+
+
+def test_nothing_is_sent_by_one_node() -> None:
+    assert estimate_traffic(1e6, {"zero_optimization": {"stage": 3}}, 8).total == 0
+
+
+def test_a_ring_of_gpus() -> None:
+    """15 of 16 parts of 1e9 bf16 weights leave each node for each gather, as fp32 gradients for the reduction."""
+    found = estimate_traffic(1e9, {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, 16, ranks_per_node=8)
+    assert found.weights == pytest.approx(2e9 * 15 / 16, rel=1e-3)
+    assert found.gradients == pytest.approx(4e9 * 15 / 16, rel=1e-3)
+    assert found.seconds(10_000) == pytest.approx(6e9 * 15 / 16 * 8 / 1e10, rel=1e-3)
+
+
+def test_the_way_that_sends_least_is_recommended() -> None:
+    console = Console(record=True, width=120)
+    name, found = traffic_table(29.5e6, ZeroConfig.of(None), 4, 200, 3, console, ranks_per_node=2, device="cpu")
+    assert name == "stage 3"
+    text = console.export_text()
+    assert f"{found.gradients / MB:.2f} MB" in text
+    assert "stage 3, topology 1" in text
+    assert "stage 3, mics_shard_size 2" in text
