@@ -246,7 +246,7 @@ def _shared_memory(path: Path) -> Iterator[Row]:
         assert peer.stdout is not None
         arena = SharedArena()
         addresses = [arena.address(), (host_identity(), peer.stdout.readline().strip())]
-        works = arena.connect(0, addresses) and arena.posted(0) == [_NUMBER]
+        works = arena.connect(0, addresses, range(len(addresses))) and arena.posted(0) == [_NUMBER]
     found = "memory of another process was read" if works else "/proc/PID/fd of another process cannot be opened"
     remedy = f"{slower} Check how /proc is mounted (hidepid), and whether a sandbox hides processes."
     yield _row("shared memory", found, not works, remedy)

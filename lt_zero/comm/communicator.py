@@ -121,7 +121,7 @@ class Comm(ProcessLocal):
             comm.agreement = comm._hang_detector.agreement
             comm.nodes = group_by_node(comm.host_gather(node_identity(node), "nodes"))
         if comm._gloo and device.type == "cpu":
-            comm._share_memory()
+            comm._arena = comm._share_memory(range(comm.world))
             comm._choose(comm.world, "auto", True)
         comm._destroy_unused()
         return comm
@@ -191,8 +191,10 @@ class Comm(ProcessLocal):
             scatters,
         )
         if self.topology.sizes:
-            make = partial(self._new_group, backend)
-            self._transport = Hierarchy(*common, self._watch, self.topology.sizes, make)
+            make, node = partial(self._new_group, backend), next(n for n in self.nodes if self.rank in n)
+            arenas = [self._share_memory(node) for _ in range(3)] if self.topology.sizes[0] == len(node) else []
+            shared = [arena for arena in arenas if arena is not None]
+            self._transport = Hierarchy(*common, self._watch, self.topology.sizes, make, shared)
         elif self._arena is not None:
             self._transport = Windows(*common, self._watch, self._arena)
         else:
@@ -316,12 +318,12 @@ class Comm(ProcessLocal):
 
     # ---- windows: see shared_memory.py, Note [Shared windows] -------------------------------------------------------
 
-    def _share_memory(self) -> None:
-        """Use shared windows if all ranks can."""
+    def _share_memory(self, ranks: Sequence[int]) -> SharedArena | None:
+        """Windows that ``ranks``, of which this is one, read; None if some cannot, on any host. Collective."""
         arena = SharedArena() if supported() else None
         addresses = self.host_gather(arena.address() if arena else None, "shared memory")
-        agreed = self.host_gather(arena is not None and arena.connect(self.rank, addresses), "shared memory")
-        self._arena = arena if all(agreed) else None
+        connects = arena is not None and arena.connect(self.rank, addresses, ranks)
+        return arena if all(self.host_gather(connects, "shared memory")) else None
 
     @property
     def shares_memory(self) -> bool:
@@ -358,6 +360,23 @@ class Comm(ProcessLocal):
         if self._arena is not None:
             return self._arena.allocate(numel, dtype)
         return flat_empty(numel, dtype, self.device)
+
+    def shares_sends(self, sharded: bool) -> bool:
+        """Whether peers read buffers for reductions where they are, so that no scratch memory is needed."""
+        return self._group is not None and self._transport.sends_from(sharded) is not None
+
+    @property
+    def send_buffers(self) -> int:
+        """How many buffers for reductions take turns; two reductions are in flight."""
+        return self._transport.send_buffers if self._group is not None else 2
+
+    def allocate_send(self, numel: int, dtype: torch.dtype, sharded: bool) -> Tensor:
+        """A buffer (1D) for reductions, for the life of a run; in the same order on all ranks.
+
+        ``sharded``: for ``reduce_scatter``, else for ``all_reduce``.
+        """
+        arena = self._transport.sends_from(sharded) if self._group is not None else None
+        return arena.allocate(numel, dtype) if arena is not None else flat_empty(numel, dtype, self.device)
 
     def before_write(self) -> None:
         """Before writing to a tensor from ``allocate``: wait until no rank reads it."""

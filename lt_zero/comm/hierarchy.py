@@ -3,8 +3,9 @@
 Note [Dimensions]
     The ranks of a shard group are a grid, the last coordinate first in memory: rank = (outer * middle + m) * inner + i.
     A reduce-scatter sums along the innermost dimension, then along the next one what is left: with nodes of L ranks, an
-    L-th of the bytes between nodes. An all-gather goes the other way. Along a dimension contributions are added in rank
-    order, in the dtype of the result (fp32 by default), so results differ from one ring's by the rounding of the sums.
+    L-th of the bytes between nodes. An all-gather goes the other way. Ranks of a node use windows if they can
+    (shared_memory.py). Along a dimension contributions are added in rank order, in the dtype of the result (fp32 by
+    default), so results differ from one ring's by the rounding of the sums.
 
     Which dimensions: topology.py.
 """
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_zero.comm.procedures import Procedures
-from lt_zero.comm.shared_memory import store, wide
+from lt_zero.comm.shared_memory import SharedArena, store, wide
 from lt_zero.comm.transport import Gloo, Group, Groups, Mesh, sum_in_rank_order
 from lt_zero.comm.work import Launch, Watch, Work
 
@@ -36,6 +37,7 @@ class Hierarchy(Gloo):
 
     Args:
         new_group: makes a process group of those of the given ranks which have this rank. Collective.
+        arenas: three of the ranks of the innermost dimension, a node; [] if they share no memory.
     """
 
     overlaps = True
@@ -49,6 +51,7 @@ class Hierarchy(Gloo):
         watch: Watch,
         sizes: Sequence[int],
         new_group: Callable[[Sequence[Sequence[int]]], Group],
+        arenas: Sequence[SharedArena] = (),
     ) -> None:
         super().__init__(mesh, groups, device, scatters, watch)
         used = [number for number, size in enumerate(sizes) if size > 1]
@@ -56,19 +59,28 @@ class Hierarchy(Gloo):
         # Two threads, each with its own groups: a gather does not wait for a reduction.
         self._gathers, self._sums = ([new_group(lines(mesh, sizes, number)) for number in used] for _ in range(2))
         self._gathering, self._reducing = Procedures("gather"), Procedures("reduce")
+        # Windows of each thread, as all ranks have to allocate them in the same order.
+        self._sends = arenas[0] if arenas else None
+        self._staging: list[_Staging | None] = [_Staging(arena) for arena in arenas[1:]] if arenas else [None, None]
+
+    def sends_from(self, sharded: bool) -> SharedArena | None:
+        return self._sends
 
     def all_gather(self, flat: Tensor, own: Tensor | None, launch: Launch | None, group: Group | None = None) -> Work:
         if group is not None:  # of the background thread
             return super().all_gather(flat, own, launch, group)
-        return self._all([self._gathering.submit(lambda: self._gather(flat, self._gathers))], launch)
+        return self._all([self._gathering.submit(lambda: self._gather(flat, self._gathers, self._staging[0]))], launch)
 
-    def _gather(self, flat: Tensor, groups: Sequence[Group]) -> None:
+    def _gather(self, flat: Tensor, groups: Sequence[Group], staging: _Staging | None) -> None:
         """Fill the rows of ``flat``, one for each shard, dimension by dimension from the outermost."""
         shards = self._mesh.shards
         rows, stride = flat.view(shards, -1), shards
         for size, group in reversed(list(zip(self._sizes, groups, strict=True))):
             block, stride = stride, stride // size
             mine, peers = self._mesh.shard_rank % stride, dist.get_process_group_ranks(group)
+            if stride == 1 and staging is not None:
+                staging.gather(rows.view(-1, size, rows.shape[1]), peers, group)
+                continue
             works = [
                 dist.broadcast(rows[first + number * stride + mine], peer, group, async_op=True)
                 for first in range(0, shards, block)
@@ -97,21 +109,53 @@ class Hierarchy(Gloo):
 
         def run() -> None:
             self._own(flat).copy_(self._sum(flat, scratch, wide(out.dtype)).mul_(factor))
-            self._gather(flat, self._sums)
+            self._gather(flat, self._sums, self._staging[1])
             store(out, flat, add, 1.0)
 
         return self._all([self._reducing.submit(run)], launch)
 
     def _sum(self, flat: Tensor, scratch: Tensor, dtype: torch.dtype) -> Tensor:
         """The sum of this rank's shards of ``flat`` (1D ``dtype``), dimension by dimension from the innermost."""
-        rows, received = flat.view(self._mesh.shards, -1), scratch.view(self._mesh.shards, -1)
-        for size, group in zip(self._sizes, self._sums, strict=True):
-            blocks, parts = (t.view(-1, size * t.shape[1]) for t in (rows, received))
-            for work in [
+        rows, received = flat.view(self._mesh.shards, -1), scratch
+        for number, (size, group) in enumerate(zip(self._sizes, self._sums, strict=True)):
+            arena, width = self._sends, rows.shape[1]
+            if number == 0 and arena is not None and arena.has(flat):
+                rows = torch.empty(len(rows) // size, width, dtype=dtype)
+                dist.barrier(group)  # all have written
+                for block, row in enumerate(rows):
+                    arena.sum(flat, (block * size + self._mesh.shard_rank % size) * width, row, False, 1.0)
+                dist.barrier(group)  # all have read
+                continue
+            if received.numel() != rows.numel():
+                received = torch.empty_like(rows)
+            blocks, parts = (t.view(-1, size * width) for t in (rows, received))
+            works = [
                 dist.all_to_all_single(part, block, group=group, async_op=True)
                 for part, block in zip(parts, blocks, strict=True)
-            ]:
+            ]
+            for work in works:
                 work.wait()
             rows = torch.stack([sum_in_rank_order(part.chunk(size), dtype) for part in parts])
-            received = torch.empty_like(rows)
+            received = rows.new_empty(0)
         return rows.view(-1)
+
+
+class _Staging:
+    """A window through which the ranks of a node exchange shards."""
+
+    def __init__(self, arena: SharedArena) -> None:
+        self._arena, self._window = arena, torch.empty(0, dtype=torch.uint8)
+
+    def gather(self, blocks: Tensor, ranks: Sequence[int], group: Group) -> None:
+        """Fill ``blocks`` ([blocks, ranks, elements]) with what each of the ``ranks`` has of its own in each block."""
+        nbytes = blocks[:, 0].numel() * blocks.itemsize
+        if self._window.numel() < nbytes:  # the earlier one stays allocated: buckets have few sizes
+            self._window = self._arena.allocate(nbytes, torch.uint8)
+        mine = self._window[:nbytes].view(blocks.dtype).view(blocks.shape[0], -1)
+        own = list(ranks).index(self._arena.rank)
+        mine.copy_(blocks[:, own])
+        dist.barrier(group)  # all have written
+        for number, peer in enumerate(ranks):
+            for block, row in enumerate(blocks[:, number] if number != own else ()):
+                self._arena.read(peer, self._window, block * row.nbytes, row.view(torch.uint8))
+        dist.barrier(group)  # all have read

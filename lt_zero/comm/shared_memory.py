@@ -18,6 +18,7 @@ import ctypes
 import mmap
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -67,17 +68,19 @@ class SharedArena:
         self._used = 0  # bytes of the current segment
         self._start = 0  # offset of the current segment in the file
         self._offsets: dict[int, int] = {}  # address of a window -> offset in the file
-        self._peers: dict[int, int] = {}
+        self._peers: dict[int, int] = {}  # rank -> file
+        self.rank = 0
         self._posts = self.allocate(2, torch.int64)
 
     def address(self) -> tuple[str, str]:
         """The host, and the path by which peers open this rank's file."""
         return host_identity(), f"/proc/{os.getpid()}/fd/{self._file}"
 
-    def connect(self, rank: int, addresses: list[Any]) -> bool:
-        """Open the peers' files; False if one cannot be opened (another host, another container)."""
-        mine = addresses[rank]
-        for peer, address in enumerate(addresses):
+    def connect(self, rank: int, addresses: Sequence[Any], ranks: Iterable[int]) -> bool:
+        """Open the files of ``ranks``; False if one cannot be opened (another host, another container)."""
+        mine, self.rank = addresses[rank], rank
+        for peer in ranks:
+            address = addresses[peer]
             if address is None or mine is None or address[0] != mine[0]:
                 return False
             if peer == rank:
@@ -153,23 +156,23 @@ class SharedArena:
                 self.read(peer, own, first + lo, received[: chunk.numel()])
                 chunk.copy_(received[: chunk.numel()])
 
-    def sum(self, send: Tensor, base: int, rank: int, out: Tensor, add: bool, factor: float) -> None:
+    def sum(self, send: Tensor, base: int, out: Tensor, add: bool, factor: float) -> None:
         """Write ``factor`` times the ranks' sum of ``send`` from element ``base`` on to ``out``, or add it.
 
-        Added in rank order, in fp32 if ``out`` has 16 bits. ``rank``: this one.
+        Added in rank order, in fp32 if ``out`` has 16 bits.
         """
-        world = len(self._peers) + 1
+        first, *others = sorted([self.rank, *self._peers])
         sums, received = (torch.empty(min(_CHUNK, out.numel()), dtype=d) for d in (wide(out.dtype), send.dtype))
         for lo in range(0, out.numel(), _CHUNK):
             hi = min(lo + _CHUNK, out.numel())
             total, chunk = sums[: hi - lo], received[: hi - lo]
-            for source in range(world):
-                if source == rank:
+            for source in (first, *others):
+                if source == self.rank:
                     shard = send[base + lo : base + hi]
                 else:
-                    shard = total if source == 0 and total.dtype == chunk.dtype else chunk
+                    shard = total if source == first and total.dtype == chunk.dtype else chunk
                     self.read(source, send, base + lo, shard)
-                if source == 0:
+                if source == first:
                     total.copy_(shard)  # does nothing if the sum was read in place
                 else:
                     total.add_(shard)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_zero.comm.shared_memory import SharedArena, store, wide
+from lt_zero.comm.shared_memory import SEND_BUFFERS, SharedArena, store, wide
 from lt_zero.comm.work import All, Done, Launch, Watch, Work
 
 Group = dist.ProcessGroup
@@ -73,6 +73,7 @@ class Transport:
     """The collectives of a device's backend, such as NCCL. Methods start them; tensors are 1D."""
 
     overlaps = True  # gathers overlap with computation
+    send_buffers = 2  # see ``Comm.send_buffers``
     sums_wide = False  # see ``Comm.sums_wide``
 
     def __init__(self, mesh: Mesh, groups: Groups, device: torch.device, scatters: bool = True) -> None:
@@ -86,8 +87,12 @@ class Transport:
         return 0
 
     def shares(self, tensor: Tensor | None) -> bool:
-        """Whether peers read ``tensor`` where it is."""
+        """Whether gathers of peers read ``tensor`` where it is."""
         return False
+
+    def sends_from(self, sharded: bool) -> SharedArena | None:
+        """Where buffers for reductions are best allocated; ``sharded``: for ``reduce_scatter``, else ``all_reduce``."""
+        return None
 
     def _own(self, flat: Tensor) -> Tensor:
         """This rank's shard. (``chunk`` makes all of them: 4 ms at 2,048 ranks.)"""
@@ -175,6 +180,7 @@ class Windows(Gloo):
     """Memory that all ranks read, on one host. See shared_memory.py, Note [Shared windows]."""
 
     overlaps, sums_wide = False, True
+    send_buffers = SEND_BUFFERS
 
     def __init__(
         self, mesh: Mesh, groups: Groups, device: torch.device, scatters: bool, watch: Watch, arena: SharedArena
@@ -184,6 +190,9 @@ class Windows(Gloo):
 
     def shares(self, tensor: Tensor | None) -> bool:
         return tensor is not None and self._arena.has(tensor)
+
+    def sends_from(self, sharded: bool) -> SharedArena | None:
+        return self._arena if sharded else None
 
     def all_gather(self, flat: Tensor, own: Tensor | None, launch: Launch | None, group: Group | None = None) -> Work:
         if own is None or not self._arena.has(own):
@@ -198,7 +207,7 @@ class Windows(Gloo):
             return super().reduce_scatter(out, flat, scratch, add, factor, launch)
         entered, mesh = dist.barrier(self._groups.everyone, async_op=True), self._mesh
         first = mesh.shard_rank * (flat.numel() // mesh.shards)
-        return self._all([entered], launch, lambda: self._arena.sum(flat, first, mesh.rank, out, add, factor))
+        return self._all([entered], launch, lambda: self._arena.sum(flat, first, out, add, factor))
 
 
 def sum_in_rank_order(shards: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:

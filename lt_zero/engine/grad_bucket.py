@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from lt_zero.comm.communicator import Comm
-from lt_zero.comm.shared_memory import SEND_BUFFERS
 from lt_zero.common.flat_storage import flat_empty
 from lt_zero.common.timing import phase
 from lt_zero.engine.bucket import Bucket
@@ -137,10 +136,11 @@ class Reducer:
             send = flat_empty(bucket.layout.numel, dtype, comm.device)
             return send, flat_empty(comm.scratch_numel(bucket.layout.numel), dtype, comm.device)
         free = self._buffers.setdefault(dtype, deque())
-        shared = comm.shares_memory and bucket.sharding.optim
-        if self._made.get(dtype, 0) < (SEND_BUFFERS if shared else 2):
+        sharded = bucket.sharding.optim
+        shared = comm.shares_sends(sharded)
+        if self._made.get(dtype, 0) < comm.send_buffers:
             self._made[dtype] = self._made.get(dtype, 0) + 1
-            send = comm.allocate(largest, dtype)
+            send = comm.allocate_send(largest, dtype, sharded)
             return send, flat_empty(0 if shared else comm.scratch_numel(largest), dtype, comm.device)
         return free.popleft()
 

@@ -82,23 +82,25 @@ def test_ranks_are_grouped_by_node() -> None:
     assert group_by_node(["a", "b", "a", "c", "b"]) == [[0, 2], [1, 4], [3]]
 
 
-def _as_two_nodes() -> Any:
+def _as_two_nodes(shared: str = "0") -> Any:
     """Half of the ranks are on another node, as LT_ZERO_NODE_RANK says."""
     number = dist.get_rank() // (dist.get_world_size() // 2)
-    return mock.patch.dict(os.environ, {"LT_ZERO_NODE_RANK": str(number), "LT_ZERO_SHARED_MEMORY": "0"})
+    return mock.patch.dict(os.environ, {"LT_ZERO_NODE_RANK": str(number), "LT_ZERO_SHARED_MEMORY": shared})
 
 
 def _exact(stage: int, topology: Any, optimizer: str, zero: dict[str, Any], sizes: Sequence[int]) -> None:
-    with _as_two_nodes():
+    with _as_two_nodes("1" if topology == 2 else "0"):
         keys = {"topology": topology}
         engine = check(Case(Net, next_token_loss, stage, optimizer, 3, micro=2, zero=zero, communication=keys))
     assert tuple(engine.comm.topology.sizes) == tuple(sizes)
     assert len(engine.comm.nodes) == 2
+    assert engine.comm.shares_sends(True) == engine.comm.shares_sends(False) == (topology == 2)
 
 
-@pytest.mark.parametrize(("stage", "optimizer", "topology"), cover([0, 1, 2, 3], ["sgd", "adamw"], ["auto", 3]))
+@pytest.mark.parametrize(("stage", "optimizer", "topology"), cover([0, 1, 2, 3], ["sgd", "adamw"], ["auto", 2, 3]))
 def test_equals_single_process(pool: Pool, stage: int, optimizer: str, topology: Any) -> None:
-    sizes = (2, 2) if topology == "auto" else (2, 1, 2)
+    """Over sockets only; ranks of a node through shared memory (2); in three dimensions."""
+    sizes = (2, 1, 2) if topology == 3 else (2, 2)
     pool.run(4, _exact, stage, topology, optimizer, RELEASE if stage == 3 else {}, sizes)
 
 
