@@ -54,6 +54,8 @@ MODES: dict[str, dict[str, Any]] = {
     "lt_zero stage 1": {"zero_optimization": {"stage": 1}},
     "lt_zero stage 2": {"zero_optimization": {"stage": 2}},
     "lt_zero stage 3": {"zero_optimization": {"stage": 3}},
+    "lt_zero stage 2, topology 1": {"zero_optimization": {"stage": 2}, "communication": {"topology": 1}},
+    "lt_zero stage 3, mics_shard_size 2": {"zero_optimization": {"stage": 3, "mics_shard_size": PER_NODE}},
 }
 
 
@@ -275,8 +277,9 @@ def report(results: dict[str, Result], args: argparse.Namespace) -> str:
     steps = ", ".join(f"{steps_at(rate)} at {rate}" for rate in args.rates)
     heading = f"# nodes: a GPT of {numel / 1e6:.1f}M parameters in fp32 on {NODES} nodes of {PER_NODE} ranks\n"
     setting = (
-        f"{date.today()}, {versions('cpu')}, {cpu}, load {os.getloadavg()[1]:.1f}; medians of {args.rounds} rounds with"
-        f" {steps} Mbit/s steps, in brackets the ratio to the first row within a round; gradients are"
+        f"{date.today()}, {versions('cpu')}, {cpu}, load {os.getloadavg()[1]:.1f} at the end;"
+        f" medians of {args.rounds} rounds (steps in each: {steps} Mbit/s), in brackets the"
+        " ratio to the first row within a round; gradients are"
         f" {4 * numel / 1e6:.0f} MB\n"
     )
     failed = [f"\n{peer} failed: {result.error}" for peer, result in results.items() if result.error]
