@@ -1,18 +1,23 @@
 """The kernels against torch's and DeepSpeed's, on one device: interleaved rounds, medians, GB/s of necessary traffic.
 
-    python benchmarks/ops.py [--numel 50e6] [--rounds 9] [--threads 1 2] [--device cpu] [--out results.md]
+    python benchmarks/ops.py [--codecs] [--numel 50e6] [--rounds 9] [--threads 1 2] [--device cpu] [--out results.md]
 
 The roof is traffic of the same kind with next to no arithmetic: three streams read, two of them written back.
 "Necessary" counts each byte that a one-pass step must move, so a sequence of several passes shows fewer GB/s.
+
+With ``--codecs``: compression instead, with a residual, in GB/s of fp32 input (of sums: of fp32 output for each of the
+four buffers), against the torch references, and ``torch.topk`` for selections.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,7 @@ from torch import Tensor
 
 from lt_zero import ops
 from lt_zero.ops import library
+from lt_zero.ops.sparsify import pack_sparse
 from lt_zero.optim import Lamb, Lion
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "step": 5}
@@ -161,6 +167,40 @@ def cases_of(state: State, device: str) -> Cases:
     return cases
 
 
+def codec_cases(state: State) -> Cases:
+    """Encoding with error feedback, sums of four buffers, and the parts of top-k."""
+    n, x, residual, cases = state.numel, state.g, torch.zeros_like(state.g), Cases()
+    for name, codec in {"int8": ops.INT8, "int4": ops.INT4, "2 bits": ops.TWO_BITS, "1 bit": ops.ONE_BIT}.items():
+        bits, block, out = codec.bits, codec.block, codec.encode(x)
+        for kind, encode, add in (
+            ("lt_zero", ops.quantize, ops.dequantize_sum),
+            ("torch", ops.quantize_reference, ops.dequantize_sum_reference),
+        ):
+            # Arguments are bound now: the loop goes on before anything is measured.
+            cases[f"{name}, encode: {kind}"] = (partial(encode, x, bits, block, residual, out), 4 * n)
+            cases[f"{name}, sum of 4: {kind}"] = (partial(add, [out] * 4, state.p, bits, block, 0.25), 16 * n)
+    k = n // 100
+    indices = ops.select_topk(x, k)
+    values = x[indices.long()]
+    sparse = pack_sparse(indices, values, n).to(x.device)
+    cases["top 1 %, select: lt_zero"] = (partial(ops.select_topk, x, k), 4 * n)
+    cases["top 1 %, select: torch"] = (lambda: x.abs().topk(k, sorted=False), 4 * n)
+    cases["top 1 %, encode: lt_zero"] = (partial(ops.encode_topk, x, k, residual), 4 * n)
+    cases["top 1 %, pack and code: lt_zero"] = (partial(pack_sparse, indices, values, n), 4 * n)
+    cases["top 1 %, decode and add: lt_zero"] = (partial(ops.decode_topk_add, sparse, state.p), 4 * n)
+    return cases
+
+
+def codec_sizes(state: State) -> list[str]:
+    """The bytes of normally distributed numbers, as a share of fp32's."""
+    codecs: dict[str, ops.Codec] = {"int8": ops.INT8, "int4": ops.INT4, "2 bits": ops.TWO_BITS, "1 bit": ops.ONE_BIT}
+    for share in (0.1, 0.01, 0.001):
+        codecs[f"top {share:.1%}"] = ops.TopK(share)
+        codecs[f"top {share:.1%}, values in bf16"] = ops.TopK(share, torch.bfloat16)
+    shares = {name: codec.encode(state.g).numel() / (4 * state.numel) for name, codec in codecs.items()}
+    return ["| codec | bytes / fp32 |", "|---|---|", *[f"| {name} | {share:.3%} |" for name, share in shares.items()]]
+
+
 def measure(cases: Cases, rounds: int, device: str) -> dict[str, float]:
     """Median seconds by name; every round runs each case once, in turn."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
@@ -176,8 +216,8 @@ def measure(cases: Cases, rounds: int, device: str) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def table(cases: Cases, seconds: dict[str, float]) -> list[str]:
-    lines = ["| | ms | GB/s of necessary traffic | time / torch |", "|---|---|---|---|"]
+def table(cases: Cases, seconds: dict[str, float], what: str = "necessary traffic") -> list[str]:
+    lines = [f"| | ms | GB/s of {what} | time / torch |", "|---|---|---|---|"]
     for name, value in sorted(seconds.items(), key=lambda item: item[0]):
         base = seconds.get(f"{name.split(':')[0]}: torch fused", seconds.get(f"{name.split(':')[0]}: torch"))
         ratio = f"{value / base:.2f}" if base else "-"
@@ -185,8 +225,20 @@ def table(cases: Cases, seconds: dict[str, float]) -> list[str]:
     return lines
 
 
+def cpu_name() -> str:
+    """As /proc/cpuinfo has it, with family and model, which tell processors of one name apart; "" if it has none."""
+    found: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines():
+            key, _, value = line.partition(":")
+            found[key.strip()] = value.strip()
+    parts = [found.get("model name", ""), *[f"{key} {found[key]}" for key in ("cpu family", "model") if key in found]]
+    return ", ".join(part for part in parts if part)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--codecs", action="store_true", help="compression instead of optimizer steps")
     parser.add_argument("--numel", type=float, default=50e6)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -194,14 +246,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     status = library.status(args.device)
-    lines = [f"# Kernels on {args.device}", "", f"{platform.machine()}, torch {torch.__version__}, "]
+    title, processor = "Codecs" if args.codecs else "Kernels", cpu_name() if args.device == "cpu" else ""
+    lines = [f"# {title} on {args.device}", "", f"{processor or platform.machine()}, torch {torch.__version__}, "]
     lines[-1] += f"{status.isa or status.why}, {int(args.numel):,} parameters, medians of {args.rounds} rounds"
     for threads in args.threads if args.device == "cpu" else [torch.get_num_threads()]:
         torch.set_num_threads(threads)
         torch.manual_seed(0)
-        cases = cases_of(State(int(args.numel), args.device), args.device)
+        state = State(int(args.numel), args.device)
+        cases = codec_cases(state) if args.codecs else cases_of(state, args.device)
         head = f"{threads} thread{'s' * (threads > 1)}" if args.device == "cpu" else torch.cuda.get_device_name()
-        lines += ["", f"## {head}", "", *table(cases, measure(cases, args.rounds, args.device))]
+        what = "fp32" if args.codecs else "necessary traffic"
+        lines += ["", f"## {head}", "", *table(cases, measure(cases, args.rounds, args.device), what)]
+    if args.codecs:
+        lines += ["", "## Bytes of Gaussian numbers", "", *codec_sizes(state)]
     print("\n".join(lines))
     if args.out:
         args.out.write_text("\n".join(lines) + "\n")

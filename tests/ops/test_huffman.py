@@ -99,6 +99,20 @@ def test_both_decoders_refuse_the_same_data() -> None:
         assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("decode", [ops.huffman_decode, ops.huffman_decode_reference])
+def test_codes_that_are_none_are_refused(decode: Callable[[Tensor, int], Tensor]) -> None:
+    coded = ops.huffman_encode(STRINGS["same"])  # one symbol, whose word is a 0
+    coded[-1] |= 0x80
+    with pytest.raises(CorruptError):
+        decode(coded, 5000)
+    header = bytes_of(1, 8, *[0] * 7)
+    sixteen_words_of_one_bit = bytes_of(0x1F, *[0x0F] * 15, 0x55)
+    words_of_13_bits, too_few_lengths = bytes_of(0xDF, *[0x0F] * 15, 0x55), bytes_of(*[0x0F] * 15)
+    for body in (sixteen_words_of_one_bit, words_of_13_bits, too_few_lengths, bytes_of(*[0x0F] * 15, 0x01, 0x0F)):
+        with pytest.raises(CorruptError):
+            decode(torch.cat([header, body]), 8)
+
+
 def test_a_size_that_is_too_large_is_refused_before_memory_is_allocated() -> None:
     coded = ops.huffman_encode(STRINGS["same"])
     with pytest.raises(CorruptError, match="says it had 5000 bytes; from 0 to 4999 are possible"):

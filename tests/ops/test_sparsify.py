@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections.abc import Callable
 
 import pytest
@@ -152,6 +153,27 @@ def test_damaged_buffers_are_an_error_or_other_numbers() -> None:
         except CorruptError:
             errors += 1
     assert errors > 300
+
+
+def assembled(numel: int, k: int, *strings: list[int]) -> Tensor:
+    """A buffer of strings of one's own, coded and with a header as it should be."""
+    coded = [ops.huffman_encode(torch.tensor(string, dtype=torch.uint8)) for string in strings]
+    header = struct.pack(f"<qqBB6x{len(coded)}q", numel, k, 1, 0, *[string.numel() for string in coded])
+    return torch.cat([torch.frombuffer(bytearray(header), dtype=torch.uint8), *coded])
+
+
+def test_strings_that_do_not_fit_together_are_refused() -> None:
+    low, high = [0, 0, 0], [1, 2, 3]
+    assert unpack_sparse(assembled(600, 3, [3, 255, 10, 0], low, high), 600)[0].tolist() == [3, 269, 270]
+    for strings, text in (
+        (([3, 255, 10, 0, 255], low, high), "3 elements has 3 indices"),
+        (([3, 10, 10, 10], low, high), "3 elements has 4 indices"),
+        (([3, 10], low, high), "3 elements has 2 indices"),
+        (([3, 10, 10], [0], high), "strings of other sizes"),
+        (([3, 0, 255, 255, 100], low, high), "has an index 615 of 600"),
+    ):
+        with pytest.raises(CorruptError, match=text):
+            unpack_sparse(assembled(600, 3, *strings), 600)
 
 
 def test_bad_arguments_are_named() -> None:

@@ -10,8 +10,6 @@
 
 namespace LT_NAMESPACE {
 
-typedef uint8_t Codes __attribute__((vector_size(W)));
-typedef int8_t SignedCodes __attribute__((vector_size(W)));
 typedef double Doubles __attribute__((vector_size(4 * W)));  // half as many lanes
 
 static inline Ints larger(Ints a, Ints b) {
@@ -81,6 +79,58 @@ static double sum_of_magnitudes(const Input &input, int32_t largest, int64_t lo,
     return sum;
 }
 
+// The codes of a group, a byte each, are two words. GCC 12 converts between bytes and lanes one by one unless told how.
+struct Group {
+    uint64_t words[2] = {0, 0};
+
+    // The codes of lanes i ... i + W - 1.
+    Ints get(int i) const {
+#if defined(__AVX512F__)
+        (void)i;
+        return (Ints)_mm512_cvtepu8_epi32(_mm_set_epi64x((int64_t)words[1], (int64_t)words[0]));
+#elif defined(__AVX2__)
+        return (Ints)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)words[i / 8]));
+#else
+        Ints codes;
+        for (int k = 0; k < W; k++) codes[k] = (int32_t)(words[(i + k) / 8] >> 8 * ((i + k) % 8) & 0xff);
+        return codes;
+#endif
+    }
+
+    void put(int i, Ints codes) {  // into zeros
+#if defined(__AVX512F__)
+        (void)i;
+        const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)codes);
+        words[0] = (uint64_t)_mm_cvtsi128_si64(bytes);
+        words[1] = (uint64_t)_mm_extract_epi64(bytes, 1);
+#elif defined(__AVX2__)
+        const __m256i lowest = _mm256_set1_epi32(0x0c080400);
+        const __m256i bytes = _mm256_shuffle_epi8((__m256i)codes, lowest);
+        const __m128i lo = _mm256_castsi256_si128(bytes), hi = _mm256_extracti128_si256(bytes, 1);
+        words[i / 8] = (uint64_t)_mm_cvtsi128_si64(_mm_unpacklo_epi32(lo, hi));
+#else
+        for (int k = 0; k < W; k++) words[(i + k) / 8] |= (uint64_t)(codes[k] & 0xff) << 8 * ((i + k) % 8);
+#endif
+    }
+
+    template <int BITS>
+    void pack(uint8_t *out) const {
+        for (int half = 0; half < 2; half++) {
+            const uint64_t packed = pack8(words[half], BITS);
+            memcpy(out + BITS * half, &packed, BITS);
+        }
+    }
+
+    template <int BITS>
+    void unpack(const uint8_t *in) {
+        for (int half = 0; half < 2; half++) {
+            uint64_t packed = 0;
+            memcpy(&packed, in + BITS * half, BITS);
+            words[half] = unpack8(packed, BITS);
+        }
+    }
+};
+
 // Codes of a vector, and the values that they decode to.
 template <int BITS>
 struct Encoder {
@@ -91,16 +141,15 @@ struct Encoder {
         : inverse(s == 0.0f ? 0.0f : 1.0f / s), scale(s), low(make_levels(s, BITS).low),
           high(make_levels(s, BITS).high), threshold(make_levels(s, BITS).threshold) {}
 
-    Vec operator()(Vec c, Codes &codes) const {
+    Vec operator()(Vec c, Ints &codes) const {
         if constexpr (BITS >= 4) {
             Vec shifted = c * inverse + Vec(ROUND);
-            codes = __builtin_convertvector((Bits)shifted.x & (BITS == 8 ? 0xff : 0xf), Codes);
+            codes = (Ints)shifted.x & ((1 << BITS) - 1);
             return (shifted - Vec(ROUND)) * scale;
         } else {
             Ints above = (Lanes)magnitude_bits(c) > threshold.x, negative = c.x < Lanes{};
-            codes = __builtin_convertvector((Bits)((negative & 1) | (above & 2)), Codes);
-            Vec magnitude = choose(above, high, low);
-            return (Lanes)((Bits)magnitude.x ^ ((Bits)negative & 0x80000000u));
+            codes = (negative & 1) | (above & 2);
+            return (Lanes)((Ints)choose(above, high, low).x ^ (negative & INT32_MIN));
         }
     }
 };
@@ -111,14 +160,12 @@ struct Decoder {
 
     explicit Decoder(float s) : scale(s), low(make_levels(s, BITS).low), high(make_levels(s, BITS).high) {}
 
-    Vec operator()(Codes codes) const {
+    Vec operator()(Ints codes) const {
         if constexpr (BITS >= 4) {
-            if constexpr (BITS == 4) codes = (codes ^ 8) - 8;  // extends the sign
-            return Vec(__builtin_convertvector(__builtin_convertvector((SignedCodes)codes, Ints), Lanes)) * scale;
+            constexpr int SIGN = 1 << (BITS - 1);
+            return Vec(__builtin_convertvector((codes ^ SIGN) - SIGN, Lanes)) * scale;
         } else {
-            Bits code = __builtin_convertvector(codes, Bits);
-            Vec magnitude = choose((Ints)(0 - (code >> 1)), high, low);
-            return (Lanes)((Bits)magnitude.x ^ (code << 31));
+            return (Lanes)((Bits)choose(-(codes >> 1), high, low).x ^ (Bits)codes << 31);
         }
     }
 };
@@ -134,38 +181,18 @@ static inline void for_each_in_group(int64_t lo, int64_t hi, Body body) {
 }
 
 template <int BITS>
-static inline void pack_group(const uint8_t *codes, uint8_t *out) {
-    for (int half = 0; half < 2; half++) {
-        uint64_t x;
-        memcpy(&x, codes + 8 * half, 8);
-        x = pack8(x, BITS);
-        memcpy(out + BITS * half, &x, BITS);
-    }
-}
-
-template <int BITS>
-static inline void unpack_group(const uint8_t *in, uint8_t *codes) {
-    for (int half = 0; half < 2; half++) {
-        uint64_t x = 0;
-        memcpy(&x, in + BITS * half, BITS);
-        x = unpack8(x, BITS);
-        memcpy(codes + 8 * half, &x, 8);
-    }
-}
-
-template <int BITS>
 static void encode_block(const Input &input, float *residual, float scale, uint8_t *out, int64_t lo, int64_t hi) {
     const Encoder<BITS> encode(scale);
-    for (int64_t group = lo; group < hi; group += GROUP) {
-        uint8_t codes[GROUP] = {};
-        for_each_in_group(group, group + GROUP < hi ? group + GROUP : hi, [&](auto at, int64_t i) {
+    for (int64_t begin = lo; begin < hi; begin += GROUP) {
+        Group group;
+        for_each_in_group(begin, begin + GROUP < hi ? begin + GROUP : hi, [&](auto at, int64_t i) {
             Vec c = input.load(at, i);
-            Codes vector;
-            Vec value = encode(c, vector);
-            memcpy(codes + (i - group), &vector, sizeof vector);
+            Ints codes;
+            Vec value = encode(c, codes);
+            group.put((int)(i - begin), codes);
             if (residual) at.store(residual, LT_FP32, i, c - value);
         });
-        pack_group<BITS>(codes, out + group * BITS / 8);
+        group.pack<BITS>(out + begin * BITS / 8);
     }
 }
 
@@ -200,14 +227,12 @@ static void encode_blocks(const lt_blocks &t, const void *x, float *residual, ui
 template <int BITS>
 static void add_block(float *sum, bool first, float scale, const uint8_t *in, int64_t lo, int64_t hi) {
     const Decoder<BITS> decode(scale);
-    for (int64_t group = lo; group < hi; group += GROUP) {
-        uint8_t codes[GROUP];
-        unpack_group<BITS>(in + group * BITS / 8, codes);
-        float *target = sum + (group - lo);  // has room for a whole group
+    for (int64_t begin = lo; begin < hi; begin += GROUP) {
+        Group group;
+        group.unpack<BITS>(in + begin * BITS / 8);
+        float *target = sum + (begin - lo);  // has room for a whole group
         for (int i = 0; i < GROUP; i += W) {
-            Codes vector;
-            memcpy(&vector, codes + i, sizeof vector);
-            Vec value = decode(vector);
+            Vec value = decode(group.get(i));
             store(target, LT_FP32, i, first ? value : load(target, LT_FP32, i) + value);
         }
     }
