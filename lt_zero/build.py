@@ -6,6 +6,7 @@ unit, so that no rank ever holds the full model), or sharded at construction (ma
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.fp32_modules import Fp32Modules, find_fp32_modules, install_fp32_modules
 from lt_zero.engine.full_params import install_load_hooks, use_outside
 from lt_zero.engine.gather import Unit
+from lt_zero.engine.gradient_compression import GradientCompression, codec_of
 from lt_zero.engine.guard import Owner
 from lt_zero.engine.materialize import Materializer
 from lt_zero.engine.offload_manager import open_offload_manager
@@ -35,6 +37,8 @@ from lt_zero.engine.partition import BucketPlan, EnginePlan, plan_engine, warn_o
 from lt_zero.io.pinned import return_freed_memory
 from lt_zero.memory.check import check_build
 from lt_zero.ops.library import missing
+
+log = logging.getLogger("lt_zero")
 
 
 def shard(
@@ -96,6 +100,7 @@ def shard(
         names = config.data_types.keep_in_fp32_modules if policy.low or policy.compute is None else ()
         _cast_buffers(module, policy.buffers, plan.fp32_modules, names)
     engine = Engine(module, units, root, comm, config, policy, offload_manager, training)
+    engine.compression = _compression(engine, plan)
     engine.on_guarded_use = partial(use_outside, engine)
     offload_manager.check(comm, "the files of states")
     engine.kept = find_fp32_modules(module, policy.keep_fp32).parameters
@@ -151,6 +156,20 @@ def _check_kernels(config: ZeroConfig, device: torch.device, comm: Comm) -> None
         told = " ".join(f"Rank {', '.join(which)}: {problem}" for problem, which in ranks.items())
         remedy = "Or set ops='auto': torch's operations run then."
         raise ConfigError([Problem("ops", f"ops='required', but native kernels are missing. {told} {remedy}")])
+
+
+def _compression(engine: Engine, plan: EnginePlan) -> GradientCompression | None:
+    """What compresses the engine's gradients; None if nothing does. Collective."""
+    block, codec, comm = engine.config.gradient_compression, codec_of(engine.config), engine.comm
+    if codec is None or not any(bucket.compresses for bucket in plan.buckets):
+        return None
+    if not comm.use_compression(codec, block.hierarchical_compress):
+        if comm.rank == 0:
+            log.info("gradient_compression has nothing to do: there is one %s.", "rank" if comm.world == 1 else "node")
+        return None
+    made = GradientCompression(comm, engine.buckets, block.warmup_steps, engine.policy.check_overflow)
+    engine.after_step.append(made.end_step)
+    return made
 
 
 def _cast_buffers(root: nn.Module, dtype: torch.dtype, fp32_modules: Fp32Modules, names: str | tuple[str, ...]) -> None:

@@ -280,6 +280,14 @@ class LoggedComm(Comm):
         "reduce_scatter", lambda _, out, flat, scratch, add, name: ("reduce_scatter", name, flat.nbytes)
     )
     all_reduce = _recorded("all_reduce", lambda _, out, flat, scratch, add, name: ("all_reduce", name, flat.nbytes))
+    reduce_compressed = _recorded(
+        "reduce_compressed",
+        lambda _, out, flat, residuals, add, name: (
+            "all_reduce" if residuals.server is not None else "reduce_scatter",
+            name,
+            flat.nbytes,
+        ),
+    )
     broadcast = _recorded("broadcast", lambda _, tensor, name, src=0: ("broadcast", name, tensor.nbytes))
     _reduce_small = _recorded("_reduce_small", lambda _, value, op, name: ("all_reduce", name, value.nbytes))
     host_max = _recorded("host_max", lambda _, flags, name: ("all_reduce", name, flags.nbytes), host=True)

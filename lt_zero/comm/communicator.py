@@ -29,17 +29,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_zero.comm.agreement import Agreement
+from lt_zero.comm.compression import Compressor, Residuals
 from lt_zero.comm.hang_detection import HangDetector, in_collective, user_line
 from lt_zero.comm.hierarchy import Hierarchy
 from lt_zero.comm.process_groups import new_group, one_queue, with_index
 from lt_zero.comm.shared_memory import SharedArena, store, supported
-from lt_zero.comm.topology import choose, group_by_node, node_identity
+from lt_zero.comm.topology import choose, group_by_node, node_identity, whole_nodes
 from lt_zero.comm.transport import Gloo, Groups, Mesh, Transport, Windows
 from lt_zero.comm.work import CALL, FENCE, All, Done, Launch, Watch, Work
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.flat_storage import flat_empty
 from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.config import ZeroConfig
+from lt_zero.ops.codecs import Codec
 
 log = logging.getLogger("lt_zero")
 
@@ -94,6 +96,8 @@ class Comm(ProcessLocal):
         self.nodes = [list(range(self.world))]  # the ranks of each node
         self._row: Groups | None = None  # groups over parts of the ranks
         self._configured: tuple[Any, ...] | None = None
+        self.compressor: Compressor | None = None
+        self._compresses: tuple[Codec, bool] | None = None  # what ``compressor`` was made for
         self._transport: Transport
         self._choose(self.world, "auto", True)
 
@@ -199,6 +203,35 @@ class Comm(ProcessLocal):
             self._transport = Windows(*common, self._watch, self._arena)
         else:
             self._transport = Gloo(*common, self._watch) if self._gloo else Transport(*common)
+
+    def use_compression(self, codec: Codec, hierarchical: bool) -> bool:
+        """Prepare ``reduce_compressed``; returns whether gradients are compressed at all. Collective.
+
+        ``hierarchical``: between nodes only, of which there may be one.
+
+        Raises:
+            ConfigError: the ranks do not form nodes, or a GPU has one queue for all groups.
+        """
+        nodes, key = self.nodes, "gradient_compression"
+        if self._group is None or self.world == 1 or (hierarchical and len(nodes) == 1):
+            return False
+        if one_queue():
+            text = (
+                "needs process groups beside the others, which CUDA_DEVICE_MAX_CONNECTIONS=1 does not allow: unset it"
+            )
+            raise ConfigError([Problem(key, f"{key} {text}, or set {key}.algorithm=none.")])
+        inner = whole_nodes(nodes)
+        if hierarchical and inner is None:
+            key, sizes = f"{key}.hierarchical_compress", ", ".join(str(len(node)) for node in nodes)
+            text = f"{key}=true needs nodes of equally many, neighbouring ranks; they have {sizes}: write false."
+            raise ConfigError([Problem(key, text)])
+        if self._compresses != (codec, hierarchical):
+            new_group = partial(self._new_group, dist.get_backend(self._group))
+            inner = inner if inner is not None and len(nodes) > 1 else 1
+            given = (self.world, self.rank, self.device, self._watch)
+            self.compressor = Compressor(*given, codec, inner, hierarchical, new_group)
+            self._compresses = codec, hierarchical
+        return True
 
     # ---- operations of all ranks -----------------------------------------------------------------------------------
 
@@ -482,6 +515,19 @@ class Comm(ProcessLocal):
             return All([], lambda: store(out, flat, add, after))
         launch = self._announce("all-reduce", name, flat.numel(), "reduction")
         return self._transport.all_reduce(out, flat, scratch, add, after, launch)
+
+    def reduce_compressed(self, out: Tensor, flat: Tensor, residuals: Residuals, add: bool, name: str) -> Work:
+        """``all_reduce``, or without ``residuals.server`` ``reduce_scatter``, of compressed gradients."""
+        after = self.factors(flat.dtype)[1]
+        self._require_device(flat, name)
+        assert self.compressor is not None
+        launch = self._announce("compressed reduction", name, flat.numel(), "reduction")
+        return self.compressor.reduce(out, flat, residuals, add, after, launch)
+
+    def measure_rate(self) -> float:
+        """Bytes per second of this rank to others while all ranks send. Collective."""
+        assert self.compressor is not None
+        return self.compressor.measure_rate(self._announce("exchange", "rate of links", 0, "reduction"))
 
     def broadcast(self, tensor: Tensor, name: str, src: int = 0) -> None:
         """Give every rank the values that ``tensor`` has on rank ``src``."""

@@ -32,6 +32,12 @@ def group_by_node(identities: Sequence[Any]) -> list[list[int]]:
     return list(nodes.values())
 
 
+def whole_nodes(nodes: Sequence[Sequence[int]]) -> int | None:
+    """How many ranks each node has, if these are neighbours and all nodes have as many; else None."""
+    size = len(nodes[0])
+    return size if all(list(node) == list(range(node[0], node[0] + size)) for node in nodes) else None
+
+
 class Topology(NamedTuple):
     """The dimensions in which a shard group is crossed, innermost first; (): directly. ``why``: for the user."""
 

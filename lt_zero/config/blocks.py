@@ -93,6 +93,8 @@ _empty_if_none = BeforeValidator(lambda value: "" if value is None else value)
 _lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
 _text = BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)  # YAML: digits are a number
 
+_off_if_false = BeforeValidator(lambda value: {} if value in (False, "none") else value)
+
 Folder = Annotated[Path, BeforeValidator(_folder)]
 Dtype = Annotated[
     torch.dtype, BeforeValidator(_dtype), WithJsonSchema({"type": "string", "enum": [*DTYPE_NAMES.values()]})
@@ -444,6 +446,25 @@ class Communication(Block):
     )
 
 
+class GradientCompression(Block):
+    """The ``gradient_compression`` block: gradients are sent in fewer bits, with error feedback."""
+
+    algorithm: Annotated[Literal["none", "topk", "1bit", "2bit"], _lower] = key(
+        "none", "topk: only the largest elements, 1bit: signs, 2bit: four levels, in blocks with a scale each"
+    )
+    topk_ratio: Real = key(0.01, "share of the elements that topk sends", gt=0, le=1)
+    huffman_coding: bool = key(False, "code what topk sends: fewer bytes, more work for the host")
+    hierarchical_compress: bool = key(
+        False, "sum gradients inside a node uncompressed, and compress what goes between nodes only"
+    )
+    exclude: Literal["auto"] | Names = key(
+        "auto",
+        "parameters that are sent as they are: class names of modules, patterns of modules or parameters; auto: norms, "
+        "biases and embeddings with 1bit, else none",
+    )
+    warmup_steps: Elements = key(0, "optimizer steps whose gradients are sent as they are")
+
+
 class ZeroOptimization(Block):
     """The ``zero_optimization`` block."""
 
@@ -575,6 +596,9 @@ class Schema(Block):
     wandb: Wandb = key(Wandb(), "metrics for Weights & Biases")
     comet: Comet = key(Comet(), "metrics for Comet")
     communication: Communication = key(Communication(), "collectives over several nodes")
+    gradient_compression: Annotated[GradientCompression, _off_if_false] = key(
+        GradientCompression(), "gradients in fewer bits, with error feedback"
+    )
     communication_data_type: Dtype | None = key(
         None, "dtype in which gradients are reduced; null: their own, or the accumulators' where the sum would round"
     )

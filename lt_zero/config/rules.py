@@ -32,6 +32,7 @@ def contradictions(config: Schema) -> Iterator[Problem]:
             "one of them.",
         )
     yield from _sharding(config)
+    yield from _compression(config)
     yield from _precision(config)
     yield from _offload(config)
     unknown = [name for name in config.comms_logger.prof_ops if operation_of(name) is None]
@@ -67,6 +68,16 @@ def _sharding(config: Schema) -> Iterator[Problem]:
             f"optimizer.type={name!r} computes its update from whole matrices, and at stage {zero.stage} with "
             f"{Z}.shard_along='element' a rank holds only fragments of them. Set {Z}.shard_along=parameter "
             "(optimizer=muon does both).",
+        )
+
+
+def _compression(config: Schema) -> Iterator[Problem]:
+    block, zero, key = config.gradient_compression, config.zero_optimization, "gradient_compression.algorithm"
+    if block.algorithm != "none" and zero.stage > 0 and zero.mics_shard_size > 0:
+        yield Problem(
+            key,
+            f"{key}={block.algorithm!r} compresses the exchange of all ranks, and {Z}.mics_shard_size="
+            f"{zero.mics_shard_size} sums in two steps. Remove one of them; hierarchical_compress sums inside nodes.",
         )
 
 
@@ -175,6 +186,8 @@ def _inactive_elsewhere(config: Schema) -> Sequence[Rule]:
     changed = " ".join(name for name, field in fields if getattr(saved, name) != field.default)
     uses_files = "nvme" in (zero.offload_optimizer.device, zero.param_offload.device)
     uses_files |= saved.nvme_path is not None and saved.mode != "none"
+    compression, shrinks = "gradient_compression", config.gradient_compression.algorithm
+    keys = "huffman_coding hierarchical_compress exclude warmup_steps topk_ratio"
     blocks = ("flops_profiler", "comms_logger", "csv_monitor", "tensorboard", "wandb", "comet")
     divides = config.prescale_gradients and config.gradient_predivide_factor != 1.0
     alone = saved.number_checkpoints is not None and not saved.contiguous_memory_optimization
@@ -187,6 +200,8 @@ def _inactive_elsewhere(config: Schema) -> Sequence[Rule]:
     return (
         (not config.bf16.immediate_grad_update, "bf16", "immediate_grad_update", adds),
         *((not getattr(config, block).enabled, block, "", f"{block}.enabled is false") for block in blocks),
+        (shrinks == "none", compression, keys, "gradient_compression.algorithm is none"),
+        (shrinks != "topk", compression, "huffman_coding topk_ratio", "it counts with algorithm: topk only"),
         (config.comms_logger.prof_all, "comms_logger", "prof_ops", "comms_logger.prof_all records all operations"),
         (saved.mode == "none" and changed != "", A, changed, recomputed),
         (saved.partition_activations, A, "partition_activations", group),

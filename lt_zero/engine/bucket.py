@@ -67,6 +67,7 @@ class Bucket:
 
     def __init__(self, plan: BucketPlan, comm: Comm, owner: Callable[[], Owner | None], policy: DtypePolicy) -> None:
         self.name, self.dtype, self.sharding, self.comm = plan.name, plan.dtype, plan.sharding, comm
+        self.compresses = plan.compresses
         dtype, sharding = plan.dtype, plan.sharding
         self.params = [p for _, p in plan.parameters]
         cut = sharding.optim or sharding.params

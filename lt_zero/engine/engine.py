@@ -53,6 +53,7 @@ from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.bucket import Bucket, State
 from lt_zero.engine.gather import Call, Gatherer, Residency, Unit
 from lt_zero.engine.grad_bucket import Reducer
+from lt_zero.engine.gradient_compression import GradientCompression
 from lt_zero.engine.guard import is_guarded
 from lt_zero.engine.offload_manager import OffloadManager
 from lt_zero.engine.visible_grads import UsedParameters
@@ -98,6 +99,7 @@ class Engine(ProcessLocal):
         self._publishes_later = zero.overlap_comm and comm.gathers_in_background
         self._awaits_steps = offload_manager.overlaps or self._publishes_later
         self.gatherer = Gatherer(units, root_unit, comm, limits, offload_manager, self._awaits_steps)
+        self.compression: GradientCompression | None = None
         self.in_backward = False
         self.backwards = 0  # backwards that have ended
         self._explicit = False  # a backward_pass context is open

@@ -10,9 +10,10 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from itertools import groupby
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -33,15 +34,24 @@ _MUCH = 0.25  # padding, per element of the parameters, that is warned about
 Named = tuple[str, Parameter]
 
 
+class Kind(NamedTuple):
+    """What parameters of one bucket have in common."""
+
+    dtype: torch.dtype  # of the gathered weights
+    trains: bool
+    compresses: bool
+
+
 @dataclass(frozen=True, eq=False)
 class BucketPlan:
-    """Parameters of one dtype and one kind (trainable or frozen) that are gathered and reduced together."""
+    """Parameters of one dtype and one kind (trainable, trainable and compressed, or frozen), moved together."""
 
     name: str  # of the unit, for messages
     parameters: tuple[Named, ...]  # they may be on the meta device
     dtype: torch.dtype  # of the gathered weights
     sharding: Sharding
     owners: tuple[int, ...] | None = None  # the rank that owns each parameter; None: shards cut through parameters
+    compresses: bool = False  # its gradients are sent compressed (gradient_compression.py)
 
     @property
     def trains(self) -> bool:
@@ -111,7 +121,13 @@ def plan_engine(root: nn.Module, config: ZeroConfig, policy: DtypePolicy, world:
     units, whole = find_units(root, rules), stay_whole(root, zero)
     named = [(unit.name or "the root module", [(n, p) for n, p in unit.parameters if p not in whole]) for unit in units]
     small = [(n, p) for unit in units for n, p in unit.parameters if p in whole]  # mostly
-    *cut, rest = _cut(named, small, config, world, lambda p: policy.dtype_of(p, p in fp32_modules.parameters))
+    dense = sent_dense(root, config)
+
+    def kind_of(p: Parameter) -> Kind:
+        dtype = policy.dtype_of(p, p in fp32_modules.parameters)
+        return Kind(dtype, p.requires_grad, p.requires_grad and p not in dense and dtype != torch.float64)
+
+    *cut, rest = _cut(named, small, config, world, kind_of)
     return EnginePlan(
         root, [UnitPlan(*unit, buckets) for unit, buckets in zip(units, cut, strict=True)], rest, fp32_modules
     )
@@ -151,6 +167,33 @@ def stay_whole(root: nn.Module, zero: ZeroOptimization) -> set[Parameter]:
     if zero.stage == 3 and zero.zero_allowed_param_types:
         whole |= set(root.parameters()) - inside(zero.zero_allowed_param_types)
     return whole
+
+
+def sent_dense(root: nn.Module, config: ZeroConfig) -> set[Parameter]:
+    """The parameters whose gradients are sent uncompressed: ``gradient_compression.exclude``.
+
+    Raises:
+        ConfigError: a pattern matches nothing.
+    """
+    block = config.gradient_compression
+    if block.algorithm == "none":
+        return set(root.parameters())
+    if block.exclude == "auto":
+        if block.algorithm != "1bit":
+            return set()
+        tables = [m for m in root.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+        return {p for p in root.parameters() if p.dim() <= 1} | {p for m in tables for p in m.parameters()}
+    found: set[Parameter] = set()
+    modules = [(clean_name(f"{name}.").removesuffix("."), module) for name, module in root.named_modules()]
+    named = [(clean_name(name), p) for name, p in root.named_parameters(remove_duplicate=False)]
+    for pattern in block.exclude:
+        hit = [m for name, m in modules if fnmatchcase(name, pattern) or class_matches(m, (pattern,))]
+        parameters = {p for name, p in named if fnmatchcase(name, pattern)}
+        if not hit and not parameters:
+            known = [name for name, _ in named]
+            refuse_name("gradient_compression.exclude", pattern, "no class, module or parameter matches it", known)
+        found |= parameters | {p for module in hit for p in module.parameters()}
+    return found
 
 
 def _check_names(root: nn.Module, zero: ZeroOptimization) -> None:
@@ -196,11 +239,11 @@ def _cut(
     small: list[Named],
     config: ZeroConfig,
     world: int,
-    dtype_of: Callable[[Parameter], torch.dtype],
+    kind_of: Callable[[Parameter], Kind],
 ) -> list[list[BucketPlan]]:
     """The buckets of each unit, then those of the ``small`` parameters, which are not sharded.
 
-    A bucket has one dtype and one kind (trainable or frozen). One of several units belongs to the first of them.
+    A bucket has parameters of one kind. One of several units belongs to the first of them.
     """
     zero = config.zero_optimization
     sharding = Sharding.of_stage(zero.stage)
@@ -215,11 +258,11 @@ def _cut(
     units = [*units, ("small parameters", small)]
     found: list[list[BucketPlan]] = [[] for _ in units]
     for numbers in (*together, [len(units) - 1]):
-        kinds: dict[tuple[torch.dtype, bool], list[tuple[int, Named]]] = {}
+        kinds: dict[Kind, list[tuple[int, Named]]] = {}
         for number in numbers:
             for name, p in units[number][1]:
-                kinds.setdefault((dtype_of(p), p.requires_grad), []).append((number, (name, p)))
-        for (dtype, trains), members in kinds.items():
+                kinds.setdefault(kind_of(p), []).append((number, (name, p)))
+        for kind, members in kinds.items():
             numels = [p.numel() for _, (_, p) in members]
             groups: list[list[int]] = []
             for _, unit in groupby(range(len(members)), key=lambda i: members[i][0]):
@@ -228,9 +271,10 @@ def _cut(
             for group in join(numels, groups, limit, world) if len(numbers) > 1 else groups:
                 first, last = members[group[0]][0], members[group[-1]][0]
                 name = units[first][0] if first == last else f"{units[first][0]} to {units[last][0]}"
-                of_rank = owners.of([numels[i] for i in group], trains) if owners is not None else None
+                of_rank = owners.of([numels[i] for i in group], kind.trains) if owners is not None else None
                 kept = replace(sharding, params=False) if first == len(units) - 1 else sharding
-                found[first].append(BucketPlan(name, tuple(members[i][1] for i in group), dtype, kept, of_rank))
+                parameters = tuple(members[i][1] for i in group)
+                found[first].append(BucketPlan(name, parameters, kind.dtype, kept, of_rank, kind.compresses))
     return found
 
 

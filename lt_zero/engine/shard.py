@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lt_zero import ops
 from lt_zero.comm.communicator import Comm
+from lt_zero.comm.compression import Residuals
 from lt_zero.comm.work import Done
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.layout import BucketLayout, Piece
@@ -194,6 +196,13 @@ class Weights:
             put_away(self.stores())
 
 
+class Feedback(Protocol):
+    """The residuals of a bucket's gradients (gradient_compression.py)."""
+
+    def begin(self) -> Residuals | None:
+        """The residuals for a reduction that is launched next; None: it is not compressed."""
+
+
 class Accumulator:
     """The gradients of one bucket on this rank.
 
@@ -223,6 +232,7 @@ class Accumulator:
         self.factor: Tensor | None = None  # 0D fp32; see fused_step.py, Note [Deferred factor]
         self.valid: set[int] = set()  # parameters that were reduced since their gradient was cleared
         self.used: set[int] = set()  # parameters that had a gradient on this rank
+        self.feedback: Feedback | None = None  # its gradients are sent compressed
         self.local: Tensor | None = None  # 1D, all elements: gradients not reduced yet (stages 0 and 1)
 
     def use(self, place: Place) -> None:
@@ -282,7 +292,11 @@ class Accumulator:
 
     def launch_reduce(self, send: Tensor, scratch: Tensor) -> Waits:
         """Start averaging ``send`` (1D, all elements) over the ranks into the accumulator."""
-        collective, name = self._comm.all_reduce if self._whole else self._comm.reduce_scatter, self._name
+        comm, name = self._comm, self._name
+        residuals = self.feedback.begin() if self.feedback is not None else None
+        if residuals is not None:
+            return self._launch(lambda out, add: comm.reduce_compressed(out, send, residuals, add, name))
+        collective = comm.all_reduce if self._whole else comm.reduce_scatter
         return self._launch(lambda out, add: collective(out, send, scratch, add, name))
 
     def _launch(self, reduce: Reduce) -> Waits:

@@ -86,10 +86,12 @@ class TopK:
     Attributes:
         share: of the elements, above 0, up to 1; at least one element is sent.
         values: fp32 or bf16; rounding errors of bf16 are kept in the residual.
+        huffman: code the bytes; without it they are as many as ``nbytes`` at most.
     """
 
     share: float
     values: torch.dtype = torch.float32
+    huffman: bool = True
     fixed_size: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -106,7 +108,7 @@ class TopK:
         return topk_max_nbytes(numel, self.count(numel), self.values)
 
     def encode(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        encoded = encode_topk(x, self.count(x.numel()), residual, self.values)
+        encoded = encode_topk(x, self.count(x.numel()), residual, self.values, self.huffman)
         if out is None:
             return encoded
         check_flat("out", out, [torch.uint8], self.nbytes(x.numel()), x.device)

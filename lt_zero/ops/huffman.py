@@ -49,6 +49,13 @@ def huffman_encode(data: Tensor) -> Tensor:
     return out[: used.value]
 
 
+def huffman_store(data: Tensor) -> Tensor:
+    """A string of bytes as ``huffman_encode`` makes it of one that would not shrink."""
+    _check("data", data)
+    header = bytes([_STORED]) + data.numel().to_bytes(OVERHEAD - 1, "little")
+    return torch.cat([torch.frombuffer(bytearray(header), dtype=torch.uint8), data])
+
+
 def huffman_decode(coded: Tensor, most: int) -> Tensor:
     """The bytes that ``huffman_encode`` coded.
 

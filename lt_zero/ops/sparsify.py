@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.ops.dispatch import address, call, native, pointer
-from lt_zero.ops.huffman import OVERHEAD, CorruptError, huffman_decode, huffman_encode
+from lt_zero.ops.huffman import OVERHEAD, CorruptError, huffman_decode, huffman_encode, huffman_store
 from lt_zero.ops.quantize import check_flat
 
 VALUES = {torch.float32: 0, torch.bfloat16: 1}  # how values are kept; fp16 would overflow
@@ -75,7 +75,9 @@ def topk_max_nbytes(numel: int, k: int, values: torch.dtype = torch.float32) -> 
     return _HEADER.size + strings * (8 + OVERHEAD) + gaps + k * (shift // 8 + values.itemsize)
 
 
-def encode_topk(x: Tensor, k: int, residual: Tensor | None = None, values: torch.dtype = torch.float32) -> Tensor:
+def encode_topk(
+    x: Tensor, k: int, residual: Tensor | None = None, values: torch.dtype = torch.float32, huffman: bool = True
+) -> Tensor:
     """Encode the ``k`` largest magnitudes of ``x + residual``; the residual keeps all else, and their rounding errors.
 
     NaNs and infinities are encoded first, so that the receiver finds an overflow; the residual is 0 where they were.
@@ -85,6 +87,7 @@ def encode_topk(x: Tensor, k: int, residual: Tensor | None = None, values: torch
         k: from 0 to ``x.numel()``.
         residual: fp32, of x's size, updated; None: what is not encoded is lost.
         values: fp32 or bf16, which holds values in half the bytes.
+        huffman: see ``pack_sparse``.
 
     Returns:
         1D uint8 on x's device, of at most ``topk_max_nbytes``. The coder runs on the host.
@@ -108,7 +111,7 @@ def encode_topk(x: Tensor, k: int, residual: Tensor | None = None, values: torch
         residual[places] = chosen - kept.float()
         if not bool(kept.isfinite().all()):  # there may be more of them than k
             residual.nan_to_num_(0.0, 0.0, 0.0)
-    return pack_sparse(indices, kept, x.numel()).to(x.device)
+    return pack_sparse(indices, kept, x.numel(), huffman).to(x.device)
 
 
 def decode_topk_add(buffer: Tensor, out: Tensor, scale: float = 1.0) -> None:
@@ -129,8 +132,11 @@ def decode_topk_add(buffer: Tensor, out: Tensor, scale: float = 1.0) -> None:
     out[places] += values.to(out.device).float() * scale  # no index occurs twice
 
 
-def pack_sparse(indices: Tensor, values: Tensor, numel: int) -> Tensor:
-    """The bytes (1D uint8, on the CPU) of ``values`` (fp32 or bf16) at rising ``indices`` of ``numel`` elements."""
+def pack_sparse(indices: Tensor, values: Tensor, numel: int, huffman: bool = True) -> Tensor:
+    """The bytes (1D uint8, on the CPU) of ``values`` (fp32 or bf16) at rising ``indices`` of ``numel`` elements.
+
+    Without ``huffman`` strings are stored as they are, which takes less time.
+    """
     places, k = indices.cpu().long(), values.numel()
     shift = _shift(numel, k)
     gaps = places.diff(prepend=places.new_tensor([-1])) - 1
@@ -140,7 +146,7 @@ def pack_sparse(indices: Tensor, values: Tensor, numel: int) -> Tensor:
     escaped[ends - 1] = (high % _ESCAPE).to(torch.uint8)
     strings = [escaped, *(((gaps >> bits) & 255).to(torch.uint8) for bits in range(0, shift, 8))]
     strings += values.cpu().view(torch.uint8).view(k, values.itemsize).T.contiguous().unbind()
-    coded = [huffman_encode(string) for string in strings]
+    coded = [huffman_encode(string) if huffman else huffman_store(string) for string in strings]
     header = _HEADER.pack(numel, k, VALUES[values.dtype], shift)
     header += struct.pack(f"<{len(coded)}q", *[string.numel() for string in coded])
     return torch.cat([torch.frombuffer(bytearray(header), dtype=torch.uint8), *coded])

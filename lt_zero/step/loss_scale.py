@@ -204,6 +204,8 @@ class LossScaleController:
         self.read_skip_flag()
         self._forget()
         for sharded in optimizers:
+            if sharded.engine.compression is not None:
+                sharded.engine.compression.scale = self.scale
             if sharded.grads.loss_scale != self.scale:
                 sharded.grads.rescale(self.scale / sharded.grads.loss_scale)
                 sharded.grads.loss_scale = self.scale
@@ -304,6 +306,8 @@ class LossScaleController:
             sharded.before_state_dict = self.read_skip_flag
             return
         counter.skip() if skip else counter.succeed()
+        if skip and sharded.engine.compression is not None:
+            sharded.engine.compression.skip_step(counted=False)
         self._account(sharded.engine, counter, skip)
         self._watching_late = False
 
@@ -318,6 +322,8 @@ class LossScaleController:
         skip, watched = flag.wait(), self._watch is not None
         if skip:
             flag.sharded.uncount_step()
+            if flag.sharded.engine.compression is not None:
+                flag.sharded.engine.compression.skip_step(counted=True)
         flag.counter.decide(skip)
         self._account(flag.sharded.engine, flag.counter, skip)
         self._watching_late = not watched

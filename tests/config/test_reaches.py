@@ -68,6 +68,12 @@ OUTSIDE = sorted(
         *(f"pair.{n}.{k}" for n in ("first", "second") for k in ("bias", "weight")),
     ]
 )
+G = "gradient_compression."
+SIGNS, TOPK = {G + "algorithm": "1bit"}, {G + "algorithm": "topk"}
+MATRICES = sorted(
+    ["head.weight", *(f"blocks.{i}.{n}.weight" for i in range(3) for n in ("down", "up"))]
+    + [f"pair.{n}.weight" for n in ("first", "second")]
+)
 BUFFERS = {"table": "bfloat16", "rotary.angles": "float32"}
 
 
@@ -271,6 +277,13 @@ PROBES: dict[str, Probe] = {
     A + "number_checkpoints": Probe(a.slots, 7, 3, 7, {**FULL, A + "contiguous_memory_optimization": True}),
     A + "synchronize_checkpoint_boundary": Probe(a.waits, True, 0, 12, FULL),
     A + "profile": Probe(a.timed, True, [], BLOCKS, FULL),
+    # gradients in fewer bits
+    G + "algorithm": Probe(e.compressed, "1bit", [], MATRICES, S0),
+    G + "exclude": Probe(e.compressed, ["Pair", "Block", "embedding.*", "scale"], MATRICES, ["head.weight"], SIGNS),
+    G + "topk_ratio": Probe(e.codec, 0.5, (0.01, False), (0.5, False), TOPK),
+    G + "huffman_coding": Probe(e.codec, True, (0.01, False), (0.01, True), TOPK),
+    G + "hierarchical_compress": Probe(e.compresses, True, True, None, TOPK),
+    G + "warmup_steps": Probe(e.compresses, 3, True, False, TOPK),
     # loggers
     "csv_monitor.enabled": Probe(log.loggers, True, [], [("CSVLogger", "DeepSpeedJobName/version_0")]),
     "csv_monitor.output_path": Probe(

@@ -18,9 +18,10 @@ from lt_zero.common.errors import ConfigError
 from lt_zero.engine.bucket import State
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.grad_bucket import Reducer
+from lt_zero.engine.gradient_compression import codec_of
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.memory.limits import NotEnoughMemory
-from lt_zero.ops import library
+from lt_zero.ops import TopK, library
 from tests.support.models import VOCAB, Net, tokens
 from tests.support.parity import full_values
 from tests.support.pool import Pool
@@ -162,6 +163,28 @@ def flying(lab: Lab, config: Config) -> Any:
     with mock.patch.object(Reducer, "_land", look):
         backward(engine)
     return max(seen)
+
+
+def compressed(lab: Lab, config: Config) -> Any:
+    """The parameters whose gradients are sent compressed."""
+    return sorted(span.name for b in engine_of(lab, config).buckets if b.compresses for span in b.layout.spans)
+
+
+def codec(lab: Lab, config: Config) -> Any:
+    found = codec_of(plugin_of(lab, config)[0])
+    assert isinstance(found, TopK)
+    return found.share, found.huffman
+
+
+def _compresses(config: Config) -> bool | None:
+    """Whether the first gradients are; None: none ever are."""
+    made = lt_zero.shard(Toy(), ZeroConfig.of(nested(config, Path()))).compression
+    return made.compresses if made is not None else None
+
+
+def compresses(lab: Lab, config: Config) -> Any:
+    """Of two ranks in one node."""
+    return lab.pool.run(2, _compresses, config)[0]
 
 
 # ---- dtypes --------------------------------------------------------------------------------------------------------

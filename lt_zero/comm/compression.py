@@ -1,0 +1,236 @@
+"""Reductions that send compressed gradients, with error feedback (arXiv:1809.07599; both ways: arXiv:1905.05957).
+
+Note [Compressed reductions]
+    A rank adds its residual, which is what it has not sent so far, to its gradients, and encodes a part for each rank
+    that owns one. What the codes do not represent is the new residual. An owner adds up the decoded parts in rank
+    order, in fp32. Where all ranks need the mean (stage 0) it encodes the sum with a residual of its own and sends it
+    to all. All ranks decode the same bytes, so they stay equal to the bit.
+    So nothing is lost: what was put in is what has arrived plus all residuals.
+    With ``hierarchical`` the ranks of a node add up their gradients first, uncompressed: less is sent between nodes,
+    and a sum is compressed once per node. Compressed sums are gathered between nodes first, then inside each node, so
+    that each crosses the network once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lt_zero.comm.procedures import Procedures
+from lt_zero.comm.shared_memory import store
+from lt_zero.comm.transport import Group, sum_in_rank_order
+from lt_zero.comm.work import All, Launch, Watch
+from lt_zero.ops.codecs import Codec
+
+_ALIGN = 16  # bytes: where encoded parts begin
+_PROBE = 1 << 20  # bytes to each rank
+
+
+class Residuals(NamedTuple):
+    """What was not sent so far of one bucket, in the units in which its gradients are sent.
+
+    Attributes:
+        worker: 1D fp32, all elements: of this rank's gradients.
+        server: 1D fp32, this rank's shard: of the sums that it owns; None if they are not sent on.
+    """
+
+    worker: Tensor
+    server: Tensor | None = None
+
+
+@dataclass
+class Costs:
+    """Sums over reductions on this rank; seconds are the host's.
+
+    Attributes:
+        dense: bytes to other ranks as they would be sent uncompressed.
+        sent: bytes to other ranks.
+        coding, exchanging: seconds.
+    """
+
+    dense: int = 0
+    sent: int = 0
+    coding: float = 0.0
+    exchanging: float = 0.0
+
+
+class _Event:
+    """The end of what was launched on a stream."""
+
+    def __init__(self, stream: Any) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        self._event.wait()
+
+
+class Compressor:
+    """Compressed reductions over the ranks of one communicator.
+
+    Args:
+        world, rank: of the communicator.
+        device: of the tensors; on a GPU reductions run on a stream of their own, on a CPU in a thread.
+        watch: waits for the thread.
+        codec: how parts are encoded.
+        inner: ranks of a node, which are neighbours; 1: nodes do not count.
+        hierarchical: see Note [Compressed reductions].
+        new_group: makes a process group of those of the given ranks which have this rank. Collective.
+    """
+
+    def __init__(
+        self,
+        world: int,
+        rank: int,
+        device: torch.device,
+        watch: Watch,
+        codec: Codec,
+        inner: int,
+        hierarchical: bool,
+        new_group: Callable[[Sequence[Sequence[int]]], Group],
+    ) -> None:
+        self._world, self._rank, self._inner, self._nodes = world, rank, inner, world // inner
+        self._watch, self._codec, self._hierarchical = watch, codec, hierarchical
+        self._everyone = new_group([range(world)])
+        self._across, self._node = self._everyone, None
+        if inner > 1:
+            self._across = new_group([range(first, world, inner) for first in range(inner)])
+            self._node = new_group([range(first, first + inner) for first in range(0, world, inner)])
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device = device
+        self._thread = Procedures("compression")
+        self.costs = Costs()
+
+    def reduce(self, out: Tensor, flat: Tensor, residuals: Residuals, add: bool, factor: float, launch: Launch) -> All:
+        """Write ``factor`` times the sum over the ranks to ``out``, or add it: all of it, or this rank's shard.
+
+        Args:
+            out: 1D; all elements if ``residuals`` has a server's, else a shard.
+            flat: 1D, one equal part per rank; left alone until the wait.
+            residuals: updated.
+        """
+
+        def run() -> None:
+            costs = Costs()
+            total = self._sum(flat, residuals.worker, costs)
+            if residuals.server is not None:
+                self._share(total, residuals.server, out, add, factor, costs)
+            else:
+                store(out, total, add, factor)
+            dense, peers = flat.nbytes * (1 if residuals.server is None else 2), self._world
+            if self._hierarchical:  # of what is left to send after the sum inside the node
+                dense, peers = dense // self._inner, self._nodes
+            self._count(costs, dense * (peers - 1) // peers)
+
+        return self._launch(run, launch)
+
+    def _launch(self, run: Callable[[], None], launch: Launch) -> All:
+        if self._stream is None:
+            return All([self._thread.submit(run)], None, self._watch, launch)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            run()
+        return All([_Event(self._stream)])
+
+    def _sum(self, flat: Tensor, residual: Tensor, costs: Costs) -> Tensor:
+        """This rank's shard (1D fp32) of the sum of decoded gradients."""
+        nodes, inner, mine = self._nodes, self._inner, self._rank % self._inner
+        group, count = (self._across, nodes) if self._hierarchical else (self._everyone, self._world)
+        parts, residuals = list(flat.chunk(count)), list(residual.chunk(count))
+        if self._hierarchical and inner > 1:
+            # Part (m, i) is owned by rank i of node m. Send to each rank of this node its parts of all nodes.
+            blocks = flat.view(nodes, inner, -1).transpose(0, 1).contiguous()
+            received, start = torch.empty_like(blocks), time.perf_counter()
+            dist.all_to_all_single(received, blocks, group=self._node)
+            costs.exchanging += time.perf_counter() - start
+            parts = list(sum_in_rank_order(received.view(inner, -1).unbind(), torch.float32).chunk(nodes))
+            residuals = list(residual.view(nodes, inner, -1)[:, mine].unbind())
+        sent = self._encoded(parts, residuals, group, costs)
+        start = time.perf_counter()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        coding = time.perf_counter()
+        total = torch.empty(flat.numel() // self._world, dtype=torch.float32, device=flat.device)
+        self._codec.decode_sum(received.unbind(), total)
+        costs.coding += time.perf_counter() - coding
+        costs.exchanging += coding - start
+        costs.sent += sent[0].numel() * (count - 1)
+        return total
+
+    def _encoded(self, parts: Sequence[Tensor], residuals: Sequence[Tensor], group: Group, costs: Costs) -> Tensor:
+        """The parts as rows of bytes [parts, bytes], with as many bytes on all ranks of ``group``."""
+        codec, start = self._codec, time.perf_counter()
+        if codec.fixed_size:
+            rows = torch.empty(len(parts), codec.nbytes(parts[0].numel()), dtype=torch.uint8, device=parts[0].device)
+            for part, residual, row in zip(parts, residuals, rows.unbind(), strict=True):
+                codec.encode(part, residual, row)
+            costs.coding += time.perf_counter() - start
+            return rows
+        found = [codec.encode(part, residual) for part, residual in zip(parts, residuals, strict=True)]
+        longest = torch.tensor([max(row.numel() for row in found)], device=parts[0].device)
+        coded = time.perf_counter()
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
+        size = -(-int(longest) // _ALIGN) * _ALIGN
+        costs.coding += coded - start
+        costs.exchanging += time.perf_counter() - coded
+        rows = torch.zeros(len(parts), size, dtype=torch.uint8, device=parts[0].device)
+        for row, bytes_of in zip(rows.unbind(), found, strict=True):
+            row[: bytes_of.numel()] = bytes_of
+        return rows
+
+    def _share(self, total: Tensor, residual: Tensor, out: Tensor, add: bool, factor: float, costs: Costs) -> None:
+        """Send this rank's sum to all; write ``factor`` times all sums to ``out``, or add them."""
+        mine = self._encoded([total], [residual], self._everyone, costs)[0]
+        start = time.perf_counter()
+        rows = mine.new_empty(self._nodes, mine.numel())  # of the ranks with the same place in their node
+        _gather(rows, mine, self._across)
+        rows = rows.unsqueeze(0)
+        if self._node is not None:
+            every = mine.new_empty(self._inner, *rows.shape[1:])
+            _gather(every, rows, self._node)
+            rows = every
+        coding = time.perf_counter()
+        direct = out.dtype == torch.float32 and not add
+        sums = out if direct else torch.empty(out.numel(), dtype=torch.float32, device=out.device)
+        for rank, part in enumerate(sums.chunk(self._world)):
+            node, place = divmod(rank, self._inner)
+            self._codec.decode_sum([rows[place, node]], part, factor)
+        if not direct:
+            store(out, sums, add, 1.0)
+        costs.coding += time.perf_counter() - coding
+        costs.exchanging += coding - start
+        costs.sent += mine.numel() * (self._nodes - 1 + (self._inner - 1) * self._nodes)
+
+    def _count(self, costs: Costs, dense: int) -> None:
+        total = self.costs
+        total.dense, total.sent = total.dense + dense, total.sent + costs.sent
+        total.coding, total.exchanging = total.coding + costs.coding, total.exchanging + costs.exchanging
+
+    def measure_rate(self, launch: Launch) -> float:
+        """Bytes per second of this rank to others while all ranks send, from one small exchange. Collective."""
+        seconds: list[float] = []
+
+        def run() -> None:
+            sent = torch.zeros(self._world * _PROBE, dtype=torch.uint8, device=self._device)
+            received = torch.empty_like(sent)
+            dist.barrier(self._everyone)
+            start = time.perf_counter()
+            dist.all_to_all_single(received, sent, group=self._everyone)
+            if self._stream is not None:
+                self._stream.synchronize()
+            seconds.append(time.perf_counter() - start)
+
+        self._launch(run, launch).wait()
+        return (self._world - 1) * _PROBE / seconds[0]
+
+
+def _gather(out: Tensor, mine: Tensor, group: Group) -> None:
+    """Fill ``out`` [ranks, ...] from the ranks' tensors."""
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out.view(-1), mine.reshape(-1), group=group)

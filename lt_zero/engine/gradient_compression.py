@@ -1,0 +1,169 @@
+"""``gradient_compression``: what each bucket has not sent so far, from step to step.
+
+How buckets are reduced: comm/compression.py, Note [Compressed reductions].
+
+Note [Units of residuals]
+    A residual is in the units in which its bucket's gradients are sent: multiplied by the loss scale and the factor
+    before the sum. When the loss scale changes, residuals are rescaled before they are used next; by a power of two
+    that is exact.
+
+Note [Skipped steps]
+    A step whose gradients overflowed is skipped, with what all buckets sent for it. Then residuals have to be what they
+    were before the step's first reduction, so where steps can be skipped each rank keeps a copy of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lt_zero.comm.communicator import Comm
+from lt_zero.comm.compression import Costs, Residuals
+from lt_zero.config import ZeroConfig
+from lt_zero.engine.bucket import Bucket
+from lt_zero.ops.codecs import ONE_BIT, TWO_BITS, Codec, TopK
+
+log = logging.getLogger("lt_zero")
+
+JUDGED = 20  # the step after which coding is compared with what it saved
+
+
+def codec_of(config: ZeroConfig) -> Codec | None:
+    """The codec of ``gradient_compression``; None: gradients are not compressed."""
+    block = config.gradient_compression
+    if block.algorithm == "topk":
+        return TopK(block.topk_ratio, torch.bfloat16, block.huffman_coding)
+    return {"1bit": ONE_BIT, "2bit": TWO_BITS}.get(block.algorithm)
+
+
+class ErrorFeedback:
+    """The residuals of one bucket.
+
+    Args:
+        clock: of its engine.
+        bucket: whose gradients are sent; where all ranks need its mean, there is a server's residual.
+    """
+
+    def __init__(self, clock: GradientCompression, bucket: Bucket) -> None:
+        self._clock, self._device = clock, bucket.comm.device
+        whole = not (bucket.sharding.optim or bucket.sharding.params)
+        self.sizes = [bucket.layout.numel, bucket.layout.shard_numel] if whole else [bucket.layout.numel]
+        self.residuals: Residuals | None = None  # None: nothing was compressed yet
+        self.scale = 1.0  # the loss scale in them: Note [Units of residuals]
+        self._kept: list[Tensor] = []  # their copies from before step number ``_kept_at``
+        self._kept_scale, self._kept_at = 1.0, -1
+
+    def make(self) -> Residuals:
+        """The residuals; zeros if there were none."""
+        if self.residuals is None:
+            made = [torch.zeros(size, dtype=torch.float32, device=self._device) for size in self.sizes]
+            self.residuals, self.scale = Residuals(*made), self._clock.scale
+        return self.residuals
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for tensor in self.residuals or () if tensor is not None]
+
+    @torch.no_grad()
+    def begin(self) -> Residuals | None:
+        """The residuals for a reduction that is launched next; None: it is not compressed."""
+        clock = self._clock
+        if not clock.compresses:
+            return None
+        self.make()
+        if clock.keeps and self._kept_at != clock.steps:
+            self._kept = self._kept or [torch.empty_like(tensor) for tensor in self._tensors()]
+            for kept, tensor in zip(self._kept, self._tensors(), strict=True):
+                kept.copy_(tensor)
+            self._kept_scale, self._kept_at = self.scale, clock.steps
+        if self.scale != clock.scale:
+            for tensor in self._tensors():
+                tensor.mul_(clock.scale / self.scale)
+            self.scale = clock.scale
+        return self.residuals
+
+    @torch.no_grad()
+    def restore(self, step: int) -> None:
+        """Make the residuals what they were before ``step``, if they changed in it."""
+        if self._kept_at == step:
+            for kept, tensor in zip(self._kept, self._tensors(), strict=True):
+                tensor.copy_(kept)
+            self.scale = self._kept_scale
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self._tensors(), *self._kept))
+
+
+class GradientCompression:
+    """The residuals of one engine. Every bucket whose plan says so is compressed, after the warm-up.
+
+    Args:
+        comm: reduces the gradients.
+        buckets: of the engine, in order.
+        warmup: optimizer steps whose gradients are sent as they are.
+        keeps: whether steps may be skipped. See Note [Skipped steps].
+
+    Attributes:
+        steps: optimizer steps so far.
+        scale: the loss scale of the running step.
+    """
+
+    def __init__(self, comm: Comm, buckets: Sequence[Bucket], warmup: int, keeps: bool) -> None:
+        self._comm, self._warmup, self.keeps = comm, warmup, keeps
+        self.steps, self.scale = 0, 1.0
+        self.of_bucket = {bucket: ErrorFeedback(self, bucket) for bucket in buckets if bucket.compresses}
+        for bucket, feedback in self.of_bucket.items():
+            bucket.grads.feedback = feedback
+        self.announce: Callable[[str], object] = log.warning
+        self._judge_from = warmup + JUDGED // 2  # earlier steps warm up caches and connections
+
+    @property
+    def compresses(self) -> bool:
+        """Whether the running step's gradients are compressed."""
+        return self.steps >= self._warmup
+
+    def end_step(self) -> None:
+        """After an optimizer step. Collective."""
+        self.steps += 1
+        compressor = self._comm.compressor
+        if compressor is None:
+            return
+        if self.steps == self._judge_from:
+            compressor.costs = Costs()
+        elif self.steps == self._warmup + JUDGED:
+            line = verdict(compressor.costs, self._comm.measure_rate(), self.steps - self._judge_from, self.steps)
+            if line and self._comm.rank == 0:
+                self.announce(line)
+
+    def skip_step(self, counted: bool) -> None:
+        """The last step was skipped. ``counted``: ``end_step`` was called for it."""
+        self.steps -= counted
+        for feedback in self.of_bucket.values():
+            feedback.restore(self.steps)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(feedback.nbytes for feedback in self.of_bucket.values())
+
+
+def verdict(costs: Costs, rate: float, steps: int, step: int) -> str:
+    """A line if coding takes longer than the transfer that it saves, else "".
+
+    Args:
+        costs: of ``steps`` optimizer steps.
+        rate: bytes per second of this rank to others.
+        steps: optimizer steps.
+        step: the number of the last of them.
+    """
+    saved = (costs.dense - costs.sent) / rate
+    if costs.coding < saved:
+        return ""
+    return (
+        f"gradient_compression does not pay (step {step}): coding takes {costs.coding / steps * 1e3:.1f} ms a step, "
+        f"and the transfer that it saves would take {saved / steps * 1e3:.1f} ms at {rate * 8e-6:.0f} Mbit/s from each "
+        f"rank ({costs.dense / steps / 1e6:.2f} MB become {costs.sent / steps / 1e6:.2f} MB). Remove it, or on several "
+        "nodes try hierarchical_compress."
+    )
