@@ -449,6 +449,15 @@ def test_selection(device: torch.device) -> None:
                 assert torch.equal(ops.select_topk(c.to(device), k).cpu(), ops.select_topk_reference(c, k)), (numel, k)
 
 
+@pytest.mark.slow
+def test_a_selection_writes_nothing_but_its_result(emulated: ctypes.CDLL) -> None:
+    c, room = torch.zeros(20_001), torch.full((116,), -7, dtype=torch.int32)  # all are ties
+    scratch = torch.empty(emulated.lt_cuda_topk_scratch(c.numel()), dtype=torch.uint8)
+    given = (c.data_ptr(), c.numel(), 100, room.data_ptr(), scratch.data_ptr(), None)
+    assert emulated.lt_cuda_select_topk(*given) == 0
+    assert room.tolist() == [*range(100), *[-7] * 16]
+
+
 @pytest.mark.gpu
 def test_codecs_of_a_gpu_equal_the_cpus(device: torch.device) -> None:
     x = torch.randn(100_003, generator=torch.Generator().manual_seed(3))
