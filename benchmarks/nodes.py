@@ -55,6 +55,16 @@ MODES: dict[str, dict[str, Any]] = {
     "lt_zero stage 2": {"zero_optimization": {"stage": 2}},
     "lt_zero stage 3": {"zero_optimization": {"stage": 3}},
     "lt_zero stage 2, topology 1": {"zero_optimization": {"stage": 2}, "communication": {"topology": 1}},
+    "lt_zero stage 0, 1bit": {"gradient_compression": {"algorithm": "1bit", "exclude": []}},
+    "lt_zero stage 0, 2bit": {"gradient_compression": {"algorithm": "2bit"}},
+    "lt_zero stage 0, topk 1 %, Huffman": {"gradient_compression": {"algorithm": "topk", "huffman_coding": True}},
+    "lt_zero stage 0, 1bit between nodes": {
+        "gradient_compression": {"algorithm": "1bit", "exclude": [], "hierarchical_compress": True}
+    },
+    "lt_zero stage 2, 1bit": {
+        "zero_optimization": {"stage": 2},
+        "gradient_compression": {"algorithm": "1bit", "exclude": []},
+    },
     "lt_zero stage 3, mics_shard_size 2": {"zero_optimization": {"stage": 3, "mics_shard_size": PER_NODE}},
 }
 

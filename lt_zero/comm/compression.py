@@ -38,10 +38,14 @@ class Residuals(NamedTuple):
     Attributes:
         worker: 1D fp32, all elements: of this rank's gradients.
         server: 1D fp32, this rank's shard: of the sums that it owns; None if they are not sent on.
+        gaps: elements [lo, hi) that belong to no parameter; codes of few bits would make them other than zero.
+        shard_gaps: those of this rank's shard, counted from its first element.
     """
 
     worker: Tensor
     server: Tensor | None = None
+    gaps: Sequence[tuple[int, int]] = ()
+    shard_gaps: Sequence[tuple[int, int]] = ()
 
 
 @dataclass
@@ -119,8 +123,14 @@ class Compressor:
         def run() -> None:
             costs = Costs()
             total = self._sum(flat, residuals.worker, costs)
+            _clear(residuals.worker, residuals.gaps)
+            _clear(total, residuals.shard_gaps)
             if residuals.server is not None:
-                self._share(total, residuals.server, out, add, factor, costs)
+                sums = self._share(total, residuals.server, out, add, factor, costs)
+                _clear(residuals.server, residuals.shard_gaps)
+                _clear(sums, residuals.gaps)
+                if sums is not out:
+                    store(out, sums, add, 1.0)
             else:
                 store(out, total, add, factor)
             dense, peers = flat.nbytes * (1 if residuals.server is None else 2), self._world
@@ -184,8 +194,8 @@ class Compressor:
             row[: bytes_of.numel()] = bytes_of
         return rows
 
-    def _share(self, total: Tensor, residual: Tensor, out: Tensor, add: bool, factor: float, costs: Costs) -> None:
-        """Send this rank's sum to all; write ``factor`` times all sums to ``out``, or add them."""
+    def _share(self, total: Tensor, residual: Tensor, out: Tensor, add: bool, factor: float, costs: Costs) -> Tensor:
+        """Send this rank's sum to all; returns ``factor`` times all sums, in ``out`` if they replace what is there."""
         mine = self._encoded([total], [residual], self._everyone, costs)[0]
         start = time.perf_counter()
         rows = mine.new_empty(self._nodes, mine.numel())  # of the ranks with the same place in their node
@@ -201,11 +211,10 @@ class Compressor:
         for rank, part in enumerate(sums.chunk(self._world)):
             node, place = divmod(rank, self._inner)
             self._codec.decode_sum([rows[place, node]], part, factor)
-        if not direct:
-            store(out, sums, add, 1.0)
         costs.coding += time.perf_counter() - coding
         costs.exchanging += coding - start
         costs.sent += mine.numel() * (self._nodes - 1 + (self._inner - 1) * self._nodes)
+        return sums
 
     def _count(self, costs: Costs, dense: int) -> None:
         total = self.costs
@@ -228,6 +237,11 @@ class Compressor:
 
         self._launch(run, launch).wait()
         return (self._world - 1) * _PROBE / seconds[0]
+
+
+def _clear(flat: Tensor, gaps: Sequence[tuple[int, int]]) -> None:
+    for lo, hi in gaps:
+        flat[lo:hi].zero_()
 
 
 def _gather(out: Tensor, mine: Tensor, group: Group) -> None:

@@ -24,6 +24,7 @@ from lt_zero.comm.communicator import Comm
 from lt_zero.comm.compression import Costs, Residuals
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.layout import gaps_between
 from lt_zero.ops.codecs import ONE_BIT, TWO_BITS, Codec, TopK
 
 log = logging.getLogger("lt_zero")
@@ -50,7 +51,11 @@ class ErrorFeedback:
     def __init__(self, clock: GradientCompression, bucket: Bucket) -> None:
         self._clock, self._device = clock, bucket.comm.device
         whole = not (bucket.sharding.optim or bucket.sharding.params)
-        self.sizes = [bucket.layout.numel, bucket.layout.shard_numel] if whole else [bucket.layout.numel]
+        self._layout, self._whole = bucket.layout, whole
+        shard = bucket.layout.shard(bucket.comm.rank)
+        pieces = bucket.layout.pieces(*shard)
+        own = gaps_between(((p.offset, p.offset + p.numel) for p in pieces), bucket.layout.shard_numel)
+        self._gaps = tuple(sorted(bucket.layout.gaps)), own
         self.residuals: Residuals | None = None  # None: nothing was compressed yet
         self.scale = 1.0  # the loss scale in them: Note [Units of residuals]
         self._kept: list[Tensor] = []  # their copies from before step number ``_kept_at``
@@ -59,12 +64,13 @@ class ErrorFeedback:
     def make(self) -> Residuals:
         """The residuals; zeros if there were none."""
         if self.residuals is None:
-            made = [torch.zeros(size, dtype=torch.float32, device=self._device) for size in self.sizes]
-            self.residuals, self.scale = Residuals(*made), self._clock.scale
+            worker = torch.zeros(self._layout.numel, dtype=torch.float32, device=self._device)
+            server = worker.new_zeros(self._layout.shard_numel) if self._whole else None
+            self.residuals, self.scale = Residuals(worker, server, *self._gaps), self._clock.scale
         return self.residuals
 
     def _tensors(self) -> list[Tensor]:
-        return [tensor for tensor in self.residuals or () if tensor is not None]
+        return [tensor for tensor in (self.residuals or ())[:2] if tensor is not None]
 
     @torch.no_grad()
     def begin(self) -> Residuals | None:
@@ -91,6 +97,10 @@ class ErrorFeedback:
             for kept, tensor in zip(self._kept, self._tensors(), strict=True):
                 tensor.copy_(kept)
             self.scale = self._kept_scale
+
+    def forget_copies(self) -> None:
+        """After residuals were loaded."""
+        self._kept_at = -1
 
     @property
     def nbytes(self) -> int:

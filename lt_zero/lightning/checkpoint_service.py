@@ -58,6 +58,8 @@ from lt_zero.checkpoint.native.pieces import (
     weight_fragments,
 )
 from lt_zero.checkpoint.native.plain import plain, put_back
+from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
+from lt_zero.checkpoint.native.residuals import load_residuals, residual_state
 from lt_zero.checkpoint.native.save import KEY, Bundle, bundle, stage, write
 from lt_zero.checkpoint.open import is_directory, open_source
 from lt_zero.comm.communicator import Comm
@@ -159,6 +161,9 @@ class CheckpointService:
             content[KEY] = {**content.get(KEY, {}), "hparams": "omegaconf"}
         if run.comm is not None and "optimizer_states" in checkpoint:
             content[POSITION] = run.comm.host_gather(self._data.state_dict(), "random states")
+            sharded = run.built is not None and writes_directories(run)
+            if run.built is not None and (found := residual_state(run.built, sharded)) is not None:
+                content[RESIDUALS] = found
         self.wait(run)
         _file_beside(run, path)  # refuses a URL before anything is written
         return content
@@ -328,6 +333,9 @@ class CheckpointService:
                 self._data.load(checkpoint[POSITION], comm.rank)
         if not states and (how.load_module_only or not how.load_optimizer_states):
             return
+        if RESIDUALS in checkpoint:
+            with run.agree("restoring residuals of gradient_compression", CheckpointError):
+                load_residuals(run.engine, checkpoint[RESIDUALS])
         total = sum(len(group["params"]) for state in states for group in state.get("param_groups", []))
         agreed = run.agree("loading optimizer states", CheckpointError)
         with agreed, progress_bar("Loading optimizer states", total, rank=comm.rank) as work:

@@ -104,7 +104,7 @@ def _overflowing(name: str, bad: float) -> tuple[bool, bool]:
     if dist.get_rank() == 1:
         grads[7] = bad
     out, residuals = _first(CODECS[name], grads)
-    return bool(out.isfinite().all()), all(bool(t.isfinite().all()) for t in residuals if t is not None)
+    return bool(out.isfinite().all()), all(bool(t.isfinite().all()) for t in residuals[:2] if t is not None)
 
 
 @pytest.mark.parametrize("name", only(["1bit", "huffman"], CODECS))

@@ -1,0 +1,128 @@
+"""The residuals of ``gradient_compression`` in checkpoints.
+
+They are kept by parameter: ``worker`` [ranks, *shape] has a row for each rank, ``server`` [*shape] the residuals of the
+owners. ``units`` are factors: a residual times its unit is what it adds to the mean gradient of a later step. The same
+ranks resume exactly. Other numbers of ranks, and stages that need no server's residual, get equal parts of the sum, so
+that what is owed to the weights stays the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lt_zero.checkpoint.native.pieces import Fragment
+from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.engine import Engine
+from lt_zero.engine.gradient_compression import ErrorFeedback
+from lt_zero.engine.lazy_tensor import elements_of
+
+KEY = "gradient_compression"  # in a Lightning checkpoint
+
+log = logging.getLogger("lt_zero")
+
+
+def residual_state(engine: Engine, sharded: bool) -> dict[str, Any] | None:
+    """What a checkpoint has to keep; None if nothing is compressed. Collective.
+
+    ``sharded``: with a ``Fragment`` for each tensor; else with full tensors on the CPU of rank 0, and none elsewhere.
+    """
+    compression = engine.compression
+    if compression is None:
+        return None
+    state: dict[str, Any] = {"steps": compression.steps, "units": {}, "worker": {}, "server": {}}
+    if all(feedback.residuals is None for feedback in compression.of_bucket.values()):
+        return state  # still warming up
+    for bucket, feedback in compression.of_bucket.items():
+        names = [span.name for span in bucket.layout.spans]
+        state["units"].update(dict.fromkeys(names, _unit(bucket, feedback)))
+        worker, server = _fragments(bucket, feedback) if sharded else _gathered(bucket, feedback)
+        state["worker"].update(worker)
+        state["server"].update(server)
+    return state
+
+
+def _unit(bucket: Bucket, feedback: ErrorFeedback) -> float:
+    feedback.make()
+    return bucket.comm.factors(bucket.grads.send_dtype(bucket.dtype))[1] / feedback.scale
+
+
+def _fragments(bucket: Bucket, feedback: ErrorFeedback) -> tuple[dict[str, Fragment], dict[str, Fragment]]:
+    comm, layout, (rows, shard, *_) = bucket.comm, bucket.layout, feedback.make()
+    worker, server = dict[str, Fragment](), dict[str, Fragment]()
+    pieces = {piece.index: piece for piece in layout.pieces(*layout.shard(comm.rank))}
+    for index, span in enumerate(layout.spans):
+        numel = span.hi - span.lo
+        mine = partial(rows.narrow, 0, span.lo, numel)
+        shape = (comm.world, *span.shape)
+        worker[span.name] = Fragment(mine, shape, comm.rank * numel, (comm.rank + 1) * numel, torch.float32)
+        if shard is not None:
+            piece = pieces.get(index)
+            at, lo, hi = (piece.offset, piece.lo, piece.hi) if piece is not None else (0, 0, 0)
+            server[span.name] = Fragment(partial(shard.narrow, 0, at, hi - lo), span.shape, lo, hi, torch.float32)
+    return worker, server
+
+
+def _gathered(bucket: Bucket, feedback: ErrorFeedback) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    comm, layout, (rows, shard, *_) = bucket.comm, bucket.layout, feedback.make()
+
+    def gather(own: Tensor) -> Tensor:
+        flat = torch.empty(comm.world, own.numel(), dtype=own.dtype, device=own.device)
+        flat[comm.rank] = own
+        comm.all_gather(flat.view(-1), f"residuals of {bucket.name}").wait()
+        return flat if comm.rank == 0 else flat[:, :0]
+
+    every, sums = gather(rows), gather(shard).view(-1) if shard is not None else None
+    worker, server = dict[str, Tensor](), dict[str, Tensor]()
+    for span in layout.spans if comm.rank == 0 else ():
+        worker[span.name] = every[:, span.lo : span.hi].reshape(-1, *span.shape).to("cpu", copy=True)
+        if sums is not None:
+            server[span.name] = sums[span.lo : span.hi].view(span.shape).to("cpu", copy=True)
+    return worker, server
+
+
+@torch.no_grad()
+def load_residuals(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Take over ``residual_state`` of any number of ranks and any stage. Not collective."""
+    compression, worker = engine.compression, state["worker"]
+    if compression is None:
+        if worker and engine.comm.rank == 0:
+            log.warning("The checkpoint has residuals of gradient_compression, which is off in this run: drop them.")
+        return
+    compression.steps = int(state["steps"])
+    for bucket, feedback in compression.of_bucket.items():
+        feedback.forget_copies()
+        for index, span in enumerate(bucket.layout.spans):
+            if span.name in worker:
+                factor = state["units"][span.name] / _unit(bucket, feedback)
+                _load(bucket, feedback, index, worker[span.name], state["server"].get(span.name), factor)
+
+
+def _load(
+    bucket: Bucket, feedback: ErrorFeedback, index: int, rows: Tensor, sums: Tensor | None, factor: float
+) -> None:
+    """Load the residuals of parameter ``index``, times ``factor``."""
+    comm, span, (worker, server, *_) = bucket.comm, bucket.layout.spans[index], feedback.make()
+    numel, mine = span.hi - span.lo, worker[span.lo : span.hi]
+
+    def row(rank: int) -> Tensor:
+        return elements_of(rows, rank * numel, (rank + 1) * numel).to(mine.device)
+
+    if rows.shape[0] == comm.world and (sums is None) == (server is None):
+        mine.copy_(row(comm.rank) * factor)
+        for piece in bucket.layout.pieces(*bucket.layout.shard(comm.rank)):
+            if server is not None and sums is not None and piece.index == index:
+                own = elements_of(sums, piece.lo, piece.hi).to(mine.device)
+                server[piece.offset : piece.offset + piece.numel] = own * factor
+        return
+    total = torch.zeros(numel, dtype=torch.float64, device=mine.device)
+    for rank in range(rows.shape[0]):
+        total += row(rank)
+    if sums is not None:
+        total += elements_of(sums, 0, numel).to(mine.device)
+    mine.copy_(total * (factor / comm.world))
