@@ -96,3 +96,18 @@ def test_other_passes_equal_the_cpu(offset: int) -> None:
     ops.lamb_apply(*ours, rates.to(GPU), eps=1e-6, weight_decay=0.1)
     ops.lamb_apply(*theirs, rates, eps=1e-6, weight_decay=0.1)
     assert_equal(ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "codec", [ops.INT8, ops.INT4, ops.TWO_BITS, ops.ONE_BIT, ops.TopK(0.01), ops.TopK(0.02, torch.bfloat16)], ids=str
+)
+def test_codecs_equal_the_cpu(codec: ops.Codec) -> None:
+    for numel in SIZES:
+        x = torch.randn(numel, generator=torch.Generator().manual_seed(3))
+        ours, theirs = torch.zeros_like(x, device=GPU), torch.zeros_like(x)
+        sent, expected = codec.encode(x.to(GPU), ours), codec.encode(x, theirs)
+        total, wanted = torch.empty_like(ours), torch.empty_like(theirs)
+        codec.decode_sum([sent, sent], total, 0.5)
+        codec.decode_sum([expected, expected], wanted, 0.5)
+        assert_equal([[sent, ours, total]], [[expected, theirs, wanted]])

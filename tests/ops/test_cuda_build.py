@@ -458,20 +458,6 @@ def test_a_selection_writes_nothing_but_its_result(emulated: ctypes.CDLL) -> Non
     assert room.tolist() == [*range(100), *[-7] * 16]
 
 
-@pytest.mark.gpu
-def test_codecs_of_a_gpu_equal_the_cpus(device: torch.device) -> None:
-    x = torch.randn(100_003, generator=torch.Generator().manual_seed(3))
-    for codec in (ops.INT8, ops.INT4, ops.TWO_BITS, ops.ONE_BIT, ops.TopK(0.01), ops.TopK(0.02, BF16)):
-        ours, theirs = torch.zeros_like(x, device=device), torch.zeros_like(x)
-        sent, expected = codec.encode(x.to(device), ours), codec.encode(x, theirs)
-        assert torch.equal(sent.cpu(), expected)
-        assert same_bits(ours, theirs)
-        total, wanted = torch.empty_like(ours), torch.empty_like(theirs)
-        codec.decode_sum([sent, sent], total, 0.5)
-        codec.decode_sum([expected, expected], wanted, 0.5)
-        assert same_bits(total, wanted)
-
-
 # ---- arguments -----------------------------------------------------------------------------------------------------
 
 
