@@ -11,6 +11,9 @@ Note [What is measured]
             https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
     On a GPU both times are between events on the launching stream, read once the device has passed them.
 
+    plain, sent   bytes that this rank sends to others in compressed collectives, before and after.
+    coding  the time in which it encodes and decodes, on a CPU; it is part of the time.
+
     A collective here may be several of torch.distributed's, or a copy through shared memory (communicator.py). Checks
     of the sequence, roll calls, and Lightning's collectives are not included.
 """
@@ -28,6 +31,7 @@ import torch
 from rich.table import Table
 
 from lt_zero.comm.communicator import Comm
+from lt_zero.comm.compression import Compressed, Costs
 from lt_zero.comm.work import All, Work
 from lt_zero.config.blocks import CommsLogger
 
@@ -43,6 +47,9 @@ class CommRecord(NamedTuple):
         seconds, waited: of all calls together.
         shortest, longest: seconds of one call.
         algbw, busbw: bytes per second.
+        dense, sent: bytes to other ranks of all calls, as they would be uncompressed and as they were; 0 where nothing
+            is compressed.
+        coding: seconds of all calls in which this rank encoded and decoded, on the host.
     """
 
     operation: str
@@ -55,6 +62,9 @@ class CommRecord(NamedTuple):
     waited: float
     algbw: float
     busbw: float
+    dense: int = 0
+    sent: int = 0
+    coding: float = 0.0
 
 
 def bus_factor(operation: str, world: int) -> float:
@@ -73,6 +83,9 @@ class _Sum(NamedTuple):
     shortest: float
     longest: float
     waited: float
+    dense: int = 0
+    sent: int = 0
+    coding: float = 0.0
 
 
 class _Open(NamedTuple):
@@ -83,6 +96,7 @@ class _Open(NamedTuple):
     nbytes: int
     launched: Any  # seconds; on a GPU an event
     ended: Any = None  # on a GPU: the event after the collective, on a stream that waits for nothing else
+    costs: Costs = Costs()  # of a compressed one
 
 
 class CommLog:
@@ -178,7 +192,9 @@ class CommLog:
             self._end(opened, opened.launched.elapsed_time(opened.ended) / 1e3, waited / 1e3)
 
     def _end(self, opened: _Open, seconds: float, waited: float) -> None:
-        self._add(opened.operation, opened.name, opened.nbytes, _Sum(1, seconds, seconds, seconds, waited))
+        costs = opened.costs
+        new = _Sum(1, seconds, seconds, seconds, waited, costs.dense, costs.sent, costs.coding)
+        self._add(opened.operation, opened.name, opened.nbytes, new)
         if self._block.verbose and self._show is not None:
             caller = f" ({opened.name})" if self._block.debug and opened.name else ""
             self._show(f"comm: {opened.operation}{caller}, {opened.nbytes} bytes, {seconds * 1e3:.4g} ms")
@@ -189,8 +205,8 @@ class CommLog:
             old = self._sums.get(key)
             if old is not None:
                 least, most = min(old.shortest, new.shortest), max(old.longest, new.longest)
-                waited = old.waited + new.waited
-                new = _Sum(old.calls + new.calls, old.seconds + new.seconds, least, most, waited)
+                sums = (old.waited + new.waited, old.dense + new.dense, old.sent + new.sent, old.coding + new.coding)
+                new = _Sum(old.calls + new.calls, old.seconds + new.seconds, least, most, *sums)
             self._sums[key] = new
 
     def records(self, wait: bool = True) -> list[CommRecord]:
@@ -205,7 +221,8 @@ class CommLog:
         for (operation, name, nbytes), total in self._sums.copy().items():
             algbw = nbytes * total.calls / total.seconds if total.seconds else 0.0
             busbw = algbw * bus_factor(operation, self._world)
-            found.append(CommRecord(operation, name, nbytes, *total, algbw, busbw))
+            costs = (total.dense, total.sent, total.coding)
+            found.append(CommRecord(operation, name, nbytes, *total[:5], algbw, busbw, *costs))
         return sorted(found, key=lambda record: (record.operation, -record.nbytes, record.name))
 
 
@@ -220,9 +237,16 @@ def comm_table(records: Iterable[CommRecord], rank: int = 0) -> Table:
     times = [f"{of} ms" for of in ("total", "mean", "min", "max", "waited")]
     for column in ("bytes", "calls", *times, "algbw GB/s", "busbw GB/s"):
         table.add_column(column, justify="right")
+    compresses = any(record.sent for record in records)
+    for column in ("plain MB", "sent MB", "ratio", "coding ms") if compresses else ():
+        table.add_column(column, justify="right")
     for r in records:
         seconds = [r.seconds, r.seconds / r.calls, r.shortest, r.longest, r.waited]
         rates = [f"{rate / 1e9:.3g}" if rate else "" for rate in (r.algbw, r.busbw)]
+        if compresses and r.sent:
+            rates += [f"{r.dense / 1e6:.4g}", f"{r.sent / 1e6:.4g}", f"{r.dense / r.sent:.1f}", f"{r.coding * 1e3:.4g}"]
+        elif compresses:
+            rates += [""] * 4
         texts = [f"{r.nbytes:,}", str(r.calls), *(f"{s * 1e3:.4g}" for s in seconds), *rates]
         table.add_row(r.operation, *([r.name] if named else []), *texts)
     return table
@@ -240,7 +264,8 @@ class _Recorded:
         result = self._work.wait()
         if not self._over:
             self._over = True
-            self._log.close(self._opened, waiting)
+            costs = self._work.costs if isinstance(self._work, Compressed) else Costs()
+            self._log.close(self._opened._replace(costs=costs), waiting)
         return result
 
 

@@ -63,6 +63,16 @@ class Costs:
     coding: float = 0.0
     exchanging: float = 0.0
 
+    def add(self, other: Costs) -> None:
+        self.dense, self.sent = self.dense + other.dense, self.sent + other.sent
+        self.coding, self.exchanging = self.coding + other.coding, self.exchanging + other.exchanging
+
+
+class Compressed(All):
+    """A launched reduction; ``costs`` after its wait."""
+
+    costs: Costs
+
 
 class _Event:
     """The end of what was launched on a stream."""
@@ -120,8 +130,9 @@ class Compressor:
             residuals: updated.
         """
 
+        costs = Costs()
+
         def run() -> None:
-            costs = Costs()
             total = self._sum(flat, residuals.worker, costs)
             _clear(residuals.worker, residuals.gaps)
             _clear(total, residuals.shard_gaps)
@@ -136,17 +147,20 @@ class Compressor:
             dense, peers = flat.nbytes * (1 if residuals.server is None else 2), self._world
             if self._hierarchical:  # of what is left to send after the sum inside the node
                 dense, peers = dense // self._inner, self._nodes
-            self._count(costs, dense * (peers - 1) // peers)
+            costs.dense = dense * (peers - 1) // peers
+            self.costs.add(costs)
 
-        return self._launch(run, launch)
+        work = self._launch(run, launch)
+        work.costs = costs
+        return work
 
-    def _launch(self, run: Callable[[], None], launch: Launch) -> All:
+    def _launch(self, run: Callable[[], None], launch: Launch) -> Compressed:
         if self._stream is None:
-            return All([self._thread.submit(run)], None, self._watch, launch)
+            return Compressed([self._thread.submit(run)], None, self._watch, launch)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.no_grad(), torch.cuda.stream(self._stream):
             run()
-        return All([_Event(self._stream)])
+        return Compressed([_Event(self._stream)])
 
     def _sum(self, flat: Tensor, residual: Tensor, costs: Costs) -> Tensor:
         """This rank's shard (1D fp32) of the sum of decoded gradients."""
@@ -215,11 +229,6 @@ class Compressor:
         costs.exchanging += coding - start
         costs.sent += mine.numel() * (self._nodes - 1 + (self._inner - 1) * self._nodes)
         return sums
-
-    def _count(self, costs: Costs, dense: int) -> None:
-        total = self.costs
-        total.dense, total.sent = total.dense + dense, total.sent + costs.sent
-        total.coding, total.exchanging = total.coding + costs.coding, total.exchanging + costs.exchanging
 
     def measure_rate(self, launch: Launch) -> float:
         """Bytes per second of this rank to others while all ranks send, from one small exchange. Collective."""

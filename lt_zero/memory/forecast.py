@@ -41,9 +41,10 @@ PLACES = (DEVICE, HOST, NVME)
 PHASES = ("build", "accumulation", "backward", "step", "checkpoint")
 WEIGHTS, MASTER, MOMENTS = "weights", "master weights", "moments"
 GRADS, LOCAL, FRESH = "gradients", "local gradients", "autograd's gradients"
+RESIDUALS = "residuals"
 GATHERED, REDUCE, OFFLOAD = "gathered weights", "reduce buffers", "offload buffers"
 BUILD, STEP, COPY, FILE = "build buffers", "step copies", "checkpoint copy", "checkpoint file"
-KINDS = (WEIGHTS, MASTER, GRADS, LOCAL, FRESH, MOMENTS, GATHERED, REDUCE, OFFLOAD, BUILD, STEP, COPY, FILE)
+KINDS = (WEIGHTS, MASTER, GRADS, LOCAL, FRESH, MOMENTS, RESIDUALS, GATHERED, REDUCE, OFFLOAD, BUILD, STEP, COPY, FILE)
 STATES = (WEIGHTS, MASTER, GRADS, LOCAL, MOMENTS)  # kept from step to step (LOCAL: within one step)
 
 SAVE_BUFFERS = 2 * 4 * (4 << 20)  # bytes: buffers of the threads and those being filled (io/checked_file.py)
@@ -102,6 +103,7 @@ class Row:
     wide: bool  # it is frozen and kept in a higher precision than ``dtype``
     states: str  # place of master weights and moments
     weights: str  # place of what gathers read
+    residual: int  # elements that gradient_compression keeps in fp32
 
     @property
     def master_is_view(self) -> bool:
@@ -168,9 +170,17 @@ def rows_of(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Se
             and any(p.dtype.itemsize > dtype.itemsize for _, p in bucket.parameters),
             states=states,
             weights=weights,
+            residual=_residual(bucket, layout, policy) if trains and setup.world > 1 else 0,
         )
         rows.append(row)
     return rows
+
+
+def _residual(bucket: BucketPlan, layout: BucketLayout, policy: DtypePolicy) -> int:
+    """Elements of a bucket's residuals, and of their copies where steps may be skipped (gradient_compression.py)."""
+    sharded = bucket.sharding.optim or bucket.sharding.params
+    each = layout.numel + (0 if sharded else layout.shard_numel)
+    return each * (2 if policy.check_overflow else 1) if bucket.compresses else 0
 
 
 def _held(plan: EnginePlan, layouts: Sequence[BucketLayout]) -> list[int]:
@@ -293,6 +303,10 @@ class _Sums:
                 total.append((row.states, GRADS, row.own * (4 if unscaled else row.accum.itemsize)))
         return total
 
+    def residuals(self) -> list[Part]:
+        """What compressed reductions have not sent (``ErrorFeedback``)."""
+        return [(DEVICE, RESIDUALS, sum(row.residual for row in self.rows) * torch.float32.itemsize)]
+
     def local(self) -> list[Part]:
         """Gradients of an accumulation window before they are reduced (``Accumulator.local``)."""
         full = [row for row in self.trained if not row.sharding.grads] if self.setup.accumulates else []
@@ -397,6 +411,7 @@ class _Sums:
         if self.config.checkpoint.async_save:
             copy = sum(row.own * row.exact.itemsize for row in rows)
             copy += sum(int(row.own * row.step.itemsize * states) for row in trained)
+            copy += sum(row.residual for row in rows) * torch.float32.itemsize
         return [(HOST, COPY, copy), (HOST, FILE, SAVE_BUFFERS), (self.memory, OFFLOAD, files)]
 
     def full_copy(self) -> list[Part]:
@@ -456,7 +471,7 @@ def forecast(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: S
     """Sum up a plan. Allocates nothing; ranks differ only by ``Forecast.first``."""
     sums = _Sums(plan, config, policy, setup)
     weights, buffers, moving = sums.weights(), sums.reduce_buffers(), sums.moving()
-    states = [*weights, *sums.states()]
+    states = [*weights, *sums.states(), *sums.residuals()]
     grads = [*states, *sums.gradients()]
     phases = {
         "build": [*weights, *sums.building()],

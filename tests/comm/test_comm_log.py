@@ -117,6 +117,26 @@ def test_shared_memory_is_recorded_as_what_it_stands_for(pool: Pool) -> None:
     assert logged["barrier"] == (fenced, 0)
 
 
+def _compressed() -> Any:
+    config = {"comms_logger": {"enabled": True}, "gradient_compression": {"algorithm": "1bit", "exclude": []}}
+    with redirect_stdout(io.StringIO()) as text:
+        trainer = sharded_trainer(0, config=config, max_epochs=1)
+        trainer.fit(GPT(2))
+    return trainer.strategy.comms_summary(), text.getvalue()
+
+
+def test_compressed_collectives_show_what_they_save(pool: Pool) -> None:
+    records, text = pool.run(2, _compressed)[0]
+    reduced = [r for r in records if r.operation == "all_reduce" and r.sent]
+    assert reduced
+    for record in reduced:  # half of it to the other rank, and half of the means back
+        assert record.dense == record.calls * record.nbytes
+        assert record.sent < record.dense / 5
+        assert 0 < record.coding < record.seconds
+    assert not any(r.sent or r.dense or r.coding for r in records if r not in reduced)
+    assert all(column in text for column in ("plain MB", "sent MB", "ratio", "coding ms"))
+
+
 def _delayed(seconds: float) -> Any:
     comm = LoggedComm.for_world(torch.device("cpu"))
     comm.log.configure(CommsLogger(enabled=True, debug=True))

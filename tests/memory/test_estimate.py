@@ -36,6 +36,7 @@ from lt_zero.memory.forecast import (
     NVME,
     OFFLOAD,
     REDUCE,
+    RESIDUALS,
     WEIGHTS,
 )
 from lt_zero.offload import host_store
@@ -154,6 +155,22 @@ def _compare(mode: str, stage: int, path: str) -> None:
         if offload == "optimizer":
             assert peaks.homes >= 0.6 * want[HOST][OFFLOAD], (*case, peaks.homes, want[HOST][OFFLOAD])
         engine.offload_manager.close()
+
+
+def _residuals() -> None:
+    for stage, mode in itertools.product((0, 2, 3), ("32-true", "bf16-true")):
+        config = ZeroConfig.of({"zero_optimization": {"stage": stage}, "gradient_compression": {"algorithm": "1bit"}})
+        model = Wide()
+        cast = estimate(model, config, dist.get_world_size(), device="cpu", precision=mode)
+        engine, sharded, _, _ = train(model, config, mode)
+        have = measured(engine, [sharded]).get(RESIDUALS, 0)
+        assert have > 4 * sum(p.numel() for p in model.parameters()) * (0.5 if mode == "32-true" else 1.0)
+        close(have, cast.kinds(HOST).get(RESIDUALS, 0), (mode, stage))
+
+
+def test_residuals_of_compressed_gradients(pool: Pool) -> None:
+    """With their copies in 16 bits, where steps may be skipped."""
+    pool.run(2, _residuals)
 
 
 @pytest.mark.parametrize(
