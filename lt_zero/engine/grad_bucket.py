@@ -138,7 +138,7 @@ class Reducer:
         free = self._buffers.setdefault(dtype, deque())
         sharded = bucket.sharding.optim
         shared = comm.shares_sends(sharded)
-        if self._made.get(dtype, 0) < comm.send_buffers:
+        if self._made.get(dtype, 0) < (comm.send_buffers if shared else 2):
             self._made[dtype] = self._made.get(dtype, 0) + 1
             send = comm.allocate_send(largest, dtype, sharded)
             return send, flat_empty(0 if shared else comm.scratch_numel(largest), dtype, comm.device)

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.nodes
 DEPTH, WIDTH = 1, 64
 GRADIENTS = 4 * (4096 * WIDTH * 2)  # bytes, of the embedding and the head: almost all
 
+COMPRESSED = {name for name, config in MODES.items() if "gradient_compression" in config}
 Measured = dict[str, list[dict[str, float]]]
 
 
@@ -36,7 +37,7 @@ def measured(node_pool: NodePool) -> Measured:
 
 def test_all_peers_train_alike(measured: Measured) -> None:
     expected = measured["DDP"][0]["loss"]
-    lossy = {"DDP, bf16_compress": 1e-3, "DDP, PowerSGD of rank 2": 0.1}
+    lossy = {"DDP, bf16_compress": 1e-3, "DDP, PowerSGD of rank 2": 0.1, **dict.fromkeys(COMPRESSED, 0.3)}
     for peer, answers in measured.items():
         assert answers[0]["loss"] == pytest.approx(expected, abs=lossy.get(peer, 1e-5)), peer
 
@@ -48,8 +49,11 @@ def test_bytes_between_nodes(measured: Measured) -> None:
     assert sent["DDP, bf16_compress"] == pytest.approx(0.75, rel=0.2)
     assert sent["DDP, PowerSGD of rank 2"] < 0.2
     assert sent["HSDP (FSDP2, replicated over nodes)"] == pytest.approx(1.0, rel=0.2)
-    for peer in MODES:
+    for peer in MODES.keys() - COMPRESSED:
         assert sent[peer] > 1.0, peer  # the least: half of the sums in one direction, half of the weights in the other
+    for peer in COMPRESSED:
+        whole = 0.5 if "stage 2" in peer else 0.0  # of the weights
+        assert whole < sent[peer] < whole + 0.25, peer
 
 
 @pytest.mark.slow
