@@ -13,11 +13,12 @@ from functools import cache
 import torch
 
 from lt_zero.comm.hierarchy import lines
-from lt_zero.comm.topology import choose
+from lt_zero.comm.topology import choose, whole_nodes
 from lt_zero.comm.transport import Mesh
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.gather import Residency
+from lt_zero.engine.gradient_compression import codec_of
 from lt_zero.engine.partition import EnginePlan
 from lt_zero.memory.forecast import Row, Setup, rows_of
 
@@ -59,10 +60,11 @@ def forecast_traffic(
     links = _Links(mesh, nodes, backend, topology.sizes)
     table = dict(zip(plan.buckets, rows_of(plan, config, policy, setup), strict=True))
     gradients = weights = 0.0
-    for row in table.values():
+    for bucket, row in table.items():
         if row.trains:
             reductions = micro_batches if row.sharding.grads else 1
-            gradients += reductions * links.reduced(row)
+            compressed = bucket.compresses and row.send is not None
+            gradients += reductions * (_compressed(row, config, nodes, world) if compressed else links.reduced(row))
             if row.sharding.optim and not row.sharding.params:
                 weights += links.gathered(row)
     limits = Residency(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
@@ -74,6 +76,16 @@ def forecast_traffic(
     root = [b for b in (*plan.units[-1].buckets, *plan.rest) if b.sharding.params]
     weights += micro_batches * sum(links.gathered(table[bucket]) for bucket in root)
     return Traffic(gradients, weights, topology.why)
+
+
+def _compressed(row: Row, config: ZeroConfig, nodes: list[list[int]], world: int) -> float:
+    """Bytes of a compressed reduction of a bucket's gradients; with Huffman codes at most. See comm/compression.py."""
+    codec, inner = codec_of(config), whole_nodes(nodes) or 1
+    assert codec is not None
+    part, own = codec.nbytes(row.numel // world), world / len(nodes)
+    peers = len(nodes) - 1 if config.gradient_compression.hierarchical_compress else world - own
+    back = world // inner - 1 if not (row.sharding.optim or row.sharding.params) else 0
+    return own * part * (peers + back)
 
 
 class _Links:

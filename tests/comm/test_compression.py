@@ -13,13 +13,14 @@ from torch import Tensor
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.compression import Residuals
 from lt_zero.common.errors import ConfigError
-from lt_zero.ops import ONE_BIT, TWO_BITS, Codec, TopK
+from lt_zero.engine.gradient_compression import SIGNS
+from lt_zero.ops import TWO_BITS, Codec, TopK
 from tests.support.matrix import cover, only
 from tests.support.nodes import NodePool, Traffic
 from tests.support.pool import Pool
 
 CODECS = {
-    "1bit": ONE_BIT,
+    "1bit": SIGNS,
     "2bit": TWO_BITS,
     "topk": TopK(0.05, torch.bfloat16, huffman=False),
     "huffman": TopK(0.05),
@@ -114,10 +115,10 @@ def test_an_overflow_arrives_on_all_ranks_and_stays_in_no_residual(pool: Pool, n
 
 
 def _refused() -> str:
-    comm = _comm(ONE_BIT, hierarchical=False)
+    comm = _comm(SIGNS, hierarchical=False)
     comm.nodes = [[0], [1, 2]]
     with pytest.raises(ConfigError) as caught:
-        comm.use_compression(ONE_BIT, True)
+        comm.use_compression(SIGNS, True)
     return str(caught.value)
 
 

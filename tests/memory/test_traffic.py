@@ -23,12 +23,18 @@ WAYS: dict[str, dict[str, Any]] = {
     "ring": {"communication": {"topology": 1}},
     "torus": {"communication": {"topology": 3}},
     "groups": {"mics_shard_size": 2},
+    "1bit": {"gradient_compression": {"algorithm": "1bit", "exclude": []}},
+    "topk between nodes": {
+        "gradient_compression": {"algorithm": "topk", "topk_ratio": 0.1, "hierarchical_compress": True}
+    },
 }
 
 
-def net() -> nn.Module:
+def net(way: str) -> nn.Module:
+    """Large enough for headers of packets and flags not to count."""
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    width = 768 if way == "1bit" else 256
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(8)))
 
 
 def config(stage: int, way: str, low: bool) -> ZeroConfig:
@@ -39,16 +45,17 @@ def config(stage: int, way: str, low: bool) -> ZeroConfig:
 
 def _sent(stage: int, way: str, low: bool) -> float:
     """Bytes from this rank's node in a step of two micro-batches."""
-    model = net()
+    model = net(way)
     engine = lt_zero.shard(model, config(stage, way, low))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     lt_zero.ShardedOptimizer(engine, optimizer)
+    width = next(m for m in model.modules() if isinstance(m, nn.Linear)).in_features
     for _ in range(2):
         with Traffic() as traffic:
             optimizer.zero_grad()
             for micro in range(2):
                 engine.reducer.sync = micro == 1
-                model(torch.ones(2, 256, dtype=torch.bfloat16 if low else torch.float32)).sum().backward()
+                model(torch.ones(2, width, dtype=torch.bfloat16 if low else torch.float32)).sum().backward()
             optimizer.step()
             engine.finish_steps()
     return traffic.sent
@@ -58,14 +65,15 @@ def _sent(stage: int, way: str, low: bool) -> float:
 @pytest.mark.parametrize(
     ("stage", "way", "low"),
     only_rows(
-        [(0, "auto", False), (2, "ring", True), (3, "auto", True), (1, "groups", False)],
+        [(0, "auto", False), (2, "ring", True), (3, "auto", True), (1, "groups", False), (0, "1bit", False)]
+        + [(2, "topk between nodes", True)],
         [row for row in itertools.product([0, 1, 2, 3], WAYS, [False, True]) if row[:2] != (0, "groups")],
     ),
 )
 def test_as_many_bytes_as_forecast(node_pool: NodePool, stage: int, way: str, low: bool) -> None:
     sent = node_pool.run(_sent, stage, way, low)
     forecast = estimate_traffic(
-        net(), config(stage, way, low), 4, ranks_per_node=2, device="cpu", accumulate_grad_batches=2
+        net(way), config(stage, way, low), 4, ranks_per_node=2, device="cpu", accumulate_grad_batches=2
     )
     assert forecast.total == pytest.approx((sent[0] + sent[2]) / 2, rel=0.15)
 
