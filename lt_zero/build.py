@@ -24,7 +24,9 @@ from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.progress_bar import ProgressBar, progress_bar
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
+from lt_zero.config.rules import averages_momenta
 from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.compressed_momentum import CompressedMomentum
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.fp32_modules import Fp32Modules, find_fp32_modules, install_fp32_modules
 from lt_zero.engine.full_params import install_load_hooks, use_outside
@@ -161,6 +163,12 @@ def _check_kernels(config: ZeroConfig, device: torch.device, comm: Comm) -> None
 def _compression(engine: Engine, plan: EnginePlan) -> GradientCompression | None:
     """What compresses the engine's gradients; None if nothing does. Collective."""
     block, codec, comm = engine.config.gradient_compression, codec_of(engine.config), engine.comm
+    made: GradientCompression | None
+    if averages_momenta(engine.config):
+        made = CompressedMomentum.prepared(comm, engine.buckets, engine.policy.check_overflow)
+        if made is not None:
+            engine.after_step.append(made.end_step)
+        return made
     if codec is None or not any(bucket.compresses for bucket in plan.buckets):
         return None
     if not comm.use_compression(codec, block.hierarchical_compress):

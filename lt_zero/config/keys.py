@@ -211,6 +211,7 @@ def _spread_pin_memory(document: Document, old: KeyPath, value: Any) -> None:
 # ---- status of each key ----------------------------------------------------------------------------------------------
 
 _OFF = (False, None, "none", "None")  # values that switch an unsupported block off
+_ONE_BIT = ("freeze_step", "cuda_aware", "comm_backend_name")  # arguments of OneBitAdam
 _FREE = {("optimizer", "params"), ("scheduler", "params")}  # checked where their type is known
 
 
@@ -256,8 +257,9 @@ def _special(
         elif isinstance(value, Mapping) and (inner := block_of(field)) is not None:
             yield from _special(value, inner, here)
         elif isinstance(value, Mapping) and here in _FREE:
+            one_bit = here[0] == "optimizer" and str(values.get("type")).lower() == "onebitadam"
             for name, argument in value.items():
-                if lookup((*here, name)) is not None:
+                if lookup((*here, name)) is not None and not (one_bit and name in _ONE_BIT):
                     yield (*here, name), None, "foreign"
                 elif argument == "auto":
                     yield (*here, name), None, "auto"

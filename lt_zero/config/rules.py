@@ -33,6 +33,7 @@ def contradictions(config: Schema) -> Iterator[Problem]:
         )
     yield from _sharding(config)
     yield from _compression(config)
+    yield from _one_bit(config)
     yield from _precision(config)
     yield from _offload(config)
     unknown = [name for name in config.comms_logger.prof_ops if operation_of(name) is None]
@@ -79,6 +80,45 @@ def _compression(config: Schema) -> Iterator[Problem]:
             f"{key}={block.algorithm!r} compresses the exchange of all ranks, and {Z}.mics_shard_size="
             f"{zero.mics_shard_size} sums in two steps. Remove one of them; hierarchical_compress sums inside nodes.",
         )
+
+
+def averages_momenta(config: Schema) -> bool:
+    """Whether ``optimizer.type`` is a 1-bit optimizer."""
+    return config.optimizer is not None and config.optimizer.type.rpartition(".")[2].lower() == "onebitadam"
+
+
+def _one_bit(config: Schema) -> Iterator[Problem]:
+    """What a 1-bit optimizer, whose ranks exchange momenta instead of gradients, cannot be combined with."""
+    if config.optimizer is None or not averages_momenta(config):
+        return
+    zero, name = config.zero_optimization, f"optimizer.type={config.optimizer.type!r}"
+    if zero.stage > 1:
+        yield Problem(
+            "optimizer.type",
+            f"{name} exchanges momenta, to which each rank adds all of its gradients, and at stage {zero.stage} these "
+            f"are sharded. Set {Z}.stage to 0 or 1, or use Adam with gradient_compression.",
+        )
+    clash = {
+        "gradient_clipping": (
+            bool(config.gradient_clipping),
+            config.gradient_clipping,
+            "no rank has the mean gradient",
+        ),
+        "gradient_compression.algorithm": (
+            config.gradient_compression.algorithm != "none",
+            config.gradient_compression.algorithm,
+            "gradients are not exchanged",
+        ),
+        f"{Z}.offload_optimizer.device": (
+            zero.offload_optimizer.device != "none",
+            zero.offload_optimizer.device,
+            "momenta have to be on the device",
+        ),
+        f"{Z}.mics_shard_size": (zero.mics_shard_size > 0, zero.mics_shard_size, "all ranks exchange momenta"),
+    }
+    for key, (wrong, value, why) in clash.items():
+        if wrong:
+            yield Problem(key, f"{key}={value!r} cannot be combined with {name}: after freeze_step {why}. Remove it.")
 
 
 def _precision(config: Schema) -> Iterator[Problem]:

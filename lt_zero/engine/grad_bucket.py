@@ -48,6 +48,7 @@ class Reducer:
         self._flying: deque[tuple[Bucket, Waits, tuple[Tensor, Tensor] | None]] = deque()
         self._leaving: deque[Accumulator] = deque()  # being written
         self.on_landed: Callable[[Bucket], bool] | None = None  # steps a reduced bucket early, if it returns True
+        self.at_step: Callable[[], bool] = lambda: False  # reductions wait for the step (compressed_momentum.py)
         self.sync = True  # False inside no_sync: buckets whose gradients are not sharded stay local
 
     def mark_ready(self, bucket: Bucket) -> None:
@@ -84,7 +85,7 @@ class Reducer:
         self._ready.clear()
 
     def _reduce(self, bucket: Bucket) -> None:
-        if self.sync or bucket.sharding.grads:
+        if (self.sync and not self.at_step()) or bucket.sharding.grads:
             self._launch(bucket)
         else:
             bucket.weights.enable_training()

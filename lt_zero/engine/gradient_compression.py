@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.compression import Costs, Residuals
+from lt_zero.comm.work import Work
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.layout import gaps_between
@@ -52,8 +53,8 @@ class ErrorFeedback:
     """
 
     def __init__(self, clock: GradientCompression, bucket: Bucket) -> None:
-        self._clock, self._device = clock, bucket.comm.device
-        whole = not (bucket.sharding.optim or bucket.sharding.params)
+        self._clock, self._device, self._comm, self._name = clock, bucket.comm.device, bucket.comm, bucket.name
+        whole = clock.everywhere or not (bucket.sharding.optim or bucket.sharding.params)
         self._layout, self._whole = bucket.layout, whole
         shard = bucket.layout.shard(bucket.comm.rank)
         pieces = bucket.layout.pieces(*shard)
@@ -93,6 +94,10 @@ class ErrorFeedback:
             self.scale = clock.scale
         return self.residuals
 
+    def reduce(self, out: Tensor, send: Tensor, residuals: Residuals, add: bool) -> Work:
+        """Start averaging ``send`` (1D, all elements) over the ranks, compressed, into ``out``, or add it there."""
+        return self._comm.reduce_compressed(out, send, residuals, add, self._name)
+
     @torch.no_grad()
     def restore(self, step: int) -> None:
         """Make the residuals what they were before ``step``, if they changed in it."""
@@ -122,16 +127,22 @@ class GradientCompression:
     Attributes:
         steps: optimizer steps so far.
         scale: the loss scale of the running step.
+        everywhere: all ranks need all elements of what is averaged, whatever is sharded.
     """
+
+    everywhere = False
 
     def __init__(self, comm: Comm, buckets: Sequence[Bucket], warmup: int, keeps: bool) -> None:
         self._comm, self._warmup, self.keeps = comm, warmup, keeps
         self.steps, self.scale = 0, 1.0
-        self.of_bucket = {bucket: ErrorFeedback(self, bucket) for bucket in buckets if bucket.compresses}
+        self.of_bucket = {bucket: self._feedback(bucket) for bucket in buckets if bucket.compresses}
         for bucket, feedback in self.of_bucket.items():
             bucket.grads.feedback = feedback
         self.announce: Callable[[str], object] = log.warning
         self._judge_from = warmup + JUDGED // 2  # earlier steps warm up caches and connections
+
+    def _feedback(self, bucket: Bucket) -> ErrorFeedback:
+        return ErrorFeedback(self, bucket)
 
     @property
     def compresses(self) -> bool:

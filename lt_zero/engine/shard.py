@@ -202,6 +202,9 @@ class Feedback(Protocol):
     def begin(self) -> Residuals | None:
         """The residuals for a reduction that is launched next; None: it is not compressed."""
 
+    def reduce(self, out: Tensor, send: Tensor, residuals: Residuals, add: bool) -> Waits:
+        """Start averaging ``send`` (1D, all elements) over the ranks into ``out``, or add it there."""
+
 
 class Accumulator:
     """The gradients of one bucket on this rank.
@@ -293,9 +296,10 @@ class Accumulator:
     def launch_reduce(self, send: Tensor, scratch: Tensor) -> Waits:
         """Start averaging ``send`` (1D, all elements) over the ranks into the accumulator."""
         comm, name = self._comm, self._name
-        residuals = self.feedback.begin() if self.feedback is not None else None
-        if residuals is not None:
-            return self._launch(lambda out, add: comm.reduce_compressed(out, send, residuals, add, name))
+        feedback = self.feedback
+        residuals = feedback.begin() if feedback is not None else None
+        if feedback is not None and residuals is not None:
+            return self._launch(lambda out, add: feedback.reduce(out, send, residuals, add))
         collective = comm.all_reduce if self._whole else comm.reduce_scatter
         return self._launch(lambda out, add: collective(out, send, scratch, add, name))
 

@@ -19,6 +19,7 @@ from lt_zero.optim.lamb import Lamb
 from lt_zero.optim.lion import Lion
 from lt_zero.optim.muon import Muon
 from lt_zero.optim.muon_config import make_muon, muon_signature
+from lt_zero.optim.onebit import BACKENDS, OneBitAdam
 from lt_zero.optim.param_types import (
     Reader,
     Signature,
@@ -94,12 +95,17 @@ REFUSED: Mapping[str, Reader] = {
     **dict.fromkeys(("max_coeff", "min_coeff", "eps_inside_sqrt"), refused("it belongs to Lamb; remove it")),
     **dict.fromkeys(("muon_lr", "adam_lr", "ns_method", "per_head_muon"), refused("it belongs to Muon; remove it")),
 }
+_ONE_BIT_ADAM: Mapping[str, Reader] = {
+    "amsgrad": only(False, "1-bit Adam has no such variant; write false, or remove it"),
+    "eps_inside_sqrt": only(False, "1-bit Adam has no such variant; write false, or remove it"),
+    "freeze_step": number(1, whole=True, example="23000"),
+    "comm_backend_name": choice(BACKENDS),
+}
 _COMPRESSED = "Use Adam: the same update with uncompressed gradients."
 UNSUPPORTED: Mapping[str, str] = {  # by name in lower case
     "muadam": "Use AdamW, and scale the learning rate of each parameter group as mup does.",
     "muadamw": "Use AdamW, and scale the learning rate of each parameter group as mup does.",
     "musgd": "Use SGD, and scale the learning rate of each parameter group as mup does.",
-    "onebitadam": _COMPRESSED,
     "zerooneadam": _COMPRESSED,
     "onebitlamb": "Use Lamb: the same update with uncompressed gradients.",
 }
@@ -158,6 +164,9 @@ def optimizer_kind(name: Any) -> Kind:
     if low in ("lamb", "fusedlamb"):
         own = Signature.of(Lamb, OPTIMIZER_RULES)
         return Kind("Lamb", own.plus({"amsgrad": _NO_AMSGRAD}), _lamb)
+    if low == "onebitadam":
+        own = Signature.of(OneBitAdam, OPTIMIZER_RULES)
+        return Kind("OneBitAdam", own.plus(_ONE_BIT_ADAM), _one_bit_adam)
     if low == "muon":
         return Kind("Muon", muon_signature(OPTIMIZER_RULES), make_muon, ungrouped=_HALVES)
     if low in UNSUPPORTED:
@@ -166,7 +175,7 @@ def optimizer_kind(name: Any) -> Kind:
     if cls is None and re.fullmatch(r"\w+(\.\w+)+", name):
         cls = _imported(name)
     if cls is None:
-        known = ["Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "SGD", *_torch_classes()]
+        known = ["Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "OneBitAdam", "SGD", *_torch_classes()]
         raise _wrong("optimizer", name, _nearest(name, known) + " An import path (package.module.Class) works, too.")
     if cls is Muon:  # the path of our class; torch.optim.Muon is another one
         raise _wrong("optimizer", name, "Its parameters must be divided into two groups. Write Muon, which does that.")
@@ -235,6 +244,10 @@ def _lion(parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:
 
 def _lamb(parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:
     return Lamb(parameters, **{key: value for key, value in values.items() if key != "amsgrad"})
+
+
+def _one_bit_adam(parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:
+    return OneBitAdam(parameters, **{k: v for k, v in values.items() if k not in ("amsgrad", "eps_inside_sqrt")})
 
 
 def _adagrad(parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:

@@ -15,6 +15,7 @@ from torch import Tensor
 from lt_zero import ops
 from lt_zero.common.timing import phased
 from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.compressed_momentum import CompressedMomentum
 from lt_zero.engine.layout import ALIGN
 from lt_zero.engine.visible_grads import is_view
 from lt_zero.step.fragments import Fragments
@@ -148,6 +149,7 @@ class ReducedGrads:
         Returns:
             The norm (0D) of the unscaled gradients before clipping.
         """
+        self._refuse_momenta()
         norm = self.norm() / self.loss_scale if norm is None else norm
         self.multiply(torch.clamp(max_norm / (norm + 1e-6), max=1.0) / self.loss_scale)
         self.loss_scale = 1.0
@@ -157,10 +159,18 @@ class ReducedGrads:
     @torch.no_grad()
     def clip_value(self, limit: float) -> None:
         """Clamp each element of the averaged gradients to [-limit, limit]. Collective."""
+        self._refuse_momenta()
         for rows in self.by_bucket(write=True):
             for grad in rows:
                 grad.clamp_(-limit, limit)
         self._engine.used_parameters.changed()
+
+    def _refuse_momenta(self) -> None:
+        if isinstance(self._engine.compression, CompressedMomentum):
+            raise RuntimeError(
+                "Gradient clipping cannot be combined with a 1-bit optimizer: after freeze_step no rank has the mean "
+                "gradient. Remove gradient_clipping, or gradient_clip_val of the Trainer."
+            )
 
     @phased("clip")
     @torch.no_grad()

@@ -29,13 +29,16 @@ from torch.utils.hooks import RemovableHandle
 from lt_zero.common.compat import bare_step, version_of
 from lt_zero.common.module_hooks import ProcessLocal
 from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.compressed_momentum import CompressedMomentum
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.layout import Piece
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.optim.lamb import Lamb
+from lt_zero.optim.onebit import OneBitAdam
 from lt_zero.step.fragments import Fragments, Member
 from lt_zero.step.fused_step import FusedStep, Part
 from lt_zero.step.kernels import FullNorms
+from lt_zero.step.momentum_states import connect_momenta
 from lt_zero.step.overlap import Overlap
 from lt_zero.step.reduced_grads import ReducedGrads
 from lt_zero.step.supported_optimizers import check_supported, states_per_element
@@ -147,6 +150,8 @@ class ShardedOptimizer(ProcessLocal):
         self._norms: FullNorms | None = None  # for an optimizer whose step is collective
         if isinstance(optimizer, Lamb):
             optimizer.full_norms = self._norms = FullNorms(engine.comm)
+        if isinstance(optimizer, OneBitAdam):
+            connect_momenta(engine, self.fragments, optimizer)
         fused = engine.config.fused_step and FusedStep.fits(optimizer)
         self.fused = FusedStep(self.fragments, self._norms) if fused else None
         self.grads = ReducedGrads(self.fragments, self.fused)
@@ -483,6 +488,8 @@ class ShardedOptimizer(ProcessLocal):
 
     def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         self.engine.finish_steps()
+        if isinstance(self.engine.compression, CompressedMomentum):
+            self.engine.compression.forget()
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
         self.before_state_dict()

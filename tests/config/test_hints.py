@@ -81,7 +81,6 @@ ONE_BIT |= {"weight_decay": 0.01, "bias_correction": False, "betas": [0.9, 0.999
 @pytest.mark.parametrize(
     ("type_", "more", "advised"),
     [
-        ("OneBitAdam", {"freeze_step": 400}, "Adam"),
         (
             "ZeroOneAdam",
             {"var_freeze_step": 9, "var_update_scaler": 16, "local_step_scaler": 8, "local_step_clipper": 16},

@@ -103,8 +103,6 @@ def test_groups_keep_their_own_values() -> None:
         ("adamx", "Did you mean Adamax?"),
         ("rmsprop", "Did you mean RMSprop?"),
         ("MuSGD", "is not supported.*SGD"),
-        ("OneBitAdam", "is not supported.*Use Adam"),
-        ("OnebitAdam", "is not supported.*Use Adam"),
         ("ZeroOneAdam", "is not supported.*Use Adam"),
         ("OneBitLamb", "is not supported.*Use Lamb"),
         ("no_such_package.Adam", "cannot be imported.*Correct the path"),

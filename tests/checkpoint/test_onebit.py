@@ -1,0 +1,91 @@
+"""1-bit Adam in checkpoints: the same ranks go on exactly, others with the same momentum and what was owed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lt_zero.checkpoint.native.residuals import residual_state
+from lt_zero.optim import OneBitAdam
+from tests.support.checkpoint_tools import resume, train
+from tests.support.lightning_tools import GPT
+from tests.support.matrix import cover
+from tests.support.pool import Pool
+
+
+class Configured(GPT):
+    """Its optimizer is that of the configuration."""
+
+    configure_optimizers = pl.LightningModule.configure_optimizers
+
+
+def _options(format: str, precision: str = "32-true") -> dict[str, Any]:
+    optimizer = {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 2, "comm_backend_name": "nccl"}}
+    config = {"optimizer": optimizer, "checkpoint": {"format": format}, "fp16": {"initial_scale_power": 4}}
+    return {"config": config, "precision": precision, "module": Configured(2)}
+
+
+def _weights(trainer: pl.Trainer) -> dict[str, Any]:
+    strategy: Any = trainer.strategy
+    (optimizer,) = strategy.optimizers
+    assert isinstance(optimizer, OneBitAdam)
+    assert optimizer.frozen
+    return {name: value.float().numpy() for name, value in strategy.full_state_dict().items()}
+
+
+def _owed(trainer: pl.Trainer) -> dict[str, Any]:
+    """What residuals owe to the averaged momentum, by parameter; {} on other ranks. Collective."""
+    strategy: Any = trainer.strategy
+    state = residual_state(strategy.run.engine, sharded=False)
+    assert state is not None
+    owed = {name: rows.double().sum(0) for name, rows in state["worker"].items()}
+    for name, sums in state["server"].items():
+        owed[name] = owed[name] + sums
+    return {name: (value * state["units"][name]).numpy() for name, value in owed.items()}
+
+
+class Owed(pl.Callback):
+    """What was owed before the first step."""
+
+    found: Any = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.found = _owed(trainer)
+
+
+def _save(stage: int, folder: str, format: str, precision: str, steps: int) -> Any:
+    saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+    options = _options(format, precision)
+    trainer = train(stage, callbacks=[saves], max_steps=steps, enable_checkpointing=True, **options)
+    return _owed(trainer), _weights(trainer)
+
+
+def _resume(stage: int, path: str, format: str, precision: str = "32-true") -> Any:
+    owed = Owed()
+    _, trainer = resume(path, stage, steps=6, callbacks=[owed], **_options(format, precision))
+    return owed.found, _weights(trainer)
+
+
+@pytest.mark.parametrize(("stage", "format", "precision"), cover([0, 1], ["sharded", "full"], ["32-true", "16-true"]))
+def test_the_same_ranks_go_on_exactly(pool: Pool, tmp_path: Path, stage: int, format: str, precision: str) -> None:
+    _, weights = pool.run(2, _save, stage, str(tmp_path), format, precision, 6)[0]
+    _, found = pool.run(2, _resume, stage, str(tmp_path / "step=4.ckpt"), format, precision)[0]
+    assert list(found) == list(weights)
+    for name, value in weights.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize(("ranks", "stages", "format"), [(3, (0, 1), "sharded"), (4, (1, 0), "full")])
+def test_other_ranks_and_stages_owe_the_same(
+    pool: Pool, tmp_path: Path, ranks: int, stages: tuple[int, int], format: str
+) -> None:
+    owed, _ = pool.run(2, _save, stages[0], str(tmp_path), format, "32-true", 4)[0]
+    assert any(value.any() for value in owed.values())
+    found, _ = pool.run(ranks, _resume, stages[1], str(tmp_path / "step=4.ckpt"), format)[0]
+    for name, value in owed.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-8, err_msg=name)

@@ -1,0 +1,241 @@
+"""1-bit Adam on several ranks: against the algorithm in plain torch, and together with other features."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lt_zero
+from lt_zero import ConfigError, ZeroConfig
+from lt_zero.config.precision import dtype_policy, resolve_mode
+from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.compressed_momentum import MOMENTA
+from lt_zero.optim import OneBitAdam, build_optimizer
+from lt_zero.step.loss_scale import LossScaleController
+from tests.support.models import Net, next_token_loss
+from tests.support.onebit import OneBitAdamOracle
+from tests.support.parity import config_of, full_values
+from tests.support.pool import Pool
+
+SIZES = [(70, 40), (50,), (33, 17)]
+PARAMS: dict[str, Any] = {"lr": 1e-2, "freeze_step": 20, "weight_decay": 0.01}
+
+
+class Weights(nn.Module):
+    """A loss that is linear in the weights: the gradients of a step are known in advance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(0)
+        self.weights = nn.ParameterList([torch.randn(size, generator=random) for size in SIZES])
+
+    def forward(self, grads: list[Tensor]) -> Tensor:
+        return sum(((w * g).sum() for w, g in zip(self.weights, grads, strict=True)), torch.zeros(()))
+
+
+def _grads(step: int, rank: int) -> list[Tensor]:
+    """A gradient that the ranks share, and noise; one row never has any."""
+    common = torch.Generator().manual_seed(step // 10)
+    noise = torch.Generator().manual_seed(1000 * step + rank)
+    found = [torch.randn(s, generator=common) + 0.5 * torch.randn(s, generator=noise) for s in SIZES]
+    found[0][3] = 0
+    return found
+
+
+def _config(stage: int, params: dict[str, Any], **keys: Any) -> ZeroConfig:
+    return config_of(stage, optimizer={"type": "OneBitAdam", "params": params}, **keys)
+
+
+def _flat(bucket: Bucket, values: list[Tensor]) -> Tensor:
+    flat = torch.zeros(bucket.layout.numel)
+    for span, value in zip(bucket.layout.spans, values, strict=True):
+        flat[span.lo : span.hi] = value.flatten()
+    return flat
+
+
+def _against_oracle(stage: int, steps: int, micro: int, **keys: Any) -> list[float]:
+    """Every 20 steps, the share of weights that are not the oracle's.
+
+    Where rounding decides about a sign, an element differs for as long as it takes to correct that.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    model = Weights()
+    start = [w.detach().clone() for w in model.weights]
+    engine = lt_zero.shard(model, _config(stage, PARAMS, **keys))
+    optimizer = build_optimizer("OneBitAdam", PARAMS, model.parameters())
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    (bucket,) = engine.buckets
+    assert [span.name for span in bucket.layout.spans] == [f"weights.{i}" for i in range(len(SIZES))]
+    real = _flat(bucket, [torch.ones(size) for size in SIZES]) > 0
+    oracle = OneBitAdamOracle(_flat(bucket, start), world, real, **PARAMS)
+    found = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for number in range(micro):
+            with engine.no_sync() if number + 1 < micro else nullcontext():
+                model([g / micro for g in _grads(step + 1000 * number, rank)]).backward()
+        optimizer.step()
+        every = [
+            _flat(bucket, [sum(parts, torch.zeros(())) / micro for parts in zip(*micros, strict=True)])
+            for micros in ([_grads(step + 1000 * n, r) for n in range(micro)] for r in range(world))
+        ]
+        oracle.step(every)
+        if step % 20 == 19:
+            got = full_values(engine)
+            flat = _flat(bucket, [got[f"weights.{i}"] for i in range(len(SIZES))])
+            moved = (oracle.weights - _flat(bucket, start)).abs().max()
+            found.append(float(((flat - oracle.weights).abs() > 1e-5 * moved)[real].double().mean()))
+    assert optimizer.frozen == (steps >= PARAMS["freeze_step"])
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "stage", "micro"), [(2, 0, 1), (2, 1, 2), (4, 0, 2), (4, 1, 1)])
+def test_follows_the_algorithm(pool: Pool, ranks: int, stage: int, micro: int) -> None:
+    for found in pool.run(ranks, _against_oracle, stage, 200, micro):
+        assert max(found[:3]) == 0.0, found  # 40 compressed steps
+        assert max(found) < 0.01, found
+
+
+def _train(stage: int, type_: str, steps: int) -> tuple[list[float], dict[str, Any], int, int]:
+    """Losses, weights, and the bytes that this rank sent in a dense and in a compressed exchange."""
+    torch.manual_seed(0)
+    model = Net()
+    params = {"lr": 1e-2, **({"freeze_step": 8} if type_ == "OneBitAdam" else {})}
+    engine = lt_zero.shard(model, config_of(stage, optimizer={"type": type_, "params": params}))
+    optimizer = build_optimizer(type_, params, model.parameters())
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = next_token_loss(model, step % 4, 0, dist.get_rank())
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    compressor = engine.comm.compressor
+    dense, sent = (compressor.costs.dense, compressor.costs.sent) if compressor is not None else (0, 0)
+    return losses, {name: value.numpy() for name, value in full_values(engine).items()}, dense, sent
+
+
+@pytest.mark.parametrize(("stage", "shared"), [(0, "1"), (1, "0")])
+def test_trains_and_ranks_stay_equal(pool: Pool, stage: int, shared: str) -> None:
+    env = {"LT_ZERO_SHARED_MEMORY": shared}
+    want = pool.run(2, _train, stage, "Adam", 24, env=env)[0][0]
+    (first, weights, dense, sent), (_, others, *_) = pool.run(2, _train, stage, "OneBitAdam", 24, env=env)
+    for name, value in weights.items():
+        np.testing.assert_array_equal(others[name], value, err_msg=name)
+    assert first[-1] < want[0] - 0.7 * (want[0] - want[-1])
+    assert 0 < sent < 0.1 * dense  # buckets of some hundred elements have more scales than large ones
+
+
+def test_sends_a_32nd_of_fp32() -> None:
+    large = 8 << 20
+    assert 1 / 32 < MOMENTA.nbytes(large) / (4 * large) < 1.05 / 32
+
+
+# ---- steps that are skipped ----------------------------------------------------------------------------------------
+
+
+def _skipped(stage: int) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    params = {"lr": 1e-5, "freeze_step": 1}  # a variance of one step is rough
+    config = _config(stage, params, dtype=torch.float16, fp16={"initial_scale_power": 8, "hysteresis": 1})
+    policy = dtype_policy(config, resolve_mode(config, "16-true", "cpu"))
+    engine = lt_zero.shard(model, config, policy=policy)
+    optimizer = build_optimizer("OneBitAdam", params, model.parameters())
+    sharded, controller = lt_zero.ShardedOptimizer(engine, optimizer), LossScaleController(policy)
+
+    def step(number: int, factor: float) -> bool:
+        optimizer.zero_grad()
+        loss = next_token_loss(model, number, 0, dist.get_rank()).float()
+        controller.before_backward([sharded])
+        (loss * controller.scale * (factor if dist.get_rank() == 1 else 1.0)).backward()
+        controller.examine(sharded)
+        if taken := controller.proceeds(sharded):
+            controller.unscale(sharded)
+            optimizer.step()
+        controller.conclude(sharded, 0)
+        return taken
+
+    def states() -> list[Tensor]:
+        assert engine.compression is not None
+        every = [f for f in engine.compression.of_bucket.values() if f.residuals is not None]
+        found = [t / f.scale for f in every for t in (f.residuals or ())[:2] if t is not None]
+        momenta = [state["exp_avg"] for state in optimizer.state.values()]
+        return [t.clone() for t in (*found, *momenta)]
+
+    assert step(0, 1.0)
+    assert step(1, 1.0)
+    before = states()
+    assert any(bool(t.any()) for t in before)
+    for number in (2, 3):
+        assert not step(number, 1e9)
+        for now, then in zip(states(), before, strict=True):
+            assert torch.equal(now, then)
+    assert step(4, 1.0)  # another loss scale
+    largest = max(float(t.abs().max()) for t in states())
+    assert largest < 4 * max(float(t.abs().max()) for t in before)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_skipped_steps_leave_momenta_alone(pool: Pool, stage: int) -> None:
+    pool.run(2, _skipped, stage)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"zero_optimization": {"stage": 2}}, ["stage 2", "stage to 0 or 1"]),
+        ({"gradient_clipping": 1.0}, ["gradient_clipping=1.0", "Remove it"]),
+        ({"gradient_compression": {"algorithm": "2bit"}}, ["gradient_compression.algorithm='2bit'", "Remove it"]),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, ["offload_optimizer.device"]),
+    ],
+)
+def test_contradictions_are_refused(keys: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ZeroConfig.of({"optimizer": {"type": "OnebitAdam", "params": {"freeze_step": 5}}, **keys})
+    for word in words:
+        assert word in str(caught.value)
+
+
+def _unprepared() -> str:
+    model = Net()
+    engine = lt_zero.shard(model, config_of(0))
+    with pytest.raises(TypeError) as caught:
+        lt_zero.ShardedOptimizer(engine, OneBitAdam(model.parameters()))
+    return str(caught.value)
+
+
+def test_ranks_have_to_be_prepared(pool: Pool) -> None:
+    for told in pool.run(2, _unprepared):
+        assert "optimizer.type: OneBitAdam" in told
+
+
+def _not_cleared() -> str:
+    model = Net()
+    params = {"freeze_step": 1}
+    engine = lt_zero.shard(model, _config(0, params))
+    optimizer = build_optimizer("OneBitAdam", params, model.parameters())
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    for step in range(2):
+        optimizer.zero_grad()
+        next_token_loss(model, step, 0, dist.get_rank()).backward()
+        optimizer.step()
+    next_token_loss(model, 2, 0, dist.get_rank()).backward()
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_momenta_are_not_added_to_those_of_the_last_step(pool: Pool) -> None:
+    for told in pool.run(2, _not_cleared):
+        assert "zero_grad" in told
