@@ -1,0 +1,102 @@
+"""What compressed gradients cost in loss: the demo's GPT on the demo's text, after 300 steps of AdamW on two ranks.
+
+    python benchmarks/compressed_loss.py            # benchmarks/results/compressed_loss.md
+
+Each setting starts from the same weights and sees the same batches. The learning rate is warmed up over 30 steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from report import ROOT, versions
+from torch import Tensor
+from torch.nn import functional as F
+
+import lt_zero
+
+sys.path.insert(0, str(ROOT / "examples"))
+from corpus import read_text  # noqa: E402
+from gpt import GPT  # noqa: E402
+
+RANKS, CONTEXT, WARM_UP = 2, 64, 30
+BLOCKS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "2bit": {"algorithm": "2bit"},
+    "1bit": {"algorithm": "1bit"},
+    "2bit, warmup_steps 100": {"algorithm": "2bit", "warmup_steps": 100},
+    "1bit, warmup_steps 100": {"algorithm": "1bit", "warmup_steps": 100},
+    "topk 1 %, warmup_steps 100": {"algorithm": "topk", "warmup_steps": 100},
+}
+
+
+def batch(text: Tensor, draws: torch.Generator, rows: int) -> tuple[Tensor, Tensor]:
+    starts = torch.randint(0, len(text) - CONTEXT - 1, (rows,), generator=draws).tolist()
+    found = torch.stack([text[start : start + CONTEXT + 1] for start in starts]).long()
+    return found[:, :-1], found[:, 1:]
+
+
+def loss_of(stage: int, block: dict[str, Any], args: argparse.Namespace) -> float:
+    """The validation loss after training; in a process group."""
+    torch.manual_seed(0)
+    model = GPT(depth=2, width=96, context=CONTEXT)
+    config = {"zero_optimization": {"stage": stage}, "gradient_compression": block, "log_level": "error"}
+    engine = lt_zero.shard(model, lt_zero.ZeroConfig.of(config))
+    optimizer = torch.optim.AdamW(model.parameters())
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    text, draws = read_text(validation=False), torch.Generator().manual_seed(dist.get_rank())
+    for step in range(args.steps):
+        optimizer.param_groups[0]["lr"] = args.lr * min(1.0, (step + 1) / WARM_UP)
+        optimizer.zero_grad()
+        tokens, following = batch(text, draws, 8)
+        F.cross_entropy(model(tokens).flatten(0, 1), following.flatten()).backward()
+        optimizer.step()
+    engine.finish_steps()
+    text, draws, total = read_text(validation=True), torch.Generator().manual_seed(99), 0.0
+    with torch.no_grad():
+        for _ in range(20):
+            tokens, following = batch(text, draws, 16)
+            total += F.cross_entropy(model(tokens).flatten(0, 1), following.flatten()).item()
+    return total / 20
+
+
+def work(rank: int, folder: str, args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    rows = ["| gradients | " + " | ".join(f"stage {stage}" for stage in args.stages) + " |"]
+    rows.append("| --- |" + " --- |" * len(args.stages))
+    plain: dict[int, float] = {}
+    for name, block in BLOCKS.items():
+        cells = []
+        for stage in args.stages:
+            loss = loss_of(stage, block, args)
+            cells.append(f"{loss:.3f} ({loss / plain.setdefault(stage, loss) - 1:+.1%})")
+        rows.append(f"| {name} | " + " | ".join(cells) + " |")
+        print(rows[-1], file=sys.stderr) if rank == 0 else None
+    if rank == 0:
+        head = "# compressed_loss: validation loss of the demo's GPT with compressed gradients\n"
+        setting = f"{date.today()}, {versions('cpu')}; {args.steps} steps of AdamW at {args.lr:g}, {RANKS} ranks\n"
+        args.out.write_text("\n".join([head, setting, "`python benchmarks/compressed_loss.py`\n", *rows]) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300, help="default %(default)s")
+    parser.add_argument("--lr", type=float, default=2e-3, help="default %(default)s")
+    parser.add_argument("--stages", type=lambda text: [int(n) for n in text.split(",")], default=[0, 2])
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "compressed_loss.md")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, (folder, args), nprocs=RANKS)
+
+
+if __name__ == "__main__":
+    main()
