@@ -15,6 +15,7 @@ import io
 import logging
 import os
 import pickle
+import socket
 import sys
 import weakref
 from collections import deque
@@ -94,6 +95,7 @@ class Comm(ProcessLocal):
         self._written = self._read = False  # windows were written, or read, since the last fence
         self.mesh = Mesh(self.world, self.rank, self.world)
         self.nodes = [list(range(self.world))]  # the ranks of each node
+        self.hosts = [socket.gethostname()] * self.world  # the name of each rank's host
         self._row: Groups | None = None  # groups over parts of the ranks
         self._configured: tuple[Any, ...] | None = None
         self.compressor: Compressor | None = None
@@ -123,7 +125,9 @@ class Comm(ProcessLocal):
         if dist.get_backend(comm._host) == "gloo":  # not a simulated group
             comm._hang_detector = HangDetector(groups, comm._host, comm._watch)
             comm.agreement = comm._hang_detector.agreement
-            comm.nodes = group_by_node(comm.host_gather(node_identity(node), "nodes"))
+            places = comm.host_gather((node_identity(node), socket.gethostname()), "nodes")
+            comm.nodes = group_by_node([identity for identity, _ in places])
+            comm.hosts = [host for _, host in places]
         if comm._gloo and device.type == "cpu":
             comm._arena = comm._share_memory(range(comm.world))
             comm._choose(comm.world, "auto", True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import socket
 import time
 from collections import Counter
 from contextlib import redirect_stdout
@@ -349,6 +350,36 @@ def test_a_slow_rank_is_waited_for_and_named(pool: Pool, stage: int, where: str)
         assert fast.seconds["reduce" if stage == 1 else "backward"] >= (LATE / 2 if where == "backward" else 0.0)
         totals = [sum(t.seconds[stage] for stage in STAGES) for t in (fast, slow)]
         assert totals[0] == pytest.approx(totals[1], abs=LATE / 2)
+
+
+class Rows(DummyLogger):
+    """Keeps all metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: Any, step: Any = None, **_: Any) -> None:
+        self.rows.append(metrics)
+
+
+def _late(where: str) -> tuple[str, list[dict[str, float]]]:
+    os.environ.update(torchrun_env())
+    logger = Rows()
+    text, _ = fit(
+        Straggler(where), {"steps_per_print": 2}, 2, devices=2, max_steps=2, limit_val_batches=0, logger=logger
+    )
+    return text, [row for row in logger.rows if "zero/late_rank" in row]
+
+
+@pytest.mark.parametrize("where", only(["backward"], ["forward", "backward", "step"]))
+def test_the_late_rank_is_named_with_its_host(pool: Pool, where: str) -> None:
+    (text, rows), (silent, _) = pool.run(2, _late, where)
+    found = re.findall(rf"late at step (\d): the others wait .* for rank 1 on host {socket.gethostname()}$", text, re.M)
+    assert found == ["2"]
+    assert "late" not in silent
+    assert [row["zero/late_rank"] for row in rows] == [1]
+    assert all(row["zero/lateness_ms"] >= LATE * 1e3 / 2 for row in rows)
 
 
 @pytest.mark.parametrize("stage", only([2], [2, 3]))

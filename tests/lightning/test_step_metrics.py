@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lt_zero import ZeroPrecision
 from lt_zero.config.blocks import CsvMonitor
-from lt_zero.lightning.monitor.step_metrics import StepMetrics, StepPrinter, memory_gb
+from lt_zero.lightning.monitor.step_metrics import StepMetrics, StepPrinter, is_due, memory_gb
 from tests.support.console_tools import Clock, Observed, _observe, monitored, parsed
 from tests.support.lightning_tools import GPT, single_trainer
 from tests.support.pool import Pool
@@ -73,6 +73,8 @@ def test_loggers_get_what_a_single_process_logs(pool: Pool, tmp_path: Path) -> N
         folder = tmp_path / f"{world}-{stage}"
         pool.run(world, _sharded, str(folder), stage)
         found = ours(folder)
+        late = [int(row["step"]) for row in rows_of(folder) if {"zero/late_rank", "zero/lateness_ms"} <= set(row)]
+        assert late == ([1, 3, 5] if world > 1 else [])
         assert [int(row["step"]) for row in found] == [1, 3, 5], "those at which Lightning logs"
         for row in found:
             step = int(row["step"])
@@ -119,7 +121,7 @@ def test_interval_of_the_trainer_without_printing(every: int) -> None:
     due = []
     for step in range(7):
         trainer._batches_that_stepped = step
-        if StepPrinter(None)._is_due(trainer, 99):
+        if is_due(trainer, 99, None):
             due.append(step)
     assert due == ([2, 5] if every else []), "0 is never"
 

@@ -1,4 +1,4 @@
-"""``wall_clock_breakdown`` and ``memory_breakdown``: print the time and memory of the phases of a step."""
+"""``wall_clock_breakdown`` and ``memory_breakdown``: print the time and memory of the phases of a step; late ranks."""
 
 from __future__ import annotations
 
@@ -18,39 +18,47 @@ from torch.optim import Optimizer
 from lt_zero.common.compat import logged_step
 from lt_zero.common.timing import NOTHING, PARTS, STAGES, Clock, Span, Times, phase
 from lt_zero.lightning.model_report import memory_report
-from lt_zero.lightning.monitor.step_metrics import RunObserver
+from lt_zero.lightning.monitor.step_metrics import RunObserver, is_due
 from lt_zero.lightning.setup import Run
 
 EVERY = 10  # optimizer steps between lines without steps_per_print
 _WAITS = ("gather", "reduce", "offload")
+LATE_SHARE = 0.2  # of a step: if the others wait longer for a rank, a line names it
 _LINE = "line"  # the part of ``rest`` in which ranks exchange their times
 # All stages without the parts in which a fast rank waits for a slow one.
 _BUSY = [(kind, 1) for kind in STAGES] + [(kind, -1) for kind in ("gather", "reduce", "publish", _LINE)]
 
 
 class StepClock(RunObserver):
-    """``wall_clock_breakdown``: rank 0 prints the times of the steps since the last line, and logs them.
+    """Rank 0 logs which rank is late, and with ``wall_clock_breakdown`` prints and logs the times of steps.
+
+    They cover the steps since the last line.
 
     * ``total``: from the end of one optimizer step to the end of the next, over all micro-batches, without validation.
       It is the sum of ``forward``, ``backward``, ``step`` and ``rest`` (timing.py, Note [Stages and parts]).
     * ``gather_wait``, ``reduce_wait``, ``offload_wait``: parts of those. ``clip``, ``publish``: parts of ``step``.
     * the slowest rank: the one with the most time outside of gather, reduce and publish. Waits in collectives of
-      others, such as Lightning's at the end of a batch, are not subtracted.
+      others, such as Lightning's at the end of a batch, are not subtracted. With several ranks it is logged as
+      ``zero/late_rank``, and ``zero/lateness_ms`` is by how much its time exceeds the mean of the others, who wait as
+      long. If that is more than a fifth of a step, a line names the rank and its host.
 
     All are milliseconds per step, averaged over steps and ranks, and logged as ``time/forward_ms`` and so on. The host
     never waits for a GPU: a line covers the steps that the devices have completed, and is left out if there are none.
 
     Args:
-        every: optimizer steps, counted as ``trainer.global_step`` does.
+        every: optimizer steps, counted as ``trainer.global_step`` does; None: when Lightning logs.
+        times: whether times are printed and logged; else only which rank is late.
     """
 
-    def __init__(self, every: int) -> None:
-        self.every = every
+    def __init__(self, every: int | None, times: bool = True) -> None:
+        self.every, self._shows_times = every, times
         self._clock: Clock | None = None
         self._pause: Span = NOTHING
 
     def start(self, run: Run) -> None:
         self._comm = run.engine.comm
+        if self._comm.world == 1 and not self._shows_times:
+            return
         self._clock = Clock(self._comm.device)
         self._clock.start()
 
@@ -72,7 +80,7 @@ class StepClock(RunObserver):
             return
         self._clock.end_step()
         number = module.trainer.global_step + 1
-        if number % self.every:
+        if not is_due(module.trainer, number, self.every):
             return
         own = tuple(self._clock.times)
         with phase(_LINE):  # counted: the wait of a fast rank is part of its run
@@ -81,9 +89,16 @@ class StepClock(RunObserver):
             return
         self._clock.reset()
         with self._clock.paused():
-            module.print(time_line(number, times))
+            shown = metrics(times) if self._shows_times else {}
+            if self._shows_times:
+                module.print(time_line(number, times))
+            if len(times) > 1:
+                rank, lateness = late_rank(times)
+                shown |= {"zero/late_rank": rank, "zero/lateness_ms": lateness}
+                if lateness > LATE_SHARE * metrics(times)["time/total_ms"]:
+                    module.print(late_line(number, rank, self._comm.hosts[rank], lateness, times))
             for logger in module.trainer.loggers:
-                logger.log_metrics(metrics(times), step=logged_step(module.trainer))
+                logger.log_metrics(shown, step=logged_step(module.trainer))
 
 
 def metrics(ranks: list[Times]) -> dict[str, float]:
@@ -101,10 +116,34 @@ def time_line(number: int, ranks: list[Times]) -> str:
     line = f"step {number}, ms per step (mean of {ranks[0].steps}): {stages}; including {parts}"
     if len(ranks) == 1:
         return line
-    busy = [sum(t.seconds.get(kind, 0.0) * sign for kind, sign in _BUSY) / t.steps * 1e3 for t in ranks]
-    slowest = max(range(len(busy)), key=lambda rank: busy[rank])
+    busy = busy_ms(ranks)
+    slowest, _ = late_rank(ranks)
     own = f"{busy[slowest]:.1f} without gather, reduce and publish, mean {fmean(busy):.1f}"
     return f"{line}; slowest rank {slowest}: {own}"
+
+
+def busy_ms(ranks: list[Times]) -> list[float]:
+    """Milliseconds per step of each rank in which it does not wait for others."""
+    return [sum(t.seconds.get(kind, 0.0) * sign for kind, sign in _BUSY) / t.steps * 1e3 for t in ranks]
+
+
+def late_rank(ranks: list[Times]) -> tuple[int, float]:
+    """The rank that the others wait for, and how long they do, on average, in milliseconds per step.
+
+    Ranks take equally long for a step, so who waits longer is busy for less: no clocks have to agree.
+    """
+    busy = busy_ms(ranks)
+    late = max(range(len(busy)), key=lambda rank: busy[rank])
+    return late, busy[late] - fmean(ms for rank, ms in enumerate(busy) if rank != late)
+
+
+def late_line(number: int, rank: int, host: str, lateness: float, ranks: list[Times]) -> str:
+    """The line that is printed at step ``number`` if ``rank`` is late."""
+    share = lateness / metrics(ranks)["time/total_ms"]
+    return (
+        f"late at step {number}: the others wait {lateness:.1f} ms per step ({share:.0%} of it, mean of"
+        f" {ranks[0].steps}) for rank {rank} on host {host}"
+    )
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------

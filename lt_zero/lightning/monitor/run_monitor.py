@@ -61,6 +61,8 @@ class RunMonitor:
         self._observers: list[RunObserver] = []
         if config.wall_clock_breakdown:
             self._observers.append(StepClock(every or EVERY))
+        elif watched:
+            self._observers.append(StepClock(every, times=False))
         if config.memory_breakdown:
             self._observers.append(MemoryPhases(every or EVERY))
         if watched:

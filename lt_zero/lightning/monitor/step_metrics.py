@@ -168,7 +168,7 @@ class StepPrinter(RunObserver):
         norm = plugin.grad_norm if plugin.grad_norm is not self._norm else None  # 0D, before clipping
         self._norm, self._stepped = plugin.grad_norm, True
         number = trainer.global_step + 1  # Lightning increments it later
-        if self._is_due(trainer, number):
+        if is_due(trainer, number, self.every):
             optimizers = trainer.strategy.optimizers
             index = next(i for i, known in enumerate(optimizers) if known is optimizer)
             rates = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
@@ -176,12 +176,6 @@ class StepPrinter(RunObserver):
             self._due.append((metrics, index, norm, logged_step(trainer)))
         if module.automatic_optimization:
             self._end_step(module)
-
-    def _is_due(self, trainer: pl.Trainer, number: int) -> bool:
-        if self.every is not None:
-            return number % self.every == 0
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        return bool(trainer.loggers) and every > 0 and (logged_step(trainer) + 1) % every == 0
 
     def pause(self) -> None:
         self._paused = time.perf_counter()
@@ -242,6 +236,14 @@ class StepPrinter(RunObserver):
         for logger in module.trainer.loggers:
             logger.log_metrics(metrics.metrics(optimizer in self._split_rates), step=step)
             logger.save()  # as Lightning does after each row
+
+
+def is_due(trainer: pl.Trainer, number: int, every: int | None) -> bool:
+    """Whether metrics of optimizer step ``number`` are due: every ``every`` steps; None: when Lightning logs."""
+    if every is not None:
+        return number % every == 0
+    logged: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    return bool(trainer.loggers) and logged > 0 and (logged_step(trainer) + 1) % logged == 0
 
 
 def memory_gb(device: torch.device) -> float:
