@@ -96,7 +96,7 @@ def test_operations_are_those_of_the_model_that_is_fitted() -> None:
 def test_a_short_batch_counts_in_proportion() -> None:
     trainer = trainer_for({"steps_per_print": 1})
     strategy: Any = trainer.strategy
-    (printer,) = strategy.monitor._observers
+    *_, printer = strategy.monitor._observers
     told: list[float | None] = []
     before = printer._operations
 
