@@ -163,6 +163,8 @@ def _survives(pool: Pool, tmp_path: Path, stage: int, kills: int) -> None:
     assert steps == sorted(steps), "each life went on where the one before was"
     assert len(set(steps)) > 1
     last = steps[-1] + MORE
+    for left in folder.glob(".*"):
+        os.utime(left, (0, 0))  # an empty directory counts as in use for two seconds
     lives = _start(folder, kills, stage, last, exchange=True)
     for life in lives:
         life.join(60)
