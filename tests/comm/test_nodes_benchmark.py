@@ -14,7 +14,7 @@ from nodes import MODES, PEERS, batches, measure, set_up
 from tests.support.nodes import NodePool
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.nodes
+pytestmark = [pytest.mark.nodes, pytest.mark.slow]
 DEPTH, WIDTH = 1, 64
 GRADIENTS = 4 * (4096 * WIDTH * 2)  # bytes, of the embedding and the head: almost all
 
@@ -56,7 +56,6 @@ def test_bytes_between_nodes(measured: Measured) -> None:
         assert whole < sent[peer] < whole + 0.25, peer
 
 
-@pytest.mark.slow
 def test_command_writes_a_table(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/nodes.py", "--quick", "--peers", "DDP; lt_zero stage 2"]
     subprocess.run([*command, "--out", str(tmp_path / "nodes.md")], cwd=ROOT, check=True)
