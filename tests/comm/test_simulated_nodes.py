@@ -163,7 +163,7 @@ def test_nothing_is_left_after_an_error() -> None:
 
 SLEEPER = """
 import os, sys, time
-print(os.readlink("/proc/self/ns/net"), os.environ["RANK"], flush=True)
+sys.stdout.write(f"{os.readlink('/proc/self/ns/net')} {os.environ['RANK']}\n"); sys.stdout.flush()
 time.sleep(1000)
 """
 
@@ -188,7 +188,8 @@ def command_line(*words: str) -> subprocess.Popen[str]:
 
 
 def test_command_line_shows_node_0_and_what_was_sent(tmp_path: Path) -> None:
-    script = "import os, sys\nprint(os.environ['RANK'], sys.argv[1:], flush=True)\nsys.exit(int(sys.argv[2]))"
+    # One write per line: with PYTHONUNBUFFERED print writes in pieces, which those of the other rank may interleave.
+    script = "import os, sys\nsys.stdout.write(f'{os.environ[\"RANK\"]} {sys.argv[1:]}\\n')\nsys.exit(int(sys.argv[2]))"
     (tmp_path / "script.py").write_text(script)
     process = command_line("--per-node", "2", "--slow", "1:50", "--", str(tmp_path / "script.py"), "--code", "3")
     printed, errors = process.communicate()
