@@ -163,7 +163,7 @@ def test_nothing_is_left_after_an_error() -> None:
 
 SLEEPER = """
 import os, sys, time
-sys.stdout.write(f"{os.readlink('/proc/self/ns/net')} {os.environ['RANK']}\n"); sys.stdout.flush()
+print(f"{os.readlink('/proc/self/ns/net')} {os.environ['RANK']}\\n", end="", flush=True)
 time.sleep(1000)
 """
 
