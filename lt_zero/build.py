@@ -36,6 +36,7 @@ from lt_zero.engine.guard import Owner
 from lt_zero.engine.materialize import Materializer
 from lt_zero.engine.offload_manager import open_offload_manager
 from lt_zero.engine.partition import BucketPlan, EnginePlan, plan_engine, warn_of_padding, with_sizes
+from lt_zero.engine.zero_plus_plus import use_zero_plus_plus
 from lt_zero.io.pinned import return_freed_memory
 from lt_zero.memory.check import check_build
 from lt_zero.ops.library import missing
@@ -94,6 +95,7 @@ def shard(
 
     materializer = Materializer(module, comm)
     made = {bucket: Bucket(bucket, comm, owner, policy) for bucket in plan.buckets}
+    use_zero_plus_plus(config, made.values(), comm)
     offload_manager = open_offload_manager(list(made.values()), config, device)
     with progress_bar(f"Sharding {len(plan.units)} units ({len(made)} buckets)", len(made), rank=comm.rank) as work:
         units, root = _move_in(plan, made, materializer, work, training)

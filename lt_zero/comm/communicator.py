@@ -21,6 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_zero.comm.agreement import Agreement
-from lt_zero.comm.compression import Compressor, Residuals
+from lt_zero.comm.compression import Compressor, Residuals, gather_encoded
 from lt_zero.comm.hang_detection import HangDetector, in_collective, user_line
 from lt_zero.comm.hierarchy import Hierarchy
 from lt_zero.comm.process_groups import new_group, one_queue, with_index
@@ -47,6 +48,7 @@ from lt_zero.ops.codecs import Codec
 log = logging.getLogger("lt_zero")
 
 
+_QUEUE = "needs process groups beside the others, which CUDA_DEVICE_MAX_CONNECTIONS=1 does not allow: unset it"
 _unused: list[list[dist.ProcessGroup]] = []  # of communicators that are gone
 
 
@@ -99,7 +101,9 @@ class Comm(ProcessLocal):
         self._row: Groups | None = None  # groups over parts of the ranks
         self._configured: tuple[Any, ...] | None = None
         self.compressor: Compressor | None = None
-        self._compresses: tuple[Codec, bool] | None = None  # what ``compressor`` was made for
+        self._compresses: tuple[Any, ...] | None = None  # what ``compressor`` was made for
+        self.secondary_shards = 1  # ranks that share the second copy of parameters; 1: there is none
+        self._in_node: Transport | None = None  # between them
         self._transport: Transport
         self._choose(self.world, "auto", True)
 
@@ -176,6 +180,7 @@ class Comm(ProcessLocal):
             self._configured = wanted
             if self.rank == 0 and self._group is not None and len(self.nodes) > 1:
                 log.info("Collectives over %d nodes: %s.", len(self.nodes), self.topology.why)
+        self._share_parameters(zero.secondary_shards(self.world))
 
     def _choose(self, shards: int, topology: str | int, scatters: bool) -> None:
         """Make the groups and the transport."""
@@ -208,6 +213,44 @@ class Comm(ProcessLocal):
         else:
             self._transport = Gloo(*common, self._watch) if self._gloo else Transport(*common)
 
+    def _share_parameters(self, size: int) -> None:
+        """Prepare ``all_gather_in_node`` over groups of ``size`` neighbouring ranks. Collective.
+
+        Raises:
+            ConfigError: a GPU has one queue for all groups.
+        """
+        if self._group is None or self._reductions is None or size == self.secondary_shards:
+            return
+        self.secondary_shards, self._in_node = size, None
+        if size == 1:
+            return
+        if one_queue():
+            key = "zero_optimization.zero_hpz_partition_size"
+            raise ConfigError([Problem(key, f"{key}={size} {_QUEUE}, or remove the key.")])
+        mesh, new_group = Mesh(self.world, self.rank, size), partial(self._new_group, dist.get_backend(self._group))
+        groups = Groups(self._reductions, self._group, self._reductions)
+        if self._gloo:
+            arena = self._share_memory(mesh.row(mesh.replica)) if self.device.type == "cpu" else None
+            arenas = [arena] * 3 if arena is not None else []  # it gathers only, in one thread
+            self._in_node = Hierarchy(mesh, groups, self.device, False, self._watch, [size], new_group, arenas)
+        else:
+            row = new_group([mesh.row(replica) for replica in range(self.world // size)])
+            self._in_node = Transport(mesh, replace(groups, gathers=row), self.device, False)
+
+    def use_quantized_sums(self, codec: Codec, inside: Codec) -> bool:
+        """Prepare ``reduce_compressed`` for sums in nodes, encoded with ``inside``, then between them, with ``codec``.
+
+        Returns whether gradients are sent at all. Collective.
+
+        Raises:
+            ConfigError: a GPU has one queue for all groups.
+        """
+        nested = len(self.nodes) > 1 and (whole_nodes(self.nodes) or 1) > 1
+        if nested:
+            return self._use_compressor(codec, True, inside, "zero_optimization.zero_quantized_gradients")
+        one = inside if len(self.nodes) == 1 else codec
+        return self._use_compressor(one, False, None, "zero_optimization.zero_quantized_gradients")
+
     def use_compression(self, codec: Codec, hierarchical: bool) -> bool:
         """Prepare ``reduce_compressed``; returns whether gradients are compressed at all. Collective.
 
@@ -216,25 +259,27 @@ class Comm(ProcessLocal):
         Raises:
             ConfigError: the ranks do not form nodes, or a GPU has one queue for all groups.
         """
-        nodes, key = self.nodes, "gradient_compression"
-        if self._group is None or self.world == 1 or (hierarchical and len(nodes) == 1):
+        nodes, key = self.nodes, "gradient_compression.hierarchical_compress"
+        if hierarchical and len(nodes) == 1:
             return False
-        if one_queue():
-            text = (
-                "needs process groups beside the others, which CUDA_DEVICE_MAX_CONNECTIONS=1 does not allow: unset it"
-            )
-            raise ConfigError([Problem(key, f"{key} {text}, or set {key}.algorithm=none.")])
-        inner = whole_nodes(nodes)
-        if hierarchical and inner is None:
-            key, sizes = f"{key}.hierarchical_compress", ", ".join(str(len(node)) for node in nodes)
+        if hierarchical and whole_nodes(nodes) is None:
+            sizes = ", ".join(str(len(node)) for node in nodes)
             text = f"{key}=true needs nodes of equally many, neighbouring ranks; they have {sizes}: write false."
             raise ConfigError([Problem(key, text)])
-        if self._compresses != (codec, hierarchical):
+        return self._use_compressor(codec, hierarchical, None, "gradient_compression.algorithm")
+
+    def _use_compressor(self, codec: Codec, hierarchical: bool, inside: Codec | None, key: str) -> bool:
+        if self._group is None or self.world == 1:
+            return False
+        if one_queue():
+            raise ConfigError([Problem(key, f"{key} {_QUEUE}, or remove the key.")])
+        wanted = (codec, hierarchical, inside)
+        if self._compresses != wanted:
             new_group = partial(self._new_group, dist.get_backend(self._group))
-            inner = inner if inner is not None and len(nodes) > 1 else 1
+            inner = (whole_nodes(self.nodes) or 1) if len(self.nodes) > 1 else 1
             given = (self.world, self.rank, self.device, self._watch)
-            self.compressor = Compressor(*given, codec, inner, hierarchical, new_group)
-            self._compresses = codec, hierarchical
+            self.compressor = Compressor(*given, codec, inner, hierarchical, new_group, inside)
+            self._compresses = wanted
         return True
 
     # ---- operations of all ranks -----------------------------------------------------------------------------------
@@ -492,6 +537,24 @@ class Comm(ProcessLocal):
         launch = self._announce("all-gather", name, flat.numel())
         self._read |= shared
         return self._transport.all_gather(flat, own, launch)
+
+    def all_gather_encoded(self, flat: Tensor, name: str, codec: Codec) -> Work:
+        """``all_gather`` of encoded shards: all ranks, the owner too, get what is decoded.
+
+        Where ranks share memory, codes are sent between processes all the same.
+        """
+        self._require_device(flat, name)
+        if self._group is None:
+            return Done()
+        launch = self._announce("encoded all-gather", name, flat.numel())
+        return gather_encoded(flat, self.mesh, codec, lambda codes: self._transport.all_gather(codes, None, launch))
+
+    def all_gather_in_node(self, flat: Tensor, name: str) -> Work:
+        """Fill ``flat`` (1D) from the parts of the ranks with a second copy together, which are in place already."""
+        self._require_device(flat, name)
+        assert self._in_node is not None
+        launch = self._announce("all-gather in the node", name, flat.numel())
+        return self._in_node.all_gather(flat, None, launch)
 
     def scratch_numel(self, numel: int) -> int:
         """Elements of scratch that ``reduce_scatter`` and ``all_reduce`` need for a flat tensor of ``numel``."""

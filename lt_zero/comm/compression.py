@@ -24,8 +24,8 @@ from torch import Tensor
 
 from lt_zero.comm.procedures import Procedures
 from lt_zero.comm.shared_memory import store
-from lt_zero.comm.transport import Group, sum_in_rank_order
-from lt_zero.comm.work import All, Launch, Watch
+from lt_zero.comm.transport import Group, Mesh, sum_in_rank_order
+from lt_zero.comm.work import All, Launch, Watch, Work
 from lt_zero.ops.codecs import Codec
 
 _ALIGN = 16  # bytes: where encoded parts begin
@@ -36,7 +36,7 @@ class Residuals(NamedTuple):
     """What was not sent so far of one bucket, in the units in which its gradients are sent.
 
     Attributes:
-        worker: 1D fp32, all elements: of this rank's gradients.
+        worker: 1D fp32, all elements: of this rank's gradients; empty: what codes do not represent is lost.
         server: 1D fp32, this rank's shard: of the sums that it owns; None if they are not sent on.
         gaps: elements [lo, hi) that belong to no parameter; codes of few bits would make them other than zero.
         shard_gaps: those of this rank's shard, counted from its first element.
@@ -69,9 +69,33 @@ class Costs:
 
 
 class Compressed(All):
-    """A launched reduction; ``costs`` after its wait."""
+    """A launched collective; ``costs`` after its wait."""
 
     costs: Costs
+
+
+def gather_encoded(flat: Tensor, mesh: Mesh, codec: Codec, gather: Callable[[Tensor], Work]) -> Compressed:
+    """Fill ``flat`` (1D) with what is decoded of the ranks' encoded shards, the own one too, which is in place already.
+
+    ``gather``: starts an all-gather of bytes (1D, one equal part per shard), of which the own part is in place.
+    """
+    started, parts = time.perf_counter(), flat.chunk(mesh.shards)
+    codes = torch.empty(mesh.shards, codec.nbytes(parts[0].numel()), dtype=torch.uint8, device=flat.device)
+    codec.encode(parts[mesh.shard_rank], None, codes[mesh.shard_rank])
+    costs, others = Costs(coding=time.perf_counter() - started), mesh.shards - 1
+    costs.dense, costs.sent = parts[0].nbytes * others, codes[0].numel() * others
+
+    def decode() -> None:
+        decoding = time.perf_counter()
+        if codes.is_cuda:  # it was allocated on the stream of the launch
+            codes.record_stream(torch.cuda.current_stream(flat.device))
+        for part, row in zip(parts, codes.unbind(), strict=True):
+            codec.decode_sum([row], part)
+        costs.coding += time.perf_counter() - decoding
+
+    work = Compressed([gather(codes.view(-1))], decode)
+    work.costs = costs
+    return work
 
 
 class _Event:
@@ -96,6 +120,7 @@ class Compressor:
         inner: ranks of a node, which are neighbours; 1: nodes do not count.
         hierarchical: see Note [Compressed reductions].
         new_group: makes a process group of those of the given ranks which have this rank. Collective.
+        inside: how what ranks of a node add up first is encoded, without residuals; None: it is not.
     """
 
     def __init__(
@@ -108,7 +133,9 @@ class Compressor:
         inner: int,
         hierarchical: bool,
         new_group: Callable[[Sequence[Sequence[int]]], Group],
+        inside: Codec | None = None,
     ) -> None:
+        self._inside = inside
         self._world, self._rank, self._inner, self._nodes = world, rank, inner, world // inner
         self._watch, self._codec, self._hierarchical = watch, codec, hierarchical
         self._everyone = new_group([range(world)])
@@ -134,7 +161,7 @@ class Compressor:
 
         def run() -> None:
             total = self._sum(flat, residuals.worker, costs)
-            _clear(residuals.worker, residuals.gaps)
+            _clear(residuals.worker, residuals.gaps if residuals.worker.numel() else ())
             _clear(total, residuals.shard_gaps)
             if residuals.server is not None:
                 sums = self._share(total, residuals.server, out, add, factor, costs)
@@ -166,30 +193,44 @@ class Compressor:
         """This rank's shard (1D fp32) of the sum of decoded gradients."""
         nodes, inner, mine = self._nodes, self._inner, self._rank % self._inner
         group, count = (self._across, nodes) if self._hierarchical else (self._everyone, self._world)
-        parts, residuals = list(flat.chunk(count)), list(residual.chunk(count))
-        if self._hierarchical and inner > 1:
+        parts: Sequence[Tensor] = flat.chunk(count)
+        residuals: Sequence[Tensor | None] = residual.chunk(count) if residual.numel() else [None] * count
+        if self._hierarchical and self._node is not None:
             # Part (m, i) is owned by rank i of node m. Send to each rank of this node its parts of all nodes.
-            blocks = flat.view(nodes, inner, -1).transpose(0, 1).contiguous()
-            received, start = torch.empty_like(blocks), time.perf_counter()
-            dist.all_to_all_single(received, blocks, group=self._node)
-            costs.exchanging += time.perf_counter() - start
-            parts = list(sum_in_rank_order(received.view(inner, -1).unbind(), torch.float32).chunk(nodes))
-            residuals = list(residual.view(nodes, inner, -1)[:, mine].unbind())
-        sent = self._encoded(parts, residuals, group, costs)
+            blocks = flat.view(nodes, inner, -1).transpose(0, 1).reshape(inner, -1)
+            if self._inside is not None:
+                parts = self._exchange(blocks.unbind(), [None] * inner, self._inside, self._node, costs).chunk(nodes)
+                costs.sent = 0  # inside the node
+            else:
+                received, start = torch.empty_like(blocks), time.perf_counter()
+                dist.all_to_all_single(received, blocks, group=self._node)
+                costs.exchanging += time.perf_counter() - start
+                parts = sum_in_rank_order(received.unbind(), torch.float32).chunk(nodes)
+            if residual.numel():
+                residuals = residual.view(nodes, inner, -1)[:, mine].unbind()
+        return self._exchange(parts, residuals, self._codec, group, costs)
+
+    def _exchange(
+        self, parts: Sequence[Tensor], residuals: Sequence[Tensor | None], codec: Codec, group: Group, costs: Costs
+    ) -> Tensor:
+        """The sum (1D fp32) over ``group`` of its ranks' encoded parts for this rank."""
+        sent = self._encoded(parts, residuals, codec, group, costs)
         start = time.perf_counter()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         coding = time.perf_counter()
-        total = torch.empty(flat.numel() // self._world, dtype=torch.float32, device=flat.device)
-        self._codec.decode_sum(received.unbind(), total)
+        total = torch.empty(parts[0].numel(), dtype=torch.float32, device=sent.device)
+        codec.decode_sum(received.unbind(), total)
         costs.coding += time.perf_counter() - coding
         costs.exchanging += coding - start
-        costs.sent += sent[0].numel() * (count - 1)
+        costs.sent += sent[0].numel() * (len(parts) - 1)
         return total
 
-    def _encoded(self, parts: Sequence[Tensor], residuals: Sequence[Tensor], group: Group, costs: Costs) -> Tensor:
+    def _encoded(
+        self, parts: Sequence[Tensor], residuals: Sequence[Tensor | None], codec: Codec, group: Group, costs: Costs
+    ) -> Tensor:
         """The parts as rows of bytes [parts, bytes], with as many bytes on all ranks of ``group``."""
-        codec, start = self._codec, time.perf_counter()
+        start = time.perf_counter()
         if codec.fixed_size:
             rows = torch.empty(len(parts), codec.nbytes(parts[0].numel()), dtype=torch.uint8, device=parts[0].device)
             for part, residual, row in zip(parts, residuals, rows.unbind(), strict=True):
@@ -210,7 +251,7 @@ class Compressor:
 
     def _share(self, total: Tensor, residual: Tensor, out: Tensor, add: bool, factor: float, costs: Costs) -> Tensor:
         """Send this rank's sum to all; returns ``factor`` times all sums, in ``out`` if they replace what is there."""
-        mine = self._encoded([total], [residual], self._everyone, costs)[0]
+        mine = self._encoded([total], [residual], self._codec, self._everyone, costs)[0]
         start = time.perf_counter()
         rows = mine.new_empty(self._nodes, mine.numel())  # of the ranks with the same place in their node
         _gather(rows, mine, self._across)

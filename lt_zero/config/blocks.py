@@ -515,6 +515,20 @@ class ZeroOptimization(Block):
         "-1: all ranks",
         ge=-1,
     )
+    zero_quantized_weights: bool = key(
+        False, "gather parameters as 8 bits of an element (ZeRO++, qwZ; stage 3); master weights stay exact"
+    )
+    zero_quantized_nontrainable_weights: bool = key(False, "the same for frozen parameters only (stage 3)")
+    zero_hpz_partition_size: int = key(
+        1,
+        "so many neighbouring ranks (a node) keep a second copy of the parameters, which gathers read until the "
+        "weights change (ZeRO++, hpZ; stage 3); 1: none",
+        ge=0,
+    )
+    zero_quantized_gradients: bool = key(
+        False,
+        "reduce gradients as 8 bits of an element inside a node, as 4 bits between nodes (ZeRO++, qgZ)",
+    )
     sync_bn_in_backward: bool = key(False, "compute batch norm statistics over all ranks")
     enable_sanity_checks: bool = key(False, "compare each collective across ranks before launch, like LT_ZERO_DEBUG=1")
     offload_optimizer: OffloadOptimizer = key(OffloadOptimizer(), "where optimizer states are stored")
@@ -533,9 +547,21 @@ class ZeroOptimization(Block):
         Raises:
             ConfigError: ``mics_shard_size`` does not divide ``world``.
         """
-        size = self.mics_shard_size if self.stage > 0 and self.mics_shard_size > 0 else world
+        wanted = self.mics_shard_size if self.stage > 0 and self.mics_shard_size > 0 else world
+        return self._divisor("mics_shard_size", wanted, world)
+
+    def secondary_shards(self, world: int) -> int:
+        """How many of ``world`` ranks share a second copy of the parameters; 1: there is none.
+
+        Raises:
+            ConfigError: ``zero_hpz_partition_size`` does not divide ``world``.
+        """
+        wanted = self.zero_hpz_partition_size if self.stage == 3 else 1
+        return self._divisor("zero_hpz_partition_size", max(wanted, 1), world)
+
+    def _divisor(self, name: str, size: int, world: int) -> int:
         if world % size:
-            key = "zero_optimization.mics_shard_size"
+            key = f"zero_optimization.{name}"
             fitting = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
             text = f"{key}={size} does not divide the number of ranks, {world}: write one of {fitting}"
             raise ConfigError([Problem(key, f"{text}, or remove the key.")])

@@ -80,6 +80,18 @@ def _compression(config: Schema) -> Iterator[Problem]:
             f"{key}={block.algorithm!r} compresses the exchange of all ranks, and {Z}.mics_shard_size="
             f"{zero.mics_shard_size} sums in two steps. Remove one of them; hierarchical_compress sums inside nodes.",
         )
+    quantized, size = f"{Z}.zero_quantized_gradients", zero.zero_hpz_partition_size
+    if zero.stage > 0 and zero.zero_quantized_gradients and block.algorithm != "none":
+        text = f"{key}={block.algorithm!r} and {quantized}=true both say how gradients are sent"
+        yield Problem(key, f"{text}. Remove one of them.")
+    if zero.stage > 0 and zero.mics_shard_size > 0:
+        groups = f"{Z}.mics_shard_size={zero.mics_shard_size}"
+        if zero.zero_quantized_gradients:
+            text = f"{quantized}=true sums over all ranks, and {groups} in two steps"
+            yield Problem(quantized, f"{text}. Remove one of them.")
+        if zero.stage == 3 and size > 1:
+            text = f"{Z}.zero_hpz_partition_size={size} keeps a second copy of the parameters inside groups of ranks"
+            yield Problem(f"{Z}.zero_hpz_partition_size", f"{text}, and with {groups} the first is there. Remove one.")
 
 
 def averages_momenta(config: Schema) -> bool:
@@ -115,6 +127,11 @@ def _one_bit(config: Schema) -> Iterator[Problem]:
             "momenta have to be on the device",
         ),
         f"{Z}.mics_shard_size": (zero.mics_shard_size > 0, zero.mics_shard_size, "all ranks exchange momenta"),
+        f"{Z}.zero_quantized_gradients": (
+            zero.stage > 0 and zero.zero_quantized_gradients,
+            True,
+            "gradients are not exchanged",
+        ),
     }
     for key, (wrong, value, why) in clash.items():
         if wrong:
@@ -191,7 +208,9 @@ def switched_off(written: Mapping[str, Any], path: Path) -> bool:
 # Of each rule: whether it applies, the block, names of keys in it ("": all), and why they have no effect.
 Rule = tuple[bool, str, str, str]
 _STAGE3 = "stage3_prefetch_bucket_size stage3_max_live_parameters stage3_max_reuse_distance "
-_STAGE3 += "stage3_model_persistence_threshold zero_allowed_param_types zero_force_param_types"
+_STAGE3 += "stage3_model_persistence_threshold zero_allowed_param_types zero_force_param_types zero_quantized_weights "
+_STAGE3 += "zero_quantized_nontrainable_weights zero_hpz_partition_size"
+_SHARDS = "shard_along reduce_scatter mics_shard_size zero_quantized_gradients"
 _FILES = "nvme_path buffer_count buffer_size max_in_cpu pipeline_read pipeline_write fast_init"
 _SCALE = "initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale"
 
@@ -206,7 +225,7 @@ def _inactive_sharding(config: Schema) -> Sequence[Rule]:
     return (
         (zero.stage != 3, Z, _STAGE3, "parameters are sharded at stage 3 only"),
         (zero.stage not in (1, 2), Z, "allgather_bucket_size", gathered),
-        (zero.stage == 0, Z, "shard_along reduce_scatter mics_shard_size", "nothing is sharded at stage 0"),
+        (zero.stage == 0, Z, _SHARDS, "nothing is sharded at stage 0"),
         (states.device == "none", Z, "sub_group_size", "it needs an offloaded optimizer"),
         (not zero.contiguous_gradients, Z, "contiguous_gradients", flat),
         (not states.fast_init, optimizer, "fast_init", "weights are written as they are initialized in any case"),

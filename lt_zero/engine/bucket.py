@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -55,6 +56,30 @@ class Live:
     elements: int = 0
     flying: int = 0  # elements that are being gathered
     launched: int = 0  # buckets that are being gathered
+
+
+class Route(Protocol):
+    """Another way to gather a bucket's sharded parameters for computation (zero_plus_plus.py)."""
+
+    def launch(self) -> Waits:
+        """Start filling the flat tensor, whose memory is there."""
+
+    def landed(self) -> None:
+        """After the wait for ``launch``."""
+
+    def weights_changed(self) -> None:
+        """The next gather has to begin at the owners of the weights."""
+
+    def decoded(self, shard: Tensor) -> Tensor:
+        """What gathers that round make of this rank's ``shard`` (1D, in the compute dtype)."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the next gather does not round."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that it takes now."""
 
 
 class Bucket:
@@ -101,6 +126,8 @@ class Bucket:
         self.use(self.memory, self.memory)
         self.state = State.RESIDENT
         self.live = Live()
+        self.route: Route | None = None  # None: gathers are plain
+        self._routed = self._rounded = False  # the last gather took the route, and has rounded
         self._guarded = False
         self._owner = owner
         self._sentinels: list[Tensor] = []  # one for each parameter, with sharded parameters
@@ -156,8 +183,8 @@ class Bucket:
 
     # ---- residency ---------------------------------------------------------------------------------------------
 
-    def launch_gather(self) -> None:
-        """RELEASED -> GATHERING: allocate the flat storage and start filling it."""
+    def launch_gather(self, exact: bool = False) -> None:
+        """RELEASED -> GATHERING: allocate the flat storage and start filling it; ``exact``: without rounding."""
         assert self.state is State.RELEASED, (self.name, self.state)
         if self.stepped_early:
             raise RuntimeError(
@@ -168,17 +195,29 @@ class Bucket:
             assert self._storage is not None
             self._storage.allocate()
             self._background.wait()
-            gather = self.weights.gather_source.launch_gather
-            self._pending = gather(self.shard, lambda own: self.comm.all_gather(self.flat, self.name, own))
+            self._rounded = self.route is not None and not exact and not self.route.exact
+            self._routed = self.route is not None and (self._rounded or self.route.exact)
+            if self.route is not None and self._routed:
+                self._pending = self.route.launch()
+            else:
+                gather = self.weights.gather_source.launch_gather
+                self._pending = gather(self.shard, lambda own: self.comm.all_gather(self.flat, self.name, own))
         self.state = State.GATHERING
         self.live.elements += self.layout.numel
         self.live.flying += self.layout.numel
         self.live.launched += 1
 
-    def gather(self) -> None:
-        """To RESIDENT from any state: parameters are readable afterwards, without a guard."""
+    @property
+    def exact(self) -> bool:
+        """Whether the last gather did not round."""
+        return not self._rounded
+
+    def gather(self, exact: bool = False) -> None:
+        """To RESIDENT from any state: parameters are readable afterwards, without a guard. ``exact``: not rounded."""
+        if exact and not self.exact:
+            self.release()
         if self.state is State.RELEASED:
-            self.launch_gather()
+            self.launch_gather(exact)
         if self.state is State.GATHERING:
             with torch.inference_mode(False), torch.no_grad(), phase("gather", self.name):
                 self._land()
@@ -195,6 +234,8 @@ class Bucket:
         assert self._pending is not None
         self._pending.wait()
         self._pending = None
+        if self.route is not None and self._routed:
+            self.route.landed()
         self.live.flying -= self.layout.numel
         self.live.launched -= 1
 
@@ -301,6 +342,7 @@ class Bucket:
 
     def hand_over(self, job: Job) -> None:
         """Give the bucket to the background step ``job`` until ``wait_background_step``."""
+        self._weights_change()
         self._background.begin(job)
 
     def await_publication(self) -> Callable[[], object] | None:
@@ -353,9 +395,19 @@ class Bucket:
 
     # ---- values ------------------------------------------------------------------------------------------------
 
+    def _weights_change(self) -> None:
+        if self.route is not None:
+            self.route.weights_changed()
+
+    def expected_shard(self) -> Tensor:
+        """What ``shard`` is, unless it was edited, while the bucket is resident."""
+        shard = self.weights.values().to(self.shard.device, self.shard.dtype)
+        return self.route.decoded(shard) if self.route is not None and self._rounded else shard
+
     @torch.no_grad()
     def refresh_after_step(self) -> None:
         """Copy the master weights to what gathers read, or to this rank's shard of the compute copy."""
+        self._weights_change()
         # Streamed stores were refreshed during the step, bucket by bucket.
         if self.weights.trains and (self.offloaded or not self.sharding.params) and not self.streamed:
             self.weights.refresh()
@@ -373,7 +425,9 @@ class Bucket:
     def write(self, index: int, value: Tensor) -> None:
         """Set parameter ``index`` to ``value`` (full shape, the same on every rank) in every copy this rank holds."""
         self.comm.before_write()
+        self._weights_change()
         if self.resident:
+            self.gather(exact=True)  # the other parameters, too: values are compared with master weights
             value = whole(value)
             self.param_views[index].copy_(value)
         for piece in self.pieces_of(index):
@@ -386,6 +440,7 @@ class Bucket:
     def adopt_edits(self) -> None:
         """Copy rank 0's values of the (resident) compute copy to the master weights of all ranks."""
         self.comm.before_write()
+        self._weights_change()
         self.comm.broadcast(self.flat, self.name)
         self.comm.after_write()
         self.weights.keep_edits()
@@ -453,10 +508,10 @@ class InplaceEdits:
             edited += [span.name for span, version, before in changed if version != before]
         if self._sharded:
             if self.handed_out and not edited:
+                expected = bucket.expected_shard()
                 for piece in bucket.pieces:
                     rows = slice(piece.offset, piece.offset + piece.numel)
-                    kept, shown = weights.values()[rows], bucket.shard[rows]
-                    if not torch.equal(shown, kept.to(shown.device, shown.dtype)):
+                    if not torch.equal(bucket.shard[rows], expected[rows]):
                         edited.append(bucket.layout.spans[piece.index].name)
             self.lost += edited
         elif edited or (values and (not self._has_digest or self.seen())):

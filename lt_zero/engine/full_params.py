@@ -47,7 +47,7 @@ def gathered(target: nn.Module | Parameter | Iterable[Parameter], write: bool = 
         bucket.wait_background_step()
         if bucket not in found:
             found[bucket] = engine
-            if not bucket.resident or is_guarded(parameter):
+            if not bucket.resident or not bucket.exact or is_guarded(parameter):
                 held[bucket] = bucket.resident
     for engine in dict.fromkeys(e for b, e in found.items() if write or b.state is State.RELEASED):
         engine.comm.roll_call("lt_zero.gathered")

@@ -235,8 +235,8 @@ class Gatherer:
         return bucket in self._pinned or bucket in self._outside
 
     def hold(self, bucket: Bucket) -> None:
-        """Gather ``bucket`` and keep it until ``let_go``."""
-        bucket.gather()
+        """Gather ``bucket``, not rounded, and keep it until ``let_go``."""
+        bucket.gather(exact=True)
         self._held.add(bucket)
 
     def let_go(self, bucket: Bucket, keep: bool) -> None:

@@ -34,6 +34,8 @@ from lt_zero.engine.gather import Residency
 from lt_zero.engine.layout import BucketLayout, Sharding
 from lt_zero.engine.offload_manager import resting
 from lt_zero.engine.partition import BucketPlan, EnginePlan
+from lt_zero.engine.zero_plus_plus import GRADIENTS_INSIDE
+from lt_zero.engine.zero_plus_plus import WEIGHTS as QUANTIZED_WEIGHTS
 from lt_zero.io.pinned import rounded
 
 DEVICE, HOST, NVME = "device", "host", "nvme"
@@ -307,6 +309,12 @@ class _Sums:
         """What compressed reductions have not sent (``ErrorFeedback``)."""
         return [(DEVICE, RESIDUALS, sum(row.residual for row in self.rows) * torch.float32.itemsize)]
 
+    def second_copies(self) -> list[Part]:
+        """What ranks of a node keep of all parameters (``zero_hpz_partition_size``)."""
+        secondary = self.zero.secondary_shards(self.setup.world)
+        rows = [row for row in self.rows if row.sharding.params] if secondary > 1 else []
+        return [(DEVICE, WEIGHTS, sum(row.numel * row.dtype.itemsize for row in rows) // secondary)]
+
     def local(self) -> list[Part]:
         """Gradients of an accumulation window before they are reduced (``Accumulator.local``)."""
         full = [row for row in self.trained if not row.sharding.grads] if self.setup.accumulates else []
@@ -333,9 +341,11 @@ class _Sums:
         fits = whole <= limits.max_live and whole < limits.max_reuse_distance  # as Gatherer.fits_whole
         peak = _peak_gathered(inner, limits, most_buckets, keeps_whole=self.setup.accumulates and fits)
         total.append((DEVICE, GATHERED, root.nbytes + peak))
+        most = min(ahead, whole - root.numel) + max(unit.numel for unit in [*inner, root])
+        if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights:
+            total.append((DEVICE, GATHERED, QUANTIZED_WEIGHTS.nbytes(most) if self.setup.world > 1 else 0))
         dtypes = [row.dtype if row.copies_weights else row.exact for row in self.rows if row.weights == NVME]
         if dtypes:
-            most = min(ahead, whole - root.numel) + max(unit.numel for unit in [*inner, root])
             total.append(
                 (self.memory, OFFLOAD, most // zero.shards(self.setup.world) * max(dtype.itemsize for dtype in dtypes))
             )
@@ -356,6 +366,10 @@ class _Sums:
             buffers = SEND_BUFFERS if shared else 2 * each
             own = sorted((row.numel for row in alike if row.trains and row.numel > limit), reverse=True)
             total += (reusable * buffers + sum(own[:2]) * each) * dtype.itemsize
+        if self.zero.zero_quantized_gradients and self.setup.world > 1:  # Compressor._sum: by node, codes of both ways
+            sent = [(row.numel, row.send) for row in self.trained if row.sharding.optim and row.send is not None]
+            codes = [numel * dtype.itemsize + 2 * GRADIENTS_INSIDE.nbytes(numel) for numel, dtype in sent]
+            total += max(codes, default=0)
         return [(DEVICE, REDUCE, total)]
 
     def offloading(self) -> list[Part]:
@@ -471,7 +485,7 @@ def forecast(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: S
     """Sum up a plan. Allocates nothing; ranks differ only by ``Forecast.first``."""
     sums = _Sums(plan, config, policy, setup)
     weights, buffers, moving = sums.weights(), sums.reduce_buffers(), sums.moving()
-    states = [*weights, *sums.states(), *sums.residuals()]
+    states = [*weights, *sums.states(), *sums.residuals(), *sums.second_copies()]
     grads = [*states, *sums.gradients()]
     phases = {
         "build": [*weights, *sums.building()],

@@ -20,6 +20,7 @@ from lt_zero.config.precision import DtypePolicy
 from lt_zero.engine.gather import Residency
 from lt_zero.engine.gradient_compression import codec_of
 from lt_zero.engine.partition import EnginePlan
+from lt_zero.engine.zero_plus_plus import GRADIENTS, WEIGHTS
 from lt_zero.memory.forecast import Row, Setup, rows_of
 
 
@@ -63,27 +64,37 @@ def forecast_traffic(
     for bucket, row in table.items():
         if row.trains:
             reductions = micro_batches if row.sharding.grads else 1
-            compressed = bucket.compresses and row.send is not None
+            quantized = zero.zero_quantized_gradients and row.sharding.optim
+            compressed = (bucket.compresses or quantized) and row.send is not None
             gradients += reductions * (_compressed(row, config, nodes, world) if compressed else links.reduced(row))
             if row.sharding.optim and not row.sharding.params:
                 weights += links.gathered(row)
     limits = Residency(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
     units = [[table[b] for b in unit.buckets if b.sharding.params] for unit in plan.units[:-1]]
     stays = limits.keep_after_forward([sum(row.numel for row in rows) for rows in units])
+    secondary = zero.secondary_shards(world)
+    second = _Links(Mesh(world, 0, secondary), nodes, backend, ()) if secondary > 1 else links
+
+    def gathers(row: Row, times: int) -> float:
+        codes = zero.zero_quantized_weights or (zero.zero_quantized_nontrainable_weights and not row.trains)
+        first = (1 if row.trains else 0) if secondary > 1 else times  # those that begin at the owners
+        return first * links.gathered(row, codes) + (times - first) * second.gathered(row)
+
     for rows, unit, keeps in zip(units, plan.units, stays, strict=False):
         passes = 2 if unit.needs_weights and not keeps else 1
-        weights += passes * micro_batches * sum(links.gathered(row) for row in rows)
+        weights += sum(gathers(row, passes * micro_batches) for row in rows)
     root = [b for b in (*plan.units[-1].buckets, *plan.rest) if b.sharding.params]
-    weights += micro_batches * sum(links.gathered(table[bucket]) for bucket in root)
+    weights += sum(gathers(table[bucket], micro_batches) for bucket in root)
     return Traffic(gradients, weights, topology.why)
 
 
 def _compressed(row: Row, config: ZeroConfig, nodes: list[list[int]], world: int) -> float:
     """Bytes of a compressed reduction of a bucket's gradients; with Huffman codes at most. See comm/compression.py."""
-    codec, inner = codec_of(config), whole_nodes(nodes) or 1
-    assert codec is not None
+    codec, inner, nested = codec_of(config), whole_nodes(nodes) or 1, config.gradient_compression.hierarchical_compress
+    if codec is None:  # zero_plus_plus.py
+        codec, nested = GRADIENTS, inner > 1
     part, own = codec.nbytes(row.numel // world), world / len(nodes)
-    peers = len(nodes) - 1 if config.gradient_compression.hierarchical_compress else world - own
+    peers = len(nodes) - 1 if nested else world - own
     back = world // inner - 1 if not (row.sharding.optim or row.sharding.params) else 0
     return own * part * (peers + back)
 
@@ -109,9 +120,11 @@ class _Links:
         summed = row.own * (wide if self._gloo else row.send.itemsize)
         return self._scattered(row, self._rows, wide) + self._around(2 * summed, columns)
 
-    def gathered(self, row: Row) -> float:
-        """Bytes of a gather of a bucket's weights."""
-        return self._shared(row.numel * row.dtype.itemsize, self._rows)
+    def gathered(self, row: Row, codes: bool = False) -> float:
+        """Bytes of a gather of a bucket's weights; ``codes``: quantised."""
+        shards = self._mesh.shards
+        nbytes = shards * WEIGHTS.nbytes(row.numel // shards) if codes else row.numel * row.dtype.itemsize
+        return self._shared(nbytes, self._rows)
 
     def _around(self, nbytes: float, groups: Sequence[Sequence[int]]) -> float:
         """Bytes of a ring through each of the ``groups``: every edge carries all but one rank's part."""

@@ -166,6 +166,12 @@ PROBES: dict[str, Probe] = {
     Z + "shard_along": Probe(w.cut, "parameter", True, False, S1),
     "communication.topology": Probe(w.dimensions, 3, [], [2, 1, 1], S1),
     Z + "mics_shard_size": Probe(w.cut, 1, True, False, S1),
+    Z + "zero_quantized_weights": Probe(w.launched, True, [], ["encoded all-gather"], S3),
+    Z + "zero_quantized_nontrainable_weights": Probe(w.launched_frozen, True, [], ["encoded all-gather"], S3),
+    Z + "zero_hpz_partition_size": Probe(
+        w.launched, 2, [], ["all-gather in the node"], {**S3, Z + "stage3_max_reuse_distance": 0}
+    ),
+    Z + "zero_quantized_gradients": Probe(w.launched, True, [], ["compressed reduction"], S1),
     Z + "overlap_comm": Probe(e.flying, False, 2, 1, S1),
     Z + "reduce_scatter": Probe(t.sent("by"), False, ["all_to_all_single"], ["all_reduce"]),
     Z + "reduce_bucket_size": Probe(e.largest, 400, 704, 376, S0),

@@ -173,6 +173,20 @@ def test_residuals_of_compressed_gradients(pool: Pool) -> None:
     pool.run(2, _residuals)
 
 
+def _second_copies() -> None:
+    zero = {"stage": 3, "zero_hpz_partition_size": 2, "stage3_max_reuse_distance": 0}
+    config, model = ZeroConfig.of({"zero_optimization": zero}), Wide()
+    cast = estimate(model, config, dist.get_world_size(), device="cpu", precision="bf16-true")
+    engine, sharded, _, _ = train(model, config, "bf16-true")
+    routed = [bucket for bucket in engine.buckets if bucket.route is not None]
+    assert sum(bucket.layout.numel for bucket in routed) == sum(b.route.nbytes for b in routed if b.route is not None)
+    close(measured(engine, [sharded])[WEIGHTS], cast.kinds(HOST)[WEIGHTS], "second copies")
+
+
+def test_second_copies_of_sharded_parameters(pool: Pool) -> None:
+    pool.run(2, _second_copies)
+
+
 @pytest.mark.parametrize(
     ("stage", "mode", "world"), cover([3, 2, 1, 0], ["32-true", "bf16-mixed", "bf16-true"], [2, 3, 1])
 )

@@ -23,6 +23,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "ring": {"communication": {"topology": 1}},
     "torus": {"communication": {"topology": 3}},
     "groups": {"mics_shard_size": 2},
+    "ZeRO++": {"zero_quantized_weights": True, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True},
     "1bit": {"gradient_compression": {"algorithm": "1bit", "exclude": []}},
     "topk between nodes": {
         "gradient_compression": {"algorithm": "topk", "topk_ratio": 0.1, "hierarchical_compress": True}
@@ -39,7 +40,7 @@ def net(way: str) -> nn.Module:
 
 def config(stage: int, way: str, low: bool) -> ZeroConfig:
     keys = dict(WAYS[way])
-    zero = {key: keys.pop(key) for key in ("mics_shard_size",) if key in keys}
+    zero = {key: keys.pop(key) for key in WAYS[way] if key not in ("communication", "gradient_compression")}
     return config_of(stage, zero | (RELEASE if stage == 3 else {}), torch.bfloat16 if low else None, **keys)
 
 
@@ -66,7 +67,7 @@ def _sent(stage: int, way: str, low: bool) -> float:
     ("stage", "way", "low"),
     only_rows(
         [(0, "auto", False), (2, "ring", True), (3, "auto", True), (1, "groups", False), (0, "1bit", False)]
-        + [(2, "topk between nodes", True)],
+        + [(2, "topk between nodes", True), (3, "ZeRO++", True)],
         [row for row in itertools.product([0, 1, 2, 3], WAYS, [False, True]) if row[:2] != (0, "groups")],
     ),
 )

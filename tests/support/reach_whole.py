@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from tests.support.models import tokens
 from tests.support.pool import Pool
-from tests.support.reach_engine import Config, Lab, engine_of
+from tests.support.reach_engine import Config, Lab, backward, engine_of
 
 
 def _cut(config: Config, folder: Any) -> bool:
@@ -17,6 +18,29 @@ def _cut(config: Config, folder: Any) -> bool:
 def cut(lab: Lab, config: Config) -> Any:
     """Whether a rank holds a part of a parameter only."""
     return all(lab.pool.run(2, _cut, config, lab.folder))
+
+
+def _launched(config: Config, folder: Any, freeze: bool) -> list[str]:
+    engine = engine_of(Lab(folder, Pool()), config)
+    engine.root.requires_grad_(not freeze)
+    for _ in range(2):
+        if freeze:
+            engine.root(tokens(0, 0, 0))
+        else:
+            backward(engine)
+    channels = engine.comm._watch.channels.values()
+    ways = ("encoded all-gather", "all-gather in the node", "compressed reduction")
+    return [way for way in ways if any(launch.operation == way for c in channels for launch in c.history())]
+
+
+def launched(lab: Lab, config: Config) -> Any:
+    """Which collectives of ZeRO++ two ranks run in two passes."""
+    return lab.pool.run(2, _launched, config, lab.folder, False)[0]
+
+
+def launched_frozen(lab: Lab, config: Config) -> Any:
+    """The same of frozen parameters."""
+    return lab.pool.run(2, _launched, config, lab.folder, True)[0]
 
 
 def _dimensions(config: Config, folder: Any) -> list[int]:

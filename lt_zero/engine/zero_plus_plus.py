@@ -1,0 +1,133 @@
+"""ZeRO++ (arXiv:2306.10209): fewer bytes between nodes for sharded parameters and their gradients.
+
+``zero_quantized_weights`` (qwZ, section 3.1)    gathers send 8 bits of an element. All ranks, the owner too, compute
+    with what is decoded; master weights, checkpoints and exports stay exact.
+``zero_hpz_partition_size`` (hpZ, section 3.2)   a rank keeps a part of what a gather over all ranks has filled, the
+    ranks of a node all of it. Until the weights change, gathers read these parts, and nothing crosses between nodes.
+``zero_quantized_gradients`` (qgZ, section 3.3)  gradients are summed inside a node, sent there in 8 bits, then between
+    nodes, in 4. Each element is quantised twice, not once per rank of a ring.
+
+Note [Exact gathers]
+    Values that user code sees in ``gathered`` may be written back, so they are gathered again, plainly, if what is in
+    memory was decoded. Full parameters and checkpoints are gathered from master weights (full_params.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from lt_zero.comm.communicator import Comm
+from lt_zero.comm.compression import Residuals
+from lt_zero.comm.work import Work
+from lt_zero.config import ZeroConfig
+from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.layout import gaps_between
+from lt_zero.offload.store import Waits
+from lt_zero.ops.codecs import INT4, INT8, Codec
+
+WEIGHTS: Codec = INT8
+GRADIENTS, GRADIENTS_INSIDE = INT4, INT8  # between nodes, inside a node
+
+
+class ShortRoute:
+    """Gathers of one bucket for computation (``Route``).
+
+    Args:
+        bucket: with sharded parameters.
+        quantizes: all gathers from the owners are quantised.
+        frozen_only: only those of a frozen bucket are.
+        secondary: ranks that share a second copy; 1: there is none.
+    """
+
+    def __init__(self, bucket: Bucket, quantizes: bool, frozen_only: bool, secondary: int) -> None:
+        self._bucket, self._quantizes, self._frozen_only = bucket, quantizes, frozen_only
+        numel = bucket.layout.numel // secondary
+        first = bucket.comm.rank % secondary * numel
+        self._mine = slice(first, first + numel) if secondary > 1 else None
+        self._kept: Tensor | None = None  # 1D: this rank's part of the second copy
+        self._valid = self._keeps = False  # the copy is of the current weights; it is made when the gather has landed
+        self._rounded = False  # the copy was decoded
+
+    @property
+    def codec(self) -> Codec | None:
+        """What gathers from the owners are encoded with."""
+        return WEIGHTS if self._quantizes or (self._frozen_only and not self._bucket.wants_grad) else None
+
+    def launch(self) -> Waits:
+        """Start filling the bucket's flat tensor."""
+        bucket, flat = self._bucket, self._bucket.flat
+        if self._valid:
+            assert self._kept is not None
+            assert self._mine is not None
+            flat[self._mine].copy_(self._kept)
+            return bucket.comm.all_gather_in_node(flat, bucket.name)
+        codec = self.codec
+        self._keeps, self._rounded = self._mine is not None, codec is not None
+
+        def gather(own: Tensor | None) -> Work:
+            if codec is None:
+                return bucket.comm.all_gather(flat, bucket.name, own)
+            return bucket.comm.all_gather_encoded(flat, bucket.name, codec)
+
+        return bucket.weights.gather_source.launch_gather(bucket.shard, gather)
+
+    def landed(self) -> None:
+        """After the wait for ``launch``."""
+        if not self._keeps or self._mine is None:
+            return
+        mine, self._keeps, self._valid = self._bucket.flat[self._mine], False, True
+        if self._kept is None:
+            self._kept = torch.empty_like(mine)
+        self._kept.copy_(mine)
+
+    def weights_changed(self) -> None:
+        """Forget the second copy."""
+        self._valid = False
+
+    def decoded(self, shard: Tensor) -> Tensor:
+        out = torch.empty_like(shard)
+        WEIGHTS.decode_sum([WEIGHTS.encode(shard)], out)
+        return out
+
+    @property
+    def exact(self) -> bool:
+        return not self._rounded if self._valid else self.codec is None
+
+    @property
+    def nbytes(self) -> int:
+        return self._kept.nbytes if self._kept is not None else 0
+
+
+class QuantizedGradients:
+    """Reduces the gradients of one bucket in few bits, without error feedback (``Feedback``)."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._comm, self._name = bucket.comm, bucket.name
+        first, last = bucket.layout.shard(bucket.comm.rank)
+        own = gaps_between(((p.offset, p.offset + p.numel) for p in bucket.layout.pieces(first, last)), last - first)
+        self._residuals = Residuals(torch.empty(0), None, (), own)
+
+    def begin(self) -> Residuals:
+        return self._residuals
+
+    def reduce(self, out: Tensor, send: Tensor, residuals: Residuals, add: bool) -> Work:
+        return self._comm.reduce_compressed(out, send, residuals, add, self._name)
+
+
+def use_zero_plus_plus(config: ZeroConfig, buckets: Iterable[Bucket], comm: Comm) -> None:
+    """Give the buckets their routes. Before they are filled. Collective.
+
+    Raises:
+        ConfigError: the secondary shards' size does not divide the number of ranks.
+    """
+    zero = config.zero_optimization
+    reduces = zero.zero_quantized_gradients and zero.stage > 0 and comm.use_quantized_sums(GRADIENTS, GRADIENTS_INSIDE)
+    frozen_only, secondary = zero.zero_quantized_nontrainable_weights, comm.secondary_shards
+    for bucket in buckets:
+        if reduces and bucket.sharding.optim:
+            bucket.grads.feedback = QuantizedGradients(bucket)
+        if bucket.sharding.params and not comm.alone and (zero.zero_quantized_weights or frozen_only or secondary > 1):
+            bucket.route = ShortRoute(bucket, zero.zero_quantized_weights, frozen_only, secondary)
