@@ -556,7 +556,7 @@ class ZeroOptimization(Block):
         Raises:
             ConfigError: ``zero_hpz_partition_size`` does not divide ``world``.
         """
-        wanted = self.zero_hpz_partition_size if self.stage == 3 else 1
+        wanted = self.zero_hpz_partition_size if self.stage == 3 and world > 1 else 1
         return self._divisor("zero_hpz_partition_size", max(wanted, 1), world)
 
     def _divisor(self, name: str, size: int, world: int) -> int:

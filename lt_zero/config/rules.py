@@ -208,9 +208,7 @@ def switched_off(written: Mapping[str, Any], path: Path) -> bool:
 # Of each rule: whether it applies, the block, names of keys in it ("": all), and why they have no effect.
 Rule = tuple[bool, str, str, str]
 _STAGE3 = "stage3_prefetch_bucket_size stage3_max_live_parameters stage3_max_reuse_distance "
-_STAGE3 += "stage3_model_persistence_threshold zero_allowed_param_types zero_force_param_types zero_quantized_weights "
-_STAGE3 += "zero_quantized_nontrainable_weights zero_hpz_partition_size"
-_SHARDS = "shard_along reduce_scatter mics_shard_size zero_quantized_gradients"
+_STAGE3 += "stage3_model_persistence_threshold zero_allowed_param_types zero_force_param_types"
 _FILES = "nvme_path buffer_count buffer_size max_in_cpu pipeline_read pipeline_write fast_init"
 _SCALE = "initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale"
 
@@ -220,12 +218,17 @@ def _inactive_sharding(config: Schema) -> Sequence[Rule]:
     states, weights = zero.offload_optimizer, zero.offload_param
     optimizer, param = f"{Z}.offload_optimizer", f"{Z}.offload_param"
     flat = "gradients are copied into one flat buffer per bucket in any case"
+    short = [name for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights") if getattr(zero, name)]
+    short += ["zero_hpz_partition_size"] if zero.zero_hpz_partition_size > 1 else []
+    at_0 = "gradients are not sharded at stage 0, where gradient_compression can send fewer bits"
     none = (states.device, zero.param_offload.device) == ("none", "none")
     frozen = "trained parameters are stored with their master weights: without offload_optimizer only frozen ones move"
     return (
         (zero.stage != 3, Z, _STAGE3, "parameters are sharded at stage 3 only"),
         (zero.stage not in (1, 2), Z, "allgather_bucket_size", gathered),
-        (zero.stage == 0, Z, _SHARDS, "nothing is sharded at stage 0"),
+        (zero.stage != 3 and bool(short), Z, " ".join(short), "parameters are sharded at stage 3 only"),
+        (zero.stage == 0, Z, "shard_along reduce_scatter mics_shard_size", "nothing is sharded at stage 0"),
+        (zero.stage == 0 and zero.zero_quantized_gradients, Z, "zero_quantized_gradients", at_0),
         (states.device == "none", Z, "sub_group_size", "it needs an offloaded optimizer"),
         (not zero.contiguous_gradients, Z, "contiguous_gradients", flat),
         (not states.fast_init, optimizer, "fast_init", "weights are written as they are initialized in any case"),

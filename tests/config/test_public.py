@@ -30,7 +30,6 @@ WRONG: dict[str, set[str]] = {
     "BarryZ001": {"disable_fused_adam"},
     "CZtheHusky": {""},  # a comma is missing
     "Fahad-Touseef": {"tensor_parallel"},
-    "JiwenJ": {"zero_optimization.zero_hpz_partition_size"},
     "KtechB": {""},  # a Markdown fence
     "ND-SAFA": {f"zero_optimization.offload_{what}.nvme_path" for what in ("optimizer", "param")},  # a raw device
     "OptimalScale": {"deepspeed_config"},  # of accelerate
