@@ -210,7 +210,9 @@ class OptimizerBlock(Block):
     """The ``optimizer`` block: the optimizer to build if the module has no ``configure_optimizers``."""
 
     type: str = key(
-        ..., "Adam, AdamW, Adagrad, Lamb, Lion, Muon, OneBitAdam, SGD, torch.optim's or a dotted path", min_length=1
+        ...,
+        "Adam, AdamW, Adagrad, Lamb, Lion, Muon, OneBitAdam, OneBitLamb, SGD, torch.optim's or a dotted path",
+        min_length=1,
     )
     params: Params = key({}, "arguments of its constructor", validate_default=True)
     param_groups: ParamGroups = key(

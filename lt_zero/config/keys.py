@@ -211,7 +211,11 @@ def _spread_pin_memory(document: Document, old: KeyPath, value: Any) -> None:
 # ---- status of each key ----------------------------------------------------------------------------------------------
 
 _OFF = (False, None, "none", "None")  # values that switch an unsupported block off
-_ONE_BIT = ("freeze_step", "cuda_aware", "comm_backend_name")  # arguments of OneBitAdam
+_FROZEN = ("freeze_step", "cuda_aware", "comm_backend_name")
+_ONE_BIT: Mapping[str, Sequence[str]] = {  # arguments of 1-bit optimizers, by their names in lower case
+    "onebitadam": _FROZEN,
+    "onebitlamb": (*_FROZEN, "coeff_beta", "factor_max", "factor_min", "factor_threshold"),
+}
 _FREE = {("optimizer", "params"), ("scheduler", "params")}  # checked where their type is known
 
 
@@ -257,9 +261,9 @@ def _special(
         elif isinstance(value, Mapping) and (inner := block_of(field)) is not None:
             yield from _special(value, inner, here)
         elif isinstance(value, Mapping) and here in _FREE:
-            one_bit = here[0] == "optimizer" and str(values.get("type")).lower() == "onebitadam"
+            own = _ONE_BIT.get(str(values.get("type")).lower(), ()) if here[0] == "optimizer" else ()
             for name, argument in value.items():
-                if lookup((*here, name)) is not None and not (one_bit and name in _ONE_BIT):
+                if lookup((*here, name)) is not None and name not in own:
                     yield (*here, name), None, "foreign"
                 elif argument == "auto":
                     yield (*here, name), None, "auto"

@@ -14,6 +14,7 @@ from lt_zero.config.document import leaves
 
 Z, A = "zero_optimization", "activation_checkpointing"
 _WHOLE = ("muon", "adafactor")  # configurable optimizers that need whole matrices
+_MOMENTA = {"onebitadam": "Adam", "onebitlamb": "Lamb"}  # 1-bit optimizers, and what they are before the freeze
 
 
 # ---- contradictions --------------------------------------------------------------------------------------------------
@@ -96,7 +97,7 @@ def _compression(config: Schema) -> Iterator[Problem]:
 
 def averages_momenta(config: Schema) -> bool:
     """Whether ``optimizer.type`` is a 1-bit optimizer."""
-    return config.optimizer is not None and config.optimizer.type.rpartition(".")[2].lower() == "onebitadam"
+    return config.optimizer is not None and config.optimizer.type.rpartition(".")[2].lower() in _MOMENTA
 
 
 def _one_bit(config: Schema) -> Iterator[Problem]:
@@ -104,11 +105,12 @@ def _one_bit(config: Schema) -> Iterator[Problem]:
     if config.optimizer is None or not averages_momenta(config):
         return
     zero, name = config.zero_optimization, f"optimizer.type={config.optimizer.type!r}"
+    plain = _MOMENTA[config.optimizer.type.rpartition(".")[2].lower()]
     if zero.stage > 1:
         yield Problem(
             "optimizer.type",
             f"{name} exchanges momenta, to which each rank adds all of its gradients, and at stage {zero.stage} these "
-            f"are sharded. Set {Z}.stage to 0 or 1, or use Adam with gradient_compression.",
+            f"are sharded. Set {Z}.stage to 0 or 1, or use {plain} with gradient_compression.",
         )
     clash = {
         "gradient_clipping": (

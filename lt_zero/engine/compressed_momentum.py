@@ -1,4 +1,4 @@
-"""The momentum of 1-bit optimizers, averaged over the ranks in 1 bit (arXiv:2102.02888, algorithm 1).
+"""The momenta of 1-bit optimizers, averaged over the ranks in 1 bit (arXiv:2102.02888, algorithm 1).
 
 Note [Averages of momenta]
     While an optimizer warms up, gradients are averaged as always. Then each rank keeps its gradients to itself until
@@ -11,7 +11,8 @@ Note [Averages of momenta]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -34,8 +35,14 @@ class MomentumStates(Protocol):
     def frozen(self) -> bool:
         """Whether the running step averages momenta; the same on all ranks."""
 
-    def beta(self, bucket: Bucket, index: int) -> float:
-        """The decay rate of the momentum of a parameter."""
+    def rules(self, bucket: Bucket) -> list[tuple[float, float]]:
+        """Of each parameter the decay rate of its momentum, and the factor of that in the exchange. May be collective.
+
+        The factors stay the same from the freeze on.
+        """
+
+    def forget(self) -> None:
+        """Read the factors again: states were loaded."""
 
     def state(self, bucket: Bucket, key: str) -> Tensor:
         """The state ``key`` (1D fp32, this rank's shard) of a bucket, zero where there is none yet; a copy."""
@@ -77,6 +84,8 @@ class CompressedMomentum(GradientCompression):
 
     def forget(self) -> None:
         """Gather momenta again: the optimizer's states were loaded."""
+        if self.states is not None:
+            self.states.forget()
         for feedback in self.of_bucket.values():
             assert isinstance(feedback, MomentumFeedback)
             feedback.forget()
@@ -144,17 +153,22 @@ class MomentumFeedback(ErrorFeedback):
         mine, after = send.to(torch.float32, copy=True), comm.factors(torch.float32)[1]
         mine.mul_(comm.factors(send.dtype)[1] / after)  # 16-bit gradients may have other factors
         share = self._exchange.scale / (after * comm.world)
-        for index, span in enumerate(self._layout.spans):
-            beta = states.beta(self._bucket, index)
-            mine[span.lo : span.hi].mul_(1 - beta).add_(last[span.lo : span.hi], alpha=beta * share)
-        if not self._sharded:
-            return _Ready(comm.reduce_compressed(out, mine, residuals, False, self._name), mine)
-        full = torch.empty_like(mine)
+        rules = states.rules(self._bucket)
+        for span, (beta, factor) in zip(self._layout.spans, rules, strict=True):
+            old = last[span.lo : span.hi]
+            mine[span.lo : span.hi].mul_((1 - beta) * factor).add_(old, alpha=beta * share * factor)
+        full = torch.empty_like(mine) if self._sharded else out
         work = comm.reduce_compressed(full, mine, residuals, False, self._name)
-        return _Sliced(work, mine, full, out, self)
+        return _Averaged(work, mine, partial(self._take, full, out, [factor for _, factor in rules]))
 
-    def take(self, full: Tensor, out: Tensor) -> None:
-        """Take over the momentum that has arrived, times the loss scale; ``out`` gets this rank's shard."""
+    @torch.no_grad()
+    def _take(self, full: Tensor, out: Tensor, factors: list[float]) -> None:
+        """Take over the momentum that has arrived, times the loss scale; ``out`` gets this rank's elements."""
+        for span, factor in zip(self._layout.spans, factors, strict=True):
+            if factor != 1.0:
+                full[span.lo : span.hi].mul_(1 / factor)
+        if not self._sharded:
+            return
         lo, hi = self._bucket.shard_range
         out.copy_(full[lo:hi])
         assert self._moves is not None
@@ -166,23 +180,12 @@ class MomentumFeedback(ErrorFeedback):
         return super().nbytes + sum(tensor.nbytes for tensor in held if tensor is not None)
 
 
-class _Ready:
-    """An exchange, with what it sends."""
+class _Averaged:
+    """An exchange, with what it sends; ``take`` is called once, when the result is there."""
 
-    def __init__(self, work: Work, sent: Tensor) -> None:
-        self._work, self._sent = work, sent
-
-    def wait(self) -> None:
-        self._work.wait()
-
-
-class _Sliced(_Ready):
-    """An exchange of all elements, of which the accumulator gets a shard."""
-
-    def __init__(self, work: Work, sent: Tensor, full: Tensor, out: Tensor, feedback: MomentumFeedback) -> None:
-        super().__init__(work, sent)
-        self._full, self._out, self._feedback = full, out, feedback
+    def __init__(self, work: Work, sent: Tensor, take: Callable[[], None]) -> None:
+        self._work, self._sent, self._take = work, sent, take
 
     def wait(self) -> None:
         self._work.wait()
-        self._feedback.take(self._full, self._out)
+        self._take()

@@ -5,7 +5,7 @@ from lt_zero.optim.grouping import param_groups
 from lt_zero.optim.lamb import Lamb
 from lt_zero.optim.lion import Lion
 from lt_zero.optim.muon import Muon, muon_groups
-from lt_zero.optim.onebit import OneBitAdam
+from lt_zero.optim.onebit import OneBitAdam, OneBitLamb
 from lt_zero.optim.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Lion",
     "Muon",
     "OneBitAdam",
+    "OneBitLamb",
     "OneCycle",
     "WarmupCosineLR",
     "WarmupDecayLR",

@@ -111,11 +111,15 @@ class Lamb(Optimizer):
         bounds = [(group["min_coeff"], group["max_coeff"]) for _, group in stepped]
         step_sizes = trust_rates(squares, rates, bounds)
         for (p, group), step_size in zip(stepped, step_sizes, strict=True):
-            update, wide = self._update(p, group), _wide(p)
-            wide.addcmul_(update, step_size.to(p.device, update.dtype), value=-1)
-            if wide is not p:
-                p.copy_(wide)
+            self._apply(p, group, step_size)
         return loss
+
+    def _apply(self, parameter: Tensor, group: dict[str, Any], step_size: Tensor) -> None:
+        """Subtract ``step_size`` (0D) times the update."""
+        update, weights = self._update(parameter, group), wide(parameter)
+        weights.addcmul_(update, step_size.to(parameter.device, update.dtype), value=-1)
+        if weights is not parameter:
+            parameter.copy_(weights)
 
     def _update_moments(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         """Update the moments; returns the squared norms of the weights and of the update (fp64)."""
@@ -127,7 +131,7 @@ class Lamb(Optimizer):
             for moment in ("exp_avg", "exp_avg_sq"):
                 state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         state["step"] += 1
-        first, second, g = _wide(state["exp_avg"]), _wide(state["exp_avg_sq"]), _wide(grad)
+        first, second, g = wide(state["exp_avg"]), wide(state["exp_avg_sq"]), wide(grad)
         first.lerp_(g, 1 - beta1)
         second.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         for moment, value in (("exp_avg", first), ("exp_avg_sq", second)):
@@ -138,10 +142,10 @@ class Lamb(Optimizer):
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """Adam's update without bias correction, plus the weight decay; a new tensor of at least 32 bits."""
         state, eps = self.state[parameter], group["eps"]
-        first, second = _wide(state["exp_avg"]), _wide(state["exp_avg_sq"])
+        first, second = wide(state["exp_avg"]), wide(state["exp_avg_sq"])
         root = second.add(eps).sqrt_() if group["eps_inside_sqrt"] else second.sqrt().add_(eps)
         update = torch.div(first, root, out=root)
-        return update.add_(_wide(parameter), alpha=group["weight_decay"]) if group["weight_decay"] else update
+        return update.add_(wide(parameter), alpha=group["weight_decay"]) if group["weight_decay"] else update
 
 
 def corrected_rate(group: dict[str, Any], step: float) -> float:
@@ -166,7 +170,7 @@ def trust_rates(squares: Tensor, rates: Sequence[float], bounds: Sequence[tuple[
     return rate * torch.where((weight != 0) & (update != 0), clamped, 1.0)
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def wide(tensor: Tensor) -> Tensor:
     """``tensor`` itself, or its fp32 copy if it has 16 bits."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 

@@ -7,6 +7,7 @@ import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from lt_zero.optim.lamb import Lamb
 from lt_zero.optim.lion import Lion
 from lt_zero.optim.muon import Muon
 from lt_zero.optim.muon_config import make_muon, muon_signature
-from lt_zero.optim.onebit import BACKENDS, OneBitAdam
+from lt_zero.optim.onebit import BACKENDS, OneBitAdam, OneBitLamb
 from lt_zero.optim.param_types import (
     Reader,
     Signature,
@@ -95,19 +96,26 @@ REFUSED: Mapping[str, Reader] = {
     **dict.fromkeys(("max_coeff", "min_coeff", "eps_inside_sqrt"), refused("it belongs to Lamb; remove it")),
     **dict.fromkeys(("muon_lr", "adam_lr", "ns_method", "per_head_muon"), refused("it belongs to Muon; remove it")),
 }
-_ONE_BIT_ADAM: Mapping[str, Reader] = {
-    "amsgrad": only(False, "1-bit Adam has no such variant; write false, or remove it"),
-    "eps_inside_sqrt": only(False, "1-bit Adam has no such variant; write false, or remove it"),
+_NOT_IN_ONE_BIT = {  # accepted, and without effect
+    name: only(False, "1-bit optimizers have no such variant; write false, or remove it")
+    for name in ("amsgrad", "eps_inside_sqrt")
+}
+_ONE_BIT_RULES: Mapping[str, Reader] = {
+    **OPTIMIZER_RULES,
     "freeze_step": number(1, whole=True, example="23000"),
     "comm_backend_name": choice(BACKENDS),
+    "coeff_beta": number(0, 1, high_open=True, example="0.9"),
+    "factor_max": number(0, example="4.0"),
+    "factor_min": number(0, example="0.5"),
+    "factor_threshold": number(0, example="0.1"),
 }
+_ONE_BIT_CLASSES: Mapping[str, type[Optimizer]] = {"onebitadam": OneBitAdam, "onebitlamb": OneBitLamb}
 _COMPRESSED = "Use Adam: the same update with uncompressed gradients."
 UNSUPPORTED: Mapping[str, str] = {  # by name in lower case
     "muadam": "Use AdamW, and scale the learning rate of each parameter group as mup does.",
     "muadamw": "Use AdamW, and scale the learning rate of each parameter group as mup does.",
     "musgd": "Use SGD, and scale the learning rate of each parameter group as mup does.",
     "zerooneadam": _COMPRESSED,
-    "onebitlamb": "Use Lamb: the same update with uncompressed gradients.",
 }
 
 SCHEDULER_RULES: Mapping[str, Reader] = {
@@ -164,9 +172,9 @@ def optimizer_kind(name: Any) -> Kind:
     if low in ("lamb", "fusedlamb"):
         own = Signature.of(Lamb, OPTIMIZER_RULES)
         return Kind("Lamb", own.plus({"amsgrad": _NO_AMSGRAD}), _lamb)
-    if low == "onebitadam":
-        own = Signature.of(OneBitAdam, OPTIMIZER_RULES)
-        return Kind("OneBitAdam", own.plus(_ONE_BIT_ADAM), _one_bit_adam)
+    if (one_bit := _ONE_BIT_CLASSES.get(low)) is not None:
+        own = Signature.of(one_bit, _ONE_BIT_RULES)
+        return Kind(one_bit.__name__, own.plus(_NOT_IN_ONE_BIT), partial(_one_bit, one_bit))
     if low == "muon":
         return Kind("Muon", muon_signature(OPTIMIZER_RULES), make_muon, ungrouped=_HALVES)
     if low in UNSUPPORTED:
@@ -175,7 +183,18 @@ def optimizer_kind(name: Any) -> Kind:
     if cls is None and re.fullmatch(r"\w+(\.\w+)+", name):
         cls = _imported(name)
     if cls is None:
-        known = ["Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "OneBitAdam", "SGD", *_torch_classes()]
+        known = [
+            "Adam",
+            "AdamW",
+            "Adagrad",
+            "Lamb",
+            "Lion",
+            "Muon",
+            "OneBitAdam",
+            "OneBitLamb",
+            "SGD",
+            *_torch_classes(),
+        ]
         raise _wrong("optimizer", name, _nearest(name, known) + " An import path (package.module.Class) works, too.")
     if cls is Muon:  # the path of our class; torch.optim.Muon is another one
         raise _wrong("optimizer", name, "Its parameters must be divided into two groups. Write Muon, which does that.")
@@ -246,8 +265,8 @@ def _lamb(parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:
     return Lamb(parameters, **{key: value for key, value in values.items() if key != "amsgrad"})
 
 
-def _one_bit_adam(parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:
-    return OneBitAdam(parameters, **{k: v for k, v in values.items() if k not in ("amsgrad", "eps_inside_sqrt")})
+def _one_bit(cls: type[Optimizer], parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:
+    return cls(parameters, **{k: v for k, v in values.items() if k not in _NOT_IN_ONE_BIT})
 
 
 def _adagrad(parameters: Iterable[Any], values: dict[str, Any]) -> Optimizer:

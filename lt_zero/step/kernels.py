@@ -194,13 +194,20 @@ class FullNorms:
 
     def __call__(self, fragments: list[Tensor], squares: Tensor) -> Tensor:
         """Squared norms (fp64, [fragments, any]) of the parameters that these are fragments of. Collective."""
-        return self._summed([self._row_of.get(id(fragment)) for fragment in fragments], squares)
+        return self._combined(
+            [self._row_of.get(id(fragment)) for fragment in fragments], squares, self._comm.sum_scalar
+        )
+
+    def maxima(self, fragments: list[Tensor], values: Tensor) -> Tensor:
+        """The maxima of ``values`` (fp64, [fragments, any], none below 0) in the same way. Collective."""
+        return self._combined([self._row_of.get(id(fragment)) for fragment in fragments], values, self._comm.max_scalar)
 
     def at(self, places: list[tuple[Bucket, int]], squares: Tensor) -> Tensor:
         """The same for fragments of these (bucket, index of a parameter). Collective."""
-        return self._summed([self._first[b] + index if b in self._first else None for b, index in places], squares)
+        rows = [self._first[b] + index if b in self._first else None for b, index in places]
+        return self._combined(rows, squares, self._comm.sum_scalar)
 
-    def _summed(self, rows: list[int | None], squares: Tensor) -> Tensor:
+    def _combined(self, rows: list[int | None], squares: Tensor, combine: Callable[[Tensor, str], Tensor]) -> Tensor:
         if self._count == 0:
             return squares
         table = torch.zeros(self._count, squares.shape[1], dtype=torch.float64, device=self._comm.device)
@@ -209,7 +216,7 @@ class FullNorms:
         index = torch.tensor(columns, dtype=torch.int64, pin_memory=table.is_cuda)  # pageable, the host would wait
         numbers, places = (i.to(t.device, non_blocking=True) for i, t in zip(index, (squares, table), strict=True))
         table[places] = squares[numbers].to(table.device)
-        table = self._comm.sum_scalar(table, "norms of full parameters")
+        table = combine(table, "norms of full parameters")
         full = squares.clone()
         full[numbers] = table[places].to(squares.device)
         return full

@@ -8,7 +8,7 @@ from torch import Tensor
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.compressed_momentum import CompressedMomentum
 from lt_zero.engine.engine import Engine
-from lt_zero.optim.onebit import OneBitAdam
+from lt_zero.optim.onebit import OneBitLamb, OneBitOptimizer
 from lt_zero.step.fragments import Fragments
 
 
@@ -20,19 +20,51 @@ class OptimizerMomenta:
         optimizer: the same.
     """
 
-    def __init__(self, fragments: Fragments, optimizer: OneBitAdam) -> None:
+    def __init__(self, fragments: Fragments, optimizer: OneBitOptimizer) -> None:
         self._fragments, self._optimizer = fragments, optimizer
+        self._factors: dict[Bucket, dict[int, float]] | None = None  # of the exchange, by index of the parameter
 
     @property
     def frozen(self) -> bool:
         return self._optimizer.frozen
 
-    def beta(self, bucket: Bucket, index: int) -> float:
-        parameter = bucket.params[index]
-        for group, params in zip(self._optimizer.param_groups, self._fragments.groups(), strict=True):
-            if any(parameter is other for other in params):
-                return float(group["betas"][0])
-        return 0.0
+    def rules(self, bucket: Bucket) -> list[tuple[float, float]]:
+        groups = zip(self._optimizer.param_groups, self._fragments.groups(), strict=True)
+        betas = {id(p): float(group["betas"][0]) for group, params in groups for p in params}
+        if self._factors is None:
+            self._factors = self._read_factors() if isinstance(self._optimizer, OneBitLamb) else {}
+        factors = self._factors.get(bucket, {})
+        return [(betas.get(id(p), 0.0), factors.get(index, 1.0)) for index, p in enumerate(bucket.params)]
+
+    def forget(self) -> None:
+        """Read the factors of the exchange again: states were loaded."""
+        self._factors = None
+
+    def _read_factors(self) -> dict[Bucket, dict[int, float]]:
+        """The factors by which 1-bit LAMB scales momenta to one magnitude; computed at the freeze. Collective."""
+        places, comm = self._fragments.places(), self._fragments.engine.comm
+        table = torch.zeros(2, len(places), dtype=torch.float64)  # the factors; squared norms of momenta
+        for number, (_, _, parameter) in enumerate(places):
+            state = self._optimizer.state.get(parameter, {})
+            if "exp_avg" in state:
+                table[0, number] = float(state.get("scaling_coeff", 0.0))
+                table[1, number] = torch.linalg.vector_norm(state["exp_avg"], dtype=torch.float64).square()
+        if self._fragments.engine.sharded_optim:
+            table[0] = comm.max_scalar(table[0].to(comm.device), "factors of momenta")
+            table[1] = comm.sum_scalar(table[1].to(comm.device), "norms of momenta")
+        factors = table[0]
+        if not factors.any():
+            spans = [bucket.layout.spans[index] for bucket, index, _ in places]
+            numels = torch.tensor([span.hi - span.lo for span in spans])
+            magnitudes = (table[1] / numels.clamp(min=1)).sqrt()
+            factors = torch.where(magnitudes > 0, magnitudes.mean() / magnitudes, 1.0)
+            for (_, _, parameter), factor in zip(places, factors, strict=True):
+                if (state := self._optimizer.state.get(parameter)) is not None:
+                    state["scaling_coeff"] = factor.to(parameter.device, torch.float32)
+        found: dict[Bucket, dict[int, float]] = {}
+        for (bucket, index, _), factor in zip(places, factors.float().tolist(), strict=True):
+            found.setdefault(bucket, {})[index] = factor or 1.0
+        return found
 
     def state(self, bucket: Bucket, key: str) -> Tensor:
         lo, hi = bucket.shard_range
@@ -44,7 +76,7 @@ class OptimizerMomenta:
         return flat
 
 
-def connect_momenta(engine: Engine, fragments: Fragments, optimizer: OneBitAdam) -> None:
+def connect_momenta(engine: Engine, fragments: Fragments, optimizer: OneBitOptimizer) -> None:
     """Let ``optimizer`` average momenta.
 
     Raises:

@@ -34,7 +34,7 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.layout import Piece
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.optim.lamb import Lamb
-from lt_zero.optim.onebit import OneBitAdam
+from lt_zero.optim.onebit import OneBitLamb, OneBitOptimizer
 from lt_zero.step.fragments import Fragments, Member
 from lt_zero.step.fused_step import FusedStep, Part
 from lt_zero.step.kernels import FullNorms
@@ -150,7 +150,9 @@ class ShardedOptimizer(ProcessLocal):
         self._norms: FullNorms | None = None  # for an optimizer whose step is collective
         if isinstance(optimizer, Lamb):
             optimizer.full_norms = self._norms = FullNorms(engine.comm)
-        if isinstance(optimizer, OneBitAdam):
+        if isinstance(optimizer, OneBitLamb):
+            optimizer.full_maxima = self._norms.maxima if self._norms is not None else None
+        if isinstance(optimizer, OneBitOptimizer):
             connect_momenta(engine, self.fragments, optimizer)
         fused = engine.config.fused_step and FusedStep.fits(optimizer)
         self.fused = FusedStep(self.fragments, self._norms) if fused else None

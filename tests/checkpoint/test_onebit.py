@@ -1,4 +1,4 @@
-"""1-bit Adam in checkpoints: the same ranks go on exactly, others with the same momentum and what was owed."""
+"""1-bit optimizers in checkpoints: the same ranks go on exactly, others with the same momentum and what was owed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lt_zero.checkpoint.native.residuals import residual_state
-from lt_zero.optim import OneBitAdam
+from lt_zero.optim.onebit import OneBitOptimizer
 from tests.support.checkpoint_tools import resume, train
 from tests.support.lightning_tools import GPT
-from tests.support.matrix import cover
+from tests.support.matrix import cover, only_rows
 from tests.support.pool import Pool
 
 
@@ -24,8 +24,8 @@ class Configured(GPT):
     configure_optimizers = pl.LightningModule.configure_optimizers
 
 
-def _options(format: str, precision: str = "32-true") -> dict[str, Any]:
-    optimizer = {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 2, "comm_backend_name": "nccl"}}
+def _options(type_: str, format: str, precision: str = "32-true") -> dict[str, Any]:
+    optimizer = {"type": type_, "params": {"lr": 1e-3, "freeze_step": 2, "comm_backend_name": "nccl"}}
     config = {"optimizer": optimizer, "checkpoint": {"format": format}, "fp16": {"initial_scale_power": 4}}
     return {"config": config, "precision": precision, "module": Configured(2)}
 
@@ -33,7 +33,7 @@ def _options(format: str, precision: str = "32-true") -> dict[str, Any]:
 def _weights(trainer: pl.Trainer) -> dict[str, Any]:
     strategy: Any = trainer.strategy
     (optimizer,) = strategy.optimizers
-    assert isinstance(optimizer, OneBitAdam)
+    assert isinstance(optimizer, OneBitOptimizer)
     assert optimizer.frozen
     return {name: value.float().numpy() for name, value in strategy.full_state_dict().items()}
 
@@ -58,34 +58,50 @@ class Owed(pl.Callback):
         self.found = _owed(trainer)
 
 
-def _save(stage: int, folder: str, format: str, precision: str, steps: int) -> Any:
+def _save(type_: str, stage: int, folder: str, format: str, precision: str, steps: int) -> Any:
     saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
-    options = _options(format, precision)
+    options = _options(type_, format, precision)
     trainer = train(stage, callbacks=[saves], max_steps=steps, enable_checkpointing=True, **options)
     return _owed(trainer), _weights(trainer)
 
 
-def _resume(stage: int, path: str, format: str, precision: str = "32-true") -> Any:
+def _resume(type_: str, stage: int, path: str, format: str, precision: str = "32-true") -> Any:
     owed = Owed()
-    _, trainer = resume(path, stage, steps=6, callbacks=[owed], **_options(format, precision))
+    _, trainer = resume(path, stage, steps=6, callbacks=[owed], **_options(type_, format, precision))
     return owed.found, _weights(trainer)
 
 
-@pytest.mark.parametrize(("stage", "format", "precision"), cover([0, 1], ["sharded", "full"], ["32-true", "16-true"]))
-def test_the_same_ranks_go_on_exactly(pool: Pool, tmp_path: Path, stage: int, format: str, precision: str) -> None:
-    _, weights = pool.run(2, _save, stage, str(tmp_path), format, precision, 6)[0]
-    _, found = pool.run(2, _resume, stage, str(tmp_path / "step=4.ckpt"), format, precision)[0]
+TYPES = ["OneBitAdam", "OneBitLamb"]
+
+
+@pytest.mark.parametrize(
+    ("type_", "stage", "format", "precision"), cover(TYPES, [0, 1], ["sharded", "full"], ["32-true", "16-true"])
+)
+def test_the_same_ranks_go_on_exactly(
+    pool: Pool, tmp_path: Path, type_: str, stage: int, format: str, precision: str
+) -> None:
+    _, weights = pool.run(2, _save, type_, stage, str(tmp_path), format, precision, 6)[0]
+    _, found = pool.run(2, _resume, type_, stage, str(tmp_path / "step=4.ckpt"), format, precision)[0]
     assert list(found) == list(weights)
     for name, value in weights.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-@pytest.mark.parametrize(("ranks", "stages", "format"), [(3, (0, 1), "sharded"), (4, (1, 0), "full")])
+ELSEWHERE = [(3, (0, 1), "sharded"), (4, (1, 0), "full")]  # ranks, stages, format
+
+
+@pytest.mark.parametrize(
+    ("type_", "ranks", "stages", "format"),
+    only_rows(
+        [("OneBitAdam", *ELSEWHERE[0]), ("OneBitLamb", *ELSEWHERE[1])],
+        [(name, *where) for name in TYPES for where in ELSEWHERE],
+    ),
+)
 def test_other_ranks_and_stages_owe_the_same(
-    pool: Pool, tmp_path: Path, ranks: int, stages: tuple[int, int], format: str
+    pool: Pool, tmp_path: Path, type_: str, ranks: int, stages: tuple[int, int], format: str
 ) -> None:
-    owed, _ = pool.run(2, _save, stages[0], str(tmp_path), format, "32-true", 4)[0]
+    owed, _ = pool.run(2, _save, type_, stages[0], str(tmp_path), format, "32-true", 4)[0]
     assert any(value.any() for value in owed.values())
-    found, _ = pool.run(ranks, _resume, stages[1], str(tmp_path / "step=4.ckpt"), format)[0]
+    found, _ = pool.run(ranks, _resume, type_, stages[1], str(tmp_path / "step=4.ckpt"), format)[0]
     for name, value in owed.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-8, err_msg=name)

@@ -1,4 +1,4 @@
-"""1-bit Adam on several ranks: against the algorithm in plain torch, and together with other features."""
+"""1-bit optimizers on several ranks: against the algorithm in plain torch, and together with other features."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lt_zero.optim import OneBitAdam, build_optimizer
 from lt_zero.step.loss_scale import LossScaleController
 from tests.support.matrix import only_rows
 from tests.support.models import Net, next_token_loss
-from tests.support.onebit import OneBitAdamOracle
+from tests.support.onebit import oracle
 from tests.support.parity import config_of, full_values
 from tests.support.pool import Pool
 
 SIZES = [(70, 40), (50,), (33, 17)]
-PARAMS: dict[str, Any] = {"lr": 1e-2, "freeze_step": 20, "weight_decay": 0.01}
+PARAMS: dict[str, Any] = {"lr": 1e-2, "freeze_step": 20, "weight_decay": 0.3}
 
 
 class Weights(nn.Module):
@@ -41,16 +41,17 @@ class Weights(nn.Module):
 
 
 def _grads(step: int, rank: int) -> list[Tensor]:
-    """A gradient that the ranks share, and noise; one row never has any."""
+    """A gradient that the ranks share, and noise, of other magnitude in one parameter; one row never has any."""
     common = torch.Generator().manual_seed(step // 10)
     noise = torch.Generator().manual_seed(1000 * step + rank)
     found = [torch.randn(s, generator=common) + 0.5 * torch.randn(s, generator=noise) for s in SIZES]
     found[0][3] = 0
+    found[1] *= 8
     return found
 
 
-def _config(stage: int, params: dict[str, Any], **keys: Any) -> ZeroConfig:
-    return config_of(stage, optimizer={"type": "OneBitAdam", "params": params}, **keys)
+def _config(stage: int, params: dict[str, Any], type_: str = "OneBitAdam", **keys: Any) -> ZeroConfig:
+    return config_of(stage, optimizer={"type": type_, "params": params}, **keys)
 
 
 def _flat(bucket: Bucket, values: list[Tensor]) -> Tensor:
@@ -60,21 +61,22 @@ def _flat(bucket: Bucket, values: list[Tensor]) -> Tensor:
     return flat
 
 
-def _against_oracle(stage: int, steps: int, micro: int, **keys: Any) -> list[float]:
-    """Every 20 steps, the share of weights that are not the oracle's.
+def _against_oracle(type_: str, stage: int, steps: int, micro: int, **keys: Any) -> list[float]:
+    """Every 20 steps, the share of weights that are not the oracle's within 1e-5, then 0.05 of their largest change.
 
-    Where rounding decides about a sign, an element differs for as long as it takes to correct that.
+    Where rounding decides about a sign, an element differs for as long as it takes to correct that; under LAMB it may
+    change the factor of all elements of the parameter.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     model = Weights()
     start = [w.detach().clone() for w in model.weights]
-    engine = lt_zero.shard(model, _config(stage, PARAMS, **keys))
-    optimizer = build_optimizer("OneBitAdam", PARAMS, model.parameters())
+    engine = lt_zero.shard(model, _config(stage, PARAMS, type_, **keys))
+    optimizer = build_optimizer(type_, PARAMS, model.parameters())
     lt_zero.ShardedOptimizer(engine, optimizer)
     (bucket,) = engine.buckets
     assert [span.name for span in bucket.layout.spans] == [f"weights.{i}" for i in range(len(SIZES))]
     real = _flat(bucket, [torch.ones(size) for size in SIZES]) > 0
-    oracle = OneBitAdamOracle(_flat(bucket, start), world, real, **PARAMS)
+    want = oracle(type_, _flat(bucket, start), world, [(s.lo, s.hi) for s in bucket.layout.spans], **PARAMS)
     found = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -86,21 +88,29 @@ def _against_oracle(stage: int, steps: int, micro: int, **keys: Any) -> list[flo
             _flat(bucket, [sum(parts, torch.zeros(())) / micro for parts in zip(*micros, strict=True)])
             for micros in ([_grads(step + 1000 * n, r) for n in range(micro)] for r in range(world))
         ]
-        oracle.step(every)
+        want.step(every)
         if step % 20 == 19:
             got = full_values(engine)
             flat = _flat(bucket, [got[f"weights.{i}"] for i in range(len(SIZES))])
-            moved = (oracle.weights - _flat(bucket, start)).abs().max()
-            found.append(float(((flat - oracle.weights).abs() > 1e-5 * moved)[real].double().mean()))
+            moved = (want.weights - _flat(bucket, start)).abs().max()
+            limit = (1e-5 if step < 60 else 5e-2) * moved
+            found.append(float(((flat - want.weights).abs() > limit)[real].double().mean()))
     assert optimizer.frozen == (steps >= PARAMS["freeze_step"])
     return found
 
 
+RUNS = [(2, 0, 1), (2, 1, 2), (4, 0, 2), (4, 1, 1)]  # ranks, stage, micro-batches
+
+
 @pytest.mark.parametrize(
-    ("ranks", "stage", "micro"), only_rows([(2, 1, 2)], [(2, 0, 1), (2, 1, 2), (4, 0, 2), (4, 1, 1)])
+    ("type_", "ranks", "stage", "micro"),
+    only_rows(
+        [("OneBitAdam", 2, 1, 2), ("OneBitLamb", 2, 1, 2)],
+        [(name, *run) for name in ("OneBitAdam", "OneBitLamb") for run in RUNS],
+    ),
 )
-def test_follows_the_algorithm(pool: Pool, ranks: int, stage: int, micro: int) -> None:
-    for found in pool.run(ranks, _against_oracle, stage, 200, micro):
+def test_follows_the_algorithm(pool: Pool, type_: str, ranks: int, stage: int, micro: int) -> None:
+    for found in pool.run(ranks, _against_oracle, type_, stage, 200, micro):
         assert max(found[:3]) == 0.0, found  # 40 compressed steps
         assert max(found) < 0.01, found
 
@@ -109,7 +119,7 @@ def _train(stage: int, type_: str, steps: int) -> tuple[list[float], dict[str, A
     """Losses, weights, and the bytes that this rank sent in a dense and in a compressed exchange."""
     torch.manual_seed(0)
     model = Net()
-    params = {"lr": 1e-2, **({"freeze_step": 8} if type_ == "OneBitAdam" else {})}
+    params = {"lr": 1e-2, **({"freeze_step": 8} if type_.startswith("OneBit") else {})}
     engine = lt_zero.shard(model, config_of(stage, optimizer={"type": type_, "params": params}))
     optimizer = build_optimizer(type_, params, model.parameters())
     lt_zero.ShardedOptimizer(engine, optimizer)
@@ -125,11 +135,11 @@ def _train(stage: int, type_: str, steps: int) -> tuple[list[float], dict[str, A
     return losses, {name: value.numpy() for name, value in full_values(engine).items()}, dense, sent
 
 
-@pytest.mark.parametrize(("stage", "shared"), [(0, "1"), (1, "0")])
-def test_trains_and_ranks_stay_equal(pool: Pool, stage: int, shared: str) -> None:
+@pytest.mark.parametrize(("stage", "shared", "plain"), [(0, "1", "Adam"), (1, "0", "Lamb")])
+def test_trains_and_ranks_stay_equal(pool: Pool, stage: int, shared: str, plain: str) -> None:
     env = {"LT_ZERO_SHARED_MEMORY": shared}
-    want = pool.run(2, _train, stage, "Adam", 24, env=env)[0][0]
-    (first, weights, dense, sent), (_, others, *_) = pool.run(2, _train, stage, "OneBitAdam", 24, env=env)
+    want = pool.run(2, _train, stage, plain, 24, env=env)[0][0]
+    (first, weights, dense, sent), (_, others, *_) = pool.run(2, _train, stage, f"OneBit{plain}", 24, env=env)
     for name, value in weights.items():
         np.testing.assert_array_equal(others[name], value, err_msg=name)
     assert first[-1] < want[0] - 0.7 * (want[0] - want[-1])

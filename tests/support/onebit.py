@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,3 +89,101 @@ class OneBitAdamOracle:
         update = self.momentum / (self.variance.sqrt() + self._eps) + self._decay * self.weights
         self.weights -= self._lr * update
         self.steps += 1
+
+
+class OneBitLambOracle:
+    """Algorithm 1 of arXiv:2104.06069, with the arithmetic of DeepSpeed, on one flat tensor of parameters.
+
+    Args:
+        weights: 1D fp32; stepped in place.
+        world: ranks.
+        real: 1D bool; the elements that belong to parameters.
+        spans: elements [lo, hi) of each parameter.
+    """
+
+    def __init__(
+        self,
+        weights: Tensor,
+        world: int,
+        real: Tensor,
+        spans: Sequence[tuple[int, int]],
+        lr: float,
+        freeze_step: int,
+        weight_decay: float = 0.0,
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+    ) -> None:
+        self.weights, self._world, self._spans = weights, world, spans
+        self._lr, self._freeze, self._decay, self.steps = lr, freeze_step, weight_decay, 0
+        self._coeff_beta, self._bounds = coeff_beta, (min_coeff, max_coeff)
+        self._factors, self._threshold = (factor_min, factor_max), factor_threshold
+        self._beta1, self._beta2, self._eps = 0.9, 0.999, 1e-8
+        self.momentum, self.variance = torch.zeros_like(weights), torch.zeros_like(weights)
+        self.ratios, self.factors = [0.0] * len(spans), [1.0] * len(spans)
+        self.fresh, self.scales = Tensor(), torch.ones_like(weights)
+        self.average = Averager(world, real)
+
+    def step(self, grads: Sequence[Tensor]) -> None:
+        """One step with each rank's gradients (1D)."""
+        if self.steps == self._freeze:
+            self._freeze_now()
+        if self.steps < self._freeze:
+            mean = torch.stack(list(grads)).sum(0) / self._world
+            self.momentum.mul_(self._beta1).add_(mean, alpha=1 - self._beta1)
+            self.variance.mul_(self._beta2).addcmul_(mean, mean, value=1 - self._beta2)
+            root = self.variance.sqrt() + self._eps
+        else:
+            last = self.momentum
+            mine = [(grad * (1 - self._beta1)).add_(last, alpha=self._beta1) * self.scales for grad in grads]
+            self.momentum = self.average(mine) / self.scales
+            self.momentum[self.variance == 0] = 0
+            implied = (self.momentum - self._beta1 * last) / (1 - self._beta1)
+            self.fresh.mul_(self._beta2).addcmul_(implied, implied, value=1 - self._beta2)
+            root = self.variance.sqrt() + self._eps
+        for index, (lo, hi) in enumerate(self._spans):
+            part = self.momentum[lo:hi] / root[lo:hi]
+            update = part + self._decay * self.weights[lo:hi]
+            rate = self._frozen_rate(index, part, update) if self.steps >= self._freeze else self._rate(index, update)
+            self.weights[lo:hi] -= self._lr * rate * update
+        self.steps += 1
+
+    def _freeze_now(self) -> None:
+        self.fresh = self.variance.clone()
+        magnitudes = [float(self.momentum[lo:hi].double().square().mean().sqrt()) for lo, hi in self._spans]
+        for (lo, hi), magnitude in zip(self._spans, magnitudes, strict=True):
+            self.scales[lo:hi] = sum(magnitudes) / len(magnitudes) / magnitude if magnitude else 1.0
+
+    def _rate(self, index: int, update: Tensor) -> float:
+        weight = float(self.weights[slice(*self._spans[index])].double().norm())
+        norm = float(update.double().norm())
+        ratio = min(max(weight / norm, self._bounds[0]), self._bounds[1]) if weight and norm else 1.0
+        if ratio != 1.0:
+            self.ratios[index] = self._coeff_beta * self.ratios[index] + (1 - self._coeff_beta) * ratio
+        return ratio
+
+    def _frozen_rate(self, index: int, part: Tensor, update: Tensor) -> float:
+        lo, hi = self._spans[index]
+        frozen, fresh = (value[lo:hi].sqrt() + self._eps for value in (self.variance, self.fresh))
+        factor = float((frozen / fresh).max())
+        if self._decay:
+            share = min(1.0, float(part.double().norm() / update.double().norm()))
+            factor = factor * share + 1.0 - share
+        factor = min(max(factor, self._factors[0]), self._factors[1])
+        last = self.factors[index]
+        factor = min(max(factor, last * (1 - self._threshold)), last * (1 + self._threshold))
+        self.factors[index] = factor
+        return self.ratios[index] * factor
+
+
+def oracle(type_: str, weights: Tensor, world: int, spans: Sequence[tuple[int, int]], **params: Any) -> Any:
+    """The algorithm of an ``optimizer.type`` for parameters that are elements [lo, hi) of ``weights`` (1D fp32)."""
+    real = torch.zeros_like(weights, dtype=torch.bool)
+    for lo, hi in spans:
+        real[lo:hi] = True
+    if type_ == "OneBitLamb":
+        return OneBitLambOracle(weights, world, real, spans, **params)
+    return OneBitAdamOracle(weights, world, real, **params)
