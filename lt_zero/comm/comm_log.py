@@ -333,7 +333,9 @@ class LoggedComm(Comm):
         lambda self, background: ("barrier", "saving", 0) if background and self._saving is None else None,
     )
 
-    background_gather = _recorded("background_gather", lambda _, flat: ("all_gather", "background", flat.nbytes))
+    background_gather = _recorded(
+        "background_gather", lambda _, flat, codec=None: ("all_gather", "background", flat.nbytes)
+    )
     background_fence = _recorded(
         "background_fence", lambda self: ("barrier", "background", 0) if self.shares_memory else None
     )

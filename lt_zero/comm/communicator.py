@@ -383,14 +383,17 @@ class Comm(ProcessLocal):
         """
         return self._gloo or self._group is None
 
-    def background_gather(self, flat: Tensor) -> Work:
-        """After a background step: fill ``flat`` as ``all_gather`` does. In the same order on all ranks.
+    def background_gather(self, flat: Tensor, codec: Codec | None = None) -> Work:
+        """After a background step: fill ``flat`` as ``all_gather`` does, or with ``codec`` as ``all_gather_encoded``.
+
+        In the same order on all ranks.
 
         Not compared in debug mode, as the order does not depend on the model.
         """
         if self._group is None:
             return Done()
-        return self._transport.all_gather(flat, None, None, self._background)
+        gather = partial(self._transport.all_gather, own=None, launch=None, group=self._background)
+        return gather(flat) if codec is None else gather_encoded(flat, self.mesh, codec, gather)
 
     def background_fence(self) -> Work:
         """In the background thread: wait until all ranks have written their windows."""

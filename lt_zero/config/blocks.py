@@ -518,7 +518,8 @@ class ZeroOptimization(Block):
         ge=-1,
     )
     zero_quantized_weights: bool = key(
-        False, "gather parameters as 8 bits of an element (ZeRO++, qwZ; stage 3); master weights stay exact"
+        False,
+        "gather parameters (stages 1, 2: updates) as 8 bits of an element (ZeRO++, qwZ); master weights stay exact",
     )
     zero_quantized_nontrainable_weights: bool = key(False, "the same for frozen parameters only (stage 3)")
     zero_hpz_partition_size: int = key(

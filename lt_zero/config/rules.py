@@ -220,7 +220,7 @@ def _inactive_sharding(config: Schema) -> Sequence[Rule]:
     states, weights = zero.offload_optimizer, zero.offload_param
     optimizer, param = f"{Z}.offload_optimizer", f"{Z}.offload_param"
     flat = "gradients are copied into one flat buffer per bucket in any case"
-    short = [name for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights") if getattr(zero, name)]
+    short = ["zero_quantized_nontrainable_weights"] if zero.zero_quantized_nontrainable_weights else []
     short += ["zero_hpz_partition_size"] if zero.zero_hpz_partition_size > 1 else []
     at_0 = "gradients are not sharded at stage 0, where gradient_compression can send fewer bits"
     none = (states.device, zero.param_offload.device) == ("none", "none")
@@ -231,6 +231,12 @@ def _inactive_sharding(config: Schema) -> Sequence[Rule]:
         (zero.stage != 3 and bool(short), Z, " ".join(short), "parameters are sharded at stage 3 only"),
         (zero.stage == 0, Z, "shard_along reduce_scatter mics_shard_size", "nothing is sharded at stage 0"),
         (zero.stage == 0 and zero.zero_quantized_gradients, Z, "zero_quantized_gradients", at_0),
+        (
+            zero.stage == 0 and zero.zero_quantized_weights,
+            Z,
+            "zero_quantized_weights",
+            "stage 0 gathers nothing",
+        ),
         (states.device == "none", Z, "sub_group_size", "it needs an offloaded optimizer"),
         (not zero.contiguous_gradients, Z, "contiguous_gradients", flat),
         (not states.fast_init, optimizer, "fast_init", "weights are written as they are initialized in any case"),

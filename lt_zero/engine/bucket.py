@@ -361,7 +361,7 @@ class Bucket:
 
         def publish() -> None:
             with self.weights.copy.publishing():
-                (self.comm.background_fence() if sharded else self.comm.background_gather(self.flat)).wait()
+                (self.comm.background_fence() if sharded else self._gather_in_background()).wait()
 
         return publish if self.sharding.optim or sharded else None
 
@@ -375,7 +375,10 @@ class Bucket:
         """Wait for the background step, and start gathering the other ranks' updates."""
         self._background.wait()
         self.weights.copy.wait_copied()
-        self._arriving = self.comm.background_gather(self.flat)
+        self._arriving = self._gather_in_background()
+
+    def _gather_in_background(self) -> Work:
+        return self.comm.background_gather(self.flat, self.weights.codec)
 
     def wait_background_step(self) -> bool:
         """Wait until this bucket's step is complete; returns whether it was not."""
@@ -419,6 +422,8 @@ class Bucket:
         """Start gathering the other ranks' updates into the compute copy, after all buckets are refreshed."""
         if not self.weights.trains or self.sharding.params or not self.sharding.optim:
             return None
+        if self.weights.codec is not None:
+            return self.comm.all_gather_encoded(self.flat, self.name, self.weights.codec)
         return self.comm.all_gather(self.flat, self.name, self.flat)
 
     @torch.no_grad()

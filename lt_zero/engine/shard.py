@@ -19,6 +19,7 @@ from lt_zero.engine.layout import BucketLayout, Piece
 from lt_zero.engine.partition import BucketPlan
 from lt_zero.offload.background import BackgroundStep
 from lt_zero.offload.store import Gap, Place, Reduce, Store, Waits, put_away
+from lt_zero.ops.codecs import Codec
 
 
 class _NoCopy(Store):
@@ -51,12 +52,14 @@ class Weights:
     # read while the master weights, or frozen weights in a wider dtype, are offloaded.
     copy: Store = NO_COPY
     written: bool = False  # the running step has written the compute copy already
+    codec: Codec | None = None  # updates of weights that are not sharded are gathered encoded (zero_plus_plus.py)
 
     def use(self, optim: Place, params: Place) -> None:
         """Keep master weights in ``optim``, and what gathers read in ``params``."""
         self._optim, self._params, self._compute = optim, params, Store.of(self.shard)
         # Whether the master weights are a slice of the compute copy.
-        self.master_is_view = not self.sharded and self.master_dtype == self.shard.dtype and not optim.offloads
+        same = self.master_dtype == self.shard.dtype and self.codec is None
+        self.master_is_view = not self.sharded and same and not optim.offloads
 
     def keep(self, values: Tensor, train: bool) -> None:
         """Store this rank's ``values`` (1D, as ``shard``): as master weights if ``train``, as frozen weights if not."""
@@ -185,6 +188,8 @@ class Weights:
         kept = self.values()
         shown = self.shard.to(kept.device)
         edited = kept.to(shown.dtype) != shown
+        if self.codec is not None:
+            edited &= self.codec.decoded(kept.to(shown.dtype)) != shown
         if not self._optim.offloads:
             self.writable_values().copy_(torch.where(edited, shown.to(kept.dtype), kept))  # does not wait for the GPU
             self.follow_edit()

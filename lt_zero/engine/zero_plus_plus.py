@@ -1,7 +1,7 @@
 """ZeRO++ (arXiv:2306.10209): fewer bytes between nodes for sharded parameters and their gradients.
 
 ``zero_quantized_weights`` (qwZ, section 3.1)    gathers send 8 bits of an element. All ranks, the owner too, compute
-    with what is decoded; master weights, checkpoints and exports stay exact.
+    with what is decoded; master weights, checkpoints and exports stay exact. At stages 1 and 2 updates are gathered so.
 ``zero_hpz_partition_size`` (hpZ, section 3.2)   a rank keeps a part of what a gather over all ranks has filled, the
     ranks of a node all of it. Until the weights change, gathers read these parts, and nothing crosses between nodes.
 ``zero_quantized_gradients`` (qgZ, section 3.3)  gradients are summed inside a node, sent there in 8 bits, then between
@@ -88,9 +88,7 @@ class ShortRoute:
         self._valid = False
 
     def decoded(self, shard: Tensor) -> Tensor:
-        out = torch.empty_like(shard)
-        WEIGHTS.decode_sum([WEIGHTS.encode(shard)], out)
-        return out
+        return WEIGHTS.decoded(shard)
 
     @property
     def exact(self) -> bool:
@@ -129,5 +127,8 @@ def use_zero_plus_plus(config: ZeroConfig, buckets: Iterable[Bucket], comm: Comm
     for bucket in buckets:
         if reduces and bucket.sharding.optim:
             bucket.grads.feedback = QuantizedGradients(bucket)
+        if zero.zero_quantized_weights and zero.stage < 3 and bucket.sharding.optim and not comm.alone:
+            bucket.weights.codec = WEIGHTS
+            bucket.use(bucket.memory, bucket.memory)  # master weights cannot be a slice of what is rounded
         if bucket.sharding.params and not comm.alone and (zero.zero_quantized_weights or frozen_only or secondary > 1):
             bucket.route = ShortRoute(bucket, zero.zero_quantized_weights, frozen_only, secondary)

@@ -106,11 +106,13 @@ class Row:
     states: str  # place of master weights and moments
     weights: str  # place of what gathers read
     residual: int  # elements that gradient_compression keeps in fp32
+    rounded: bool  # gathers of updates round the compute copy
 
     @property
     def master_is_view(self) -> bool:
         """See ``Weights.master_is_view``."""
-        return not self.sharding.params and self.master == self.dtype and self.states == DEVICE
+        same = self.master == self.dtype and not self.rounded
+        return not self.sharding.params and same and self.states == DEVICE
 
     @property
     def copies_weights(self) -> bool:
@@ -173,6 +175,7 @@ def rows_of(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Se
             states=states,
             weights=weights,
             residual=_residual(bucket, layout, policy) if trains and setup.world > 1 else 0,
+            rounded=zero.zero_quantized_weights and zero.stage < 3 and sharding.optim and setup.world > 1,
         )
         rows.append(row)
     return rows

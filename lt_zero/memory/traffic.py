@@ -68,7 +68,7 @@ def forecast_traffic(
             compressed = (bucket.compresses or quantized) and row.send is not None
             gradients += reductions * (_compressed(row, config, nodes, world) if compressed else links.reduced(row))
             if row.sharding.optim and not row.sharding.params:
-                weights += links.gathered(row)
+                weights += links.gathered(row, zero.zero_quantized_weights and zero.stage < 3)
     limits = Residency(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
     units = [[table[b] for b in unit.buckets if b.sharding.params] for unit in plan.units[:-1]]
     stays = limits.keep_after_forward([sum(row.numel for row in rows) for rows in units])

@@ -48,9 +48,15 @@ class Codec(Protocol):
             scale: rounded to fp32.
         """
 
+    def decoded(self, x: Tensor) -> Tensor:
+        """What is decoded of an encoded ``x`` (1D), in its dtype."""
+        out = torch.empty_like(x)
+        self.decode_sum([self.encode(x)], out)
+        return out
+
 
 @dataclass(frozen=True)
-class BlockCodec:
+class BlockCodec(Codec):
     """Block-wise compression (``lt_zero.ops.quantize``).
 
     Attributes:
@@ -80,7 +86,7 @@ TWO_BITS, ONE_BIT = BlockCodec(2, 256), BlockCodec(1, 1024)  # 93.4 % and 96.8 %
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopK(Codec):
     """The largest magnitudes (``lt_zero.ops.sparsify``).
 
     Attributes:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero import ConfigError
 from lt_zero.engine.zero_plus_plus import GRADIENTS, GRADIENTS_INSIDE, WEIGHTS
-from lt_zero.ops.codecs import Codec
 from tests.support.matrix import cover, only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.nodes import NodePool, Traffic
@@ -24,12 +23,6 @@ from tests.support.pool import Pool
 QWZ = {"zero_quantized_weights": True}
 QGZ = {"zero_quantized_gradients": True}
 HPZ = {"zero_hpz_partition_size": 2}
-
-
-def _decoded(codec: Codec, x: Tensor) -> Tensor:
-    out = torch.empty_like(x)
-    codec.decode_sum([codec.encode(x)], out)
-    return out
 
 
 def _exact(stage: int, optimizer: str, zero: dict[str, Any], micro: int) -> None:
@@ -86,7 +79,7 @@ def _rounded_gathers(zero: dict[str, Any], dtype: torch.dtype | None) -> None:
             flat, span = torch.zeros(bucket.layout.numel, dtype=bucket.dtype), bucket.layout.spans[index]
             flat[span.lo : span.hi] = exact[name].flatten()
             if zero.get("zero_quantized_weights") or not bucket.wants_grad:
-                flat = torch.cat([_decoded(WEIGHTS, shard) for shard in flat.chunk(dist.get_world_size())])
+                flat = torch.cat([WEIGHTS.decoded(shard) for shard in flat.chunk(dist.get_world_size())])
             expected[layer] = flat[span.lo : span.hi].view(span.shape)
             saw[layer] = []
         optimizer.zero_grad()
@@ -113,6 +106,51 @@ def test_passes_compute_with_decoded_weights(pool: Pool, zero: dict[str, Any], d
     pool.run(2, _rounded_gathers, zero, dtype)
 
 
+def _rounded_updates(stage: int, offload: str) -> None:
+    """Compares master weights and compute copies with a reference whose gradients are those of decoded weights."""
+    torch.manual_seed(0)
+    model = Net()
+    plain = copy.deepcopy(model)
+    engine = lt_zero.shard(model, config_of(stage, QWZ | {"offload_optimizer": {"device": offload}}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    exact = {name: value.detach().clone() for name, value in plain.named_parameters()}
+    for step in range(3):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        next_token_loss(model, step, 0, dist.get_rank()).backward()
+        for rank in range(dist.get_world_size()):
+            next_token_loss(plain, step, 0, rank).backward()
+        optimizer.step()
+        engine.finish_steps()
+        for name, parameter in plain.named_parameters():
+            exact[name] -= 0.1 * parameter.grad / dist.get_world_size()
+        found = full_values(engine)
+        for name, value in found.items():
+            torch.testing.assert_close(value, exact[name], rtol=1e-5, atol=1e-6)
+        for bucket in engine.buckets:
+            flat = torch.zeros(bucket.layout.numel)
+            for span in bucket.layout.spans:
+                flat[span.lo : span.hi] = found[span.name].flatten()
+            flat = torch.cat([WEIGHTS.decoded(shard) for shard in flat.chunk(dist.get_world_size())])
+            torch.testing.assert_close(bucket.flat, flat, rtol=0, atol=0)
+            for span in bucket.layout.spans:
+                plain.get_parameter(span.name).data.copy_(flat[span.lo : span.hi].view(span.shape))
+    with torch.no_grad():
+        model.head.weight.data[0, 0] = 7.0  # every rank edits its compute copy
+    next_token_loss(model, 0, 0, 0).backward()
+    for name, value in full_values(engine).items():
+        assert int((value != found[name]).sum()) == int((value == 7.0).any()), name
+    engine.offload_manager.close()
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload"), only_rows([(1, "none"), (2, "cpu")], itertools.product([1, 2], ["none", "cpu"]))
+)
+def test_updates_are_gathered_rounded(pool: Pool, stage: int, offload: str) -> None:
+    pool.run(2, _rounded_updates, stage, offload)
+
+
 def _sums(stage: int, nodes: int) -> None:
     """Compares gradients with a reference that quantises those of all ranks in the same places."""
     torch.manual_seed(0)
@@ -135,9 +173,9 @@ def _sums(stage: int, nodes: int) -> None:
             place, sums = owner % inner, []
             for node in range(nodes):
                 parts = [rank.view(nodes, inner, -1)[:, place].flatten() for rank in every[node * inner :][:inner]]
-                total = sum(_decoded(GRADIENTS_INSIDE, part) for part in parts)
+                total = sum(GRADIENTS_INSIDE.decoded(part) for part in parts)
                 sums.append(total.chunk(nodes)[owner // inner])
-            shards.append(sum(_decoded(GRADIENTS, one) for one in sums) if nodes > 1 else sums[0])
+            shards.append(sum(GRADIENTS.decoded(one) for one in sums) if nodes > 1 else sums[0])
         want = torch.cat(shards) / world
         for span in bucket.layout.spans:
             torch.testing.assert_close(found[span.name].flatten(), want[span.lo : span.hi], rtol=1e-5, atol=1e-8)

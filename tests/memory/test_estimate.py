@@ -183,8 +183,16 @@ def _second_copies() -> None:
     close(measured(engine, [sharded])[WEIGHTS], cast.kinds(HOST)[WEIGHTS], "second copies")
 
 
-def test_second_copies_of_sharded_parameters(pool: Pool) -> None:
+def _master_weights_apart() -> None:
+    config, model = ZeroConfig.of({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}), Wide()
+    cast = estimate(model, config, dist.get_world_size(), device="cpu")
+    engine, sharded, _, _ = train(model, config, "32-true")
+    close(measured(engine, [sharded])[MASTER], cast.kinds(HOST)[MASTER], "master weights")
+
+
+def test_zero_plus_plus(pool: Pool) -> None:
     pool.run(2, _second_copies)
+    pool.run(2, _master_weights_apart)
 
 
 @pytest.mark.parametrize(
