@@ -24,15 +24,16 @@ from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.common.progress_bar import ProgressBar, progress_bar
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy, dtype_policy, resolve_mode
-from lt_zero.config.rules import averages_momenta
+from lt_zero.config.rules import one_bit
 from lt_zero.engine.bucket import Bucket
-from lt_zero.engine.compressed_momentum import CompressedMomentum
+from lt_zero.engine.compressed_momentum import MOMENTA, CompressedMomentum
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.fp32_modules import Fp32Modules, find_fp32_modules, install_fp32_modules
 from lt_zero.engine.full_params import install_load_hooks, use_outside
 from lt_zero.engine.gather import Unit
 from lt_zero.engine.gradient_compression import GradientCompression, codec_of
 from lt_zero.engine.guard import Owner
+from lt_zero.engine.local_steps import LocalSteps
 from lt_zero.engine.materialize import Materializer
 from lt_zero.engine.offload_manager import open_offload_manager
 from lt_zero.engine.partition import BucketPlan, EnginePlan, plan_engine, warn_of_padding, with_sizes
@@ -166,10 +167,12 @@ def _compression(engine: Engine, plan: EnginePlan) -> GradientCompression | None
     """What compresses the engine's gradients; None if nothing does. Collective."""
     block, codec, comm = engine.config.gradient_compression, codec_of(engine.config), engine.comm
     made: GradientCompression | None
-    if averages_momenta(engine.config):
-        made = CompressedMomentum.prepared(comm, engine.buckets, engine.policy.check_overflow)
-        if made is not None:
-            engine.after_step.append(made.end_step)
+    if optimizer := one_bit(engine.config):
+        if not comm.use_compression(MOMENTA, hierarchical=False):
+            return None  # a single rank
+        kind = LocalSteps if optimizer == "zerooneadam" else CompressedMomentum
+        made = kind(comm, engine.buckets, engine.policy.check_overflow)
+        engine.after_step.append(made.end_step)
         return made
     if codec is None or not any(bucket.compresses for bucket in plan.buckets):
         return None

@@ -99,7 +99,7 @@ def export_engine(
     Raises:
         CheckpointError, ValueError: on all ranks; an existing file at ``path`` is unchanged.
     """
-    engine.finish_steps()
+    engine.prepare_reading()
     engine.offload_manager.refuse_partially_stepped(engine.comm)
     with engine.comm.agree("the export", CheckpointError):
         if engine.comm.rank == 0:

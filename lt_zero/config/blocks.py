@@ -211,7 +211,7 @@ class OptimizerBlock(Block):
 
     type: str = key(
         ...,
-        "Adam, AdamW, Adagrad, Lamb, Lion, Muon, OneBitAdam, OneBitLamb, SGD, torch.optim's or a dotted path",
+        "Adam, AdamW, Adagrad, Lamb, Lion, Muon, OneBitAdam, OneBitLamb, SGD, ZeroOneAdam, torch.optim's or a path",
         min_length=1,
     )
     params: Params = key({}, "arguments of its constructor", validate_default=True)

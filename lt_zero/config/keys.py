@@ -215,6 +215,10 @@ _FROZEN = ("freeze_step", "cuda_aware", "comm_backend_name")
 _ONE_BIT: Mapping[str, Sequence[str]] = {  # arguments of 1-bit optimizers, by their names in lower case
     "onebitadam": _FROZEN,
     "onebitlamb": (*_FROZEN, "coeff_beta", "factor_max", "factor_min", "factor_threshold"),
+    "zerooneadam": (
+        *("cuda_aware", "comm_backend_name", "var_freeze_step", "var_update_scaler"),
+        *("local_step_scaler", "local_step_clipper"),
+    ),
 }
 _FREE = {("optimizer", "params"), ("scheduler", "params")}  # checked where their type is known
 

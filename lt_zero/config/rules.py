@@ -14,7 +14,7 @@ from lt_zero.config.document import leaves
 
 Z, A = "zero_optimization", "activation_checkpointing"
 _WHOLE = ("muon", "adafactor")  # configurable optimizers that need whole matrices
-_MOMENTA = {"onebitadam": "Adam", "onebitlamb": "Lamb"}  # 1-bit optimizers, and what they are before the freeze
+_PLAIN = {"onebitadam": "Adam", "onebitlamb": "Lamb", "zerooneadam": "Adam"}  # 1-bit optimizers, and without 1 bit
 
 
 # ---- contradictions --------------------------------------------------------------------------------------------------
@@ -95,18 +95,26 @@ def _compression(config: Schema) -> Iterator[Problem]:
             yield Problem(f"{Z}.zero_hpz_partition_size", f"{text}, and with {groups} the first is there. Remove one.")
 
 
-def averages_momenta(config: Schema) -> bool:
-    """Whether ``optimizer.type`` is a 1-bit optimizer."""
-    return config.optimizer is not None and config.optimizer.type.rpartition(".")[2].lower() in _MOMENTA
+def one_bit(config: Schema) -> str:
+    """The name of the 1-bit optimizer that ``optimizer.type`` is, in lower case, or ""."""
+    name = config.optimizer.type.rpartition(".")[2].lower() if config.optimizer is not None else ""
+    return name if name in _PLAIN else ""
 
 
 def _one_bit(config: Schema) -> Iterator[Problem]:
-    """What a 1-bit optimizer, whose ranks exchange momenta instead of gradients, cannot be combined with."""
-    if config.optimizer is None or not averages_momenta(config):
+    """What a 1-bit optimizer, whose ranks exchange something else than gradients, cannot be combined with."""
+    kind = one_bit(config)
+    if config.optimizer is None or not kind:
         return
     zero, name = config.zero_optimization, f"optimizer.type={config.optimizer.type!r}"
-    plain = _MOMENTA[config.optimizer.type.rpartition(".")[2].lower()]
-    if zero.stage > 1:
+    plain, local = _PLAIN[kind], kind == "zerooneadam"
+    if local and zero.stage > 0:
+        yield Problem(
+            "optimizer.type",
+            f"{name} lets each rank step by itself between exchanges, which takes all weights and states on each, and "
+            f"stage {zero.stage} shards them. Set {Z}.stage to 0, or use OneBitAdam, which works at stage 1, too.",
+        )
+    elif zero.stage > 1:
         yield Problem(
             "optimizer.type",
             f"{name} exchanges momenta, to which each rank adds all of its gradients, and at stage {zero.stage} these "
@@ -114,7 +122,7 @@ def _one_bit(config: Schema) -> Iterator[Problem]:
         )
     clash = {
         "gradient_clipping": (
-            bool(config.gradient_clipping),
+            bool(config.gradient_clipping) and not local,
             config.gradient_clipping,
             "no rank has the mean gradient",
         ),
@@ -137,7 +145,8 @@ def _one_bit(config: Schema) -> Iterator[Problem]:
     }
     for key, (wrong, value, why) in clash.items():
         if wrong:
-            yield Problem(key, f"{key}={value!r} cannot be combined with {name}: after freeze_step {why}. Remove it.")
+            after = "var_freeze_step" if local else "freeze_step"
+            yield Problem(key, f"{key}={value!r} cannot be combined with {name}: after {after} {why}. Remove it.")
 
 
 def _precision(config: Schema) -> Iterator[Problem]:

@@ -64,11 +64,6 @@ class CompressedMomentum(GradientCompression):
         super().__init__(comm, buckets, 0, keeps)
         self.states: MomentumStates | None = None
 
-    @classmethod
-    def prepared(cls, comm: Comm, buckets: Sequence[Bucket], keeps: bool) -> CompressedMomentum | None:
-        """The exchange of these buckets; None for a single rank, whose momenta need none. Collective."""
-        return cls(comm, buckets, keeps) if comm.use_compression(MOMENTA, hierarchical=False) else None
-
     def _feedback(self, bucket: Bucket) -> ErrorFeedback:
         return MomentumFeedback(self, bucket)
 

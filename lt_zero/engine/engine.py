@@ -112,6 +112,8 @@ class Engine(ProcessLocal):
         self.sharded_optim = any(b.shard_range != (0, b.layout.numel) for b in self.buckets)
         self.after_backward: list[Callable[[], None]] = []  # called at the end of a backward, also of a failed one
         self.after_step: list[Callable[[], None]] = []  # called when the compute copies are up to date
+        # Called before weights and states leave the engine, on all ranks: local_steps.py, Note [Ranks that step apart].
+        self.before_reading: list[Callable[[], object]] = []
         self.handles = hook_bare_parameters(root, self.owner, self._arm)
         for unit in units:
             self.handles += hook_forward(unit.module, partial(self.pre_forward, unit), partial(self.post_forward, unit))
@@ -343,6 +345,12 @@ class Engine(ProcessLocal):
     def finish_steps(self) -> bool:
         """Wait until the steps of all buckets are complete; returns whether one was not."""
         return self._awaits_steps and any([bucket.wait_background_step() for bucket in self.buckets])
+
+    def prepare_reading(self) -> None:
+        """Make weights and states what a checkpoint can hold: complete, and the same on all ranks. Collective."""
+        self.finish_steps()
+        for prepare in self.before_reading:
+            prepare()
 
     @phased("publish")
     def publish(self, buckets: set[Bucket]) -> None:

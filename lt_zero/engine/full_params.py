@@ -72,6 +72,7 @@ def full_parameters(engine: Engine) -> Iterator[tuple[str, Parameter, Tensor]]:
 
     At most one more bucket than before is in memory.
     """
+    engine.prepare_reading()
     engine.offload_manager.refuse_partially_stepped(engine.comm)
     for bucket in engine.buckets:
         flat = full_flat(bucket)

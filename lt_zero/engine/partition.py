@@ -25,7 +25,7 @@ from lt_zero.config import ZeroConfig
 from lt_zero.config.auto import resolve_sizes
 from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.config.precision import DtypePolicy
-from lt_zero.config.rules import averages_momenta
+from lt_zero.config.rules import one_bit
 from lt_zero.engine.find_units import UnitRules, class_matches, clean_name, find_units
 from lt_zero.engine.fp32_modules import BATCH_NORMS, DEFAULT_ISLANDS_MIXED, Fp32Modules, find_fp32_modules
 from lt_zero.engine.layout import BucketLayout, Owners, Sharding, join, plan_bucket, split_by_size
@@ -177,7 +177,7 @@ def sent_dense(root: nn.Module, config: ZeroConfig) -> set[Parameter]:
         ConfigError: a pattern matches nothing.
     """
     block = config.gradient_compression
-    if averages_momenta(config):
+    if one_bit(config):
         return set()
     if block.algorithm == "none":
         return set(root.parameters())

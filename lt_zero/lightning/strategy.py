@@ -403,6 +403,7 @@ class ZeroStrategy(DDPStrategy):
     def on_validation_start(self) -> None:
         self.monitor.before_validation()
         self.data.before_validation()
+        self.engine.prepare_reading()  # all ranks validate the same weights
         sync_buffers(self.engine)
 
     @override
@@ -478,7 +479,7 @@ class ZeroStrategy(DDPStrategy):
     def on_train_end(self) -> None:
         self.checkpoints.wait(self.run)
         if self._engine is not None:
-            self._engine.finish_steps()  # the process groups may be destroyed after fit
+            self._engine.prepare_reading()  # the process groups may be destroyed after fit
 
     @override
     def teardown(self) -> None:

@@ -7,6 +7,7 @@ from lt_zero.optim.lion import Lion
 from lt_zero.optim.muon import Muon, muon_groups
 from lt_zero.optim.onebit import OneBitAdam, OneBitLamb
 from lt_zero.optim.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from lt_zero.optim.zero_one import ZeroOneAdam
 
 __all__ = [
     "LRRangeTest",
@@ -19,6 +20,7 @@ __all__ = [
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
+    "ZeroOneAdam",
     "build_grouped",
     "build_optimizer",
     "build_scheduler",

@@ -98,8 +98,8 @@ class OneBitAdam(OneBitOptimizer):
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
     ) -> None:
-        _check_least(0, lr=lr, eps=eps, weight_decay=weight_decay)
-        _check_least(1, freeze_step=freeze_step)
+        check_least(0, lr=lr, eps=eps, weight_decay=weight_decay)
+        check_least(1, freeze_step=freeze_step)
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas={betas}: write two numbers of at least 0 and below 1.")
         defaults = {"lr": lr, "freeze_step": freeze_step, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -175,8 +175,8 @@ class OneBitLamb(OneBitOptimizer, Lamb):
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
     ) -> None:
-        _check_least(1, freeze_step=freeze_step)
-        _check_least(0, factor_min=factor_min, factor_threshold=factor_threshold)
+        check_least(1, freeze_step=freeze_step)
+        check_least(0, factor_min=factor_min, factor_threshold=factor_threshold)
         if not 0 <= coeff_beta < 1:
             raise ValueError(f"coeff_beta={coeff_beta}: write a number of at least 0 and below 1.")
         if not factor_max >= factor_min:
@@ -259,7 +259,8 @@ class OneBitLamb(OneBitOptimizer, Lamb):
         return combine([p for p, _ in stepped], table) if combine is not None else table
 
 
-def _check_least(least: float, **numbers: float) -> None:
+def check_least(least: float, **numbers: float) -> None:
+    """Raise ValueError if one of ``numbers`` is below ``least``, or NaN."""
     for name, value in numbers.items():
         if not value >= least:
             raise ValueError(f"{name}={value}: write a number of at least {least}.")

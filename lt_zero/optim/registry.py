@@ -35,6 +35,7 @@ from lt_zero.optim.param_types import (
     shown,
 )
 from lt_zero.optim.schedules import SCHEDULES
+from lt_zero.optim.zero_one import ZeroOneAdam
 
 
 @dataclass(frozen=True)
@@ -104,18 +105,21 @@ _ONE_BIT_RULES: Mapping[str, Reader] = {
     **OPTIMIZER_RULES,
     "freeze_step": number(1, whole=True, example="23000"),
     "comm_backend_name": choice(BACKENDS),
+    **dict.fromkeys(("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"), STEPS),
     "coeff_beta": number(0, 1, high_open=True, example="0.9"),
     "factor_max": number(0, example="4.0"),
     "factor_min": number(0, example="0.5"),
     "factor_threshold": number(0, example="0.1"),
 }
-_ONE_BIT_CLASSES: Mapping[str, type[Optimizer]] = {"onebitadam": OneBitAdam, "onebitlamb": OneBitLamb}
-_COMPRESSED = "Use Adam: the same update with uncompressed gradients."
+_ONE_BIT_CLASSES: Mapping[str, type[Optimizer]] = {
+    "onebitadam": OneBitAdam,
+    "onebitlamb": OneBitLamb,
+    "zerooneadam": ZeroOneAdam,
+}
 UNSUPPORTED: Mapping[str, str] = {  # by name in lower case
     "muadam": "Use AdamW, and scale the learning rate of each parameter group as mup does.",
     "muadamw": "Use AdamW, and scale the learning rate of each parameter group as mup does.",
     "musgd": "Use SGD, and scale the learning rate of each parameter group as mup does.",
-    "zerooneadam": _COMPRESSED,
 }
 
 SCHEDULER_RULES: Mapping[str, Reader] = {
@@ -193,6 +197,7 @@ def optimizer_kind(name: Any) -> Kind:
             "OneBitAdam",
             "OneBitLamb",
             "SGD",
+            "ZeroOneAdam",
             *_torch_classes(),
         ]
         raise _wrong("optimizer", name, _nearest(name, known) + " An import path (package.module.Class) works, too.")

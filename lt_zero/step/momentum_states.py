@@ -1,14 +1,18 @@
-"""Connects a 1-bit optimizer with the exchange of momenta (engine/compressed_momentum.py)."""
+"""Connects 1-bit optimizers with their exchanges (engine/compressed_momentum.py, engine/local_steps.py)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.compressed_momentum import CompressedMomentum
 from lt_zero.engine.engine import Engine
+from lt_zero.engine.layout import Piece
+from lt_zero.engine.local_steps import LocalSteps
 from lt_zero.optim.onebit import OneBitLamb, OneBitOptimizer
+from lt_zero.optim.zero_one import ZeroOneAdam
 from lt_zero.step.fragments import Fragments
 
 
@@ -84,14 +88,50 @@ def connect_momenta(engine: Engine, fragments: Fragments, optimizer: OneBitOptim
     """
     if engine.comm.world == 1:
         return
-    compression, name = engine.compression, type(optimizer).__name__
+    compression = engine.compression
     if not isinstance(compression, CompressedMomentum):
-        raise TypeError(
-            f"{name} averages momenta, for which the ranks have to be prepared. Name it in the configuration "
-            f"(optimizer.type: {name}) instead of building it, at stage 0 or 1."
-        )
+        raise _unprepared(optimizer, "at stage 0 or 1")
     states = OptimizerMomenta(fragments, optimizer)
     compression.states = states
     compression.forget()
     optimizer.averages = lambda: True
     engine.reducer.at_step = lambda: states.frozen
+
+
+def connect_local_steps(engine: Engine, fragments: Fragments, optimizer: ZeroOneAdam) -> None:
+    """Let ``optimizer`` average what the ranks have changed.
+
+    Raises:
+        TypeError: the configuration does not name the optimizer.
+    """
+    if engine.comm.world == 1:
+        return
+    compression = engine.compression
+    if not isinstance(compression, LocalSteps):
+        raise _unprepared(optimizer, "at stage 0")
+    compression.kind = optimizer
+
+    def average(tensors: list[Tensor], values: list[Tensor]) -> None:
+        of_tensor = {id(tensor): value for tensor, value in zip(tensors, values, strict=True)}
+        found: dict[Bucket, list[tuple[Piece, Tensor]]] = {}
+        for bucket, index, parameter in fragments.places():
+            for piece, fragment in zip(bucket.pieces_of(index), fragments.of(parameter), strict=False):  # some frozen
+                if id(fragment) in of_tensor:
+                    found.setdefault(bucket, []).append((piece, of_tensor[id(fragment)]))
+        for bucket, rows in found.items():
+            flat = torch.zeros(bucket.layout.numel, dtype=torch.float32, device=engine.comm.device)
+            for piece, value in rows:
+                flat[piece.offset : piece.offset + piece.numel] = value.reshape(-1)
+            mean = compression.average(bucket, flat)
+            for piece, value in rows:
+                value.copy_(mean[piece.offset : piece.offset + piece.numel].view(value.shape))
+
+    optimizer.average = average
+
+
+def _unprepared(optimizer: Optimizer, where: str) -> TypeError:
+    name = type(optimizer).__name__
+    return TypeError(
+        f"{name} exchanges momenta, for which the ranks have to be prepared. Name it in the configuration "
+        f"(optimizer.type: {name}) instead of building it, {where}."
+    )

@@ -17,6 +17,7 @@ from lt_zero.common.timing import phased
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.compressed_momentum import CompressedMomentum
 from lt_zero.engine.layout import ALIGN
+from lt_zero.engine.local_steps import LocalSteps
 from lt_zero.engine.visible_grads import is_view
 from lt_zero.step.fragments import Fragments
 from lt_zero.step.fused_step import FusedStep
@@ -112,9 +113,11 @@ class ReducedGrads:
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """The global norm (0D, fp32; fp64 if all accumulators are) of the accumulated gradients. Collective.
 
-        It is finite unless a gradient of some rank is not, or is too large to be squared.
+        It is finite unless a gradient of some rank is not, or is too large to be squared. While ranks step with their
+        own gradients (engine/local_steps.py) it is the root mean square of their norms, so that they agree.
         """
         engine, comm = self._engine, self._engine.comm
+        apart = isinstance(engine.compression, LocalSteps) and engine.compression.local
         # The kernels take fp32 factors, and step no fp64 bucket.
         accumulators = {b.grads.dtype for b in engine.buckets if b.wants_grad}
         dtype = torch.float64 if accumulators == {torch.float64} else torch.float32
@@ -122,17 +125,17 @@ class ReducedGrads:
             total = torch.zeros((), dtype=torch.float64, device=comm.device)
             for rows in self.by_bucket():
                 total = total + _squares(rows, comm.device)
-            if engine.sharded_optim:
-                total = comm.sum_scalar(total, "gradient norm")
+            if engine.sharded_optim or apart:
+                total = comm.sum_scalar(total, "gradient norm") / (comm.world if apart else 1)
             return total.sqrt().to(dtype)
         parts = [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) for rows in self.by_bucket() for grad in rows]
         none = torch.zeros((), dtype=dtype, device=comm.device)
         local = torch.linalg.vector_norm(torch.stack(parts), norm_type) if parts else none
-        if not engine.sharded_optim:
+        if not (engine.sharded_optim or apart):
             return local
         if norm_type == float("inf"):
             return comm.max_scalar(local, "gradient norm")
-        total = comm.sum_scalar(local.to(torch.float64) ** norm_type, "gradient norm")
+        total = comm.sum_scalar(local.to(torch.float64) ** norm_type, "gradient norm") / (comm.world if apart else 1)
         return (total ** (1.0 / norm_type)).to(local.dtype)
 
     @phased("clip")

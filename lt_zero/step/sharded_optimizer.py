@@ -35,10 +35,11 @@ from lt_zero.engine.layout import Piece
 from lt_zero.io.thread_pool import SwapError
 from lt_zero.optim.lamb import Lamb
 from lt_zero.optim.onebit import OneBitLamb, OneBitOptimizer
+from lt_zero.optim.zero_one import ZeroOneAdam
 from lt_zero.step.fragments import Fragments, Member
 from lt_zero.step.fused_step import FusedStep, Part
 from lt_zero.step.kernels import FullNorms
-from lt_zero.step.momentum_states import connect_momenta
+from lt_zero.step.momentum_states import connect_local_steps, connect_momenta
 from lt_zero.step.overlap import Overlap
 from lt_zero.step.reduced_grads import ReducedGrads
 from lt_zero.step.supported_optimizers import check_supported, states_per_element
@@ -154,6 +155,9 @@ class ShardedOptimizer(ProcessLocal):
             optimizer.full_maxima = self._norms.maxima if self._norms is not None else None
         if isinstance(optimizer, OneBitOptimizer):
             connect_momenta(engine, self.fragments, optimizer)
+        if isinstance(optimizer, ZeroOneAdam):
+            connect_local_steps(engine, self.fragments, optimizer)
+            engine.before_reading.append(self._end_interval)
         fused = engine.config.fused_step and FusedStep.fits(optimizer)
         self.fused = FusedStep(self.fragments, self._norms) if fused else None
         self.grads = ReducedGrads(self.fragments, self.fused)
@@ -458,6 +462,12 @@ class ShardedOptimizer(ProcessLocal):
             self.widen()
         self.engine.publish(buckets)
         return result
+
+    def _end_interval(self) -> None:
+        """Let ranks that have stepped apart exchange (engine/local_steps.py). Collective."""
+        optimizer = self.optimizer
+        if isinstance(optimizer, ZeroOneAdam) and ShardedOptimizer.of(optimizer) is self:
+            self.switch(optimizer.end_interval) if optimizer.pending else optimizer.end_interval()
 
     # ---- states ------------------------------------------------------------------------------------------------
 

@@ -74,35 +74,43 @@ def test_the_default_of_each_suggestion_is_accepted() -> None:
             assert not examine(nested({entry.key: yaml.safe_load(entry.default)}, Path())).problems, entry.key
 
 
-ONE_BIT = {"lr": 1e-3, "cuda_aware": False, "comm_backend_name": "nccl", "eps_inside_sqrt": False, "max_grad_norm": 1.0}
+ONE_BIT = {"lr": 1e-3, "cuda_aware": False, "comm_backend_name": "nccl", "eps_inside_sqrt": False}
 ONE_BIT |= {"weight_decay": 0.01, "bias_correction": False, "betas": [0.9, 0.999], "eps": 1e-8, "amsgrad": False}
 
 
 @pytest.mark.parametrize(
-    ("type_", "more", "advised"),
+    ("type_", "more", "plain"),
     [
         (
             "ZeroOneAdam",
             {"var_freeze_step": 9, "var_update_scaler": 16, "local_step_scaler": 8, "local_step_clipper": 16},
             "Adam",
         ),
-        ("MuAdamW", {}, "AdamW"),
+        (
+            "OneBitLamb",
+            {"freeze_step": 9, "max_coeff": 0.3, "min_coeff": 0.01, "coeff_beta": 0.9, "factor_max": 4.0}
+            | {"factor_min": 0.5, "factor_threshold": 0.1},
+            "Lamb",
+        ),
     ],
 )
-def test_the_advised_optimizer_takes_the_file(type_: str, more: dict[str, Any], advised: str) -> None:
-    params = {**ONE_BIT, **more}
-    if type_ == "MuAdamW":
-        params = {"lr": 1e-3, "weight_decay": 0.01}
-    config = {"optimizer": {"type": type_, "params": params}}
-    (problem,) = examine(config).problems
-    assert f"Use {advised}" in problem.message
-    loaded = examine(config, overrides=[f"optimizer.type={advised}"])
+def test_the_plain_optimizer_takes_the_file_of_a_1_bit_one(type_: str, more: dict[str, Any], plain: str) -> None:
+    config = {"optimizer": {"type": type_, "params": {**ONE_BIT, **more}}}
+    assert examine(config).problems == []
+    loaded = examine(config, overrides=[f"optimizer.type={plain}"])
     assert loaded.problems == []
     assert loaded.config is not None
     assert loaded.config.optimizer is not None
     assert not {"freeze_step", "cuda_aware", "comm_backend_name"} & set(loaded.config.optimizer.params)
-    for name in more:
+    for name in more.keys() - {"max_coeff", "min_coeff"}:
         assert f"optimizer.params.{name} has no effect here" in said(loaded)
+
+
+def test_the_advised_optimizer_takes_the_file() -> None:
+    config = {"optimizer": {"type": "MuAdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}}}
+    (problem,) = examine(config).problems
+    assert "Use AdamW" in problem.message
+    assert examine(config, overrides=["optimizer.type=AdamW"]).problems == []
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,6 @@ WRONG: dict[str, set[str]] = {
     "bigscience": {"curriculum_learning"},
     "huggingface__transformers": {"zero_optimization.reduce_bucket_size"},  # 0
     "mauryaavinash95": {"veloc_config"},
-    "microsoft__DeepSpeedExamples__deepspeed_bsz4k_01adam": {"optimizer.type"},
     "microsoft__DeepSpeedExamples__ds_config_fp16_tune": {"autotuning"},
     "microsoft__DeepSpeedExamples__ds_config_gpt_medium": {"data_efficiency"},
     "microsoft__DeepSpeedExamples__ds_zero_stage_2_config_curriculum": {""},  # placeholders

@@ -26,6 +26,12 @@ from tests.support.pool import Pool
 
 SIZES = [(70, 40), (50,), (33, 17)]
 PARAMS: dict[str, Any] = {"lr": 1e-2, "freeze_step": 20, "weight_decay": 0.3}
+INTERVALS = {"var_freeze_step": 40, "var_update_scaler": 8, "local_step_scaler": 20, "local_step_clipper": 8}
+PARAMS_OF: dict[str, dict[str, Any]] = {
+    "OneBitAdam": PARAMS,
+    "OneBitLamb": PARAMS,
+    "ZeroOneAdam": {"lr": 1e-3, "weight_decay": 0.3, **INTERVALS},
+}
 
 
 class Weights(nn.Module):
@@ -70,13 +76,14 @@ def _against_oracle(type_: str, stage: int, steps: int, micro: int, **keys: Any)
     world, rank = dist.get_world_size(), dist.get_rank()
     model = Weights()
     start = [w.detach().clone() for w in model.weights]
-    engine = lt_zero.shard(model, _config(stage, PARAMS, type_, **keys))
-    optimizer = build_optimizer(type_, PARAMS, model.parameters())
+    params = PARAMS_OF[type_]
+    engine = lt_zero.shard(model, _config(stage, params, type_, **keys))
+    optimizer = build_optimizer(type_, params, model.parameters())
     lt_zero.ShardedOptimizer(engine, optimizer)
     (bucket,) = engine.buckets
     assert [span.name for span in bucket.layout.spans] == [f"weights.{i}" for i in range(len(SIZES))]
     real = _flat(bucket, [torch.ones(size) for size in SIZES]) > 0
-    want = oracle(type_, _flat(bucket, start), world, [(s.lo, s.hi) for s in bucket.layout.spans], **PARAMS)
+    want = oracle(type_, _flat(bucket, start), world, [(s.lo, s.hi) for s in bucket.layout.spans], **params)
     found = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -90,12 +97,14 @@ def _against_oracle(type_: str, stage: int, steps: int, micro: int, **keys: Any)
         ]
         want.step(every)
         if step % 20 == 19:
-            got = full_values(engine)
-            flat = _flat(bucket, [got[f"weights.{i}"] for i in range(len(SIZES))])
-            moved = (want.weights - _flat(bucket, start)).abs().max()
+            if type_ == "ZeroOneAdam":  # its ranks differ between exchanges
+                flat, weights = _flat(bucket, [w.detach() for w in model.weights]), want.each[rank]
+            else:
+                got, weights = full_values(engine), want.weights
+                flat = _flat(bucket, [got[f"weights.{i}"] for i in range(len(SIZES))])
+            moved = (weights - _flat(bucket, start)).abs().max()
             limit = (1e-5 if step < 60 else 5e-2) * moved
-            found.append(float(((flat - want.weights).abs() > limit)[real].double().mean()))
-    assert optimizer.frozen == (steps >= PARAMS["freeze_step"])
+            found.append(float(((flat - weights).abs() > limit)[real].double().mean()))
     return found
 
 
@@ -105,8 +114,9 @@ RUNS = [(2, 0, 1), (2, 1, 2), (4, 0, 2), (4, 1, 1)]  # ranks, stage, micro-batch
 @pytest.mark.parametrize(
     ("type_", "ranks", "stage", "micro"),
     only_rows(
-        [("OneBitAdam", 2, 1, 2), ("OneBitLamb", 2, 1, 2)],
-        [(name, *run) for name in ("OneBitAdam", "OneBitLamb") for run in RUNS],
+        [("OneBitAdam", 2, 1, 2), ("OneBitLamb", 2, 1, 2), ("ZeroOneAdam", 2, 0, 1)],
+        [(name, *run) for name in ("OneBitAdam", "OneBitLamb") for run in RUNS]
+        + [("ZeroOneAdam", ranks, 0, micro) for ranks, _, micro in RUNS],
     ),
 )
 def test_follows_the_algorithm(pool: Pool, type_: str, ranks: int, stage: int, micro: int) -> None:
@@ -154,14 +164,17 @@ def test_sends_a_32nd_of_fp32() -> None:
 # ---- steps that are skipped ----------------------------------------------------------------------------------------
 
 
-def _skipped(stage: int) -> None:
+def _skipped(type_: str, stage: int) -> None:
     torch.manual_seed(0)
     model = Net()
-    params = {"lr": 1e-5, "freeze_step": 1}  # a variance of one step is rough
-    config = _config(stage, params, dtype=torch.float16, fp16={"initial_scale_power": 8, "hysteresis": 1})
+    params = {
+        "lr": 1e-5,
+        "var_freeze_step" if type_ == "ZeroOneAdam" else "freeze_step": 1,
+    }  # one step: a rough variance
+    config = _config(stage, params, type_, dtype=torch.float16, fp16={"initial_scale_power": 8, "hysteresis": 1})
     policy = dtype_policy(config, resolve_mode(config, "16-true", "cpu"))
     engine = lt_zero.shard(model, config, policy=policy)
-    optimizer = build_optimizer("OneBitAdam", params, model.parameters())
+    optimizer = build_optimizer(type_, params, model.parameters())
     sharded, controller = lt_zero.ShardedOptimizer(engine, optimizer), LossScaleController(policy)
 
     def step(number: int, factor: float) -> bool:
@@ -196,9 +209,55 @@ def _skipped(stage: int) -> None:
     assert largest < 4 * max(float(t.abs().max()) for t in before)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_skipped_steps_leave_momenta_alone(pool: Pool, stage: int) -> None:
-    pool.run(2, _skipped, stage)
+@pytest.mark.parametrize(("type_", "stage"), [("OneBitAdam", 0), ("OneBitAdam", 1), ("ZeroOneAdam", 0)])
+def test_skipped_steps_leave_momenta_alone(pool: Pool, type_: str, stage: int) -> None:
+    pool.run(2, _skipped, type_, stage)
+
+
+# ---- ranks that step apart -----------------------------------------------------------------------------------------
+
+
+def _apart() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    params = {"lr": 1e-2, "var_freeze_step": 2, "var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 4}
+    model = Weights()
+    start = [w.detach().clone() for w in model.weights]
+    engine = lt_zero.shard(model, _config(0, params, "ZeroOneAdam"))
+    optimizer = build_optimizer("ZeroOneAdam", params, model.parameters())
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    (bucket,) = engine.buckets
+    want = oracle("ZeroOneAdam", _flat(bucket, start), world, [(s.lo, s.hi) for s in bucket.layout.spans], **params)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(_grads(number, rank)).backward()
+        optimizer.step()
+        want.step([_flat(bucket, _grads(number, r)) for r in range(world)])
+        expect(want.each[rank])
+
+    def expect(weights: Tensor) -> None:
+        got = _flat(bucket, [w.detach() for w in model.weights])
+        torch.testing.assert_close(got, weights, rtol=1e-5, atol=1e-6)
+
+    for number in range(6):
+        step(number)
+    assert optimizer.pending  # type: ignore[attr-defined]
+    assert not torch.equal(want.each[0], want.each[1])
+    values = full_values(engine)  # ends the interval
+    want.exchange()
+    expect(want.each[0])
+    assert all(set(state) == {"exp_avg", "exp_avg_sq"} for state in optimizer.state.values())
+    with torch.no_grad():  # an edit between intervals stays
+        model.weights[1] += 1.0
+    want.exchanged += _flat(bucket, [torch.full(size, float(n == 1)) for n, size in enumerate(SIZES)])
+    want.each = [want.exchanged.clone() for _ in range(world)]
+    for number in range(6, 9):
+        step(number)
+    assert not torch.equal(full_values(engine)["weights.1"], values["weights.1"])
+
+
+def test_an_interval_ends_before_weights_leave_the_engine(pool: Pool) -> None:
+    pool.run(2, _apart)
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------
@@ -209,6 +268,7 @@ def test_skipped_steps_leave_momenta_alone(pool: Pool, stage: int) -> None:
     [
         ({"zero_optimization": {"stage": 2}}, ["stage 2", "stage to 0 or 1"]),
         ({"gradient_clipping": 1.0}, ["gradient_clipping=1.0", "Remove it"]),
+        ({"optimizer": {"type": "ZeroOneAdam"}, "zero_optimization": {"stage": 1}}, ["stage to 0", "use OneBitAdam"]),
         ({"gradient_compression": {"algorithm": "2bit"}}, ["gradient_compression.algorithm='2bit'", "Remove it"]),
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, ["offload_optimizer.device"]),
     ],

@@ -179,11 +179,92 @@ class OneBitLambOracle:
         return self.ratios[index] * factor
 
 
+class ZeroOneAdamOracle:
+    """Algorithm 1 of arXiv:2202.06009, with the policies and the update of DeepSpeed, on one flat tensor.
+
+    ``each`` are the weights (1D fp32) of each rank; the other arguments are as for ``OneBitAdamOracle``.
+    """
+
+    def __init__(
+        self,
+        weights: Tensor,
+        world: int,
+        real: Tensor,
+        lr: float,
+        var_freeze_step: int,
+        var_update_scaler: int,
+        local_step_scaler: int,
+        local_step_clipper: int,
+        weight_decay: float = 0.0,
+    ) -> None:
+        self.each = [weights.clone() for _ in range(world)]
+        self.exchanged, self._world, self._real = weights.clone(), world, real
+        self._lr, self._decay, self._freeze = lr, weight_decay, var_freeze_step
+        self._var_scaler, self._local_scaler, self._longest = var_update_scaler, local_step_scaler, local_step_clipper
+        self._beta1, self._beta2, self._eps, self.steps = 0.9, 0.999, 1e-8, 0
+        self.momenta = [torch.zeros_like(weights) for _ in range(world)]
+        self.changes = [torch.zeros_like(weights) for _ in range(world)]
+        self.variance = torch.zeros_like(weights)
+        self._var_interval = self._local_interval = 1
+        self._var_updates = self._local_steps = 0
+        self._rates = 0.0
+        self.average = Averager(world, real)
+
+    def step(self, grads: Sequence[Tensor]) -> None:
+        """One step with each rank's gradients (1D)."""
+        self.steps += 1
+        if self.steps <= self._freeze:
+            self._step_together(grads)
+            if self.steps == self._freeze:
+                self.average = Averager(self._world, self._real)
+                self.exchanged = self.each[0].clone()
+            return
+        moves, root = self.variance > 0, self.variance.sqrt() + self._eps
+        for rank, grad in enumerate(grads):
+            self.momenta[rank] = (self._beta1 * self.momenta[rank]).add_(grad, alpha=1 - self._beta1) * moves
+            update = (self.momenta[rank] / root + self._decay * self.each[rank]) * moves
+            self.changes[rank] -= self._lr * update
+            self.each[rank] = self.exchanged + self.changes[rank]
+        self._rates += self._lr
+        if self.steps % self._local_interval == 0:
+            self.exchange()
+        self._local_steps += 1
+        if self._local_steps % self._local_scaler == 0:
+            self._local_interval = min(self._longest, 2 * self._local_interval)
+
+    def exchange(self) -> None:
+        """The end of an interval."""
+        root = self.variance.sqrt() + self._eps
+        change = self.average([mine * root for mine in self.changes]) * (self.variance > 0)
+        self.momenta = [change / -self._rates for _ in range(self._world)]
+        self.exchanged = self.exchanged + change / root
+        self.each = [self.exchanged.clone() for _ in range(self._world)]
+        self.changes = [torch.zeros_like(change) for _ in range(self._world)]
+        self._rates = 0.0
+
+    def _step_together(self, grads: Sequence[Tensor]) -> None:
+        updates = self.steps % self._var_interval == 0
+        mean = torch.stack(list(grads)).sum(0) / self._world if updates else self.average(grads)
+        momentum = (self._beta1 * self.momenta[0]).add_(mean, alpha=1 - self._beta1)
+        if updates:
+            self.variance.mul_(self._beta2).addcmul_(mean, mean, value=1 - self._beta2)
+            self._var_updates += 1
+            if self._var_updates % self._var_scaler == 0:
+                self._var_interval *= 2
+        else:
+            momentum[self.variance == 0] = 0
+        self.momenta = [momentum.clone() for _ in range(self._world)]
+        update = momentum / (self.variance.sqrt() + self._eps) + self._decay * self.each[0]
+        self.each = [self.each[0] - self._lr * update for _ in range(self._world)]
+
+
 def oracle(type_: str, weights: Tensor, world: int, spans: Sequence[tuple[int, int]], **params: Any) -> Any:
     """The algorithm of an ``optimizer.type`` for parameters that are elements [lo, hi) of ``weights`` (1D fp32)."""
     real = torch.zeros_like(weights, dtype=torch.bool)
     for lo, hi in spans:
         real[lo:hi] = True
+    if type_ == "ZeroOneAdam":
+        return ZeroOneAdamOracle(weights, world, real, **params)
     if type_ == "OneBitLamb":
         return OneBitLambOracle(weights, world, real, spans, **params)
     return OneBitAdamOracle(weights, world, real, **params)

@@ -174,7 +174,7 @@ def weight_fragments(engine: Engine) -> dict[str, Any]:
     Names, order and ties are those of the unsharded module; tied names share an object. Other entries (buffers,
     parameters that the engine does not own) are unchanged.
     """
-    engine.finish_steps()
+    engine.prepare_reading()
     engine.offload_manager.refuse_partially_stepped(engine.comm)
     made: dict[int, Fragment] = {}
     for bucket in engine.buckets:
@@ -272,10 +272,11 @@ def _row(stored: Store | None, value: Tensor) -> Tensor:
 
 
 def packed_states(sharded: ShardedOptimizer) -> tuple[dict[str, Any], dict[int, int]]:
-    """The optimizer's own ``state_dict``, without reading states from files, and parameter numbers by id.
+    """The optimizer's own ``state_dict``, without reading states from files, and parameter numbers by id. Collective.
 
     Its states are those of parameters that the engine does not own.
     """
+    sharded.engine.prepare_reading()
     optimizer, parameters = sharded.optimizer, sharded.parameters()
     sharded.by_bucket = True
     try:
