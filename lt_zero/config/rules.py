@@ -121,11 +121,6 @@ def _one_bit(config: Schema) -> Iterator[Problem]:
             f"are sharded. Set {Z}.stage to 0 or 1, or use {plain} with gradient_compression.",
         )
     clash = {
-        "gradient_clipping": (
-            bool(config.gradient_clipping) and not local,
-            config.gradient_clipping,
-            "no rank has the mean gradient",
-        ),
         "gradient_compression.algorithm": (
             config.gradient_compression.algorithm != "none",
             config.gradient_compression.algorithm,

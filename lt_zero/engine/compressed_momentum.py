@@ -5,6 +5,8 @@ Note [Averages of momenta]
     the step. There it adds them to the last averaged momentum, and what is averaged, with the residuals of
     gradient_compression.py, is the result. The accumulators get it in the place of gradients, times the loss scale
     that they carry: an overflow of one rank reaches all of them, and a step can be skipped as any other.
+    Gradients are clipped before that, by one factor for all ranks: no rank knows the mean gradient, so what is limited
+    is the root mean square of the norms of the ranks' own gradients, which is at least its norm.
     Momenta are needed in full by all ranks. At stage 0 they are the optimizer's states. At stage 1 those are sharded,
     so each rank has a full copy beside them (fp32), which is gathered once at the freeze and after a load.
 """
@@ -56,6 +58,8 @@ class CompressedMomentum(GradientCompression):
 
     Attributes:
         states: of the optimizer; None until there is one.
+        limit: of the norm of the running step's gradients; 0: none.
+        clipped: (limit, norm before clipping) of the gradients that were exchanged last; None: they were not clipped.
     """
 
     everywhere = True
@@ -63,6 +67,29 @@ class CompressedMomentum(GradientCompression):
     def __init__(self, comm: Comm, buckets: Sequence[Bucket], keeps: bool) -> None:
         super().__init__(comm, buckets, 0, keeps)
         self.states: MomentumStates | None = None
+        self.limit = 0.0
+        self.clipped: tuple[float, Tensor] | None = None
+
+    @torch.no_grad()
+    def clip(self, buckets: Sequence[Bucket]) -> None:
+        """Clip what these buckets have accumulated on this rank, which is exchanged next. Collective."""
+        self.clipped = None
+        if not (self.limit and self.compresses):
+            return
+        comm, total = self._comm, torch.zeros((), dtype=torch.float64, device=self._comm.device)
+        for bucket in buckets:
+            assert bucket.grads.local is not None
+            bucket.grads.take(bucket.grads.local, add=True)  # those that came late
+            total += torch.linalg.vector_norm(bucket.grads.local, dtype=torch.float64).square()
+        before, after = comm.factors(torch.float32)
+        norm = (comm.sum_scalar(total, "gradient norm") / comm.world).sqrt() * (
+            before * after * comm.world / self.scale
+        )
+        factor = torch.where(norm.isfinite(), (self.limit / (norm + 1e-6)).clamp(max=1.0), 1.0)
+        for bucket in buckets:
+            assert bucket.grads.local is not None
+            bucket.grads.local.mul_(factor)
+        self.clipped = self.limit, norm.float()
 
     def _feedback(self, bucket: Bucket) -> ErrorFeedback:
         return MomentumFeedback(self, bucket)
@@ -73,6 +100,7 @@ class CompressedMomentum(GradientCompression):
 
     def end_step(self) -> None:
         self.steps += 1
+        self.limit = 0.0
         for feedback in self.of_bucket.values():
             assert isinstance(feedback, MomentumFeedback)
             feedback.keep()

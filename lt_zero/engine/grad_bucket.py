@@ -49,6 +49,7 @@ class Reducer:
         self._leaving: deque[Accumulator] = deque()  # being written
         self.on_landed: Callable[[Bucket], bool] | None = None  # steps a reduced bucket early, if it returns True
         self.at_step: Callable[[], bool] = lambda: False  # reductions wait for the step (compressed_momentum.py)
+        self.before_flush: Callable[[list[Bucket]], object] = lambda buckets: None  # may change what was accumulated
         self.sync = True  # False inside no_sync: buckets whose gradients are not sharded stay local
 
     def mark_ready(self, bucket: Bucket) -> None:
@@ -96,7 +97,10 @@ class Reducer:
 
     def flush(self) -> None:
         """Reduce gradients that were accumulated locally without a final synchronised backward."""
-        self.reduce_again([bucket for bucket in self._order if bucket.grads.local is not None])
+        waiting = [bucket for bucket in self._order if bucket.grads.local is not None]
+        if waiting:
+            self.before_flush(waiting)
+            self.reduce_again(waiting)
 
     def reduce_again(self, buckets: list[Bucket]) -> None:
         """Reduce gradients that arrived after their bucket's reduction. Collective: the same buckets on all ranks."""

@@ -218,6 +218,8 @@ class ZeroPrecision(HalfPrecision):
             kwargs = {**kwargs, "closure": ran}
         controller, known, output = self.loss_scale_controller, model.trainer.strategy.optimizers, ran.result
         with phase("step"):
+            if model.trainer.gradient_clip_algorithm != "value":
+                sharded.grads.expect_clipping(float(model.trainer.gradient_clip_val or 0.0))
             controller.examine(sharded)
             self.grad_norm = controller.norm if controller.norm is not None else self.grad_norm
             self._after_closure(model, optimizer)

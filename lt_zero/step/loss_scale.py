@@ -270,6 +270,7 @@ class LossScaleController:
 
     def clip_norm(self, sharded: ShardedOptimizer, limit: float) -> Tensor | None:
         """Unscale and clip in one pass; returns the norm before clipping, None if the step is skipped. Collective."""
+        sharded.grads.expect_clipping(limit)
         self.examine(sharded)
         if self.skip:
             return None

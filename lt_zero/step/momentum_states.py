@@ -96,6 +96,7 @@ def connect_momenta(engine: Engine, fragments: Fragments, optimizer: OneBitOptim
     compression.forget()
     optimizer.averages = lambda: True
     engine.reducer.at_step = lambda: states.frozen
+    engine.reducer.before_flush = compression.clip
 
 
 def connect_local_steps(engine: Engine, fragments: Fragments, optimizer: ZeroOneAdam) -> None:

@@ -138,6 +138,11 @@ class ReducedGrads:
         total = comm.sum_scalar(local.to(torch.float64) ** norm_type, "gradient norm") / (comm.world if apart else 1)
         return (total ** (1.0 / norm_type)).to(local.dtype)
 
+    def expect_clipping(self, max_norm: float) -> None:
+        """Tell that ``clip_norm(max_norm)`` follows: a 1-bit optimizer clips before anything reads its gradients."""
+        if isinstance(self._engine.compression, CompressedMomentum):
+            self._engine.compression.limit = max_norm
+
     @phased("clip")
     @torch.no_grad()
     def clip_norm(self, max_norm: float, norm: Tensor | None = None) -> Tensor:
@@ -151,8 +156,13 @@ class ReducedGrads:
 
         Returns:
             The norm (0D) of the unscaled gradients before clipping.
+
+        Raises:
+            RuntimeError: a 1-bit optimizer has exchanged its momenta already.
         """
-        self._refuse_momenta()
+        compression = self._engine.compression
+        if isinstance(compression, CompressedMomentum) and compression.compresses:
+            return self._clip_exchanged(compression, max_norm)
         norm = self.norm() / self.loss_scale if norm is None else norm
         self.multiply(torch.clamp(max_norm / (norm + 1e-6), max=1.0) / self.loss_scale)
         self.loss_scale = 1.0
@@ -162,18 +172,29 @@ class ReducedGrads:
     @torch.no_grad()
     def clip_value(self, limit: float) -> None:
         """Clamp each element of the averaged gradients to [-limit, limit]. Collective."""
-        self._refuse_momenta()
+        if isinstance(self._engine.compression, CompressedMomentum):
+            raise RuntimeError(
+                "Clipping by value cannot be combined with this 1-bit optimizer: after freeze_step no rank has the "
+                "mean gradient. Clip by norm."
+            )
         for rows in self.by_bucket(write=True):
             for grad in rows:
                 grad.clamp_(-limit, limit)
         self._engine.used_parameters.changed()
 
-    def _refuse_momenta(self) -> None:
-        if isinstance(self._engine.compression, CompressedMomentum):
+    def _clip_exchanged(self, compression: CompressedMomentum, max_norm: float) -> Tensor:
+        """Clip before momenta are exchanged, see compressed_momentum.py; returns the norm."""
+        self.expect_clipping(max_norm)
+        used = self.used()
+        self.unscale()
+        if not used:
+            return torch.zeros((), device=self._engine.comm.device)
+        if compression.clipped is None or compression.clipped[0] != max_norm:
             raise RuntimeError(
-                "Gradient clipping cannot be combined with a 1-bit optimizer: after freeze_step no rank has the mean "
-                "gradient. Remove gradient_clipping, or gradient_clip_val of the Trainer."
+                f"The gradients have become averaged momenta before they were clipped to {max_norm:g}: something has "
+                "read them. Clip first, or set Trainer(gradient_clip_val) to this limit."
             )
+        return compression.clipped[1]
 
     @phased("clip")
     @torch.no_grad()

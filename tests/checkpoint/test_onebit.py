@@ -32,7 +32,12 @@ class Configured(GPT):
 
 def _options(type_: str, format: str, precision: str = "32-true") -> dict[str, Any]:
     optimizer = {"type": type_, "params": {"lr": 1e-3, "comm_backend_name": "nccl", **FREEZE[type_]}}
-    config = {"optimizer": optimizer, "checkpoint": {"format": format}, "fp16": {"initial_scale_power": 4}}
+    config = {
+        "gradient_clipping": 0.1,
+        "optimizer": optimizer,
+        "checkpoint": {"format": format},
+        "fp16": {"initial_scale_power": 4},
+    }
     return {"config": config, "precision": precision, "module": Configured(2)}
 
 

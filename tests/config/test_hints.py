@@ -74,7 +74,7 @@ def test_the_default_of_each_suggestion_is_accepted() -> None:
             assert not examine(nested({entry.key: yaml.safe_load(entry.default)}, Path())).problems, entry.key
 
 
-ONE_BIT = {"lr": 1e-3, "cuda_aware": False, "comm_backend_name": "nccl", "eps_inside_sqrt": False}
+ONE_BIT = {"lr": 1e-3, "cuda_aware": False, "comm_backend_name": "nccl", "eps_inside_sqrt": False, "max_grad_norm": 1.0}
 ONE_BIT |= {"weight_decay": 0.01, "bias_correction": False, "betas": [0.9, 0.999], "eps": 1e-8, "amsgrad": False}
 
 

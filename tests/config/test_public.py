@@ -33,7 +33,6 @@ WRONG: dict[str, set[str]] = {
     "KtechB": {""},  # a Markdown fence
     "ND-SAFA": {f"zero_optimization.offload_{what}.nvme_path" for what in ("optimizer", "param")},  # a raw device
     "OptimalScale": {"deepspeed_config"},  # of accelerate
-    "THUDM__GLM__ds_onebit": {"gradient_clipping"},
     "axolotl": {"compile"},
     "bigscience": {"curriculum_learning"},
     "huggingface__transformers": {"zero_optimization.reduce_bucket_size"},  # 0
@@ -41,7 +40,6 @@ WRONG: dict[str, set[str]] = {
     "microsoft__DeepSpeedExamples__ds_config_fp16_tune": {"autotuning"},
     "microsoft__DeepSpeedExamples__ds_config_gpt_medium": {"data_efficiency"},
     "microsoft__DeepSpeedExamples__ds_zero_stage_2_config_curriculum": {""},  # placeholders
-    "microsoft__DeepSpeedExamples__onebit": {"gradient_clipping"},
     "microsoft__DeepSpeedExamples__test": {"quantize_training"},
 }
 Z, A = "zero_optimization.", "activation_checkpointing."
@@ -64,7 +62,7 @@ ODD: dict[str, tuple[set[str], set[str]]] = {
         {Z + "contiguous_gradients", *(A + n for n in ("partition_activations", "cpu_checkpointing"))},
     ),
     "monitors_without_a_switch.json": (set(), {"tensorboard.output_path", "flops_profiler.profile_step"}),
-    "one_bit_adam.json": ({"gradient_clipping"}, set()),
+    "one_bit_adam.json": (set(), set()),
     "placeholders.json": ({""}, set()),
     "prescaled_lamb.json": (set(), {"gradient_predivide_factor"}),
     "switched_off_blocks.json": (

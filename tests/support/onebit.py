@@ -22,6 +22,12 @@ def one_bit(values: Tensor, error: Tensor) -> Tensor:
     return got
 
 
+def clipped(grads: Sequence[Tensor], limit: float) -> list[Tensor]:
+    """``grads`` times the factor that limits the root mean square of their norms; 0: no limit."""
+    norm = torch.stack([grad.double().square().sum() for grad in grads]).mean().sqrt()
+    return [grad * float((limit / (norm + 1e-6)).clamp(max=1.0)) for grad in grads] if limit else list(grads)
+
+
 class Averager:
     """The compressed all-reduce of arXiv:2102.02888, figure 3: worker errors, a server per rank, server errors.
 
@@ -46,7 +52,7 @@ class Averager:
             error[~self._real] = 0
         for error, real in zip(self.server, chunks, strict=True):
             error[~real] = 0
-        return got / self._world
+        return got / self._world * self._real
 
 
 class OneBitAdamOracle:
@@ -68,8 +74,9 @@ class OneBitAdamOracle:
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        clip: float = 0.0,
     ) -> None:
-        self.weights, self._world = weights, world
+        self.weights, self._world, self._clip = weights, world, clip
         self._lr, self._freeze, (self._beta1, self._beta2) = lr, freeze_step, betas
         self._eps, self._decay, self.steps = eps, weight_decay, 0
         self.momentum, self.variance = torch.zeros_like(weights), torch.zeros_like(weights)
@@ -78,12 +85,12 @@ class OneBitAdamOracle:
     def step(self, grads: Sequence[Tensor]) -> None:
         """One step with each rank's gradients (1D)."""
         if self.steps < self._freeze:
-            mean = torch.stack(list(grads)).sum(0) / self._world
+            (mean,) = clipped([torch.stack(list(grads)).sum(0) / self._world], self._clip)
             self.momentum.mul_(self._beta1).add_(mean, alpha=1 - self._beta1)
             self.variance.mul_(self._beta2).addcmul_(mean, mean, value=1 - self._beta2)
         else:
             self.momentum = self.average(
-                [(grad * (1 - self._beta1)).add_(self.momentum, alpha=self._beta1) for grad in grads]
+                [(g * (1 - self._beta1)).add_(self.momentum, alpha=self._beta1) for g in clipped(grads, self._clip)]
             )
             self.momentum[self.variance == 0] = 0
         update = self.momentum / (self.variance.sqrt() + self._eps) + self._decay * self.weights
@@ -116,8 +123,9 @@ class OneBitLambOracle:
         factor_threshold: float = 0.1,
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
+        clip: float = 0.0,
     ) -> None:
-        self.weights, self._world, self._spans = weights, world, spans
+        self.weights, self._world, self._spans, self._clip = weights, world, spans, clip
         self._lr, self._freeze, self._decay, self.steps = lr, freeze_step, weight_decay, 0
         self._coeff_beta, self._bounds = coeff_beta, (min_coeff, max_coeff)
         self._factors, self._threshold = (factor_min, factor_max), factor_threshold
@@ -132,12 +140,13 @@ class OneBitLambOracle:
         if self.steps == self._freeze:
             self._freeze_now()
         if self.steps < self._freeze:
-            mean = torch.stack(list(grads)).sum(0) / self._world
+            (mean,) = clipped([torch.stack(list(grads)).sum(0) / self._world], self._clip)
             self.momentum.mul_(self._beta1).add_(mean, alpha=1 - self._beta1)
             self.variance.mul_(self._beta2).addcmul_(mean, mean, value=1 - self._beta2)
             root = self.variance.sqrt() + self._eps
         else:
             last = self.momentum
+            grads = clipped(grads, self._clip)
             mine = [(grad * (1 - self._beta1)).add_(last, alpha=self._beta1) * self.scales for grad in grads]
             self.momentum = self.average(mine) / self.scales
             self.momentum[self.variance == 0] = 0
@@ -196,7 +205,9 @@ class ZeroOneAdamOracle:
         local_step_scaler: int,
         local_step_clipper: int,
         weight_decay: float = 0.0,
+        clip: float = 0.0,
     ) -> None:
+        self._clip = clip
         self.each = [weights.clone() for _ in range(world)]
         self.exchanged, self._world, self._real = weights.clone(), world, real
         self._lr, self._decay, self._freeze = lr, weight_decay, var_freeze_step
@@ -220,7 +231,7 @@ class ZeroOneAdamOracle:
                 self.exchanged = self.each[0].clone()
             return
         moves, root = self.variance > 0, self.variance.sqrt() + self._eps
-        for rank, grad in enumerate(grads):
+        for rank, grad in enumerate(clipped(grads, self._clip)):
             self.momenta[rank] = (self._beta1 * self.momenta[rank]).add_(grad, alpha=1 - self._beta1) * moves
             update = (self.momenta[rank] / root + self._decay * self.each[rank]) * moves
             self.changes[rank] -= self._lr * update
@@ -245,6 +256,7 @@ class ZeroOneAdamOracle:
     def _step_together(self, grads: Sequence[Tensor]) -> None:
         updates = self.steps % self._var_interval == 0
         mean = torch.stack(list(grads)).sum(0) / self._world if updates else self.average(grads)
+        (mean,) = clipped([mean], self._clip)
         momentum = (self._beta1 * self.momenta[0]).add_(mean, alpha=1 - self._beta1)
         if updates:
             self.variance.mul_(self._beta2).addcmul_(mean, mean, value=1 - self._beta2)
