@@ -106,6 +106,10 @@ class ErrorFeedback:
                 tensor.copy_(kept)
             self.scale = self._kept_scale
 
+    def reset(self) -> None:
+        """Begin at zero, without the loss scale."""
+        self.residuals, self.scale, self._kept, self._kept_at = None, 1.0, [], -1
+
     def forget_copies(self) -> None:
         """After residuals were loaded."""
         self._kept_at = -1

@@ -69,8 +69,7 @@ class LocalSteps(GradientCompression):
         self.steps += 1
         if self.kind is not None and self.kind.begins_local:
             for feedback in self.of_bucket.values():
-                feedback.residuals, feedback.scale = None, 1.0
-                feedback.forget_copies()
+                feedback.reset()
 
     def average(self, bucket: Bucket, flat: Tensor) -> Tensor:
         """The mean of ``flat`` (1D fp32, all elements) over the ranks, averaged in 1 bit. Collective."""

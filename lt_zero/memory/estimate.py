@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lt_zero import optim
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ZeroOptimization
 from lt_zero.config.precision import MODES, DtypePolicy, dtype_policy, resolve_mode
@@ -186,7 +187,8 @@ def states_of(optimizer: str | float | Optimizer) -> tuple[float, bool]:
         return optimizer / torch.float32.itemsize, False
     if isinstance(optimizer, str):
         name = optimizer.lower()
-        classes: dict[str, Any] = {n.lower(): c for n, c in vars(torch.optim).items() if inspect.isclass(c)}
+        every = {**vars(optim), **vars(torch.optim)}
+        classes: dict[str, Any] = {n.lower(): c for n, c in every.items() if inspect.isclass(c)}
         known = {n: c for n, c in classes.items() if issubclass(c, Optimizer) and c is not Optimizer}
         known["momentum"] = partial(torch.optim.SGD, momentum=0.9)
         if name not in known:

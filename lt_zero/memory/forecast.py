@@ -30,6 +30,7 @@ from lt_zero.comm.communicator import Comm
 from lt_zero.comm.shared_memory import SEND_BUFFERS
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
+from lt_zero.config.rules import one_bit
 from lt_zero.engine.gather import Residency
 from lt_zero.engine.layout import BucketLayout, Sharding
 from lt_zero.engine.offload_manager import resting
@@ -105,7 +106,7 @@ class Row:
     wide: bool  # it is frozen and kept in a higher precision than ``dtype``
     states: str  # place of master weights and moments
     weights: str  # place of what gathers read
-    residual: int  # elements that gradient_compression keeps in fp32
+    residual: int  # elements that gradient_compression or a 1-bit optimizer keeps in fp32
     rounded: bool  # gathers of updates round the compute copy
 
     @property
@@ -174,16 +175,16 @@ def rows_of(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Se
             and any(p.dtype.itemsize > dtype.itemsize for _, p in bucket.parameters),
             states=states,
             weights=weights,
-            residual=_residual(bucket, layout, policy) if trains and setup.world > 1 else 0,
+            residual=_residual(bucket, layout, config, policy) if trains and setup.world > 1 else 0,
             rounded=zero.zero_quantized_weights and zero.stage < 3 and sharding.optim and setup.world > 1,
         )
         rows.append(row)
     return rows
 
 
-def _residual(bucket: BucketPlan, layout: BucketLayout, policy: DtypePolicy) -> int:
+def _residual(bucket: BucketPlan, layout: BucketLayout, config: ZeroConfig, policy: DtypePolicy) -> int:
     """Elements of a bucket's residuals, and of their copies where steps may be skipped (gradient_compression.py)."""
-    sharded = bucket.sharding.optim or bucket.sharding.params
+    sharded = (bucket.sharding.optim or bucket.sharding.params) and not one_bit(config)
     each = layout.numel + (0 if sharded else layout.shard_numel)
     return each * (2 if policy.check_overflow else 1) if bucket.compresses else 0
 
@@ -263,6 +264,8 @@ class _Sums:
         self.rows = list(self.table.values())
         self.trained = [row for row in self.rows if row.trains]
         self.stored = [row for row in self.trained if row.states == NVME]  # in files between steps
+        momenta = setup.world > 1 and one_bit(config) not in ("", "zerooneadam")
+        self.exchanged = self.trained if momenta else []  # averaged in the step, as momenta (compressed_momentum.py)
         self.memory = DEVICE if setup.device == "cpu" else HOST  # the place that files are read into
 
     def _file(self, dtype: torch.dtype) -> int:
@@ -309,8 +312,17 @@ class _Sums:
         return total
 
     def residuals(self) -> list[Part]:
-        """What compressed reductions have not sent (``ErrorFeedback``)."""
-        return [(DEVICE, RESIDUALS, sum(row.residual for row in self.rows) * torch.float32.itemsize)]
+        """What compressed reductions have not sent (``ErrorFeedback``), and full momenta (``MomentumFeedback``)."""
+        full = [row.numel for row in self.exchanged if row.sharding.optim]
+        kept = sum(row.residual for row in self.rows) * torch.float32.itemsize
+        return [(DEVICE, RESIDUALS, kept + sum(full) * (torch.float32.itemsize + torch.bool.itemsize))]
+
+    def exchanging(self) -> list[Part]:
+        """Beside them in a step of a 1-bit optimizer: the next full momenta, and what is sent and received."""
+        full = [row.numel for row in self.exchanged if row.sharding.optim]
+        most = sorted((row.numel for row in self.trained), reverse=True)[:2] if one_bit(self.config) else []
+        buffers = 2 * sum(most) if self.exchanged else 3 * max(most, default=0)
+        return [(DEVICE, STEP, (sum(full) + buffers * (self.setup.world > 1)) * torch.float32.itemsize)]
 
     def second_copies(self) -> list[Part]:
         """What ranks of a node keep of all parameters (``zero_hpz_partition_size``)."""
@@ -320,7 +332,8 @@ class _Sums:
 
     def local(self) -> list[Part]:
         """Gradients of an accumulation window before they are reduced (``Accumulator.local``)."""
-        full = [row for row in self.trained if not row.sharding.grads] if self.setup.accumulates else []
+        waits = self.setup.accumulates or self.exchanged
+        full = [row for row in self.trained if not row.sharding.grads] if waits else []
         return [(DEVICE, LOCAL, row.numel * row.accum.itemsize) for row in full]
 
     def moving(self) -> list[Part]:
@@ -493,7 +506,7 @@ def forecast(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: S
     phases = {
         "build": [*weights, *sums.building()],
         "backward": [*grads, *buffers, *moving, *sums.offloading()],
-        "step": [*grads, *buffers, *sums.stepping(sums.trained)],
+        "step": [*grads, *buffers, *sums.stepping(sums.trained), *sums.exchanging()],
     }
     if setup.saves:
         phases["checkpoint"] = [*grads, *buffers, *sums.saving()]

@@ -33,9 +33,11 @@ class OneBitOptimizer(Optimizer):
 
     Attributes:
         averages: None, or whether the gradients of the running step are averaged momenta.
+        most_states: states of a parameter's size, at most.
     """
 
     averages: Callable[[], bool] | None = None
+    most_states = 2
 
     @property
     def frozen(self) -> bool:
@@ -156,6 +158,7 @@ class OneBitLamb(OneBitOptimizer, Lamb):
     """
 
     full_maxima: FullNorms | None = None
+    most_states = 3
 
     def __init__(
         self,

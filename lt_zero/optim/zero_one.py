@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 from lt_zero.optim.onebit import check_least
 
 _CHANGE, _EXCHANGED = "momentum_accumulator", "exchanged"
-Average = Callable[[list[Tensor], list[Tensor]], None]
+# (tensors of the groups, value (fp32) to average of such a tensor, what takes the average of one)
+Average = Callable[[list[Tensor], Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], None]], None]
 
 
 class ZeroOneAdam(Optimizer):
@@ -47,14 +48,15 @@ class ZeroOneAdam(Optimizer):
         cuda_aware, comm_backend_name: accepted; the exchange is that of the process group.
 
     Attributes:
-        average: None, or a collective function of tensors of the groups and of as many values in their shapes, fp32,
-            which are replaced by their means over the ranks.
+        average: None, or a collective function that averages values over the ranks.
+        most_states: states of a parameter's size, at most.
 
     Raises:
         ValueError: a number is out of range.
     """
 
     average: Average | None = None
+    most_states = 4
 
     def __init__(
         self,
@@ -170,18 +172,30 @@ class ZeroOneAdam(Optimizer):
 
     def _exchange(self) -> None:
         """Average what ranks have changed since the last exchange."""
-        moved = [(p, group) for group in self.param_groups for p in group["params"] if _CHANGE in self.state.get(p, {})]
-        roots = [self.state[p]["exp_avg_sq"].sqrt().add_(group["eps"]) for p, group in moved]
-        changes = [(self.state[p][_CHANGE] * root).float() for (p, _), root in zip(moved, roots, strict=True)]
-        if self.average is not None:
-            self.average([p for p, _ in moved], changes)
-        for (parameter, group), root, change in zip(moved, roots, changes, strict=True):
-            state = self.state[parameter]
-            change.mul_(state["exp_avg_sq"] > 0)
-            if group["lrs"] > 0:
-                state["exp_avg"].copy_(change / -group["lrs"])
-            torch.add(state[_EXCHANGED], change.div_(root), out=parameter)
+        group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+
+        def root(parameter: Tensor) -> Tensor:
+            denominator: Tensor = self.state[parameter]["exp_avg_sq"].sqrt().add_(group_of[id(parameter)]["eps"])
+            return denominator
+
+        def value(parameter: Tensor) -> Tensor:
+            change: Tensor = self.state[parameter][_CHANGE] * root(parameter)
+            return change.float()
+
+        def take(parameter: Tensor, mean: Tensor) -> None:
+            state, rates = self.state[parameter], group_of[id(parameter)]["lrs"]
+            change = mean * (state["exp_avg_sq"] > 0)
+            if rates > 0:
+                state["exp_avg"].copy_(change / -rates)
+            torch.add(state[_EXCHANGED], change.div_(root(parameter)), out=parameter)
             state[_CHANGE].zero_()
+
+        moved = [p for group in self.param_groups for p in group["params"] if _CHANGE in self.state.get(p, {})]
+        if self.average is not None:
+            self.average(moved, value, take)
+        else:
+            for parameter in moved:
+                take(parameter, value(parameter))
         for group in self.param_groups:
             group["pending"], group["lrs"] = 0, 0.0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -112,20 +114,21 @@ def connect_local_steps(engine: Engine, fragments: Fragments, optimizer: ZeroOne
         raise _unprepared(optimizer, "at stage 0")
     compression.kind = optimizer
 
-    def average(tensors: list[Tensor], values: list[Tensor]) -> None:
-        of_tensor = {id(tensor): value for tensor, value in zip(tensors, values, strict=True)}
-        found: dict[Bucket, list[tuple[Piece, Tensor]]] = {}
+    def average(
+        tensors: list[Tensor], value: Callable[[Tensor], Tensor], take: Callable[[Tensor, Tensor], None]
+    ) -> None:
+        wanted, found = set(map(id, tensors)), dict[Bucket, list[tuple[Piece, Tensor]]]()
         for bucket, index, parameter in fragments.places():
             for piece, fragment in zip(bucket.pieces_of(index), fragments.of(parameter), strict=False):  # some frozen
-                if id(fragment) in of_tensor:
-                    found.setdefault(bucket, []).append((piece, of_tensor[id(fragment)]))
+                if id(fragment) in wanted:
+                    found.setdefault(bucket, []).append((piece, fragment))
         for bucket, rows in found.items():
             flat = torch.zeros(bucket.layout.numel, dtype=torch.float32, device=engine.comm.device)
-            for piece, value in rows:
-                flat[piece.offset : piece.offset + piece.numel] = value.reshape(-1)
+            for piece, own in rows:
+                flat[piece.offset : piece.offset + piece.numel] = value(own).reshape(-1)
             mean = compression.average(bucket, flat)
-            for piece, value in rows:
-                value.copy_(mean[piece.offset : piece.offset + piece.numel].view(value.shape))
+            for piece, own in rows:
+                take(own, mean[piece.offset : piece.offset + piece.numel].view(own.shape))
 
     optimizer.average = average
 

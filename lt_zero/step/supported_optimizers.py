@@ -21,6 +21,8 @@ from torch.optim import Optimizer
 
 from lt_zero.common.compat import bare_step
 from lt_zero.optim.lamb import Lamb
+from lt_zero.optim.onebit import OneBitOptimizer
+from lt_zero.optim.zero_one import ZeroOneAdam
 
 # Names of classes, which decide where a trial is inconclusive.
 _FLAT = {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Lion"}
@@ -164,8 +166,10 @@ def states_per_element(optimizer: Optimizer) -> int:
 def states_by_group(optimizer: Optimizer) -> list[int]:
     """The number of states of a parameter's size that the optimizer keeps, by group; tried with a small matrix.
 
-    A group of vectors, such as Adafactor's of biases, may keep more.
+    A group of vectors, such as Adafactor's of biases, may keep more. Some make more states later: ``most_states``.
     """
+    if isinstance(optimizer, (OneBitOptimizer, ZeroOneAdam)):
+        return [optimizer.most_states] * len(optimizer.param_groups)
     known: dict[str, int] = {}
     found = []
     for own in optimizer.param_groups:

@@ -41,7 +41,8 @@ from lt_zero.memory.forecast import (
 )
 from lt_zero.offload import host_store
 from lt_zero.offload.nvme_store import NvmeStore
-from tests.support.matrix import cover
+from lt_zero.optim import build_optimizer
+from tests.support.matrix import cover, only_rows
 from tests.support.models import VOCAB, Block, tokens
 from tests.support.pool import Pool
 
@@ -166,6 +167,37 @@ def _residuals() -> None:
         have = measured(engine, [sharded]).get(RESIDUALS, 0)
         assert have > 4 * sum(p.numel() for p in model.parameters()) * (0.5 if mode == "32-true" else 1.0)
         close(have, cast.kinds(HOST).get(RESIDUALS, 0), (mode, stage))
+
+
+def _one_bit(type_: str, stage: int) -> None:
+    for mode in ("32-true", "bf16-true"):
+        params = {"var_freeze_step" if type_ == "ZeroOneAdam" else "freeze_step": 1}
+        config = ZeroConfig.of({"zero_optimization": {"stage": stage}, "optimizer": {"type": type_, "params": params}})
+        model = Wide()
+        optimizer = build_optimizer(type_, params, [p for p in model.parameters() if p.requires_grad])
+        cast = estimate(model, config, dist.get_world_size(), optimizer=type_.lower(), device="cpu", precision=mode)
+        engine = lt_zero.shard(model, config, policy=dtype_policy(config, mode))
+        sharded, window = lt_zero.ShardedOptimizer(engine, optimizer), 0
+        for step in range(3):
+            optimizer.zero_grad()
+            batch = tokens(step, 0, dist.get_rank())
+            F.cross_entropy(model(batch).flatten(0, 1).float(), batch.flatten()).backward()
+            window = measured(engine).get(LOCAL, 0)
+            optimizer.step()
+        have, want = measured(engine, [sharded]), cast.kinds(HOST)
+        copies = type_ == "ZeroOneAdam" and mode == "bf16-true"  # of residuals, until its steps are local
+        close(have[RESIDUALS] * (2 if copies else 1), want[RESIDUALS], (type_, stage, mode))
+        close(have[MOMENTS], want[MOMENTS], (type_, stage, mode))
+        close(window, want.get(LOCAL, 0), (type_, stage, mode))
+        assert have[RESIDUALS] > 4 * sum(p.numel() for p in model.parameters())
+
+
+ONE_BIT = [("OneBitAdam", 0), ("OneBitAdam", 1), ("OneBitLamb", 1), ("ZeroOneAdam", 0)]
+
+
+@pytest.mark.parametrize(("type_", "stage"), only_rows([ONE_BIT[1]], ONE_BIT))
+def test_errors_and_momenta_of_1_bit_optimizers(pool: Pool, type_: str, stage: int) -> None:
+    pool.run(2, _one_bit, type_, stage)
 
 
 def test_residuals_of_compressed_gradients(pool: Pool) -> None:
