@@ -122,7 +122,8 @@ class Comm(ProcessLocal):
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(None, None, device)
         check = check or os.environ.get("LT_ZERO_DEBUG", "0").lower() not in ("", "0", "false", "no", "off")
-        groups = [new_group(None, timeout, None, device) for _ in range(1 if one_queue() else 2)]
+        number = 1 if one_queue() else 2
+        groups = [new_group(None, timeout, None, device, probed=index == 0) for index in range(number)]
         groups = [groups[0], groups[-1]]
         comm = cls(groups[0], groups[1], device, check, timeout)
         assert comm._host is not None
@@ -131,7 +132,7 @@ class Comm(ProcessLocal):
             comm.agreement = comm._hang_detector.agreement
             places = comm.host_gather((node_identity(node), socket.gethostname()), "nodes")
             comm.nodes = group_by_node([identity for identity, _ in places])
-            comm.hosts = [host for _, host in places]
+            comm.hosts = comm._hang_detector.hosts = [host for _, host in places]
         if comm._gloo and device.type == "cpu":
             comm._arena = comm._share_memory(range(comm.world))
             comm._choose(comm.world, "auto", True)

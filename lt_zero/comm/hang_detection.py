@@ -32,7 +32,8 @@ Note [Ended ranks]
     When a rank ends, the others fail one after the other, each with gloo's message about a neighbour. So each rank that
     ends with an error posts it to the store: its own error, or the first cause that it follows from. A rank that finds
     a closed connection reads these, and adds the first cause to its error. A rank that was killed posts nothing, and
-    the store ends with the process that serves it; then only the closed connections are known.
+    the store ends with the process that serves it; then only the closed connections are known. The kernel closes those
+    to a machine that does not answer (process_groups.py).
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ from torch.distributed import PrefixStore, Store, distributed_c10d  # type: igno
 
 from lt_zero.comm import work as work_module
 from lt_zero.comm.agreement import Agreement
+from lt_zero.comm.process_groups import closing_if_unanswered
 from lt_zero.comm.work import CALL, FENCE, Launch, Watch
 
 log = logging.getLogger(__name__)
@@ -92,16 +94,21 @@ class HangDetector:
         groups: process groups over the same ranks; more may be added.
         host: a gloo group over the same ranks.
         watch: the state of this rank's collectives.
+
+    Attributes:
+        hosts: the name of each rank's host, for messages; [] if they are not known.
     """
 
     def __init__(self, groups: list[dist.ProcessGroup], host: dist.ProcessGroup, watch: Watch) -> None:
         client: Any = groups[0].get_group_store()  # has the group's prefix
-        client = client.clone()
+        with closing_if_unanswered(True):
+            client = client.clone()
         client.set_timeout(_STORE_TIMEOUT)
         self._store = store = PrefixStore("roll_call", client)
         self._rank, self._world = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
         self._ranks = dist.get_process_group_ranks(groups[0])  # global ones
         self._host, self._watch = host, watch
+        self.hosts: list[str] = []
         self._patience, self._pid = PATIENCE, os.getpid()
         self._examined: Launch | None = None
         self._first_question = 0  # number of the first question about it
@@ -172,7 +179,7 @@ class HangDetector:
                 if lost is None and launch.operation == CALL and waited > self._patience.limit:
                     lost = next((rank for rank, state in states.items() if not state.came), None)
                 if lost is not None:
-                    readers = sum(state.text != _GONE for state in states.values())
+                    readers = sum(not state.text.startswith(_GONE) for state in states.values())
                     self._fail(_sentence(states, self._rank, lost), readers)
             self._asked = now
             self._store.set(f"question/{self._rank}", json.dumps([launch.channel, launch.number]))
@@ -187,7 +194,7 @@ class HangDetector:
         since = now if answer["asks"] != last else since
         self._last_answers[rank] = answer["asks"], since
         if now - since > 2.5 * self._patience.poll and self.has_ended(rank):
-            return _RankState(None, "", _GONE, never=True)
+            return _RankState(None, "", f"{_GONE}{self._on_hosts([rank])}", never=True)
         if answer["asks"] < self._first_question:
             return _RankState(None, "", "does not answer")
         theirs = Launch(*answer["launch"]) if answer["launch"] is not None else None
@@ -260,6 +267,8 @@ class HangDetector:
             if ended:
                 cause = self._first_cause(ended)
                 self._post_end(False, cause)
+                if self._ranks[self._rank] == 0:  # it may serve the store, from which the others read the cause
+                    time.sleep(self._patience.poll)
                 self._end = f"{cause} The error of rank {self._rank}, above, follows from that."
         return self._end
 
@@ -279,12 +288,26 @@ class HangDetector:
             causes.append(text)
         if causes:
             return str(causes[0])
-        one = len(silent) == 1
+        silent = self._of_gone_hosts(silent) or silent
+        one, hosts = len(silent) == 1, self._on_hosts(silent)
         return (
-            f"Rank{'' if one else 's'} {', '.join(map(str, silent))} ended without an error message: killed (for want"
-            " of memory, by the scheduler), or by an error outside of the Trainer. See the last that"
+            f"Rank{'' if one else 's'} {', '.join(map(str, silent))}{hosts} ended without an error message:"
+            f" killed (for want of memory, by the scheduler{', with the host' if hosts else ''}), or by an error"
+            " outside of the Trainer. See the last that"
             f" {'it' if one else 'they'} printed{_WHERE}, and dmesg."
         )
+
+    def _of_gone_hosts(self, ended: list[int]) -> list[int]:
+        """Those of the ``ended`` ranks whose whole host has ended: the others may have ended because of them."""
+        alive = {host for rank, host in enumerate(self.hosts) if rank not in ended}
+        return [rank for rank in ended if self.hosts and self.hosts[rank] not in alive]
+
+    def _on_hosts(self, ranks: list[int]) -> str:
+        """Where ``ranks`` are, if the ranks are on several hosts."""
+        if len(set(self.hosts)) < 2:
+            return ""
+        names = list(dict.fromkeys(self.hosts[rank] for rank in ranks))
+        return f" (on host{'' if len(names) == 1 else 's'} {', '.join(names)})"
 
     def post_error(self, error: BaseException) -> None:
         """Post the error that ends this rank, for the ranks that fail because of it."""
@@ -305,6 +328,7 @@ class HangDetector:
 
 
 _GONE = "has ended or left the process group"
+_ENDED = f"See the last that it printed{_WHERE}, and whether its host runs (dmesg, the scheduler)."
 _CALLED = (
     "Every rank has a part of the state: call it on every rank, without `if trainer.is_global_zero:` or"
     " `rank_zero_only` around it."
@@ -381,10 +405,8 @@ def _sentence(states: dict[int, _RankState], head: int, lost: int) -> str:
     others = sorted(r for r, state in states.items() if r not in (*came, lost) and not state.came)
     also = f" (nor on {_names(others)})" if others else ""
     begun = f"{first.launch} was called" if called else f"T{str(first.launch)[1:]} was begun"
-    return (
-        f"{begun} on {_names(came)} ({first.place}) and not on rank {lost}, which {other.text}{also}."
-        f" {_CALLED if called else _RAN}"
-    )
+    remedy = _ENDED if other.text.startswith(_GONE) else _CALLED if called else _RAN
+    return f"{begun} on {_names(came)} ({first.place}) and not on rank {lost}, which {other.text}{also}. {remedy}"
 
 
 def _names(ranks: list[int]) -> str:

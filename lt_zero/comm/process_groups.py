@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+# Seconds after which a peer is given up whose kernel does not answer: on the connections by which hang detection probes
+# peers, and on others, so that the probes can tell which peer it is.
+PROBED_S, OTHERS_S = 20, 45
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -22,17 +29,23 @@ def one_queue() -> bool:
 
 
 def new_group(
-    ranks: list[int] | None, timeout: timedelta | None, backend: str | None, device: torch.device, inside: bool = True
+    ranks: list[int] | None,
+    timeout: timedelta | None,
+    backend: str | None,
+    device: torch.device,
+    inside: bool = True,
+    probed: bool = False,
 ) -> dist.ProcessGroup:
     """A connected group: connecting at its first use could deadlock with other groups' collectives. Collective.
 
-    ``inside``: whether this rank is one of ``ranks``.
+    ``inside``: whether this rank is one of ``ranks``. ``probed``: whether hang detection probes its connections.
 
     Raises:
         RuntimeError: the ranks cannot connect.
     """
     try:
-        group: dist.ProcessGroup = dist.new_group(ranks, timeout, backend)
+        with closing_if_unanswered(probed):
+            group: dist.ProcessGroup = dist.new_group(ranks, timeout, backend)
     except RuntimeError as error:
         raise RuntimeError(
             f"The ranks cannot connect a {backend or dist.get_backend()} process group: {error}\nThe interface of a "
@@ -44,6 +57,38 @@ def new_group(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     return group
+
+
+@contextmanager
+def closing_if_unanswered(probed: bool) -> Iterator[None]:
+    """Context: connections that are opened inside close if the peer's kernel does not answer.
+
+    A machine that loses power or its network closes no connections, and the kernel would try for 15 minutes to reach
+    it. Kernels answer for processes that are busy, so these are not given up. (Except for one that is stopped while its
+    buffers are full.) No-op without /proc.
+    """
+    seconds = PROBED_S if probed else OTHERS_S
+    before = _sockets()
+    yield
+    for name, number in _sockets().items() - before.items():
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as opened:  # it may be closed since
+            if name in before or opened.type != socket.SOCK_STREAM or opened.family == socket.AF_UNIX:
+                continue
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, (seconds + 3) // 4)
+            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)  # also for unanswered data
+
+
+def _sockets() -> dict[str, int]:
+    """The sockets of this process: their names in /proc, and a descriptor of each."""
+    found = {}
+    with suppress(OSError):
+        for entry in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # closed since
+                if (name := os.readlink(f"/proc/self/fd/{entry}")).startswith("socket:"):
+                    found[name] = int(entry)
+    return found
 
 
 def try_gloo() -> None:

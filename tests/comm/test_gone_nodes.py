@@ -1,0 +1,110 @@
+"""A node that disappears in the middle of training: the other nodes' ranks end, and their error names its host."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from simulated_nodes import SimulatedNodes
+
+import lt_zero
+from lt_zero.comm import process_groups
+from lt_zero.comm.communicator import Comm
+from tests.support.models import Net, next_token_loss
+from tests.support.parity import config_of
+from tests.support.paths import ROOT
+from tests.support.pool import Pool
+
+
+def test_connections_close_if_no_kernel_answers() -> None:
+    def opened() -> tuple[socket.socket, socket.socket, socket.socket]:
+        listening = socket.create_server(("127.0.0.1", 0))
+        calling = socket.create_connection(listening.getsockname())
+        return listening, calling, listening.accept()[0]
+
+    def limits(sockets: Sequence[socket.socket]) -> list[tuple[int, int]]:
+        names = socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE
+        return [tuple(one.getsockopt(socket.IPPROTO_TCP, name) for name in names) for one in sockets]
+
+    with ExitStack() as stack:
+        before = [stack.enter_context(one) for one in opened()]
+        unlimited = limits(before)
+        with process_groups.closing_if_unanswered(probed=True):
+            probed = [stack.enter_context(one) for one in opened()]
+            other, another = socket.socketpair()
+        stack.enter_context(other)
+        stack.enter_context(another)
+        with process_groups.closing_if_unanswered(probed=False):
+            others = [stack.enter_context(one) for one in opened()]
+        assert limits(before) == unlimited
+        assert limits(probed) == [(20_000, 5)] * 3
+        assert limits(others) == [(45_000, 12)] * 3
+
+
+def causes(hosts: list[str]) -> str:
+    comm = Comm.for_world(torch.device("cpu"))
+    detector = comm._hang_detector
+    assert detector is not None
+    detector.hosts = hosts
+    return detector._first_cause([rank for rank in range(3) if rank != dist.get_rank()])
+
+
+def test_the_host_of_ended_ranks_is_named(pool: Pool) -> None:
+    """Rank 2 has ended because of those of host a."""
+    first, second, third = pool.run(3, causes, ["a", "b", "b"])
+    assert first.startswith("Ranks 1, 2 (on host b) ended without an error message: killed")
+    assert second.startswith("Rank 0 (on host a) ended")
+    assert third.startswith("Rank 0 (on host a) ended")
+    alone, *_ = pool.run(3, causes, ["a", "a", "a"])
+    assert alone.startswith("Ranks 1, 2 ended without")
+
+
+def train(stage: int, started: str, patience: int) -> None:
+    """Train until something fails. ``patience``: seconds for a peer's kernel; 0: as users have it."""
+    if patience:
+        process_groups.PROBED_S = patience
+    dist.init_process_group("gloo")
+    engine = lt_zero.shard(Net(), config_of(stage, {}))
+    for step in range(1_000_000):
+        next_token_loss(engine.root, step, 0, 0).backward()
+        if step == 3:
+            Path(f"{started}{dist.get_rank()}").touch()
+
+
+def errors_of_others(folder: Path, stage: int, gone: int, silent: bool, patience: int = 2) -> list[str]:
+    """What the ranks of the other node write when node ``gone`` disappears. ``silent``: no packet leaves it."""
+    call = f"from tests.comm.test_gone_nodes import train; train({stage}, {str(folder / 'started')!r}, {patience})"
+    with SimulatedNodes(nodes=2, per_node=2) as nodes:
+        path = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
+        logs = [(folder / f"{rank}.log").open("w") for rank in range(4)]
+        ranks = [
+            nodes.start(rank, [sys.executable, "-c", call], stderr=log, stdout=subprocess.DEVNULL, cwd=ROOT, env=path)
+            for rank, log in enumerate(logs)
+        ]
+        while not all((folder / f"started{rank}").exists() for rank in range(4)):
+            assert all(rank.poll() is None for rank in ranks)
+            time.sleep(0.05)
+        nodes.delete_node(gone, silent)
+        others = [rank for rank in range(4) if rank // 2 != gone]
+        for rank in others:
+            assert ranks[rank].wait() != 0
+    for log in logs:
+        log.close()
+    return [(folder / f"{rank}.log").read_text() for rank in others]
+
+
+@pytest.mark.slow
+@pytest.mark.nodes
+@pytest.mark.parametrize(("stage", "gone", "silent"), [(2, 1, True), (3, 0, False), (0, 0, True)])
+def test_others_end_and_name_the_host(stage: int, gone: int, silent: bool, tmp_path: Path) -> None:
+    for text in errors_of_others(tmp_path, stage, gone, silent):
+        assert f"on host node{gone}" in text
