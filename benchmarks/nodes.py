@@ -42,6 +42,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 import lt_zero
+from lt_zero.optim import build_optimizer
 
 NODES, PER_NODE = 2, 2
 RATES = (2000, 400, 100)  # Mbit/s
@@ -65,6 +66,19 @@ MODES: dict[str, dict[str, Any]] = {
         "zero_optimization": {"stage": 2},
         "gradient_compression": {"algorithm": "1bit", "exclude": []},
     },
+    # Frozen after the first step, which is one of the warm-up: their losses are those of a variance of one step.
+    "lt_zero stage 0, OneBitAdam": {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-5, "freeze_step": 1}}},
+    "lt_zero stage 1, OneBitAdam": {
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-5, "freeze_step": 1}},
+    },
+    "lt_zero stage 0, OneBitLamb": {"optimizer": {"type": "OneBitLamb", "params": {"lr": 1e-5, "freeze_step": 1}}},
+    "lt_zero stage 0, ZeroOneAdam, 4 local steps": {
+        "optimizer": {
+            "type": "ZeroOneAdam",
+            "params": {"lr": 1e-5, "var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 4},
+        }
+    },
     "lt_zero stage 3, mics_shard_size 2": {"zero_optimization": {"stage": 3, "mics_shard_size": PER_NODE}},
 }
 
@@ -74,10 +88,11 @@ MODES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Trained:
-    """A step of a peer, and what waits until all of it has ended."""
+    """A step of a peer, what waits until all of it has ended, and how many steps have one exchange."""
 
     step: Step
     finish: Callable[[], object] = lambda: None
+    period: int = 1
 
 
 def ddp(model: GPT) -> Trained:
@@ -106,10 +121,12 @@ def ddp_powersgd(model: GPT) -> Trained:
 
 def of_lt_zero(model: GPT, config: dict[str, Any]) -> Trained:
     engine = lt_zero.shard(model, lt_zero.ZeroConfig.of(config))
-    optimizer = adamw(model)
+    own = config.get("optimizer")
+    optimizer = build_optimizer(own["type"], own["params"], model.parameters()) if own else adamw(model)
     lt_zero.ShardedOptimizer(engine, optimizer)
     # Updated weights are still gathered when a step returns: the next forward waits for them.
-    return Trained(plain_step(model, optimizer), engine.finish_steps)
+    period = own["params"].get("local_step_clipper", 1) if own else 1
+    return Trained(plain_step(model, optimizer), engine.finish_steps, period)
 
 
 PEERS: dict[str, Callable[[GPT], Trained]] = {
@@ -140,6 +157,7 @@ def set_up(peer: str, depth: int, width: int) -> Trained:
 
 def measure(trained: Trained, data: Iterator[tuple[Tensor, Tensor]], count: int) -> dict[str, Any]:
     """Seconds and bytes from this rank's node, per step; and the loss of the last step, averaged over the ranks."""
+    count *= trained.period
     dist.barrier()
     sent = sent_by()
     dist.barrier()  # a rank that goes on first sends before the other has read

@@ -1,7 +1,7 @@
 """Bytes that a node sends to others in a step: what collectives cost on a link that is slower than memory.
 
 Counted as gloo's and NCCL's algorithms send them, without the headers of packets (about 3 %) and without the small
-collectives of a step (norms, flags).
+collectives of a step (norms, flags). Of a 1-bit optimizer it is a step after the freeze.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from lt_zero.comm.topology import choose, whole_nodes
 from lt_zero.comm.transport import Mesh
 from lt_zero.config import ZeroConfig
 from lt_zero.config.precision import DtypePolicy
+from lt_zero.config.rules import one_bit
+from lt_zero.engine.compressed_momentum import MOMENTA
 from lt_zero.engine.gather import Residency
 from lt_zero.engine.gradient_compression import codec_of
 from lt_zero.engine.partition import EnginePlan
@@ -91,12 +93,17 @@ def forecast_traffic(
 def _compressed(row: Row, config: ZeroConfig, nodes: list[list[int]], world: int) -> float:
     """Bytes of a compressed reduction of a bucket's gradients; with Huffman codes at most. See comm/compression.py."""
     codec, inner, nested = codec_of(config), whole_nodes(nodes) or 1, config.gradient_compression.hierarchical_compress
-    if codec is None:  # zero_plus_plus.py
+    both = not (row.sharding.optim or row.sharding.params)
+    every = 1.0  # steps
+    if optimizer := one_bit(config):  # compressed_momentum.py; at last as rare as local_steps.py makes it
+        codec, both = MOMENTA, True
+        longest = config.optimizer.params.get("local_step_clipper", 16) if config.optimizer is not None else 1
+        every = float(longest) if optimizer == "zerooneadam" else 1.0
+    elif codec is None:  # zero_plus_plus.py
         codec, nested = GRADIENTS, inner > 1
     part, own = codec.nbytes(row.numel // world), world / len(nodes)
     peers = len(nodes) - 1 if nested else world - own
-    back = world // inner - 1 if not (row.sharding.optim or row.sharding.params) else 0
-    return own * part * (peers + back)
+    return own * part * (peers + (world // inner - 1 if both else 0)) / every
 
 
 class _Links:
