@@ -13,7 +13,7 @@ Note [Averages of momenta]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -105,6 +105,14 @@ class CompressedMomentum(GradientCompression):
             assert isinstance(feedback, MomentumFeedback)
             feedback.keep()
 
+    def drop_unused(self, used: Mapping[Bucket, Sequence[int]]) -> None:
+        """Drop the momenta of parameters without a gradient on any rank: they are not stepped."""
+        for bucket, feedback in self.of_bucket.items() if self.compresses else ():
+            assert isinstance(feedback, MomentumFeedback)
+            if unused := bucket.grads.valid - set(used.get(bucket, ())):
+                bucket.grads.clear(unused)
+                feedback.drop(unused)
+
     def forget(self) -> None:
         """Gather momenta again: the optimizer's states were loaded."""
         if self.states is not None:
@@ -132,6 +140,12 @@ class MomentumFeedback(ErrorFeedback):
 
     def forget(self) -> None:
         self._momentum = self._moves = self._next = None
+
+    def drop(self, indices: Iterable[int]) -> None:
+        """Let the momenta of these parameters be those of the last step."""
+        for span in map(self._layout.spans.__getitem__, indices):
+            if self._next is not None and self._momentum is not None:
+                self._next[span.lo : span.hi] = self._momentum[span.lo : span.hi]
 
     def keep(self) -> None:
         """The running step was taken."""

@@ -44,6 +44,8 @@ class ReducedGrads:
         for bucket, index, _ in self._fragments.places():
             if used(bucket, index):
                 found.setdefault(bucket, []).append(index)
+        if isinstance(self._engine.compression, CompressedMomentum):
+            self._engine.compression.drop_unused(found)
         return {bucket: sorted(indices) for bucket, indices in found.items()}
 
     def exist(self) -> bool:
