@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lt_zero.comm.procedures import Procedures
 from lt_zero.comm.shared_memory import SharedArena, store, wide
-from lt_zero.comm.transport import Gloo, Group, Groups, Mesh, sum_in_rank_order
+from lt_zero.comm.transport import Gloo, Group, Groups, Mesh, exchange, sum_in_rank_order
 from lt_zero.comm.work import Launch, Watch, Work
 
 
@@ -81,13 +81,14 @@ class Hierarchy(Gloo):
             if stride == 1 and staging is not None:
                 staging.gather(rows.view(-1, size, rows.shape[1]), peers, group)
                 continue
-            works = [
-                dist.broadcast(rows[first + number * stride + mine], peer, group, async_op=True)
+            ends = [
+                (peer, rows[first + number * stride + mine])
                 for first in range(0, shards, block)
                 for number, peer in enumerate(peers)
             ]
-            for work in works:
-                work.wait()
+            own = [row for peer, row in ends if peer == dist.get_rank()]
+            sends = [(peer, row) for row in own for peer in peers]
+            exchange(sends, ends, group)
 
     def reduce_scatter(
         self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: Launch
@@ -129,12 +130,11 @@ class Hierarchy(Gloo):
             if received.numel() != rows.numel():
                 received = torch.empty_like(rows)
             blocks, parts = (t.view(-1, size * width) for t in (rows, received))
-            works = [
-                dist.all_to_all_single(part, block, group=group, async_op=True)
-                for part, block in zip(parts, blocks, strict=True)
-            ]
-            for work in works:
-                work.wait()
+            peers, mine = dist.get_process_group_ranks(group), dist.get_rank(group)
+            sends = [end for block in blocks for end in zip(peers, block.chunk(size), strict=True)]
+            exchange(sends, [end for part in parts for end in zip(peers, part.chunk(size), strict=True)], group)
+            for part, block in zip(parts, blocks, strict=True):
+                part.chunk(size)[mine].copy_(block.chunk(size)[mine])
             rows = torch.stack([sum_in_rank_order(part.chunk(size), dtype) for part in parts])
             received = rows.new_empty(0)
         return rows.view(-1)

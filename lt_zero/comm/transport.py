@@ -14,6 +14,8 @@ Note [Shard groups]
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,7 @@ from lt_zero.comm.shared_memory import SEND_BUFFERS, SharedArena, store, wide
 from lt_zero.comm.work import All, Done, Launch, Watch, Work
 
 Group = dist.ProcessGroup
+_PIECE = 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -208,6 +211,29 @@ class Windows(Gloo):
         entered, mesh = dist.barrier(self._groups.everyone, async_op=True), self._mesh
         first = mesh.shard_rank * (flat.numel() // mesh.shards)
         return self._all([entered], launch, lambda: self._arena.sum(flat, first, out, add, factor))
+
+
+def exchange(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], group: Group) -> None:
+    """Send tensors to ranks of a gloo ``group``, and fill others from them; what a rank has for itself is left out.
+
+    Args:
+        sends, receives: (global rank, contiguous tensor); those of two ranks are matched in their order.
+
+    In small pieces: a message of gloo occupies its connection until it is complete, so that two ranks which send each
+    other large ones get little more than half of a link's rate (measured: 0.58 with 10 MB, 0.92 with 1 MB).
+    """
+    me, works = dist.get_rank(), []
+    for mover, ends in ((dist.irecv, receives), (dist.isend, sends)):
+        pieces = [[(peer, piece) for piece in tensor.view(-1).view(torch.uint8).split(_PIECE)] for peer, tensor in ends]
+        works += [
+            mover(piece, peer, group)
+            for column in itertools.zip_longest(*pieces)
+            for peer, piece in filter(None, column)
+            if peer != me
+        ]
+    for work in works:
+        assert work is not None
+        work.wait()
 
 
 def sum_in_rank_order(shards: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
