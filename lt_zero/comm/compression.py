@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lt_zero.comm.procedures import Procedures
 from lt_zero.comm.shared_memory import store
-from lt_zero.comm.transport import Group, Mesh, sum_in_rank_order
+from lt_zero.comm.transport import Group, Mesh, exchange, sum_in_rank_order
 from lt_zero.comm.work import All, Launch, Watch, Work
 from lt_zero.ops.codecs import Codec
 
@@ -202,8 +202,8 @@ class Compressor:
                 parts = self._exchange(blocks.unbind(), [None] * inner, self._inside, self._node, costs).chunk(nodes)
                 costs.sent = 0  # inside the node
             else:
-                received, start = torch.empty_like(blocks), time.perf_counter()
-                dist.all_to_all_single(received, blocks, group=self._node)
+                start = time.perf_counter()
+                received = _swapped(blocks, self._node)
                 costs.exchanging += time.perf_counter() - start
                 parts = sum_in_rank_order(received.unbind(), torch.float32).chunk(nodes)
             if residual.numel():
@@ -216,8 +216,7 @@ class Compressor:
         """The sum (1D fp32) over ``group`` of its ranks' encoded parts for this rank."""
         sent = self._encoded(parts, residuals, codec, group, costs)
         start = time.perf_counter()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
+        received = _swapped(sent, group)
         coding = time.perf_counter()
         total = torch.empty(parts[0].numel(), dtype=torch.float32, device=sent.device)
         codec.decode_sum(received.unbind(), total)
@@ -294,7 +293,24 @@ def _clear(flat: Tensor, gaps: Sequence[tuple[int, int]]) -> None:
         flat[lo:hi].zero_()
 
 
+def _swapped(rows: Tensor, group: Group) -> Tensor:
+    """What the ranks of ``group`` have for this one ([ranks, ...]), if ``rows`` is what it has for each of them."""
+    received = torch.empty_like(rows)
+    if rows.is_cuda:
+        dist.all_to_all_single(received, rows, group=group)
+        return received
+    peers, mine = dist.get_process_group_ranks(group), dist.get_rank(group)
+    exchange(list(zip(peers, rows, strict=True)), list(zip(peers, received, strict=True)), group)
+    received[mine] = rows[mine]
+    return received
+
+
 def _gather(out: Tensor, mine: Tensor, group: Group) -> None:
     """Fill ``out`` [ranks, ...] from the ranks' tensors."""
+    if not out.is_cuda:
+        peers = dist.get_process_group_ranks(group)
+        exchange([(peer, mine) for peer in peers], list(zip(peers, out, strict=True)), group)
+        out[dist.get_rank(group)] = mine
+        return
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(out.view(-1), mine.reshape(-1), group=group)

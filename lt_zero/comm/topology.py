@@ -71,6 +71,8 @@ def choose(wanted: str | int, mesh: Mesh, nodes: list[list[int]], transport: str
         raise ConfigError([Problem(KEY, text)])
     if wanted == "auto" and transport == "windows":
         return Topology((), "all ranks share memory")
+    if wanted == "auto" and 1 < len(nodes) == mesh.world and mesh.shards > 1:
+        return Topology((mesh.shards,), "each node has one rank: they exchange pieces directly")
     if wanted == 1 or needless or problem:
         return Topology((), needless or (problem if wanted == "auto" else "as configured"))
     sizes = (len(nodes[0]), mesh.shards // len(nodes[0]))

@@ -14,13 +14,14 @@ import torch.distributed as dist
 
 import lt_zero
 from lt_zero import ConfigError
+from lt_zero.comm import transport
 from lt_zero.comm.hierarchy import lines
 from lt_zero.comm.topology import choose, group_by_node, torus
 from lt_zero.comm.transport import Mesh
 from tests.support.matrix import cover, only
 from tests.support.models import Net, next_token_loss
 from tests.support.nodes import NodePool, Traffic
-from tests.support.parity import RELEASE, Case, check, config_of
+from tests.support.parity import RELEASE, Case, check, config_of, full_values
 from tests.support.pool import Pool
 
 TWO = [[0, 1], [2, 3]]
@@ -33,7 +34,7 @@ TWO = [[0, 1], [2, 3]]
         ("auto", 4, 4, TWO, "windows", (), "share memory"),
         ("auto", 4, 4, TWO, "nccl", (), "nccl"),
         ("auto", 4, 4, [[0, 1, 2, 3]], "gloo", (), "one node"),
-        ("auto", 4, 4, [[0], [1], [2], [3]], "gloo", (), "one rank"),
+        ("auto", 4, 4, [[0], [1], [2], [3]], "gloo", (4,), "one rank"),
         ("auto", 4, 2, TWO, "gloo", (), "inside nodes"),
         ("auto", 4, 4, [[0, 1, 2], [3]], "gloo", (), "different numbers"),
         ("auto", 4, 4, [[0, 2], [1, 3]], "gloo", (), "neighbours"),
@@ -102,6 +103,24 @@ def test_equals_single_process(pool: Pool, stage: int, optimizer: str, topology:
     """Over sockets only; ranks of a node through shared memory (2); in three dimensions."""
     sizes = (2, 1, 2) if topology == 3 else (2, 2)
     pool.run(4, _exact, stage, topology, optimizer, RELEASE if stage == 3 else {}, sizes)
+
+
+def _exact_alone(stage: int) -> None:
+    found = []
+    for keys in ({"topology": "auto"}, {"topology": 1}):
+        alone = {"LT_ZERO_NODE_RANK": str(dist.get_rank()), "LT_ZERO_SHARED_MEMORY": "0"}
+        with mock.patch.dict(os.environ, alone), mock.patch.object(transport, "_PIECE", 100):
+            engine = check(Case(Net, next_token_loss, stage, "sgd", 3, micro=2, communication=keys))
+        found.append({name: value.clone() for name, value in full_values(engine).items()})
+        assert engine.comm.topology.sizes == ((3,) if keys["topology"] == "auto" else ())
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stage", only([2], [0, 1, 2, 3]))
+def test_nodes_of_one_rank_get_the_bits_of_a_ring(pool: Pool, stage: int) -> None:
+    """They exchange many pieces."""
+    pool.run(3, _exact_alone, stage)
 
 
 @pytest.mark.parametrize("stage", only([3], [1, 3]))
