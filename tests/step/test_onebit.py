@@ -20,6 +20,7 @@ from lt_zero.optim import OneBitAdam, build_optimizer
 from lt_zero.step.loss_scale import LossScaleController
 from tests.support.matrix import only_rows
 from tests.support.models import Net, next_token_loss
+from tests.support.nodes import NodePool
 from tests.support.onebit import oracle
 from tests.support.parity import config_of, full_values
 from tests.support.pool import Pool
@@ -125,6 +126,15 @@ RUNS = [(2, 0, 1, 20.0), (2, 1, 2, 20.0), (4, 0, 2, 0.0), (4, 1, 1, 0.0)]  # ran
 def test_follows_the_algorithm(pool: Pool, type_: str, ranks: int, stage: int, micro: int, clip: float) -> None:
     for found in pool.run(ranks, _against_oracle, type_, stage, 200, micro, clip):
         assert max(found[:3]) == 0.0, found  # 40 compressed steps
+        assert max(found) < 0.01, found
+
+
+@pytest.mark.nodes
+@pytest.mark.slow
+@pytest.mark.parametrize(("type_", "stage"), [("OneBitAdam", 1), ("OneBitLamb", 0), ("ZeroOneAdam", 0)])
+def test_follows_the_algorithm_on_two_nodes(node_pool: NodePool, type_: str, stage: int) -> None:
+    for found in node_pool.run(_against_oracle, type_, stage, 200, 1, 20.0):
+        assert max(found[:3]) == 0.0, found
         assert max(found) < 0.01, found
 
 
