@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import lt_zero
+from lt_zero.optim import build_optimizer
 
 sys.path.insert(0, str(ROOT / "examples"))
 from corpus import read_text  # noqa: E402
@@ -36,15 +37,21 @@ def compressed(algorithm: str, **keys: Any) -> dict[str, Any]:
     return {"gradient_compression": {"algorithm": algorithm, **keys}}
 
 
+def optimizer(kind: str, **params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": kind, "params": params}}
+
+
 # Name -> stages, configuration. The first is what the others are compared with.
 SETTINGS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
-    "dense": ((0, 2, 3), {}),
+    "dense": ((0, 1, 2, 3), {}),
     "2bit": ((0, 2), compressed("2bit")),
     "2bit between nodes": ((0, 2), compressed("2bit", hierarchical_compress=True)),
     "2bit, warmup_steps 100": ((0, 2), compressed("2bit", warmup_steps=100)),
     "1bit": ((0, 2), compressed("1bit")),
     "1bit, warmup_steps 100": ((0, 2), compressed("1bit", warmup_steps=100)),
     "topk 1 %, warmup_steps 100": ((0, 2), compressed("topk", warmup_steps=100)),
+    "OneBitAdam, freeze_step 100": ((0, 1), optimizer("OneBitAdam", freeze_step=100)),
+    "ZeroOneAdam": ((0,), optimizer("ZeroOneAdam", var_freeze_step=200)),
     "zero_quantized_weights": ((3,), {"zero_optimization": {"zero_quantized_weights": True}}),
     "zero_quantized_gradients": ((2, 3), {"zero_optimization": {"zero_quantized_gradients": True}}),
     "ZeRO++, all three": ((3,), {"zero_optimization": QUANTIZED}),
@@ -63,7 +70,8 @@ def loss_of(stage: int, config: dict[str, Any], args: argparse.Namespace) -> flo
     model = GPT(depth=2, width=96, context=CONTEXT)
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **config.get("zero_optimization", {})}
     engine = lt_zero.shard(model, lt_zero.ZeroConfig.of({**config, "zero_optimization": zero, "log_level": "error"}))
-    optimizer = torch.optim.AdamW(model.parameters())
+    block = config.get("optimizer", {"type": "AdamW", "params": {}})
+    optimizer = build_optimizer(block["type"], block["params"], model.parameters())
     lt_zero.ShardedOptimizer(engine, optimizer)
     text, draws = read_text(validation=False), torch.Generator().manual_seed(dist.get_rank())
     for step in range(args.steps):
@@ -85,7 +93,7 @@ def work(rank: int, folder: str, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     os.environ["LT_ZERO_NODE_RANK"] = str(rank // PER_NODE)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    stages = (0, 2, 3)
+    stages = (0, 1, 2, 3)
     rows = ["| sent | " + " | ".join(f"stage {stage}" for stage in stages) + " |", "| --- |" + " --- |" * len(stages)]
     plain: dict[int, float] = {}
     for name, (fitting, config) in SETTINGS.items():
