@@ -49,6 +49,12 @@ RATES = (2000, 400, 100)  # Mbit/s
 WARM_UP = 2  # steps; PowerSGD compresses from the third one on
 SEED = 0
 
+ZERO_PLUS_PLUS = {
+    "zero_quantized_weights": True,
+    "zero_quantized_gradients": True,
+    "zero_hpz_partition_size": PER_NODE,
+}
+
 # What lt_zero is measured with: a name in the table -> its configuration.
 MODES: dict[str, dict[str, Any]] = {
     "lt_zero stage 0": {"zero_optimization": {"stage": 0}},
@@ -79,6 +85,10 @@ MODES: dict[str, dict[str, Any]] = {
             "params": {"lr": 1e-5, "var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 4},
         }
     },
+    "lt_zero stage 2, ZeRO++": {
+        "zero_optimization": {"stage": 2, "zero_quantized_weights": True, "zero_quantized_gradients": True},
+    },
+    "lt_zero stage 3, ZeRO++": {"zero_optimization": {"stage": 3, **ZERO_PLUS_PLUS}},
     "lt_zero stage 3, mics_shard_size 2": {"zero_optimization": {"stage": 3, "mics_shard_size": PER_NODE}},
 }
 

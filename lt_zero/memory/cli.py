@@ -13,9 +13,10 @@ from rich.console import Console
 from torch import nn
 
 from lt_zero.config import ZeroConfig
-from lt_zero.memory.estimate import Machine, Sizes, cheapest, estimate, kinds_table, settings_table, traffic_table
+from lt_zero.memory.estimate import Machine, Sizes, cheapest, estimate, kinds_table, settings_table
 from lt_zero.memory.forecast import DEVICE, HOST, NVME
 from lt_zero.memory.limits import GB, amount
+from lt_zero.memory.ways import fitting, least, ways_table
 
 Option = typer.Option
 
@@ -42,6 +43,9 @@ def estimate_command(
     mbit: Annotated[
         float | None, Option(min=0.001, help="Rate of a node's link in Mbit/s: shows the traffic of a step.")
     ] = None,
+    step_seconds: Annotated[
+        float | None, Option(min=0, help="With --mbit: seconds of a step in one node: shows those of the whole step.")
+    ] = None,
     fit: Annotated[bool, Option("--fit", help="Find the fastest setting that fits the machine.")] = False,
 ) -> None:
     """Estimate the memory of a run per rank and node, by stage and offload. 1 GB is 1e9 bytes."""
@@ -60,10 +64,11 @@ def estimate_command(
         }
         sent = {key: options[key] for key in ("ranks_per_node", "precision", "device", "accumulate_grad_batches")}
         if mbit is not None:
-            name, traffic = traffic_table(model, parsed, world, mbit, stage, console, **sent)
-            console.print(f"least traffic: {name} ({traffic.topology})", markup=False, soft_wrap=True)
+            found = ways_table(model, parsed, world, mbit, stage, console, step_seconds=step_seconds, **sent)
+            for line in least(found, mbit):
+                console.print(line, markup=False, soft_wrap=True)
         if fit:
-            _fit(model, parsed, world, options, (gpu_gb, cpu_gb, nvme_gb), console)
+            _fit(model, parsed, world, options, (gpu_gb, cpu_gb, nvme_gb), mbit, console)
             return
         settings_table(model, parsed, world, stage=stage, console=console, **options)
         if config is not None or stage is not None:
@@ -118,6 +123,7 @@ def _fit(
     world: int,
     options: dict[str, Any],
     sizes: tuple[float | None, float | None, float],
+    mbit: float | None,
     console: Console,
 ) -> None:
     gpu, cpu, nvme = sizes
@@ -125,7 +131,8 @@ def _fit(
         raise ValueError("--fit requires --cpu-gb, and --gpu-gb unless --device is cpu.")
     ranks = options.pop("ranks_per_node") or (world if options["device"] == "cpu" else min(world, 8))
     limit = None if gpu is None else int(gpu * GB)
-    found = cheapest(model, Machine(int(cpu * GB), limit, int(nvme * GB), ranks), config, world, **options)
+    machine = Machine(int(cpu * GB), limit, int(nvme * GB), ranks)
+    found = cheapest(model, machine, config, world, **options)
     for setting, problem in found.skipped:
         console.print(f"does not fit: {setting}\n    {problem}", markup=False, soft_wrap=True)
     if found.setting is None or found.forecast is None:
@@ -136,3 +143,9 @@ def _fit(
     console.print(f"fits: {found.setting}", markup=False, soft_wrap=True)
     console.print("    " + ", ".join(f"{name} {amount(nbytes)}" for name, nbytes in needs if nbytes), soft_wrap=True)
     kinds_table(cast, str(found.setting), console)
+    if mbit is not None and world > ranks:
+        fast = fitting(model, machine, config, world, found.setting.places, **options)
+        way, (setting, traffic) = min(fast.items(), key=lambda item: item[1][1].total)
+        releases = ", stage3_max_reuse_distance: 0" if setting.releases else ""
+        line = f"of what fits, least is sent by: {way.name}{releases} ({traffic.seconds(mbit):.2f} s on the link)"
+        console.print(f"{line}: {traffic.topology}", markup=False, soft_wrap=True)

@@ -12,7 +12,8 @@ from torch import nn
 
 import lt_zero
 from lt_zero.config import ZeroConfig
-from lt_zero.memory.estimate import estimate_traffic, traffic_table
+from lt_zero.memory.estimate import Machine, estimate_traffic
+from lt_zero.memory.ways import fitting, least, possible, ways_table
 from lt_zero.optim import build_optimizer
 from tests.support.matrix import only_rows
 from tests.support.nodes import NodePool, Traffic
@@ -101,9 +102,31 @@ def test_a_ring_of_gpus() -> None:
 
 def test_the_way_that_sends_least_is_recommended() -> None:
     console = Console(record=True, width=120)
-    name, found = traffic_table(29.5e6, ZeroConfig.of(None), 4, 200, 3, console, ranks_per_node=2, device="cpu")
-    assert name == "stage 3"
+    options: dict[str, Any] = {"ranks_per_node": 2, "device": "cpu"}
+    found = ways_table(29.5e6, ZeroConfig.of(None), 4, 200, 3, console, step_seconds=3.0, **options)
+    assert least(found, 200)[0].startswith("least traffic: stage 3 (2 ranks of a node, then 2 nodes")
+    assert least(found, 200)[1].startswith("~ less, with other results: stage 3, ZeRO++ (")
     text = console.export_text()
-    assert f"{found.gradients / MB:.2f} MB" in text
-    assert "stage 3, topology 1" in text
-    assert "stage 3, mics_shard_size 2" in text
+    for way, traffic in found.items():
+        line = next(line for line in text.splitlines() if f"{way.name}  " in line and ("~" in line) != way.exact)
+        for cell in (f"{traffic.seconds(200):.2f}", f"{3 + traffic.seconds(200):.2f}"):
+            assert cell in line
+    names = [way.name for way in found]
+    assert names[:3] == ["stage 3", "stage 3, topology 1", "stage 3, mics_shard_size 2"]
+
+
+def test_ways_do_not_contradict_the_configuration() -> None:
+    config = ZeroConfig.of({"zero_optimization": {"stage": 2, "mics_shard_size": 2}, "optimizer": {"type": "SGD"}})
+    assert not [way.name for way in possible(config, 8, 4, "cuda") if "1bit" in way.name and way.stage > 0]
+
+
+def test_what_fits_is_recommended_by_its_traffic() -> None:
+    """Full copies in each node need more memory than shards over all of them."""
+    config = ZeroConfig.of({"bf16": {"enabled": True}})
+    options: dict[str, Any] = {"optimizer": "adam", "saves": False}
+    large = fitting(1e9, Machine(10**12, 80 * 10**9, 0, 8), config, 64, ("-", "-"), **options)
+    small = fitting(1e9, Machine(10**12, 4 * 10**9, 0, 8), config, 64, ("-", "-"), **options)
+    assert {"stage 2, mics_shard_size 8", "stage 3", "stage 0"} <= {way.name for way in large}
+    names = {way.name for way in small}
+    assert "stage 3" in names
+    assert "stage 0" not in names

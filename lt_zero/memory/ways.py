@@ -1,0 +1,150 @@
+"""The ways in which a step can be sent between nodes: what each sends, its time, and which fits into the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from lt_zero.config import ZeroConfig
+from lt_zero.config.blocks import OptimizerBlock
+from lt_zero.config.rules import contradictions
+from lt_zero.memory.estimate import Machine, Setting, Sizes, estimate, estimate_traffic, misfit, settings
+from lt_zero.memory.limits import amount
+from lt_zero.memory.traffic import Traffic
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """A stage, and what is configured beside it.
+
+    Attributes:
+        zero: keys of ``zero_optimization``.
+        blocks: other blocks -> their keys.
+        exact: results differ from those of other exact ways by the rounding of sums at most.
+    """
+
+    name: str
+    stage: int
+    zero: Mapping[str, Any] = field(default_factory=dict)
+    blocks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    exact: bool = True
+
+    def of(self, config: ZeroConfig) -> ZeroConfig:
+        """``config``, sent in this way; not validated."""
+        block = config.zero_optimization.model_copy(update={"stage": self.stage, **self.zero})
+        update: dict[str, Any] = {"zero_optimization": block}
+        for name, keys in self.blocks.items():
+            made = OptimizerBlock(**keys) if name == "optimizer" else getattr(config, name).model_copy(update=keys)
+            update[name] = made
+        return config.model_copy(update=update)
+
+
+def ways(stage: int, world: int, per_node: int, device: str) -> Iterator[Way]:
+    """What can be tried at ``stage``, exact ways first."""
+    groups = world % per_node == 0 and 1 < per_node < world
+    yield Way(f"stage {stage}", stage)
+    if device == "cpu":
+        yield Way(f"stage {stage}, topology 1", stage, {}, {"communication": {"topology": 1}})
+    if stage > 0:
+        if groups:
+            yield Way(f"stage {stage}, mics_shard_size {per_node}", stage, {"mics_shard_size": per_node})
+        codes: dict[str, Any] = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+        codes |= {"zero_hpz_partition_size": per_node} if stage == 3 and groups else {}
+        yield Way(f"stage {stage}, ZeRO++", stage, codes, exact=False)
+    for algorithm in ("2bit", "1bit"):
+        block = {"gradient_compression": {"algorithm": algorithm}}
+        yield Way(f"stage {stage}, gradient_compression {algorithm}", stage, {}, block, exact=False)
+    if stage < 2:
+        yield Way(f"stage {stage}, OneBitAdam", stage, {}, {"optimizer": {"type": "OneBitAdam"}}, exact=False)
+
+
+def possible(config: ZeroConfig, world: int, per_node: int, device: str, stage: int | None = None) -> list[Way]:
+    """The ways that do not contradict ``config``; ``stage``: only of this one."""
+    stages = range(4) if stage is None else [stage]
+    found = [way for number in stages for way in ways(number, world, per_node, device)]
+    return [way for way in found if next(contradictions(way.of(config)), None) is None]
+
+
+def ways_table(
+    model: nn.Module | Sizes | float,
+    config: ZeroConfig,
+    world: int,
+    mbit: float,
+    stage: int | None = None,
+    console: Console | None = None,
+    *,
+    step_seconds: float | None = None,
+    **options: Any,
+) -> dict[Way, Traffic]:
+    """Print what each node sends per step in every way, and how long it takes; returns it.
+
+    Args:
+        model, config, world, options: as in ``estimate_traffic``.
+        mbit: rate of a node's link, in Mbit/s.
+        stage: only this one.
+        step_seconds: of a step whose links cost nothing (in one node): shows the whole step.
+    """
+    per_node = options.get("ranks_per_node") or world
+    title = f"{world} ranks, {per_node} per node, {mbit:g} Mbit/s: sent by a node per step"
+    caption = "~ changes results (docs: Several nodes). In seconds; link: if nothing else uses it."
+    table = Table(title=title, caption=caption, caption_justify="left", box=SIMPLE_HEAD)
+    columns = ["way", "gradients", "weights", "link", *(["step"] if step_seconds is not None else [])]
+    for column in columns:
+        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
+    found: dict[Way, Traffic] = {}
+    for way in possible(config, world, per_node, options.get("device", "cuda"), stage):
+        found[way] = traffic = estimate_traffic(model, way.of(config), world, **options)
+        seconds = traffic.seconds(mbit)
+        cells = [amount(int(traffic.gradients)), amount(int(traffic.weights)), f"{seconds:.2f}"]
+        cells += [f"{step_seconds + seconds:.2f}"] if step_seconds is not None else []
+        table.add_row(f"{'' if way.exact else '~ '}{way.name}", *cells)
+    (console or Console(highlight=False)).print(table)
+    return found
+
+
+def least(found: Mapping[Way, Traffic], mbit: float) -> list[str]:
+    """Lines that recommend the exact way that sends least, and one that changes results if it sends less still."""
+    exact = min((way for way in found if way.exact), key=lambda way: found[way].total)
+    lines = [f"least traffic: {exact.name} ({found[exact].topology})"]
+    any_way = min(found, key=lambda way: found[way].total)
+    if found[any_way].total < found[exact].total:
+        seconds = found[any_way].seconds(mbit), found[exact].seconds(mbit)
+        lines.append(f"~ less, with other results: {any_way.name} ({seconds[0]:.2f} instead of {seconds[1]:.2f} s)")
+    return lines
+
+
+def fitting(
+    model: nn.Module | Sizes | float,
+    machine: Machine,
+    config: ZeroConfig,
+    world: int,
+    places: tuple[str, str],
+    *,
+    device: str = "cuda",
+    **options: Any,
+) -> dict[Way, tuple[Setting, Traffic]]:
+    """The exact ways that fit into a machine's memory, in the first setting of the ladder in which they do.
+
+    Args:
+        places: device of ``offload_optimizer`` and of ``offload_param``, as ``cheapest`` found them: what is kept
+            elsewhere costs more time than any way between nodes saves, so only these are tried.
+        model, machine, config, world, device, options: as in ``cheapest``.
+    """
+    sent = {key: value for key, value in options.items() if key in ("precision", "accumulate_grad_batches")}
+    found: dict[Way, tuple[Setting, Traffic]] = {}
+    for setting in settings(device):
+        for way in possible(config, world, machine.ranks, device, setting.stage) if setting.places == places else ():
+            if not way.exact or any(way.name == other.name for other in found):
+                continue
+            chosen = way.of(setting.of(config))
+            cast = estimate(model, chosen, world, ranks_per_node=machine.ranks, device=device, **options)
+            if not misfit(cast, machine):
+                traffic = estimate_traffic(model, chosen, world, ranks_per_node=machine.ranks, device=device, **sent)
+                found[way] = setting, traffic
+    return found
