@@ -429,10 +429,11 @@ class Bucket:
     @torch.no_grad()
     def write(self, index: int, value: Tensor) -> None:
         """Set parameter ``index`` to ``value`` (full shape, the same on every rank) in every copy this rank holds."""
+        if self.resident and self._rounded:
+            self.gather(exact=True)  # all of them: shown values are compared with master weights
         self.comm.before_write()
         self._weights_change()
         if self.resident:
-            self.gather(exact=True)  # the other parameters, too: values are compared with master weights
             value = whole(value)
             self.param_views[index].copy_(value)
         for piece in self.pieces_of(index):

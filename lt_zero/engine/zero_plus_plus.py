@@ -125,10 +125,12 @@ def use_zero_plus_plus(config: ZeroConfig, buckets: Iterable[Bucket], comm: Comm
     reduces = zero.zero_quantized_gradients and zero.stage > 0 and comm.use_quantized_sums(GRADIENTS, GRADIENTS_INSIDE)
     frozen_only, secondary = zero.zero_quantized_nontrainable_weights, comm.secondary_shards
     for bucket in buckets:
-        if reduces and bucket.sharding.optim:
+        sharding, codes = bucket.sharding, bucket.dtype != torch.float64 and not comm.alone  # no codec is for 64 bits
+        quantizes = codes and zero.zero_quantized_weights
+        if codes and reduces and sharding.optim:
             bucket.grads.feedback = QuantizedGradients(bucket)
-        if zero.zero_quantized_weights and zero.stage < 3 and bucket.sharding.optim and not comm.alone:
+        if quantizes and sharding.optim and zero.stage < 3:
             bucket.weights.codec = WEIGHTS
             bucket.use(bucket.memory, bucket.memory)  # master weights cannot be a slice of what is rounded
-        if bucket.sharding.params and not comm.alone and (zero.zero_quantized_weights or frozen_only or secondary > 1):
-            bucket.route = ShortRoute(bucket, zero.zero_quantized_weights, frozen_only, secondary)
+        if sharding.params and (quantizes or (codes and frozen_only) or secondary > 1):
+            bucket.route = ShortRoute(bucket, quantizes, codes and frozen_only, secondary)

@@ -37,6 +37,15 @@ def test_second_copies_change_nothing(pool: Pool, optimizer: str, release: bool,
     pool.run(4, _exact, 3, optimizer, zero, micro, env={"LT_ZERO_SHARED_MEMORY": shared})
 
 
+def _wide(stage: int) -> None:
+    check(Case(lambda: Net().double(), next_token_loss, stage, zero=QWZ | HPZ | QGZ))
+
+
+def test_64_bits_are_sent_as_they_are(pool: Pool) -> None:
+    for stage in (2, 3):
+        pool.run(2, _wide, stage)
+
+
 def _changed_by_hand() -> None:
     torch.manual_seed(0)
     model = Net()
