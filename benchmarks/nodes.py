@@ -2,6 +2,7 @@
 
     python benchmarks/nodes.py                      # benchmarks/results/nodes.md; as root, with iproute2
     python benchmarks/nodes.py --quick --peers "DDP; lt_zero stage 2"
+    python benchmarks/nodes.py --rates 1000 --slow 1:50   # at each rate once more with node 1 sending 50 Mbit/s
 
 Each round takes the peers in turn. Their four processes are forked from four that have imported everything; the
 model is built and warmed up on unlimited links, then the links are shaped to each rate and a few steps are measured,
@@ -215,11 +216,28 @@ def worker(descriptor: int) -> None:
 # ---- the coordinator -----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Links:
+    """What nodes may send, in Mbit/s: all ``rate``, but node ``slow`` its ``slow_rate``."""
+
+    rate: int
+    slow: int | None = None
+    slow_rate: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.rate} Mbit/s" + ("" if self.slow is None else f", node {self.slow} at {self.slow_rate}")
+
+    @property
+    def steps(self) -> int:
+        """How many are measured in a round."""
+        return max(1, (self.rate if self.slow is None else self.slow_rate) // 1000)
+
+
 @dataclass
 class Result:
     """What one peer measured."""
 
-    seconds: dict[int, list[float]] = field(default_factory=dict)  # rate -> seconds per step on the slowest rank
+    seconds: dict[Links, list[float]] = field(default_factory=dict)  # seconds per step on the slowest rank
     sent: list[float] = field(default_factory=list)  # bytes per step of the node that sent most
     loss: float = float("nan")
     error: str = ""
@@ -253,10 +271,12 @@ class Bed:
             self.start()
         self.shape(None)
         self.ask((peer, args.depth, args.width, str(self._folder / f"{next(self._numbers)}.store")))
-        for rate in args.rates:
-            self.shape(rate)
-            answers = self.ask(steps_at(rate))
-            result.seconds.setdefault(rate, []).append(max(answer["seconds"] for answer in answers))
+        for links in args.links:
+            self.shape(links.rate)
+            if links.slow is not None:
+                self.nodes.set_rate(links.slow, links.slow_rate)
+            answers = self.ask(links.steps)
+            result.seconds.setdefault(links, []).append(max(answer["seconds"] for answer in answers))
             result.sent.append(max(answer["sent"] for answer in answers))
             result.loss = answers[0]["loss"]
         self.ask(0)
@@ -265,10 +285,6 @@ class Bed:
         for worker in self._workers:
             worker.stop()
         self._workers.clear()
-
-
-def steps_at(rate: int) -> int:
-    return max(1, rate // 1000)
 
 
 def run(peers: list[str], args: argparse.Namespace) -> dict[str, Result]:
@@ -290,19 +306,19 @@ def run(peers: list[str], args: argparse.Namespace) -> dict[str, Result]:
     return results
 
 
-def table(results: dict[str, Result], rates: list[int]) -> list[str]:
+def table(results: dict[str, Result], every: list[Links]) -> list[str]:
     """Rows of Markdown: medians over rounds, and in brackets the median ratio to the first peer that did not fail."""
     reference = next((result for result in results.values() if not result.error), None)
-    header = ["peer", "MB per node and step", *(f"s per step at {rate} Mbit/s" for rate in rates), "last loss"]
+    header = ["peer", "MB per node and step", *(f"s per step at {links}" for links in every), "last loss"]
     rows = [header, ["---"] * len(header)]
     for peer, result in results.items():
         if result.error or reference is None:
             rows.append([peer, "failed", *[""] * (len(header) - 2)])
             continue
         cells = []
-        for rate in rates:
-            times = result.seconds[rate]
-            ratio = median(mine / theirs for mine, theirs in zip(times, reference.seconds[rate], strict=True))
+        for links in every:
+            times = result.seconds[links]
+            ratio = median(mine / theirs for mine, theirs in zip(times, reference.seconds[links], strict=True))
             cells.append(f"{median(times):.2f} ({ratio:.2f})")
         rows.append([peer, f"{median(result.sent) / 1e6:.1f}", *cells, f"{result.loss:.4f}"])
     return ["| " + " | ".join(row) + " |" for row in rows]
@@ -312,17 +328,17 @@ def report(results: dict[str, Result], args: argparse.Namespace) -> str:
     numel = sum(parameter.numel() for parameter in GPT(args.depth, args.width).parameters())
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")
-    steps = ", ".join(f"{steps_at(rate)} at {rate}" for rate in args.rates)
+    steps = "; ".join(f"{links.steps} at {links}" for links in args.links)
     heading = f"# nodes: a GPT of {numel / 1e6:.1f}M parameters in fp32 on {NODES} nodes of {PER_NODE} ranks\n"
     setting = (
         f"{date.today()}, {versions('cpu')}, {cpu}, load {os.getloadavg()[1]:.1f} at the end;"
-        f" medians of {args.rounds} rounds (steps in each: {steps} Mbit/s), in brackets the"
+        f" medians of {args.rounds} rounds (steps in each: {steps}), in brackets the"
         " ratio to the first row within a round; gradients are"
         f" {4 * numel / 1e6:.0f} MB\n"
     )
     failed = [f"\n{peer} failed: {result.error}" for peer, result in results.items() if result.error]
     command = f"`python benchmarks/nodes.py {' '.join(sys.argv[1:])}".rstrip() + "`\n"
-    return "\n".join([heading, setting, command, *table(results, args.rates), *failed]) + "\n"
+    return "\n".join([heading, setting, command, *table(results, args.links), *failed]) + "\n"
 
 
 def parse() -> argparse.Namespace:
@@ -332,15 +348,21 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--rates", default=",".join(map(str, RATES)), help="in Mbit/s, comma-separated; default %(default)s"
     )
+    parser.add_argument("--slow", metavar="NODE:MBIT", help="measure also with a node that sends less, at each rate")
     parser.add_argument("--peers", help=f"separated by semicolons; default: {'; '.join(PEERS)}")
     parser.add_argument("--quick", action="store_true", help="a small model, one round, the first rate")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results" / "nodes.md", help="default %(default)s"
     )
     args = parser.parse_args()
-    args.rates = [int(rate) for rate in args.rates.split(",")]
+    args.links = [Links(int(rate)) for rate in args.rates.split(",")]
     if args.quick:
-        args.rounds, args.depth, args.width, args.rates = 1, 2, 64, args.rates[:1]
+        args.rounds, args.depth, args.width, args.links = 1, 2, 64, args.links[:1]
+    if args.slow:
+        node, mbit = map(int, args.slow.split(":"))
+        if not 0 <= node < NODES:
+            parser.error(f"--slow {args.slow}: there is no node {node}; nodes are 0 to {NODES - 1}")
+        args.links = [each for links in args.links for each in (links, Links(links.rate, node, mbit))]
     args.peers = [name.strip() for name in args.peers.split(";")] if args.peers else [*PEERS]
     if unknown := [name for name in args.peers if name not in PEERS]:
         parser.error(f"there is no peer {unknown[0]!r}; there are {'; '.join(PEERS)}")

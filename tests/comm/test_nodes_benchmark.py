@@ -59,8 +59,9 @@ def test_bytes_between_nodes(measured: Measured) -> None:
 
 
 def test_command_writes_a_table(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/nodes.py", "--quick", "--peers", "DDP; lt_zero stage 2"]
+    command = [sys.executable, "benchmarks/nodes.py", "--quick", "--slow", "1:500", "--peers", "DDP; lt_zero stage 2"]
     subprocess.run([*command, "--out", str(tmp_path / "nodes.md")], cwd=ROOT, check=True)
     text = (tmp_path / "nodes.md").read_text()
-    assert re.search(r"^\| DDP \| \d+\.\d \| \d+\.\d\d \(1\.00\) \| \d\.\d{4} \|$", text, re.MULTILINE), text
+    assert re.search(r"^\| DDP \| \d+\.\d (\| \d+\.\d\d \(1\.00\) ){2}\| \d\.\d{4} \|$", text, re.MULTILINE), text
+    assert "s per step at 2000 Mbit/s, node 1 at 500 |" in text
     assert re.search(r"^\| lt_zero stage 2 \| \d+\.\d \| \d+\.\d\d \(", text, re.MULTILINE), text
