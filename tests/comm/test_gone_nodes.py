@@ -6,10 +6,13 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ import torch.distributed as dist
 from simulated_nodes import SimulatedNodes
 
 import lt_zero
-from lt_zero.comm import process_groups
+from lt_zero.comm import hang_detection, process_groups
 from lt_zero.comm.communicator import Comm
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of
@@ -66,6 +69,27 @@ def test_the_host_of_ended_ranks_is_named(pool: Pool) -> None:
     assert third.startswith("Rank 0 (on host a) ended")
     alone, *_ = pool.run(3, causes, ["a", "a", "a"])
     assert alone.startswith("Ranks 1, 2 ended without")
+
+
+def pauses_after_an_end() -> list[bool]:
+    """Find that rank 2 has ended; per pause after that, whether the cause was posted before it."""
+    detector = Comm.for_world(torch.device("cpu"))._hang_detector
+    assert detector is not None
+    detector.ended = lambda: [2]  # type: ignore[method-assign]
+    pauses: list[bool] = []
+
+    def sleep(seconds: float) -> None:
+        if threading.current_thread() is threading.main_thread():
+            pauses.append(detector._posted)
+
+    own = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+    with mock.patch.object(hang_detection, "time", own):
+        assert detector.explain_end() is not None
+    return pauses
+
+
+def test_the_rank_that_serves_the_store_lets_the_others_read_the_cause(pool: Pool) -> None:
+    assert pool.run(3, pauses_after_an_end) == [[True], [], []]
 
 
 def train(stage: int, started: str, patience: int) -> None:
