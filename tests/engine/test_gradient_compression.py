@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from lt_zero.config.precision import dtype_policy, resolve_mode
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.gradient_compression import verdict
 from lt_zero.step.loss_scale import LossScaleController
-from tests.support.matrix import cover, only
+from tests.support.matrix import cover, only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.parity import config_of, full_grads, full_values
 from tests.support.pool import Pool
@@ -104,7 +105,7 @@ def _gradients(stage: int, block: Block) -> tuple[dict[str, Any], list[str]]:
     return {name: value.numpy() for name, value in full_grads(engine).items()}, names
 
 
-@pytest.mark.parametrize("stage", only([0, 3], [0, 1, 2, 3]))
+@pytest.mark.parametrize("stage", only([3], [0, 1, 2, 3]))
 def test_excluded_gradients_are_exact(pool: Pool, stage: int) -> None:
     want, _ = pool.run(2, _gradients, stage, NONE)[0]
     for block, norms in ((BLOCKS["1bit"], True), ({**BLOCKS["2bit"], "exclude": "blocks.*"}, False)):
@@ -171,7 +172,9 @@ def _skipped(stage: int, name: str) -> None:
     assert not all(torch.equal(now, then) for now, then in changed)
 
 
-@pytest.mark.parametrize(("stage", "name"), cover([0, 2, 3], ["1bit", "topk"]))
+@pytest.mark.parametrize(
+    ("stage", "name"), only_rows([(0, "1bit"), (3, "topk")], itertools.product([0, 2, 3], ["1bit", "topk"]))
+)
 def test_skipped_steps_leave_residuals_alone(pool: Pool, stage: int, name: str) -> None:
     pool.run(2, _skipped, stage, name)
 
