@@ -71,8 +71,8 @@ def choose(wanted: str | int, mesh: Mesh, nodes: list[list[int]], transport: str
         raise ConfigError([Problem(KEY, text)])
     if wanted == "auto" and transport == "windows":
         return Topology((), "all ranks share memory")
-    if wanted == "auto" and 1 < len(nodes) == mesh.world and mesh.shards > 1:
-        return Topology((mesh.shards,), "each node has one rank: they exchange pieces directly")
+    if wanted == "auto" and (problem or 1 < len(nodes) == mesh.world) and mesh.shards > 1 and not _inside(mesh, nodes):
+        return Topology((mesh.shards,), f"{needless or problem}: all ranks exchange pieces directly")
     if wanted == 1 or needless or problem:
         return Topology((), needless or (problem if wanted == "auto" else "as configured"))
     sizes = (len(nodes[0]), mesh.shards // len(nodes[0]))
@@ -85,7 +85,11 @@ def _needs_no_nodes(mesh: Mesh, nodes: list[list[int]]) -> str:
         return "there is one node"
     if len(nodes) == mesh.world:
         return "each node has one rank"
-    return "shard groups are inside nodes" if mesh.shards <= min(map(len, nodes)) else ""
+    return "shard groups are inside nodes" if _inside(mesh, nodes) else ""
+
+
+def _inside(mesh: Mesh, nodes: list[list[int]]) -> bool:
+    return mesh.shards <= min(map(len, nodes))
 
 
 def _cannot_use_nodes(mesh: Mesh, nodes: list[list[int]]) -> str:

@@ -165,7 +165,8 @@ class _Links:
             nbytes /= len(lines_of[0])  # what a rank has after the dimensions that follow, in gathers the earlier ones
             for ranks in lines_of:
                 nodes = tuple(self._node_of[rank] for rank in ranks)
-                sent += nbytes * sum(_broadcast(nodes, root) for root in range(len(ranks)))
+                pairs = sum(one != other for one in nodes for other in nodes)  # of ranks that send to each other
+                sent += nbytes * (pairs if self._dimensions else sum(_broadcast(nodes, n) for n in range(len(ranks))))
         return sent / self._count
 
 
