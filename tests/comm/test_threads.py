@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -317,3 +318,19 @@ def test_all_ranks_destroy_groups_in_the_same_order(pool: Pool) -> None:
     first, second = pool.run(2, _order_of_ends)
     assert first == second
     assert len(first) == 6
+
+
+def _shard_and_count() -> int:
+    with mock.patch.dict(os.environ, {"LT_ZERO_SHARED_MEMORY": "0"}):
+        lt_zero.shard(torch.nn.Linear(4, 4), {"zero_optimization": {"stage": 2}})
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_groups_end_with_their_default_group(pool: Pool) -> None:
+    """The default group of each task is another one."""
+    for world in (3, 2):
+        pool.run(world, _shard_and_count)
+    before = pool.run(3, _shard_and_count)
+    for world in (2, 3, 2):
+        pool.run(world, _shard_and_count)
+    assert pool.run(3, _shard_and_count) == before
