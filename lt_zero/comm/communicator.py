@@ -207,7 +207,8 @@ class Comm(ProcessLocal):
         )
         if self.topology.sizes:
             make, node = partial(self._new_group, backend), next(n for n in self.nodes if self.rank in n)
-            arenas = [self._share_memory(node) for _ in range(3)] if self.topology.sizes[0] == len(node) else []
+            nested = whole_nodes(self.nodes) == self.topology.sizes[0]  # the same on all ranks
+            arenas = [self._share_memory(node) for _ in range(3)] if nested else []
             shared = [arena for arena in arenas if arena is not None]
             self._transport = Hierarchy(*common, self._watch, self.topology.sizes, make, shared)
         elif self._arena is not None:

@@ -429,6 +429,8 @@ class Bucket:
     @torch.no_grad()
     def write(self, index: int, value: Tensor) -> None:
         """Set parameter ``index`` to ``value`` (full shape, the same on every rank) in every copy this rank holds."""
+        if self.state is State.GATHERING:  # prefetched, and not used: the old values would arrive
+            self.release()
         if self.resident and self._rounded:
             self.gather(exact=True)  # all of them: shown values are compared with master weights
         self.comm.before_write()
@@ -438,8 +440,10 @@ class Bucket:
             self.param_views[index].copy_(value)
         for piece in self.pieces_of(index):
             row = elements_of(value, piece.lo, piece.hi)
-            self.weights.writable_values()[piece.offset : piece.offset + piece.numel].copy_(row)
+            rows = slice(piece.offset, piece.offset + piece.numel)
+            self.weights.writable_values()[rows].copy_(row)
             self.weights.follow_edit()
+            self.weights.note_shown(rows)
         self.comm.after_write()
 
     @torch.no_grad()

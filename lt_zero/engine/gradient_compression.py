@@ -110,10 +110,6 @@ class ErrorFeedback:
         """Begin at zero, without the loss scale."""
         self.residuals, self.scale, self._kept, self._kept_at = None, 1.0, [], -1
 
-    def forget_copies(self) -> None:
-        """After residuals were loaded."""
-        self._kept_at = -1
-
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self._tensors(), *self._kept))

@@ -53,6 +53,9 @@ class Weights:
     copy: Store = NO_COPY
     written: bool = False  # the running step has written the compute copy already
     codec: Codec | None = None  # updates of weights that are not sharded are gathered encoded (zero_plus_plus.py)
+    # With a codec, after edits: ``shard`` then. An edit changes its block's scale, and with it what is decoded of the
+    # other elements, so these would be taken for edited, too. None: ``shard`` is what is decoded of the weights.
+    shown: Tensor | None = None
 
     def use(self, optim: Place, params: Place) -> None:
         """Keep master weights in ``optim``, and what gathers read in ``params``."""
@@ -168,7 +171,7 @@ class Weights:
         """Copy the master or frozen weights, which are in memory, to the compute copy."""
         self.background.wait()
         self.copy.refresh(self._kept, self.written, self.gaps)
-        self.written = True
+        self.written, self.shown = True, None
 
     def follow_edit(self) -> None:
         """After an edit of ``writable_values()``: update what gathers read, and write streamed stores."""
@@ -189,7 +192,9 @@ class Weights:
         shown = self.shard.to(kept.device)
         edited = kept.to(shown.dtype) != shown
         if self.codec is not None:
-            edited &= self.codec.decoded(kept.to(shown.dtype)) != shown
+            before = self.codec.decoded(kept.to(shown.dtype)) if self.shown is None else self.shown.to(shown.device)
+            edited &= before != shown
+            self.note_shown()
         if not self._optim.offloads:
             self.writable_values().copy_(torch.where(edited, shown.to(kept.dtype), kept))  # does not wait for the GPU
             self.follow_edit()
@@ -199,6 +204,15 @@ class Weights:
             self.follow_edit()
         else:
             put_away(self.stores())
+
+    def note_shown(self, rows: slice = slice(None)) -> None:
+        """After an edit of these elements: remember the compute copy until the next step."""
+        if self.codec is None:
+            return
+        if self.shown is None:
+            self.shown = self.shard.clone()
+        else:
+            self.shown[rows].copy_(self.shard[rows])
 
 
 class Feedback(Protocol):

@@ -137,6 +137,19 @@ def _replicas(stage: int) -> None:
     assert engine.comm.mesh.replica == dist.get_rank() // 4
 
 
+def _on_nodes(numbers: Sequence[int], sizes: Sequence[int]) -> None:
+    """The ranks of a node share memory, and the dimensions of the torus are not nodes."""
+    with mock.patch.dict(os.environ, {"LT_ZERO_NODE_RANK": str(numbers[dist.get_rank()])}):
+        engine = check(Case(Net, next_token_loss, 2, "sgd", steps=1, communication={"topology": 3}))
+    assert engine.comm.topology.sizes == sizes
+
+
+@pytest.mark.parametrize("numbers", [(0, 0, 1, 2), (0, 1, 0, 1)])
+def test_a_torus_across_nodes(pool: Pool, numbers: Sequence[int]) -> None:
+    """Unequal nodes, and nodes whose ranks are not neighbours."""
+    pool.run(4, _on_nodes, numbers, (2, 1, 2))
+
+
 def _failing() -> str:
     with _as_two_nodes():
         engine = lt_zero.shard(Net(), config_of(2))

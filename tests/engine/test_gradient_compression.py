@@ -13,6 +13,7 @@ from torch import Tensor
 
 import lt_zero
 from lt_zero import ConfigError, ZeroConfig
+from lt_zero.checkpoint.native.residuals import load_residuals, residual_state
 from lt_zero.comm.compression import Costs
 from lt_zero.config.precision import dtype_policy, resolve_mode
 from lt_zero.engine.engine import Engine
@@ -180,6 +181,43 @@ def test_skipped_steps_leave_residuals_alone(pool: Pool, stage: int, name: str) 
 
 
 # ---- one rank, errors, the verdict ---------------------------------------------------------------------------------
+
+
+def _loaded_within(stage: int) -> None:
+    """A checkpoint of the warm-up, then one of another number of ranks, are loaded into a run that has residuals."""
+    torch.manual_seed(0)
+    model = Net()
+    engine = lt_zero.shard(model, config_of(stage, gradient_compression=BLOCKS["2bit"]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    lt_zero.ShardedOptimizer(engine, optimizer)
+
+    def step() -> dict[str, Any]:
+        optimizer.zero_grad()
+        next_token_loss(model, 0, 0, dist.get_rank()).backward()
+        optimizer.step()
+        state = residual_state(engine, sharded=False)
+        assert state is not None
+        return state
+
+    state = step()
+    step()
+    assert any(rows.any() for rows in _residuals(engine))
+    load_residuals(engine, {"steps": 0, "units": {}, "worker": {}, "server": {}})
+    assert not any(rows.any() for rows in _residuals(engine))
+    step()
+    wanted = [sum(float(rows.sum()) for kind in ("worker", "server") for rows in state[kind].values())]
+    other = {key: {n: torch.cat([v, 0 * v[:1]]) for n, v in state[key].items()} for key in ("worker",)}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (state | other, wanted[0]))
+    load_residuals(engine, every[0][0])
+    owed = torch.tensor(sum(float(rows.sum()) for rows in _residuals(engine)))
+    dist.all_reduce(owed)
+    assert owed.item() == pytest.approx(every[0][1], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_checkpoint_replaces_the_residuals_of_the_run(pool: Pool, stage: int) -> None:
+    pool.run(2, _loaded_within, stage)
 
 
 def test_a_single_rank_compresses_nothing() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import ConfigError
+from lt_zero.engine.bucket import State
 from lt_zero.engine.zero_plus_plus import GRADIENTS, GRADIENTS_INSIDE, WEIGHTS
 from tests.support.matrix import cover, only, only_rows
 from tests.support.models import Net, next_token_loss
@@ -61,6 +62,72 @@ def _changed_by_hand() -> None:
 
 def test_edits_reach_the_second_copies(pool: Pool) -> None:
     pool.run(2, _changed_by_hand)
+
+
+def _edited_twice(how: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    engine = lt_zero.shard(model, config_of(2, QWZ))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    lt_zero.ShardedOptimizer(engine, optimizer)
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    engine.finish_steps()
+    wanted = {name: value.clone() for name, value in full_values(engine).items()}
+    for place in (0, 1000):  # the first changes the scale of its block
+        if how == "load":
+            wanted["bias"][place % 64] = 3.0
+            model.load_state_dict({"bias": wanted["bias"]}, strict=False)
+        with lt_zero.gathered(model.weight, write=True), torch.no_grad():
+            model.weight.view(-1)[place] = wanted["weight"].view(-1)[place] = 3.0
+    for name, value in full_values(engine).items():
+        torch.testing.assert_close(value, wanted[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("how", ["gathered", "load"])
+def test_edits_of_rounded_weights_leave_the_others_exact(pool: Pool, how: str) -> None:
+    pool.run(2, _edited_twice, how)
+
+
+class _Short(nn.Module):
+    """Leaves out its last layer at times."""
+
+    short = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in list(self.layers)[: 2 if self.short else 3]:
+            x = layer(x)
+        return x
+
+
+@torch.no_grad()
+def _written_under_way(zero: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, x = _Short(), torch.ones(2, 16)
+    engine = lt_zero.shard(model, config_of(3, zero))
+    plain = copy.deepcopy({name: value.clone() for name, value in full_values(engine).items()})
+    reference = _Short()
+    for factor in (0.5, 2.0):  # the second time the second copy is filled by the gather that is under way
+        model(x)
+        for bucket in engine.buckets:
+            bucket.release()
+        model.short = True
+        model(x)
+        model.short = False
+        assert any(bucket.state is State.GATHERING for bucket in engine.buckets)
+        plain = {name: value * factor for name, value in plain.items()}
+        model.load_state_dict(plain)
+        reference.load_state_dict(plain)
+        torch.testing.assert_close(model(x), reference(x))
+
+
+@pytest.mark.parametrize("zero", [{}, HPZ])
+def test_weights_that_are_written_while_they_are_gathered(pool: Pool, zero: dict[str, Any]) -> None:
+    pool.run(2, _written_under_way, zero, env={"LT_ZERO_SHARED_MEMORY": "0"})
 
 
 def _model() -> nn.Sequential:

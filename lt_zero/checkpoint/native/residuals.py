@@ -96,7 +96,7 @@ def load_residuals(engine: Engine, state: Mapping[str, Any]) -> None:
         return
     compression.steps = int(state["steps"])
     for bucket, feedback in compression.of_bucket.items():
-        feedback.forget_copies()
+        feedback.reset()  # residuals of the run so far are not owed to the weights of the checkpoint
         for index, span in enumerate(bucket.layout.spans):
             if span.name in worker:
                 factor = state["units"][span.name] / _unit(bucket, feedback)
