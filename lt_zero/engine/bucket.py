@@ -426,6 +426,17 @@ class Bucket:
             return self.comm.all_gather_encoded(self.flat, self.name, self.weights.codec)
         return self.comm.all_gather(self.flat, self.name, self.flat)
 
+    def round_as_steps_do(self) -> None:
+        """After the weights of a trained model were loaded: go on with the compute copy that its last step left.
+
+        Collective.
+        """
+        self.wait_background_step()
+        if self.weights.codec is not None and (gather := self.launch_publish()) is not None:
+            gather.wait()
+            self.weights.shown = None
+            self.edits.note()
+
     @torch.no_grad()
     def write(self, index: int, value: Tensor) -> None:
         """Set parameter ``index`` to ``value`` (full shape, the same on every rank) in every copy this rank holds."""

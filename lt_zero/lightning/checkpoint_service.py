@@ -336,6 +336,8 @@ class CheckpointService:
         if RESIDUALS in checkpoint:
             with run.agree("restoring residuals of gradient_compression", CheckpointError):
                 load_residuals(run.engine, checkpoint[RESIDUALS])
+        for bucket in run.engine.buckets if checkpoint.get("global_step") else ():
+            bucket.round_as_steps_do()
         total = sum(len(group["params"]) for state in states for group in state.get("param_groups", []))
         agreed = run.agree("loading optimizer states", CheckpointError)
         with agreed, progress_bar("Loading optimizer states", total, rank=comm.rank) as work:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import ConfigError
 from lt_zero.engine.bucket import State
 from lt_zero.engine.zero_plus_plus import GRADIENTS, GRADIENTS_INSIDE, WEIGHTS
+from tests.support.checkpoint_tools import copied, resume, same, train
 from tests.support.matrix import cover, only, only_rows
 from tests.support.models import Net, next_token_loss
 from tests.support.nodes import NodePool, Traffic
@@ -87,6 +90,18 @@ def _edited_twice(how: str) -> None:
 @pytest.mark.parametrize("how", ["gathered", "load"])
 def test_edits_of_rounded_weights_leave_the_others_exact(pool: Pool, how: str) -> None:
     pool.run(2, _edited_twice, how)
+
+
+def _resumed(folder: str) -> None:
+    saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    whole = train(2, callbacks=[saves], max_steps=4, enable_checkpointing=True, zero=QWZ)
+    _, again = resume(f"{folder}/step=2.ckpt", 2, steps=4, zero=QWZ)
+    wanted, got = (copied(trainer.strategy.full_state_dict()) for trainer in (whole, again))  # type: ignore[attr-defined]
+    same(got, wanted)
+
+
+def test_rounded_updates_resume_exactly(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _resumed, str(tmp_path))
 
 
 class _Short(nn.Module):
