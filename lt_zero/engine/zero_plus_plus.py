@@ -59,7 +59,7 @@ class ShortRoute:
     def launch(self) -> Waits:
         """Start filling the bucket's flat tensor."""
         bucket, flat = self._bucket, self._bucket.flat
-        if self._valid:
+        if self._serves:
             assert self._kept is not None
             assert self._mine is not None
             flat[self._mine].copy_(self._kept)
@@ -91,8 +91,13 @@ class ShortRoute:
         return WEIGHTS.decoded(shard)
 
     @property
+    def _serves(self) -> bool:
+        """Whether the second copy is what gathers from the owners would give."""
+        return self._valid and not (self._rounded and self.codec is None)  # parameters were unfrozen
+
+    @property
     def exact(self) -> bool:
-        return not self._rounded if self._valid else self.codec is None
+        return not self._rounded if self._serves else self.codec is None
 
     @property
     def nbytes(self) -> int:

@@ -104,6 +104,25 @@ def test_rounded_updates_resume_exactly(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _resumed, str(tmp_path))
 
 
+def _unfrozen() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 64, bias=False).requires_grad_(False)
+    exact, saw = layer.weight.detach().clone(), []
+    model = nn.Sequential(layer)
+    lt_zero.shard(model, config_of(3, HPZ | RELEASE | {"zero_quantized_nontrainable_weights": True}))
+    layer.register_forward_hook(lambda module, *_: saw.append(module.weight.detach().clone()))
+    with torch.no_grad():
+        model(torch.ones(1, 64))
+    model.requires_grad_(True)
+    model(torch.ones(1, 64)).sum().backward()
+    assert not torch.equal(saw[0], exact)
+    torch.testing.assert_close(saw[1], exact, rtol=0, atol=0)
+
+
+def test_unfrozen_weights_are_not_rounded(pool: Pool) -> None:
+    pool.run(2, _unfrozen)
+
+
 class _Short(nn.Module):
     """Leaves out its last layer at times."""
 
