@@ -80,7 +80,8 @@ class ShortRoute:
             return
         mine, self._keeps, self._valid = self._bucket.flat[self._mine], False, True
         if self._kept is None:
-            self._kept = torch.empty_like(mine)
+            with torch.inference_mode(False):  # a validation may release what it has not used
+                self._kept = torch.empty_like(mine)
         self._kept.copy_(mine)
 
     def weights_changed(self) -> None:
