@@ -333,9 +333,8 @@ class CheckpointService:
                 self._data.load(checkpoint[POSITION], comm.rank)
         if not states and (how.load_module_only or not how.load_optimizer_states):
             return
-        if RESIDUALS in checkpoint:
-            with run.agree("restoring residuals of gradient_compression", CheckpointError):
-                load_residuals(run.engine, checkpoint[RESIDUALS])
+        with run.agree("restoring residuals of gradient_compression", CheckpointError):
+            load_residuals(run.engine, checkpoint.get(RESIDUALS))
         for bucket in run.engine.buckets if checkpoint.get("global_step") else ():
             bucket.round_as_steps_do()
         total = sum(len(group["params"]) for state in states for group in state.get("param_groups", []))

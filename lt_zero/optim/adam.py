@@ -53,10 +53,7 @@ class UncorrectedAdam(Adam):
         Raises:
             RuntimeError: a gradient is sparse.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if any(p.grad.is_sparse for p in parameters):
@@ -104,3 +101,27 @@ def step_adam(
         maximize=group.get("maximize", False),
         decoupled_weight_decay=decoupled,
     )
+
+
+# ---- what optimizers have in common ----------------------------------------------------------------------------------
+
+
+def run_closure(closure: Callable[[], Any] | None) -> Any:
+    """What the ``closure`` of a step returns; it computes gradients."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def check_betas(betas: tuple[float, float]) -> None:
+    """Raise ValueError if ``betas`` are no decay rates."""
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas={betas}: write two numbers of at least 0 and below 1.")
+
+
+def check_least(least: float, **numbers: float) -> None:
+    """Raise ValueError if one of ``numbers`` is below ``least``, or NaN."""
+    for name, value in numbers.items():
+        if not value >= least:
+            raise ValueError(f"{name}={value}: write a number of at least {least}.")

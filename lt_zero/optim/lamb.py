@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lt_zero.optim.adam import check_betas, run_closure
+
 FullNorms = Callable[[list[Tensor], Tensor], Tensor]
 
 
@@ -67,8 +69,7 @@ class Lamb(Optimizer):
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay), ("min_coeff", min_coeff)):
             if not value >= 0:
                 raise ValueError(f"{name}={value}: write a number of at least 0.")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas={betas}: write two numbers of at least 0 and below 1.")
+        check_betas(betas)
         if not max_coeff >= min_coeff:
             raise ValueError(f"max_coeff={max_coeff}: write a number of at least min_coeff={min_coeff}.")
         defaults = {
@@ -97,10 +98,7 @@ class Lamb(Optimizer):
         Raises:
             RuntimeError: a gradient is sparse or complex.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         stepped = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         rows = [self._update_moments(p, p.grad, group) for p, group in stepped]
         device = rows[0].device if rows else torch.device("cpu")

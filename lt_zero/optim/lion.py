@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lt_zero.optim.adam import check_betas, run_closure
+
 
 class Lion(Optimizer):
     """Algorithm 2 of the paper, with decoupled weight decay. It is element-wise, so shards step as full tensors do.
@@ -38,8 +40,7 @@ class Lion(Optimizer):
     ) -> None:
         if not lr >= 0:
             raise ValueError(f"lr={lr}: write a number of at least 0.")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas={betas}: write two numbers of at least 0 and below 1.")
+        check_betas(betas)
         if not weight_decay >= 0:
             raise ValueError(f"weight_decay={weight_decay}: write a number of at least 0.")
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
@@ -51,10 +52,7 @@ class Lion(Optimizer):
         Raises:
             RuntimeError: a gradient is sparse.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

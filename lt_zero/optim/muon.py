@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lt_zero.optim.adam import step_adam
+from lt_zero.optim.adam import run_closure, step_adam
 
 NS_METHODS = ("gram", "standard")
 RATES = ("original", "match_rms_adamw")
@@ -119,10 +119,7 @@ class Muon(Optimizer):
         Raises:
             RuntimeError: a gradient is sparse.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if any(p.grad.is_sparse for p in parameters):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lt_zero.optim.adam import check_betas, check_least, run_closure
 from lt_zero.optim.lamb import FullNorms, Lamb, trust_rates, wide
 
 BACKENDS = ("nccl", "mpi", "hccl", "compressed")
@@ -52,10 +53,7 @@ class OneBitOptimizer(Optimizer):
         Raises:
             RuntimeError: a gradient is sparse.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         stepped = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         if any(p.grad is not None and p.grad.is_sparse for p, _ in stepped):
             raise RuntimeError(f"{type(self).__name__} has no update for sparse gradients. Use sparse=False.")
@@ -102,8 +100,7 @@ class OneBitAdam(OneBitOptimizer):
     ) -> None:
         check_least(0, lr=lr, eps=eps, weight_decay=weight_decay)
         check_least(1, freeze_step=freeze_step)
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas={betas}: write two numbers of at least 0 and below 1.")
+        check_betas(betas)
         defaults = {"lr": lr, "freeze_step": freeze_step, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "steps": 0})
 
@@ -260,10 +257,3 @@ class OneBitLamb(OneBitOptimizer, Lamb):
         """``rows`` (fp64) of fragments as [parameters, columns] of full parameters. Collective with ``combine``."""
         table = torch.stack([row.to(rows[0].device) for row in rows]) if rows else torch.zeros(0, columns).double()
         return combine([p for p, _ in stepped], table) if combine is not None else table
-
-
-def check_least(least: float, **numbers: float) -> None:
-    """Raise ValueError if one of ``numbers`` is below ``least``, or NaN."""
-    for name, value in numbers.items():
-        if not value >= least:
-            raise ValueError(f"{name}={value}: write a number of at least {least}.")

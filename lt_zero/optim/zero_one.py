@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lt_zero.optim.onebit import check_least
+from lt_zero.optim.adam import check_betas, check_least, run_closure
 
 _CHANGE, _EXCHANGED = "momentum_accumulator", "exchanged"
 # (tensors of the groups, value (fp32) to average of such a tensor, what takes the average of one)
@@ -77,8 +77,7 @@ class ZeroOneAdam(Optimizer):
         rules = {"var_freeze_step": var_freeze_step, "var_update_scaler": var_update_scaler}
         rules |= {"local_step_scaler": local_step_scaler, "local_step_clipper": local_step_clipper}
         check_least(1, **rules)
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas={betas}: write two numbers of at least 0 and below 1.")
+        check_betas(betas)
         counters = {"steps": 0, "var_interval": 1, "var_counter": 0, "local_step_interval": 1, "local_step_counter": 0}
         since = {"pending": 0, "lrs": 0.0}  # the last exchange: steps, and the sum of their rates
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -118,10 +117,7 @@ class ZeroOneAdam(Optimizer):
         Raises:
             RuntimeError: a gradient is sparse.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         local, compressed = self.local, self.compresses
         for group in self.param_groups:
             for parameter in group["params"]:

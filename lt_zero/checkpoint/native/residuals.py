@@ -87,9 +87,14 @@ def _gathered(bucket: Bucket, feedback: ErrorFeedback) -> tuple[dict[str, Tensor
 
 
 @torch.no_grad()
-def load_residuals(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Take over ``residual_state`` of any number of ranks and any stage. Not collective."""
-    compression, worker = engine.compression, state["worker"]
+def load_residuals(engine: Engine, state: Mapping[str, Any] | None) -> None:
+    """Take over ``residual_state`` of any number of ranks and any stage; None: begin at zero. Not collective."""
+    compression = engine.compression
+    if state is None:
+        for feedback in compression.of_bucket.values() if compression is not None else ():
+            feedback.reset()
+        return
+    worker = state["worker"]
     if compression is None:
         if worker and engine.comm.rank == 0:
             log.warning("The checkpoint has residuals of gradient_compression, which is off in this run: drop them.")
