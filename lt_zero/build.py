@@ -82,6 +82,7 @@ def shard(
     policy = policy or dtype_policy(config, resolve_mode(config, "32-true", device.type))
     zero = config.zero_optimization
     _check_kernels(config, device, comm)
+    _check_late_gradients(config, policy)
     comm.configure(config)
     plan = plan_engine(module, config, policy, comm.mesh.shards)
     if training and config.activation_checkpointing.mode != "none":
@@ -140,6 +141,14 @@ def _move_in(
         units.append(Unit(planned.name, planned.module, buckets, planned.needs_weights))
     *others, root = units
     return [unit for unit in others if unit.buckets], root
+
+
+def _check_late_gradients(config: ZeroConfig, policy: DtypePolicy) -> None:
+    """Raise ConfigError if gradients of different loss scales could be added."""
+    share, key = config.communication.slow_node_tolerance, "communication.slow_node_tolerance"
+    if share and policy.compute == torch.float16:
+        text = f"{key}={share} adds late gradients to those of a later step, whose loss scale differs in fp16"
+        raise ConfigError([Problem(key, f"{text}. Train in bf16 or fp32, or remove the key.")])
 
 
 def _check_kernels(config: ZeroConfig, device: torch.device, comm: Comm) -> None:

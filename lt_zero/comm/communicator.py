@@ -36,6 +36,7 @@ from lt_zero.comm.hang_detection import HangDetector, in_collective, user_line
 from lt_zero.comm.hierarchy import Hierarchy
 from lt_zero.comm.process_groups import new_group, one_queue, with_index
 from lt_zero.comm.shared_memory import SharedArena, store, supported
+from lt_zero.comm.tolerance import FOR_EVER, TolerantHierarchy, TolerantSum, tolerance_of
 from lt_zero.comm.topology import choose, group_by_node, node_identity, whole_nodes
 from lt_zero.comm.transport import Gloo, Groups, Mesh, Transport, Windows
 from lt_zero.comm.work import CALL, FENCE, All, Done, Launch, Watch, Work
@@ -105,6 +106,8 @@ class Comm(ProcessLocal):
         self.secondary_shards = 1  # ranks that share the second copy of parameters; 1: there is none
         self._in_node: Transport | None = None  # between them
         self._transport: Transport
+        self._sums: Transport  # for gradients
+        self.tolerance: TolerantSum | None = None  # communication.slow_node_tolerance
         self._choose(self.world, "auto", True)
 
     @classmethod
@@ -152,13 +155,16 @@ class Comm(ProcessLocal):
                     with suppress(ValueError):  # the default group, and all with it, was destroyed since
                         dist.destroy_process_group(group)
 
-    def _new_group(self, backend: str, parts: Sequence[Sequence[int]] | None = None) -> dist.ProcessGroup:
+    def _new_group(
+        self, backend: str, parts: Sequence[Sequence[int]] | None = None, timeout: timedelta | None = None
+    ) -> dist.ProcessGroup:
         """Another process group over the same ranks, or over that of ``parts`` which has this rank. Collective."""
         assert self._group is not None
         mine: list[dist.ProcessGroup] = []
         ranks = dist.get_process_group_ranks(self._group)
         for part in parts or [range(self.world)]:
-            group = new_group([ranks[rank] for rank in part], self._timeout, backend, self.device, self.rank in part)
+            members = [ranks[rank] for rank in part]
+            group = new_group(members, timeout or self._timeout, backend, self.device, self.rank in part)
             mine += [group] if self.rank in part else []
         self._groups += mine
         return mine[0]
@@ -183,6 +189,7 @@ class Comm(ProcessLocal):
             if self.rank == 0 and self._group is not None and len(self.nodes) > 1:
                 log.info("Collectives over %d nodes: %s.", len(self.nodes), self.topology.why)
         self._share_parameters(zero.secondary_shards(self.world))
+        self._tolerate(config.communication.slow_node_tolerance, zero.stage > 0)
 
     def _choose(self, shards: int, topology: str | int, scatters: bool) -> None:
         """Make the groups and the transport."""
@@ -215,6 +222,7 @@ class Comm(ProcessLocal):
             self._transport = Windows(*common, self._watch, self._arena)
         else:
             self._transport = Gloo(*common, self._watch) if self._gloo else Transport(*common)
+        self._sums = self._transport
 
     def _share_parameters(self, size: int) -> None:
         """Prepare ``all_gather_in_node`` over groups of ``size`` neighbouring ranks. Collective.
@@ -239,6 +247,38 @@ class Comm(ProcessLocal):
         else:
             row = new_group([mesh.row(replica) for replica in range(self.world // size)])
             self._in_node = Transport(mesh, replace(groups, gathers=row), self.device, False)
+
+    def _tolerate(self, share: float, sharded: bool) -> None:
+        """Let sums of gradients go on without late nodes, at most ``share`` of the ranks. Collective.
+
+        Raises:
+            ConfigError: that cannot be had.
+        """
+        if self.tolerance is not None:
+            self.tolerance.end()
+        self.tolerance, self._sums = None, self._transport
+        if self._group is None or self._reductions is None or not share:
+            return
+        backend = dist.get_backend(self._group)
+        ranks, late = tolerance_of(share, sharded, self.mesh, self.nodes, backend, self.device)
+        mesh, new_group = Mesh(self.world, self.rank, ranks), partial(self._new_group, "gloo")
+        node = next(n for n in self.nodes if self.rank in n)
+        columns = [mesh.column(number) for number in range(ranks)]
+        groups = [new_group(columns, FOR_EVER) for _ in range(2)]
+        self.tolerance = TolerantSum(groups, mesh, late, partial(self._tell_late, mesh))
+        weakref.finalize(self, self.tolerance.end).atexit = False
+        arenas = [arena for _ in range(3 if ranks > 1 else 0) if (arena := self._share_memory(node)) is not None]
+        own = Groups(self._reductions, self._group, self._reductions)
+        given = mesh, own, self.device, True, self._watch, [ranks], new_group, arenas
+        self._sums = TolerantHierarchy(*given, tolerant=self.tolerance)
+
+    def _tell_late(self, mesh: Mesh, member: int, late: bool) -> None:
+        if self.rank == (0 if member else self.world - 1) // mesh.shards * mesh.shards:  # one that is not that member
+            ranks = mesh.row(member)
+            text = (
+                "is late: sums of gradients go on without it, and get its contributions later" if late else "is on time"
+            )
+            log.warning("Node %s (rank %s) %s.", self.hosts[ranks[0]], ", ".join(map(str, ranks)), text)
 
     def use_quantized_sums(self, codec: Codec, inside: Codec) -> bool:
         """Prepare ``reduce_compressed`` for sums in nodes, encoded with ``inside``, then between them, with ``codec``.
@@ -317,6 +357,8 @@ class Comm(ProcessLocal):
         """End the run on this rank, and its thread; the next operation of all ranks starts it again."""
         with suppress(RuntimeError):  # the process that serves the store has ended
             self.agreement.end()
+        if self.tolerance is not None:
+            self.tolerance.end()
         if self._hang_detector is not None:
             self._hang_detector.stop()
 
@@ -430,7 +472,7 @@ class Comm(ProcessLocal):
     @property
     def sums_wide(self) -> bool:
         """Whether ``reduce_scatter`` adds in the dtype of ``out``, in whatever dtype gradients are sent."""
-        return self._group is None or self._transport.sums_wide
+        return self._group is None or self._sums.sums_wide
 
     def factors(self, wire: torch.dtype) -> tuple[float, float]:
         """Factors of gradients sent as ``wire``, before and after the sum.
@@ -451,19 +493,19 @@ class Comm(ProcessLocal):
 
     def shares_sends(self, sharded: bool) -> bool:
         """Whether peers read buffers for reductions where they are, so that no scratch memory is needed."""
-        return self._group is not None and self._transport.sends_from(sharded) is not None
+        return self._group is not None and self._sums.sends_from(sharded) is not None
 
     @property
     def send_buffers(self) -> int:
         """How many buffers for reductions take turns; two reductions are in flight."""
-        return self._transport.send_buffers if self._group is not None else 2
+        return self._sums.send_buffers if self._group is not None else 2
 
     def allocate_send(self, numel: int, dtype: torch.dtype, sharded: bool) -> Tensor:
         """A buffer (1D) for reductions, for the life of a run; in the same order on all ranks.
 
         ``sharded``: for ``reduce_scatter``, else for ``all_reduce``.
         """
-        arena = self._transport.sends_from(sharded) if self._group is not None else None
+        arena = self._sums.sends_from(sharded) if self._group is not None else None
         return arena.allocate(numel, dtype) if arena is not None else flat_empty(numel, dtype, self.device)
 
     def before_write(self) -> None:
@@ -564,7 +606,7 @@ class Comm(ProcessLocal):
 
     def scratch_numel(self, numel: int) -> int:
         """Elements of scratch that ``reduce_scatter`` and ``all_reduce`` need for a flat tensor of ``numel``."""
-        return self._transport.scratch_numel(numel) if self._group is not None else 0
+        return self._sums.scratch_numel(numel) if self._group is not None else 0
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Work:
         """Average ``flat`` (1D, ``mesh.shards`` shards) over all ranks; write this rank's shard to ``out``, or add it.
@@ -578,7 +620,7 @@ class Comm(ProcessLocal):
         if self._group is None:
             return All([], lambda: store(out, flat, add, after))
         launch = self._announce("reduce-scatter", name, flat.numel(), "reduction")
-        return self._transport.reduce_scatter(out, flat, scratch, add, after, launch)
+        return self._sums.reduce_scatter(out, flat, scratch, add, after, launch)
 
     def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, name: str) -> Work:
         """Average ``flat`` (1D, one equal part per rank) over the ranks, and write all of it to ``out``, or add it."""
@@ -587,7 +629,7 @@ class Comm(ProcessLocal):
         if self._group is None:
             return All([], lambda: store(out, flat, add, after))
         launch = self._announce("all-reduce", name, flat.numel(), "reduction")
-        return self._transport.all_reduce(out, flat, scratch, add, after, launch)
+        return self._sums.all_reduce(out, flat, scratch, add, after, launch)
 
     def reduce_compressed(self, out: Tensor, flat: Tensor, residuals: Residuals, add: bool, name: str) -> Work:
         """``all_reduce``, or without ``residuals.server`` ``reduce_scatter``, of compressed gradients."""
@@ -613,6 +655,10 @@ class Comm(ProcessLocal):
         """The sum over the ranks of one replica, on all, of an fp64 tensor, which may be overwritten."""
         if self.mesh.replica > 0:
             value.zero_()  # so that all get the same bits
+        return self._reduce_small(value, dist.ReduceOp.SUM, name)
+
+    def sum_all(self, value: Tensor, name: str) -> Tensor:
+        """The sum over all ranks of a tensor, in place."""
         return self._reduce_small(value, dist.ReduceOp.SUM, name)
 
     def max_scalar(self, value: Tensor, name: str) -> Tensor:

@@ -448,6 +448,9 @@ class Communication(Block):
         "1: one ring of all ranks, 2: ranks of a node, then nodes, 3: a torus in 3 dimensions; auto: 2 with gloo on "
         "several nodes",
     )
+    slow_node_tolerance: Real = key(
+        0.0, "share of the ranks whose gradients a sum does not wait for: they are in a later one (gloo)", ge=0, lt=1
+    )
 
 
 class GradientCompression(Block):

@@ -35,6 +35,7 @@ def contradictions(config: Schema) -> Iterator[Problem]:
     yield from _sharding(config)
     yield from _compression(config)
     yield from _one_bit(config)
+    yield from _tolerance(config)
     yield from _precision(config)
     yield from _offload(config)
     unknown = [name for name in config.comms_logger.prof_ops if operation_of(name) is None]
@@ -93,6 +94,21 @@ def _compression(config: Schema) -> Iterator[Problem]:
         if zero.stage == 3 and size > 1:
             text = f"{Z}.zero_hpz_partition_size={size} keeps a second copy of the parameters inside groups of ranks"
             yield Problem(f"{Z}.zero_hpz_partition_size", f"{text}, and with {groups} the first is there. Remove one.")
+
+
+def _tolerance(config: Schema) -> Iterator[Problem]:
+    """Exchanges beside the sums that slow_node_tolerance lets go on without late ranks."""
+    share, zero = config.communication.slow_node_tolerance, config.zero_optimization
+    others = {
+        "gradient_compression.algorithm": config.gradient_compression.algorithm != "none",
+        "optimizer.type": bool(one_bit(config)),
+        f"{Z}.zero_quantized_gradients": zero.stage > 0 and zero.zero_quantized_gradients,
+    }
+    for name in [name for name, given in others.items() if share and given]:
+        text = f"communication.slow_node_tolerance={share} lets sums of gradients go on without late ranks"
+        yield Problem(
+            "communication.slow_node_tolerance", f"{text}, and {name} asks for other sums. Remove one of them."
+        )
 
 
 def one_bit(config: Schema) -> str:

@@ -8,7 +8,8 @@ parameters), and element-wise changes in place, of the rank's own piece. All els
 
 One exchange of flags, launched when backward ends and waited for at the step, tells all ranks which parameters any of
 them used (reduced_grads.py, Note [Unused parameters]) and which buckets need a second reduction (grad_bucket.py,
-Note [When a bucket is ready]).
+Note [When a bucket is ready]). Where ranks do not wait for late ones (``communication.slow_node_tolerance``, stage 0) a
+step waits for the flags of the step before, every parameter counts as used, and there are no second reductions.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.nn import Parameter
 
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.shared_memory import wide
-from lt_zero.comm.work import Work
+from lt_zero.comm.work import Done, Work
 from lt_zero.common.compat import TRACED, without_torch_function
 from lt_zero.common.tensor_tree import iter_tensors, map_tensors
 from lt_zero.common.timing import phase
@@ -147,6 +148,8 @@ class UsedParameters:
         self._problem = problem  # returns the error of files on this rank
         self.late: set[Bucket] = set()  # buckets that got gradients after their reduction in the last backward
         self._flags: tuple[Work, Tensor] | None = None  # which parameters had a gradient on any rank
+        self._earlier: tuple[Work, Tensor] | None = None  # the flags of the step before, if ranks may be late
+        self._sharded = any(bucket.sharding.optim for bucket in buckets)
         self._hold = False  # user code reads p.grad: ``finish_reductions`` leaves it as it is
         self._shown: dict[Place, Tensor | None] = {}  # shown in p.grad; None: p.grad is a late gradient
         self._hidden: dict[Place, ShardedGrad] = {}  # of the last backward, for reuse
@@ -196,10 +199,12 @@ class UsedParameters:
         self._reducer.flush()
         unseen = not self._shown and any(b.has_grads() for b in self._buckets if b not in self.late)
         pending, flags = self._launch() if self._flags is None or unseen else self._flags
+        if self._comm.tolerance is not None and not self._sharded:
+            pending, flags = self._of_the_step_before(pending, flags)
         with phase("reduce", "used parameters"):
             pending.wait()
         row, count = flags.tolist(), len(self._buckets)
-        self.nonfinite |= bool(row[-3])
+        self.nonfinite = bool(row[-3])
         if row[-2] or row[-1]:
             self._flags = None
             self._raise(files=bool(row[-2]))
@@ -215,6 +220,27 @@ class UsedParameters:
         if not self._hold:
             self.show(used)
         return lambda bucket, index: (bucket, index) in used and index in bucket.grads.valid
+
+    def _of_the_step_before(self, pending: Work, flags: Tensor) -> tuple[Work, Tensor]:
+        """Keep the flags of this step; returns those of the one before, with all parameters used.
+
+        Raises:
+            RuntimeError: there are gradients that no reduction has had.
+        """
+        if self.late:
+            names = ", ".join(bucket.name for bucket in self.late)
+            raise RuntimeError(
+                f"Gradients of {names} were set after backward. To reduce them all ranks would have to agree, and with "
+                "communication.slow_node_tolerance they do not wait for each other: remove the key, or set p.grad in a "
+                "backward hook."
+            )
+        nothing = Done(), torch.zeros_like(flags)
+        (pending, flags), self._earlier = self._earlier or nothing, (pending, flags)
+        pending.wait()
+        flags = flags.clone()
+        flags[: -len(self._buckets) - 3] = 1
+        flags[-len(self._buckets) - 3 : -3] = 0
+        return Done(), flags
 
     def _raise(self, files: bool) -> None:
         """Raise the error of files, or of lost edits, that some rank has. Collective."""

@@ -333,7 +333,7 @@ class CheckpointService:
                 self._data.load(checkpoint[POSITION], comm.rank)
         if not states and (how.load_module_only or not how.load_optimizer_states):
             return
-        with run.agree("restoring residuals of gradient_compression", CheckpointError):
+        with run.agree("restoring what ranks owe to the weights", CheckpointError):
             load_residuals(run.engine, checkpoint.get(RESIDUALS))
         for bucket in run.engine.buckets if checkpoint.get("global_step") else ():
             bucket.round_as_steps_do()

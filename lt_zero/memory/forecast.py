@@ -106,7 +106,7 @@ class Row:
     wide: bool  # it is frozen and kept in a higher precision than ``dtype``
     states: str  # place of master weights and moments
     weights: str  # place of what gathers read
-    residual: int  # elements that gradient_compression or a 1-bit optimizer keeps in fp32
+    residual: int  # elements that compression, a 1-bit optimizer or late ranks keep in fp32
     rounded: bool  # gathers of updates round the compute copy
 
     @property
@@ -183,7 +183,12 @@ def rows_of(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, setup: Se
 
 
 def _residual(bucket: BucketPlan, layout: BucketLayout, config: ZeroConfig, policy: DtypePolicy) -> int:
-    """Elements of a bucket's residuals, and of their copies where steps may be skipped (gradient_compression.py)."""
+    """Elements of a bucket's residuals, and of their copies where steps may be skipped (gradient_compression.py).
+
+    Or of gradients that are late (comm/tolerance.py): those that a rank adds up, and those that are under way.
+    """
+    if config.communication.slow_node_tolerance:
+        return 2 * layout.numel
     sharded = (bucket.sharding.optim or bucket.sharding.params) and not one_bit(config)
     each = layout.numel + (0 if sharded else layout.shard_numel)
     return each * (2 if policy.check_overflow else 1) if bucket.compresses else 0

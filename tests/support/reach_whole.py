@@ -47,6 +47,16 @@ def _dimensions(config: Config, folder: Any) -> list[int]:
     return list(engine_of(Lab(folder, Pool()), config).comm.topology.sizes)
 
 
+def tolerated(lab: Lab, config: Config) -> Any:
+    """How many of two ranks a sum does not wait for."""
+    return lab.pool.run(2, _tolerated, config)[0]
+
+
+def _tolerated(config: Config) -> int | None:
+    tolerance = engine_of(config).comm.tolerance
+    return None if tolerance is None else tolerance._tolerated
+
+
 def dimensions(lab: Lab, config: Config) -> Any:
     """In which dimensions two ranks run collectives."""
     return lab.pool.run(2, _dimensions, config, lab.folder)[0]

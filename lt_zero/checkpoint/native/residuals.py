@@ -1,9 +1,12 @@
-"""The residuals of ``gradient_compression`` in checkpoints.
+"""What ranks owe to the weights, in checkpoints: residuals of ``gradient_compression``, gradients that came late.
 
 They are kept by parameter: ``worker`` [ranks, *shape] has a row for each rank, ``server`` [*shape] the residuals of the
 owners. ``units`` are factors: a residual times its unit is what it adds to the mean gradient of a later step. The same
 ranks resume exactly. Other numbers of ranks, and stages that need no server's residual, get equal parts of the sum, so
 that what is owed to the weights stays the same.
+
+Gradients that are in no sum yet (``communication.slow_node_tolerance``) have one row, their sum, and ``counts``: of how
+many ranks, by parameter.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lt_zero.checkpoint.native.pieces import Fragment
+from lt_zero.comm.tolerance import TolerantSum
 from lt_zero.engine.bucket import Bucket
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.gradient_compression import ErrorFeedback
@@ -28,11 +32,13 @@ log = logging.getLogger("lt_zero")
 
 
 def residual_state(engine: Engine, sharded: bool) -> dict[str, Any] | None:
-    """What a checkpoint has to keep; None if nothing is compressed. Collective.
+    """What a checkpoint has to keep; None if nothing is owed. Collective.
 
     ``sharded``: with a ``Fragment`` for each tensor; else with full tensors on the CPU of rank 0, and none elsewhere.
     """
     compression = engine.compression
+    if engine.comm.tolerance is not None:
+        return _late_gradients(engine, engine.comm.tolerance, sharded)
     if compression is None:
         return None
     state: dict[str, Any] = {"steps": compression.steps, "units": {}, "worker": {}, "server": {}}
@@ -49,7 +55,42 @@ def residual_state(engine: Engine, sharded: bool) -> dict[str, Any] | None:
 
 def _unit(bucket: Bucket, feedback: ErrorFeedback) -> float:
     feedback.make()
-    return bucket.comm.factors(bucket.grads.send_dtype(bucket.dtype))[1] / feedback.scale
+    return _late_unit(bucket) / feedback.scale
+
+
+def _late_unit(bucket: Bucket) -> float:
+    return bucket.comm.factors(bucket.grads.send_dtype(bucket.dtype))[1]
+
+
+def _late_gradients(engine: Engine, tolerance: TolerantSum, sharded: bool) -> dict[str, Any] | None:
+    comm, owed = engine.comm, _settled(engine, tolerance)
+    state: dict[str, Any] = {"steps": 0, "units": {}, "worker": {}, "server": {}, "counts": {}}
+    some = torch.tensor([any(bool(weights.any()) for _, weights in owed.values())], dtype=torch.uint8)
+    comm.host_max(some, "late gradients").wait()
+    for bucket in engine.buckets if some.item() else ():
+        lo, hi = tolerance.part(bucket.layout.numel)
+        every = torch.zeros(2, bucket.layout.numel, dtype=torch.float64)
+        for row, values in zip(every, owed.get(bucket.name, ()), strict=False):
+            row[lo:hi] = values
+        comm.sum_all(every, f"late gradients of {bucket.name}")
+        rows, weights = every[0].float(), every[1]
+        for span in bucket.layout.spans:
+            numel = span.hi - span.lo
+            if sharded:
+                lo, hi = (numel * rank // comm.world for rank in (comm.rank, comm.rank + 1))
+                local = partial(rows.narrow, 0, span.lo + lo, hi - lo)
+                state["worker"][span.name] = Fragment(local, (1, *span.shape), lo, hi, torch.float32)
+            elif comm.rank == 0:
+                state["worker"][span.name] = rows[span.lo : span.hi].view(1, *span.shape)
+            state["units"][span.name] = _late_unit(bucket)
+            state["counts"][span.name] = float(weights[span.lo : span.hi].mean()) if numel else 0.0
+    return state if some.item() else None
+
+
+def _settled(engine: Engine, tolerance: TolerantSum) -> dict[str, tuple[Tensor, Tensor]]:
+    """``TolerantSum.owed``, by bucket. Collective."""
+    comm = engine.comm
+    return tolerance.owed(lambda sent: tolerance.column(comm.host_gather(sent, "late gradients")))
 
 
 def _fragments(bucket: Bucket, feedback: ErrorFeedback) -> tuple[dict[str, Fragment], dict[str, Fragment]]:
@@ -88,8 +129,12 @@ def _gathered(bucket: Bucket, feedback: ErrorFeedback) -> tuple[dict[str, Tensor
 
 @torch.no_grad()
 def load_residuals(engine: Engine, state: Mapping[str, Any] | None) -> None:
-    """Take over ``residual_state`` of any number of ranks and any stage; None: begin at zero. Not collective."""
-    compression = engine.compression
+    """Take over ``residual_state`` of any number of ranks and any stage; None: begin at zero. Collective."""
+    compression, tolerance = engine.compression, engine.comm.tolerance
+    if tolerance is not None:
+        _settled(engine, tolerance)
+        tolerance.restore(_owed_in(engine, tolerance, state or {"worker": {}}))
+        return
     if state is None:
         for feedback in compression.of_bucket.values() if compression is not None else ():
             feedback.reset()
@@ -97,7 +142,9 @@ def load_residuals(engine: Engine, state: Mapping[str, Any] | None) -> None:
     worker = state["worker"]
     if compression is None:
         if worker and engine.comm.rank == 0:
-            log.warning("The checkpoint has residuals of gradient_compression, which is off in this run: drop them.")
+            log.warning(
+                "The checkpoint has residuals of gradient_compression or late gradients; both are off: drop them."
+            )
         return
     compression.steps = int(state["steps"])
     for bucket, feedback in compression.of_bucket.items():
@@ -106,6 +153,24 @@ def load_residuals(engine: Engine, state: Mapping[str, Any] | None) -> None:
             if span.name in worker:
                 factor = state["units"][span.name] / _unit(bucket, feedback)
                 _load(bucket, feedback, index, worker[span.name], state["server"].get(span.name), factor)
+
+
+def _owed_in(engine: Engine, tolerance: TolerantSum, state: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
+    """What this rank owes after loading ``state``: sums and counts of its part of each bucket. One member owes all."""
+    owed = dict[str, tuple[Tensor, Tensor]]()
+    for bucket in engine.buckets if tolerance.is_first else ():
+        rows, weights = torch.zeros(bucket.layout.numel), torch.zeros(bucket.layout.numel)
+        for span in bucket.layout.spans:
+            if (found := state["worker"].get(span.name)) is not None:
+                numel, factor = span.hi - span.lo, state["units"][span.name] / _late_unit(bucket)
+                for rank in range(found.shape[0]):
+                    rows[span.lo : span.hi] += elements_of(found, rank * numel, (rank + 1) * numel) * factor
+                if (shard := state["server"].get(span.name)) is not None:
+                    rows[span.lo : span.hi] += elements_of(shard, 0, numel) * factor
+                weights[span.lo : span.hi] = state.get("counts", {}).get(span.name, 0.0)
+        lo, hi = tolerance.part(bucket.layout.numel)
+        owed[bucket.name] = rows[lo:hi], weights[lo:hi]
+    return owed
 
 
 def _load(

@@ -40,7 +40,8 @@ class StepClock(RunObserver):
     * the slowest rank: the one with the most time outside of gather, reduce and publish. Waits in collectives of
       others, such as Lightning's at the end of a batch, are not subtracted. With several ranks it is logged as
       ``zero/late_rank``, and ``zero/lateness_ms`` is by how much its time exceeds the mean of the others, who wait as
-      long. If that is more than a fifth of a step, a line names the rank and its host.
+      long. If that is more than a fifth of a step, a line names the rank and its host. With slow_node_tolerance
+      ``zero/late_gradients`` is the share of gradients that were missing in sums.
 
     All are milliseconds per step, averaged over steps and ranks, and logged as ``time/forward_ms`` and so on. The host
     never waits for a GPU: a line covers the steps that the devices have completed, and is left out if there are none.
@@ -95,6 +96,8 @@ class StepClock(RunObserver):
             if len(times) > 1:
                 rank, lateness = late_rank(times)
                 shown |= {"zero/late_rank": rank, "zero/lateness_ms": lateness}
+                if self._comm.tolerance is not None:
+                    shown["zero/late_gradients"] = self._comm.tolerance.missing_share()
                 if lateness > LATE_SHARE * metrics(times)["time/total_ms"]:
                     module.print(late_line(number, rank, self._comm.hosts[rank], lateness, times))
             for logger in module.trainer.loggers:

@@ -1,0 +1,576 @@
+"""Sums over nodes that go on without the late ones: ``communication.slow_node_tolerance``.
+
+Note [Sums without late nodes]
+    A member is a node: the sum of its ranks is one contribution. (A rank, if there is one node, or nodes differ.) Each
+    sum is cut into pieces, and each piece has an owner, to whom the members send their contributions. The owner closes
+    the sum when all are there; or when at most the tolerated ranks are missing, and the time has passed that a member
+    of usual speed needs. It sends to every member the sum, how many contributions are in it, and whose. Who gets the
+    sum multiplies it by all / arrived, so that whoever divides by the number of ranks gets the mean of what arrived.
+
+    Nothing is lost, and each contribution is in one sum only. A member whose contribution has not arrived keeps adding
+    later ones up, and sends them as one once a sum shows that the owner has the last. So one message of a member is
+    under way per piece, however slow its link. A contribution that arrives late is in the owner's next sum.
+
+    Replicas stay equal to the bit: every member gets each piece's sum from one owner. Sums are added in the order of
+    the members, so one without late members does not depend on time.
+
+    Everybody waits for owners, so a late member loses its pieces to the others (``_judge``). All members judge by what
+    came with the same sums, in the same order, so they agree on the owners without another exchange.
+
+    Members may be a turn apart: a contribution, or a sum, of the next turn waits in a dict. Who is further ahead waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from statistics import fmean, median_low
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lt_zero.comm.hierarchy import Hierarchy
+from lt_zero.comm.shared_memory import store, wide
+from lt_zero.comm.topology import whole_nodes
+from lt_zero.comm.transport import Group, Mesh
+from lt_zero.comm.work import Launch, Work
+from lt_zero.common.errors import ConfigError, Problem
+
+KEY = "communication.slow_node_tolerance"
+FOR_EVER = timedelta(days=3650)  # members are not late for torch: hang detection finds those that never come
+_PIECE = 1 << 20  # bytes
+_PROBE, _PROBES = 1 << 20, 4  # bytes of the messages that measure a link, and their number
+_CONTRIBUTION, _SUM = range(2)  # kinds of messages
+_PATIENCE = 10.0  # seconds for threads to end
+# Whether the run ends, flow, piece, turn, weight, elements, bytes of an element; of sums for each member an ``Arrival``
+_HEADER = 7
+
+
+class Contribution(NamedTuple):
+    """``data``: the sum of ``weight`` gradients of ranks, the last of them of ``turn``."""
+
+    turn: int
+    weight: float
+    data: Tensor
+
+
+class Arrival(NamedTuple):
+    """Whether a contribution of a member is in a sum, and how long it took (or has taken), in parts of what it may."""
+
+    present: bool
+    share: float
+
+
+class _OpenSum:
+    """A piece that this member owns, before it is closed."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+        self.parts: dict[int, Contribution] = {}
+        self.absent: set[int] = set()  # members that were told to send nothing in this turn
+        self.began = 0.0  # when the first contribution of this turn came; 0: there is none
+        self.enough = 0.0  # when at most the tolerated members were missing; 0: more are
+        self.awaited: dict[int, float] = {}  # since when members whose contributions are missing are waited for
+        self.seconds: dict[int, float] = {}  # how long the others were, at last
+        self.closed = 0.0  # when the last turn was
+        self.lasted = 5.0  # seconds, the last turn; before the first one is known, latecomers get 0.5 seconds
+
+    def begin(self, turn: int) -> None:
+        self.turn, self.began, self.enough = turn, 0.0, 0.0
+
+
+class _Flow:
+    """What is summed under one name, turn after turn."""
+
+    def __init__(self, name: str, number: int, total: Tensor, members: int) -> None:
+        self.name, self.number, self.turn = name, number, 0
+        self.numel, self.dtype = total.numel(), total.dtype
+        per = max(1, min(_PIECE // total.itemsize, -(-self.numel // members)))
+        self.spans = [(lo, min(lo + per, self.numel)) for lo in range(0, self.numel, per)]
+        self.carried: dict[int, Contribution] = {}  # by piece: what its owner has not been sent
+        self.owners: list[int] = []  # of each piece, in the last turn
+        self.arrived = [True] * len(self.spans)  # whether those have all that was sent to them
+
+    def add(self, piece: int, more: Contribution) -> None:
+        """Keep a contribution for the next one that is sent."""
+        self.carried[piece] = _both(self.carried.get(piece), more)
+
+
+def _both(one: Contribution | None, other: Contribution) -> Contribution:
+    if one is None:
+        return other
+    return Contribution(max(one.turn, other.turn), one.weight + other.weight, one.data.add(other.data))
+
+
+class TolerantSum:
+    """Sums over the members of a gloo group. See Note [Sums without late nodes].
+
+    Args:
+        groups: two of one rank of each member, with a timeout longer than any pause: for contributions and for sums.
+            (While gloo sends on a connection it does not receive there, and a late member sends all the time.)
+        mesh: of the ranks; a row is a member, and each of its ranks sums its part of the elements.
+        tolerated: how many members may be missing.
+        told: gets a line when a member is late, or is no longer.
+    """
+
+    def __init__(
+        self, groups: Sequence[Group], mesh: Mesh, tolerated: int, told: Callable[[int, bool], object]
+    ) -> None:
+        self._groups, self._mesh, self._tolerated, self._told = groups, mesh, tolerated, told
+        self._ranks = mesh.shards
+        self._peers = dist.get_process_group_ranks(groups[0])
+        self._members, self._me = len(self._peers), dist.get_rank(groups[0])
+        seconds = _seconds(groups)
+        self._rate = _PROBES // 2 * _PROBE / median_low(seconds)  # bytes per second
+        self._changed = threading.Condition()
+        self._flows: list[_Flow] = []
+        self._open: dict[tuple[int, int], _OpenSum] = defaultdict(_OpenSum)  # by flow and piece
+        self._turns: dict[int, int] = defaultdict(int)  # of each flow, on this member
+        self._sums: dict[tuple[int, int, int], tuple[Contribution, list[Arrival]]] = {}  # by flow, turn and piece
+        self._restored: dict[str, tuple[Tensor, Tensor]] = {}
+        slow = [member for member in range(self._members) if seconds[member] > 2 * median_low(seconds)]
+        slow = sorted(slow, key=seconds.__getitem__, reverse=True)[:tolerated]
+        # Who owns nothing, and is not waited for: since how many sums it has been on time.
+        self._late: dict[int, int] = dict.fromkeys(slow, 0)
+        self._sent, self._received = [0] * self._members, [0] * self._members  # contributions
+        self._leaving: dict[tuple[int, int], list[tuple[Any, Tensor]]] = defaultdict(list)  # messages, by kind and peer
+        self._published: dict[tuple[int, int, int], Any] = {}  # the last sum, by peer, flow and piece
+        self._threads: dict[tuple[int, int], threading.Thread] = {}  # by kind and peer; this member's close sums
+        self._running, self._runs = False, 0
+        self._ends: dict[tuple[int, int], int] = defaultdict(int)  # how many runs a peer has ended, by kind
+        self._error: BaseException | None = None
+        self._missing = list[float]()  # for each sum, the share of contributions that were missing
+
+    # ---- the member ------------------------------------------------------------------------------------------------
+
+    def sum(self, name: str, total: Tensor) -> list[tuple[int, int, float]]:
+        """Replace ``total`` (1D) by all / arrived times the sum of what arrived.
+
+        In the same order on all members; in one thread at a time. Returns how many gradients of ranks are in the sums:
+        (first element, last element + 1, number).
+
+        Raises:
+            RuntimeError: a member has ended.
+        """
+        with self._changed:
+            self._begin()
+            flow = self._flow(name, total)
+            turn, owners = flow.turn, self._owners(flow)
+            for piece, (lo, hi) in enumerate(flow.spans):
+                self._contribute(flow, piece, owners[piece], Contribution(turn, self._ranks, total[lo:hi].clone()))
+            flow.owners = owners
+            self._changed.notify_all()
+            keys = [(flow.number, turn, piece) for piece in range(len(flow.spans))]
+            while not all(key in self._sums for key in keys):
+                self._changed.wait(1.0)
+                if self._error is not None or not self._running:
+                    raise RuntimeError(f"A sum of gradients of {name!r} has ended early: {self._error}")
+            sums = [self._sums.pop(key) for key in keys]
+            flow.arrived = [arrivals[self._me].present for _, arrivals in sums]
+            flow.turn = self._turns[flow.number] = turn + 1
+            self._judge(owners, [arrivals for _, arrivals in sums])
+            self._changed.notify_all()
+        everyone = self._ranks * self._members
+        for (lo, hi), (found, _) in zip(flow.spans, sums, strict=True):
+            total[lo:hi] = found.data
+            if found.weight != everyone:
+                total[lo:hi].mul_(everyone / found.weight)
+        return [(*span, found.weight) for span, (found, _) in zip(flow.spans, sums, strict=True)]
+
+    def _flow(self, name: str, total: Tensor) -> _Flow:
+        found = next((flow for flow in self._flows if flow.name == name and flow.numel == total.numel()), None)
+        if found is None:
+            found = _Flow(name, len(self._flows), total, self._members)
+            self._flows.append(found)
+            self._take_over(found)
+        return found
+
+    def _owners(self, flow: _Flow) -> list[int]:
+        able = [member for member in range(self._members) if member not in self._late]
+        return [able[(flow.number + piece) % len(able)] for piece in range(len(flow.spans))]
+
+    def _contribute(self, flow: _Flow, piece: int, owner: int, mine: Contribution) -> None:
+        """Send a contribution to the owner of ``piece``, or keep it until the last one has arrived there."""
+        opened = self._open[flow.number, piece]
+        if owner == self._me and opened.turn < flow.turn:
+            opened.begin(flow.turn)  # it was another member's
+            opened.absent.clear()
+            opened.awaited.clear()
+        elif owner != self._me:
+            for part in opened.parts.values():  # they came when the piece was no longer this member's
+                flow.add(piece, part)
+            opened.parts.clear()
+        moved = not flow.owners or flow.owners[piece] != owner
+        if not (moved or flow.arrived[piece]):
+            flow.add(piece, mine)
+            return
+        mine = _both(flow.carried.pop(piece, None), mine)
+        if owner == self._me:
+            self._take(self._me, flow.number, piece, mine)
+        else:
+            self._sent[owner] += 1
+            self._send(owner, _CONTRIBUTION, flow.number, piece, mine)
+
+    def _judge(self, owners: Sequence[int], pieces: Sequence[Sequence[Arrival]]) -> None:
+        """Decide who owns pieces from now on, and count.
+
+        A contribution that nobody waited for arrives later; if it then has not taken too long, its member is on time.
+        """
+        late = dict[int, float]()  # by member: by how much
+        for member in range(self._members):
+            shares = [row[member].share for row, owner in zip(pieces, owners, strict=True) if owner != member]
+            fine = 2 * sum(share > 1 for share in shares) <= len(shares)
+            if member in self._late:
+                self._late[member] = self._late[member] + 1 if fine else 0
+                fine = self._late[member] > 2 * len(self._flows)  # each flow has two turns to show it
+            if not fine:
+                late[member] = max(shares, default=0.0)
+        latest = sorted(late, key=late.__getitem__, reverse=True)[: self._tolerated]
+        for member in {*latest} ^ self._late.keys():
+            self._told(member, member in latest)
+        self._late = {member: self._late.get(member, 0) for member in latest}
+        self._missing.append(sum(not a.present for row in pieces for a in row) / len(pieces) / self._members)
+
+    def missing_share(self) -> float:
+        """The share of gradients that were missing in sums since the last call."""
+        missing, self._missing = self._missing, []
+        return fmean(missing) if missing else 0.0
+
+    # ---- the owner -------------------------------------------------------------------------------------------------
+
+    def _take(self, member: int, flow: int, piece: int, part: Contribution) -> None:
+        opened, now = self._open[flow, piece], time.monotonic()
+        opened.parts[member] = _both(opened.parts.get(member), part)
+        if not opened.began and part.turn == opened.turn:
+            opened.began = now
+        opened.seconds[member] = now - opened.awaited.pop(member, opened.began or now)
+
+    def _close_sums(self) -> None:
+        """Close the sums that this member owns, as long as there is a run. Runs in a thread."""
+        while True:
+            with self._changed:
+                if not self._running:
+                    del self._threads[_SUM, self._me]
+                    return
+                now = time.monotonic()
+                due = {key: self._due(key, opened, now) for key, opened in self._open.items() if opened.parts}
+                ready = [key for key, when in due.items() if when <= now]
+                if not ready:
+                    self._changed.wait(max(min(due.values(), default=now + 1.0) - now, 1e-3))
+                    continue
+                closed = [(key, *self._closed(key[0], self._open[key], now)) for key in ready]
+            try:
+                for (flow, piece), turn, parts, arrivals in closed:
+                    self._publish(flow, piece, turn, parts, arrivals)
+            except BaseException as error:
+                self._fail(error)
+
+    def _due(self, key: tuple[int, int], opened: _OpenSum, now: float) -> float:
+        """When the sum may be closed, as far as is known now."""
+        missing = set(range(self._members)) - opened.parts.keys()
+        if (
+            key[0] >= len(self._flows)
+            or all(part.turn < opened.turn for part in opened.parts.values())
+            or len(missing) > self._tolerated
+        ):
+            return now + 1.0  # who is late does not begin a turn
+        if missing <= opened.absent | self._late.keys():
+            return now
+        opened.enough = opened.enough or now
+        return opened.enough + self._limit(key[0], opened)
+
+    def _limit(self, flow: int, opened: _OpenSum) -> float:
+        """Seconds that a contribution may take: twice those on a usual link, and what ranks differ anyway."""
+        nbytes = self._flows[flow].numel * self._flows[flow].dtype.itemsize
+        return 2 * nbytes / self._rate + max(0.05, opened.lasted / 10)
+
+    def _closed(self, flow: int, opened: _OpenSum, now: float) -> tuple[int, dict[int, Contribution], list[Arrival]]:
+        turn, parts, arrivals = opened.turn, opened.parts, list[Arrival]()
+        for member in range(self._members):
+            present = member in parts
+            seconds = opened.seconds[member] if present else now - opened.awaited.setdefault(member, opened.began)
+            arrivals.append(Arrival(present, seconds / self._limit(flow, opened)))
+        opened.absent = set(range(self._members)) - parts.keys()
+        if opened.closed:
+            opened.lasted = now - opened.closed
+        opened.closed, opened.parts = now, {}
+        opened.begin(turn + 1)
+        return turn, parts, arrivals
+
+    def _publish(
+        self, flow: int, piece: int, turn: int, parts: dict[int, Contribution], arrivals: list[Arrival]
+    ) -> None:
+        """Sum the contributions in the order of the members, and send the sum to all."""
+        rows = [parts[member] for member in sorted(parts)]
+        total = rows[0].data
+        for row in rows[1:]:
+            total = total.add_(row.data)
+        found = Contribution(turn, sum(row.weight for row in rows), total)
+        others = [peer for peer in range(self._members) if peer != self._me]
+        for peer in others:  # one sum of a piece at a time: a peer that receives slowly is waited for
+            if (work := self._published.get((peer, flow, piece))) is not None:
+                work.wait()
+        with self._changed:
+            for peer in others:
+                self._published[peer, flow, piece] = self._send(peer, _SUM, flow, piece, found, arrivals)
+            self._sums[flow, turn, piece] = found, arrivals
+            self._changed.notify_all()
+
+    # ---- messages --------------------------------------------------------------------------------------------------
+
+    def _send(
+        self,
+        peer: int,
+        kind: int,
+        flow: int = 0,
+        piece: int = 0,
+        what: Contribution | None = None,
+        arrivals: Sequence[Arrival] = (),
+    ) -> Any:
+        """Start to send a message; returns torch's work. With the lock, as a message has two parts."""
+        values: list[float] = [what is None, flow, piece]
+        if what is not None:
+            values += [what.turn, what.weight, what.data.numel(), what.data.itemsize, *itertools.chain(*arrivals)]
+        header = torch.zeros(_HEADER + 2 * self._members, dtype=torch.float64)
+        header[: len(values)] = torch.tensor(values, dtype=torch.float64)
+        leaving = self._leaving[kind, peer] = [one for one in self._leaving[kind, peer] if not one[0].is_completed()]
+        for message in (header, what.data) if what is not None else (header,):
+            leaving.append((dist.isend(message, self._peers[peer], self._groups[kind]), message))
+        return leaving[-1][0]
+
+    def _receive(self, kind: int, peer: int) -> None:
+        """Receive what ``peer`` sends of a kind until it ends its run. Runs in a thread."""
+        header = torch.empty(_HEADER + 2 * self._members, dtype=torch.float64)
+        try:
+            while True:
+                dist.recv(header, self._peers[peer], self._groups[kind])
+                ends, flow, piece, turn, _, numel, size = map(int, header[:_HEADER])
+                if ends:
+                    with self._changed:
+                        self._ends[kind, peer] += 1
+                        if self._ends[kind, peer] >= self._runs:  # else this member is in its next run already
+                            del self._threads[kind, peer]
+                            return
+                    continue
+                data = torch.empty(numel, dtype=torch.float64 if size == 8 else torch.float32)
+                dist.recv(data, self._peers[peer], self._groups[kind])
+                self._store(peer, kind, flow, piece, Contribution(turn, float(header[4]), data), header)
+        except BaseException as error:
+            self._fail(error)
+
+    def _store(self, peer: int, kind: int, flow: int, piece: int, what: Contribution, header: Tensor) -> None:
+        with self._changed:
+            if kind == _CONTRIBUTION:
+                self._received[peer] += 1
+                self._take(peer, flow, piece, what)
+            else:
+                while what.turn > self._turns[flow] + 1 and self._running:  # the peer is ahead: let it wait
+                    self._changed.wait(1.0)
+                arrivals = [Arrival(bool(present), share) for present, share in header[_HEADER:].view(-1, 2).tolist()]
+                self._sums[flow, what.turn, piece] = what, arrivals
+            self._changed.notify_all()
+
+    # ---- the run ---------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Start the threads, unless they run."""
+        if not self._running:
+            self._running, self._error = True, None
+            self._runs += 1
+        for kind, member in itertools.product((_CONTRIBUTION, _SUM), range(self._members)):
+            mine = member == self._me
+            if (kind, member) in self._threads or (mine and kind != _SUM):
+                continue
+            target, given = (self._close_sums, ()) if mine else (self._receive, (kind, member))
+            thread = threading.Thread(target=target, args=given, name=f"lt_zero-sums-{kind}-{member}", daemon=True)
+            self._threads[kind, member] = thread
+            thread.start()
+
+    def end(self) -> None:
+        """End the run, on all members: messages that are under way arrive, and the threads end."""
+        with self._changed:
+            if not self._running:
+                return
+            self._running = False
+            with suppress(RuntimeError):  # a peer has ended
+                for kind, peer in itertools.product((_CONTRIBUTION, _SUM), range(self._members)):
+                    if peer != self._me:
+                        self._send(peer, kind)
+            threads = list(self._threads.values())
+            self._changed.notify_all()
+        until = time.monotonic() + _PATIENCE
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is a rank of the first member."""
+        return self._me == 0
+
+    def part(self, numel: int) -> tuple[int, int]:
+        """The range of elements, of ``numel``, that this rank of its member sums."""
+        each = numel // self._ranks
+        return self._mesh.shard_rank * each, (self._mesh.shard_rank + 1) * each
+
+    def column(self, of_ranks: list[Any]) -> list[Any]:
+        """What the ranks that this one sums with have, of what all ranks have."""
+        return [of_ranks[rank] for rank in self._mesh.column(self._mesh.shard_rank)]
+
+    def owed(self, gather: Callable[[list[int]], list[list[int]]]) -> dict[str, tuple[Tensor, Tensor]]:
+        """What this member keeps of contributions that are in no sum yet: their sum, and counts of each element.
+
+        Collective: between steps, and no message is under way afterwards.
+
+        Args:
+            gather: what the members have given to it, by member.
+        """
+        sent = gather(list(self._sent))
+        with self._changed:
+            while any(row[self._me] > self._received[member] for member, row in enumerate(sent)):
+                self._changed.wait(1.0)
+                if self._error is not None:
+                    raise RuntimeError(f"Contributions to sums of gradients do not arrive: {self._error}")
+            found = {}
+            for flow in self._flows:
+                rows = torch.zeros(flow.numel, dtype=flow.dtype)
+                counts = torch.zeros(flow.numel)
+                for piece, (lo, hi) in enumerate(flow.spans):
+                    parts = list(self._open[flow.number, piece].parts.values())
+                    for part in [*parts, *filter(None, [flow.carried.get(piece)])]:
+                        rows[lo:hi] += part.data
+                        counts[lo:hi] += part.weight
+                found[flow.name] = rows, counts
+            return found | self._restored
+
+    def restore(self, owed: dict[str, tuple[Tensor, Tensor]]) -> None:
+        """Drop all that is in no sum yet, and let this member owe ``owed``: sums, and counts of each element.
+
+        On all members, right after ``owed``.
+        """
+        with self._changed:
+            self._restored = dict(owed)
+            for flow in self._flows:
+                flow.carried.clear()
+                flow.arrived = [True] * len(flow.spans)
+                self._take_over(flow)
+            for opened in self._open.values():
+                for members in (opened.parts, opened.absent, opened.awaited):
+                    members.clear()
+                opened.begin(opened.turn)
+
+    def _take_over(self, flow: _Flow) -> None:
+        """Let a flow carry what was restored for it. A piece has one weight, its largest count: padding has none."""
+        rows, counts = self._restored.pop(flow.name, (None, None))
+        if rows is None or counts is None:
+            return
+        for piece, (lo, hi) in enumerate(flow.spans):
+            if counts[lo:hi].any() or rows[lo:hi].any():
+                flow.add(piece, Contribution(flow.turn, float(counts[lo:hi].max()), rows[lo:hi].to(flow.dtype)))
+
+
+def _seconds(groups: Sequence[Group]) -> list[float]:
+    """Seconds in which each member sends half of the probes to the next. Collective."""
+    members, me, peers = (
+        dist.get_world_size(groups[0]),
+        dist.get_rank(groups[0]),
+        dist.get_process_group_ranks(groups[0]),
+    )
+    following, before = (me + 1) % members, (me - 1) % members
+    received, times = torch.empty(_PROBE, dtype=torch.uint8), [0.0]
+    sent = torch.zeros_like(received)
+    for senders in range(2):  # neighbours one after the other: what one sends delays what the other is acknowledged
+        dist.barrier(groups[0])
+        works = [dist.isend(sent, peers[following], groups[0]) for _ in range(_PROBES if me % 2 == senders else 0)]
+        for _ in range(_PROBES if before % 2 == senders else 0):
+            dist.recv(received, peers[before], groups[0])
+            times.append(time.perf_counter())
+        for work in filter(None, works):
+            work.wait()
+    took = torch.tensor([times[-1] - times[_PROBES // 2]], dtype=torch.float64)  # TCP begins slowly
+    every = [torch.empty_like(took) for _ in peers]
+    dist.all_gather(every, took, groups[0])
+    of_sender = [float(seconds) for seconds in every]
+    return of_sender[1:] + of_sender[:1]  # who receives has measured
+
+
+class TolerantHierarchy(Hierarchy):
+    """Sums of gradients inside nodes, then between them, without late ones."""
+
+    def __init__(self, *args: Any, tolerant: TolerantSum, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._tolerant = tolerant
+
+    def reduce_scatter(
+        self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: Launch
+    ) -> Work:
+        def run() -> None:
+            store(out, self._mean(flat, scratch, out, launch), add, factor)
+
+        return self._all([self._reducing.submit(run)], launch)
+
+    def all_reduce(self, out: Tensor, flat: Tensor, scratch: Tensor, add: bool, factor: float, launch: Launch) -> Work:
+        def run() -> None:
+            self._own(flat).copy_(self._mean(flat, scratch, out, launch).mul_(factor))
+            self._gather(flat, self._sums, self._staging[1])
+            store(out, flat, add, 1.0)
+
+        return self._all([self._reducing.submit(run)], launch)
+
+    def _mean(self, flat: Tensor, scratch: Tensor, out: Tensor, launch: Launch) -> Tensor:
+        total = self._sum(flat, scratch, wide(out.dtype)).to(wide(out.dtype))
+        self._tolerant.sum(launch.name, total)
+        return total
+
+
+def tolerance_of(
+    share: float, sharded: bool, mesh: Mesh, nodes: list[list[int]], backend: str, device: torch.device
+) -> tuple[int, int]:
+    """The ranks of a member, and how many members may be late, for ``communication.slow_node_tolerance=share``.
+
+    Args:
+        share: of the ranks, above 0.
+        sharded: whether anything is sharded, over the ``shards`` of ``mesh``.
+        mesh: of all ranks.
+        nodes: the ranks of each node.
+        backend: of the groups.
+        device: of the gradients.
+
+    Raises:
+        ConfigError: it cannot be had.
+    """
+    ranks = (whole_nodes(nodes) or 1) if len(nodes) > 1 else 1
+    problem = ""
+    if backend != "gloo" or device.type != "cpu":
+        problem = (
+            f"a collective of {backend} is one operation of all ranks, which none can join later. Remove the key, or "
+            "train with gloo on CPUs"
+        )
+    elif sharded and mesh.shards != ranks:
+        problem = (
+            f"at this stage every rank needs updated shards of {mesh.shards} ranks, a late one's, too. Set "
+            "zero_optimization.stage=0" + f", or zero_optimization.mics_shard_size={ranks}" * (ranks > 1)
+        )
+    elif int(share * mesh.world + 1e-9) < ranks:
+        what = f"a node has {ranks} ranks" if ranks > 1 else "that is none"
+        problem = (
+            f"{int(share * mesh.world + 1e-9)} of {mesh.world} ranks may be late, and {what}. Write at least "
+            f"{math.ceil(1000 * ranks / mesh.world) / 1000:g}"
+        )
+    if problem:
+        raise ConfigError([Problem(KEY, f"{KEY}={share}: {problem}.")])
+    return ranks, int(share * mesh.world + 1e-9) // ranks
