@@ -254,10 +254,12 @@ class Comm(ProcessLocal):
         Raises:
             ConfigError: that cannot be had.
         """
+        if self._group is None or self._reductions is None:
+            return
         if self.tolerance is not None:
             self.tolerance.end()
         self.tolerance, self._sums = None, self._transport
-        if self._group is None or self._reductions is None or not share:
+        if not share:
             return
         backend = dist.get_backend(self._group)
         ranks, late = tolerance_of(share, sharded, self.mesh, self.nodes, backend, self.device)

@@ -49,11 +49,11 @@ def _dimensions(config: Config, folder: Any) -> list[int]:
 
 def tolerated(lab: Lab, config: Config) -> Any:
     """How many of two ranks a sum does not wait for."""
-    return lab.pool.run(2, _tolerated, config)[0]
+    return lab.pool.run(2, _tolerated, config, lab.folder)[0]
 
 
-def _tolerated(config: Config) -> int | None:
-    tolerance = engine_of(config).comm.tolerance
+def _tolerated(config: Config, folder: Any) -> int | None:
+    tolerance = engine_of(Lab(folder, Pool()), config).comm.tolerance
     return None if tolerance is None else tolerance._tolerated
 
 
