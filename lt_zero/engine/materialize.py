@@ -26,8 +26,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lt_zero.comm.communicator import Comm
+from lt_zero.common.flat_storage import FlatStorage
 from lt_zero.engine.guard import guard, is_guarded, own, owner_of, sentinel, unguard
 from lt_zero.engine.layout import plan_bucket
+from lt_zero.io.pinned import return_freed_memory
+
+_LARGE = 1 << 20  # bytes
 
 
 @contextmanager
@@ -83,7 +87,7 @@ class ConstructionSharder:
     def _flat(self, parameter: Parameter, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A tensor for all elements of ``parameter`` (1D, zeros, padded), and this rank's slice of it."""
         layout, comm = plan_bucket([("", parameter.shape)], self._comm.mesh.shards), self._comm
-        flat = torch.zeros(layout.numel, dtype=dtype, device=comm.device)
+        flat = _zeros(layout.numel, dtype, comm.device)
         return flat, flat[slice(*layout.shard(comm.mesh.shard_rank))]
 
     @torch.no_grad()
@@ -91,10 +95,12 @@ class ConstructionSharder:
         flat, mine = self._flat(parameter, parameter.dtype)
         flat[: parameter.numel()].copy_(parameter.reshape(-1))
         self._comm.broadcast(flat, "a parameter at construction")  # ranks may have drawn different numbers
-        self._slices[parameter] = mine.to(parameter.device, copy=True)
+        self._slices[parameter] = _zeros(mine.numel(), mine.dtype, parameter.device).copy_(mine)
         parameter.data = sentinel(parameter, tuple(parameter.shape))
         own(parameter, self._owner)
         guard(parameter)
+        if flat.nbytes >= _LARGE:
+            return_freed_memory()  # small tensors would be put into the gap, and the next parameter beyond it
 
     @torch.no_grad()
     def whole(self, parameter: Parameter) -> Tensor:
@@ -105,7 +111,7 @@ class ConstructionSharder:
         flat, mine = self._flat(parameter, piece.dtype)
         mine.copy_(piece)
         self._comm.all_gather(flat, "a parameter at construction").wait()
-        return flat[: parameter.numel()].view(parameter.shape).to(piece.device, copy=True)
+        return flat[: parameter.numel()].view(parameter.shape).to(piece.device)
 
     def on_guarded_use(self, parameters: list[Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Gather parameters that initialisation code uses, and call it."""
@@ -116,6 +122,13 @@ class ConstructionSharder:
             parameter.data = value
             self._open.append(parameter)
         return func(*args, **kwargs)
+
+
+def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros (1D). Large ones are not on the heap, where slices that are kept between freed parameters fragment it."""
+    if numel * dtype.itemsize < _LARGE:
+        return torch.zeros(numel, dtype=dtype, device=device)
+    return FlatStorage(numel, dtype, device).tensor
 
 
 class Materializer:

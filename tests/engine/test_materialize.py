@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,6 +235,27 @@ def _peak() -> None:
 
 def test_no_rank_holds_the_whole_model(pool: Pool) -> None:
     pool.run(2, _peak)
+
+
+def _resident() -> int:
+    """Bytes of memory that belong to this process alone."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return next(int(line[1]) * 1024 for line in lines if line[0] == "RssAnon:")
+
+
+def _gaps() -> int:
+    """Bytes that construction leaves behind, beyond the slices."""
+    for _ in range(2):  # the first block that is freed tells malloc to keep all later ones of its size
+        torch.empty(1024, 1024).zero_()
+    before = _resident()
+    with ConstructionSharder(Comm.for_world(torch.device("cpu"))):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)) for _ in range(8)))
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    return _resident() - before - 4 * numel // 2
+
+
+def test_parameters_that_were_cut_leave_no_gaps_in_the_heap(pool: Pool) -> None:
+    assert max(pool.run(2, _gaps)) < 16e6, "of 67 MB"
 
 
 class Elsewhere(Comm):
