@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from lt_zero.config import ZeroConfig as ZeroConfig
     from lt_zero.config.blocks import ActivationCheckpointing as ActivationCheckpointing
     from lt_zero.engine.full_params import gathered as gathered
+    from lt_zero.engine.materialize import empty_weights as empty_weights
+    from lt_zero.engine.synced import synced as synced
+    from lt_zero.inference import inference as inference
     from lt_zero.lightning.load import load_from_checkpoint as load_from_checkpoint
     from lt_zero.lightning.precision import ZeroPrecision as ZeroPrecision
     from lt_zero.lightning.strategy import ZeroStrategy as ZeroStrategy
@@ -39,11 +42,14 @@ _MODULES = {
     "ZeroConfig": "config",
     "ZeroPrecision": "lightning.precision",
     "ZeroStrategy": "lightning.strategy",
+    "empty_weights": "engine.materialize",
     "estimate": "memory",
     "export": "checkpoint.export",
     "gathered": "engine.full_params",
+    "inference": "inference",
     "load_from_checkpoint": "lightning.load",
     "shard": "build",
+    "synced": "engine.synced",
 }
 __all__ = list(_MODULES)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -52,6 +52,7 @@ def shard(
     policy: DtypePolicy | None = None,
     comm: Comm | None = None,
     training: bool = True,
+    saved: Mapping[nn.Parameter, Callable[[], torch.Tensor]] | None = None,
 ) -> Engine:
     """Shard ``module`` in place over all ranks of the default process group.
 
@@ -63,6 +64,7 @@ def shard(
         comm: the collectives; default: over all ranks.
         training: make master weights and keep weights gathered for backward; without it both wait until an optimizer
             is sharded, and weights are released after each use.
+        saved: reads the full values of parameters, of which only the shapes count then.
 
     Raises:
         ValueError: a pattern of ``fp16_override_modules`` matches nothing; or ``device`` is not the current GPU.
@@ -95,7 +97,7 @@ def shard(
     def owner() -> Owner | None:
         return engine_ref[0]() if engine_ref else None
 
-    materializer = Materializer(module, comm)
+    materializer = Materializer(module, comm, saved)
     made = {bucket: Bucket(bucket, comm, owner, policy) for bucket in plan.buckets}
     use_zero_plus_plus(config, made.values(), comm)
     offload_manager = open_offload_manager(list(made.values()), config, device)

@@ -17,7 +17,7 @@ FLOORS = (
     {"step"},
     {"activation", "checkpoint", "memory"},
     {"build"},
-    {"lightning"},
+    {"lightning", "inference"},
     {"__init__", "cli", "doctor", "sweep"},
 )
 KNOW_LIGHTNING = {"lightning", "__init__", "cli", "common/compat"}

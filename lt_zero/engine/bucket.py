@@ -127,6 +127,8 @@ class Bucket:
         self.state = State.RESIDENT
         self.live = Live()
         self.route: Route | None = None  # None: gathers are plain
+        # Called before a gather is launched (False) and before it is waited for (True); synced.py.
+        self.announce: Callable[[Bucket, bool], None] | None = None
         self._routed = self._rounded = False  # the last gather took the route, and has rounded
         self._guarded = False
         self._owner = owner
@@ -191,6 +193,8 @@ class Bucket:
                 f"The weights of {self.name!r} are needed again after its gradients were complete, when they were "
                 "updated already. Set zero_optimization.offload_optimizer.overlap_step=false."
             )
+        if self.announce is not None:
+            self.announce(self, False)
         with torch.inference_mode(False), torch.no_grad(), phase("gather", self.name):
             assert self._storage is not None
             self._storage.allocate()
@@ -232,6 +236,8 @@ class Bucket:
     def _land(self) -> None:
         """Wait for a gather that was launched."""
         assert self._pending is not None
+        if self.announce is not None:
+            self.announce(self, True)
         self._pending.wait()
         self._pending = None
         if self.route is not None and self._routed:

@@ -175,6 +175,17 @@ class Engine(ProcessLocal):
             if unit.leases == 0 and not unit.keep:
                 self.gatherer.release(unit)
 
+    def refuse_inside_units(self, what: str) -> None:
+        """Raise RuntimeError if the forward of a unit, which may release no other, is running."""
+        if running := [unit.name for unit in self.units if unit.calls]:
+            raise RuntimeError(f"`{what}` cannot be used inside of the forward of {running[-1]!r}: use it around that.")
+
+    def rejoin(self) -> None:
+        """Go on as all ranks do, after they have run different numbers of forwards. Collective."""
+        self.gatherer.forget_order()
+        if self._depth > 0:
+            self.gatherer.gather(self.root_unit)
+
     def pre_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recomputes = self.in_backward or in_running_backward()
         call = Call(NOTHING if recomputes else unit_range("forward", unit.name))

@@ -128,8 +128,7 @@ class Gatherer:
         for unit in units:
             for bucket in unit.sharded:
                 bucket.live = self._live
-        self._forward, self._backward = Order(), Order()
-        self._order = self._forward  # of the running pass
+        self.forget_order()
         self._pinned: set[Bucket] = set()
         self._held: set[Bucket] = set()  # held by user code
         self._outside: dict[Bucket, None] = {}  # used outside of their unit since the last step: pinned in backward
@@ -143,6 +142,11 @@ class Gatherer:
         total = sum(numels) + self._root_unit.numel
         # Whether all units may stay gathered from one evaluation batch to the next.
         self.fits_whole = total <= residency.max_live and total < residency.max_reuse_distance
+
+    def forget_order(self) -> None:
+        """Prefetch nothing until a pass was recorded."""
+        self._forward, self._backward = Order(), Order()
+        self._order = self._forward  # of the running pass
 
     def begin_forward(self) -> None:
         self._forward.start()

@@ -10,7 +10,7 @@ original order, so the result is bitwise that of construction in one process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -45,6 +45,26 @@ def parameters_in(dtype: torch.dtype) -> Generator[None, None, None]:
             parameter.data = parameter.data.to(dtype)
 
     handle = register_module_parameter_registration_hook(registered)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def empty_weights() -> Generator[None, None, None]:
+    """Context in which modules are built without values: their parameters are on the meta device, buffers are real.
+
+    For models whose weights are read afterwards, by ``lt_zero.inference`` for example.
+    """
+
+    def registered(module: nn.Module, name: str, parameter: Parameter | None) -> Parameter | None:
+        if parameter is None or is_lazy(parameter) or parameter.is_meta:
+            return None
+        return Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    hook: Any = registered  # torch's annotation leaves out that a result replaces the parameter
+    handle = register_module_parameter_registration_hook(hook)
     try:
         yield
     finally:
@@ -132,13 +152,20 @@ def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class Materializer:
-    """Gives the engine the values of ordinary, meta-device and sharded parameters."""
+    """Gives the engine the values of ordinary, meta-device and sharded parameters.
 
-    def __init__(self, root: nn.Module, comm: Comm) -> None:
-        self._device, self._modules = comm.device, dict(root.named_modules())
+    ``saved``: reads the values of parameters that are not to be taken from the module.
+    """
+
+    def __init__(
+        self, root: nn.Module, comm: Comm, saved: Mapping[Parameter, Callable[[], Tensor]] | None = None
+    ) -> None:
+        self._device, self._modules, self._saved = comm.device, dict(root.named_modules()), saved or {}
 
     def fetch(self, parameter: Parameter) -> Tensor:
         """The full value of ``parameter``. Collective if it was sharded at construction."""
+        if parameter in self._saved:
+            return self._saved[parameter]()
         owner = owner_of(parameter)
         return owner.whole(parameter) if isinstance(owner, ConstructionSharder) else parameter.detach()
 
@@ -151,7 +178,12 @@ class Materializer:
         Raises:
             RuntimeError: a module's parameters or buffers were not filled.
         """
-        wanted = {p for p in parameters if p.is_meta}
+        wanted = set[Parameter]()
+        for parameter in parameters:
+            if parameter in self._saved:
+                _free(parameter, self._device)
+            elif parameter.is_meta:
+                wanted.add(parameter)
         for path, module in self._modules.items() if wanted else ():
             if any(p in wanted for p in module.parameters(recurse=False)):
                 self._fill_module(path, module)
@@ -192,6 +224,16 @@ class Materializer:
                 f"{', '.join(map(repr, left))} got no values: give the class a `reset_parameters()` that fills its "
                 "parameters and buffers, or build it without `empty_init=True`."
             )
+
+
+@torch.no_grad()
+def _free(parameter: Parameter, device: torch.device) -> None:
+    """Free the values of a parameter, which has to be on the device of those that it gets."""
+    if parameter.is_meta:
+        empty = Parameter(torch.empty(0, dtype=parameter.dtype, device=device), parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, empty)
+    elif not is_guarded(parameter):
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
 def _unset(dtype: torch.dtype) -> float:

@@ -362,7 +362,8 @@ class _Sums:
         fits = whole <= limits.max_live and whole < limits.max_reuse_distance  # as Gatherer.fits_whole
         peak = _peak_gathered(inner, limits, most_buckets, keeps_whole=self.setup.accumulates and fits)
         total.append((DEVICE, GATHERED, root.nbytes + peak))
-        most = min(ahead, whole - root.numel) + max(unit.numel for unit in [*inner, root])
+        others = whole - root.numel if self.setup.training else max((unit.numel for unit in inner), default=0)
+        most = min(ahead, others) + max(unit.numel for unit in [*inner, root])
         if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights:
             total.append((DEVICE, GATHERED, QUANTIZED_WEIGHTS.nbytes(most) if self.setup.world > 1 else 0))
         dtypes = [row.dtype if row.copies_weights else row.exact for row in self.rows if row.weights == NVME]

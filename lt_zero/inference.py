@@ -1,0 +1,120 @@
+"""Inference of models that are larger than the memory of a device, or of the machine (ZeRO-Inference).
+
+ZeRO-Infinity, arXiv:2104.07857: weights are sharded over the ranks and rest on the device, in host memory or in files;
+each unit is gathered for its forward only, the next one meanwhile. There are no gradients, master weights or optimizer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lt_zero.build import shard
+from lt_zero.checkpoint.open import open_source
+from lt_zero.checkpoint.source import Source
+from lt_zero.comm.communicator import Comm
+from lt_zero.common.errors import CheckpointError
+from lt_zero.config import ZeroConfig
+from lt_zero.config.inference import without_training
+from lt_zero.config.precision import dtype_policy, resolve_mode
+from lt_zero.engine.full_params import sync_buffers
+
+log = logging.getLogger("lt_zero")
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def inference(
+    module: Module,
+    config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    device: torch.device | None = None,
+    comm: Comm | None = None,
+) -> Module:
+    """Shard ``module`` in place for inference over all ranks of the default process group, and return it. Collective.
+
+    The module is in evaluation mode afterwards, and its parameters need no gradients. Call it, or methods that call it
+    such as ``generate``, the same number of times on all ranks, or inside of ``lt_zero.synced``.
+
+    Args:
+        module: with its weights, or built inside of ``lt_zero.empty_weights()``: then no rank ever holds all of them.
+        config: the stage (default: 3), ``offload_param``, ``quantize``, ``bf16`` and so on: a mapping, a ``ZeroConfig``
+            or the path of a file. Keys of optimizers and gradients are ignored, which a line of the log tells.
+        weights: where to read the weights: anything that ``lt-zero export`` reads, or a folder of Hugging Face's.
+            They are read and sharded unit by unit.
+        device: where to compute; default: the device of the first parameter or buffer, or the CPU.
+        comm: the collectives; default: over all ranks.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+        CheckpointError: ``weights`` is no checkpoint, or has other names or shapes than the module.
+        NotEnoughMemory: a machine has too little memory; the module is unchanged.
+    """
+    chosen, ignored = without_training(config)
+    placed = (t.device for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta")
+    device = device or next(placed, torch.device("cpu"))
+    comm = comm or Comm.for_world(device, check=chosen.zero_optimization.enable_sanity_checks)
+    if ignored and comm.rank == 0:
+        log.info("Inference has no use for %s: ignored.", ", ".join(ignored))
+    policy = dtype_policy(chosen, resolve_mode(chosen, "32-true", device.type))
+    saved = _readers(module, open_source(weights), str(weights)) if weights is not None else None
+    module.eval().requires_grad_(False)
+    # Weights rest in the dtype in which they compute.
+    engine = shard(module, chosen, device, replace(policy, low_master=True), comm, training=False, saved=saved)
+    sync_buffers(engine)
+    return module
+
+
+@torch.no_grad()
+def _readers(module: nn.Module, source: Source, path: str) -> dict[nn.Parameter, Callable[[], Tensor]]:
+    """What reads each parameter from ``source``; buffers are read now.
+
+    Raises:
+        CheckpointError: a name is missing, or a shape differs; names all of them.
+    """
+    names = _names(module, source)
+    found: dict[nn.Parameter, Callable[[], Tensor]] = {}
+    used, wrong = set[str](), list[str]()
+    missing: dict[nn.Parameter, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        saved = names(name)
+        if saved is None:
+            missing[parameter] = name
+            continue
+        used.add(saved)
+        if (shape := source.weights[saved].shape) != tuple(parameter.shape):
+            wrong.append(f"{saved} has the shape {list(shape)}, the module needs {list(parameter.shape)}")
+        found[parameter] = partial(source.read, saved)
+    for path_, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            saved = names(f"{path_}.{name}".lstrip("."))
+            if saved is not None:
+                used.add(saved)
+                setattr(part, name, source.read(saved).to(buffer.dtype))
+    wrong += [f"{name} is missing" for parameter, name in missing.items() if parameter not in found]  # else it is tied
+    if wrong:
+        raise CheckpointError(f"{path} does not fit {type(module).__name__}: {'; '.join(wrong[:10])}.")
+    if left := sorted(source.weights.keys() - used - source.aliases.keys()):
+        log.info("%s has tensors that %s does not have: %s.", path, type(module).__name__, ", ".join(left[:10]))
+    return found
+
+
+def _names(module: nn.Module, source: Source) -> Callable[[str], str | None]:
+    """The saved name of a parameter or buffer; None if there is none.
+
+    Hugging Face's files of a model without its head lack the prefix ``base_model_prefix``, or have it where the model
+    has none.
+    """
+    prefix = f"{getattr(module, 'base_model_prefix', '')}."
+
+    def find(name: str) -> str | None:
+        tried = (name, name.removeprefix(prefix), prefix + name)
+        return next((candidate for candidate in tried if candidate in source.weights), None)
+
+    return find
