@@ -85,7 +85,7 @@ def _conserved(name: str, whole: bool, hierarchical: bool, dtype: torch.dtype, p
     cover([*CODECS], [True, False], [False, True], [torch.float32, torch.bfloat16]),
 )
 def test_nothing_is_lost(pool: Pool, name: str, whole: bool, hierarchical: bool, dtype: torch.dtype) -> None:
-    for ranks, per_node in ((4, 2),) if hierarchical else ((2, 0), (3, 0), (4, 2)):
+    for ranks, per_node in ((4, 2),) if hierarchical else ((3, 0), (4, 2)):
         results = pool.run(ranks, _conserved, name, whole, hierarchical, dtype, per_node)
         for kept, lag, total in results:
             assert kept < 2e-4, ranks  # fp32 rounding of sums over 30 steps
