@@ -10,6 +10,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -37,6 +38,7 @@ from lt_zero.engine.local_steps import LocalSteps
 from lt_zero.engine.materialize import Materializer
 from lt_zero.engine.offload_manager import open_offload_manager
 from lt_zero.engine.partition import BucketPlan, EnginePlan, plan_engine, warn_of_padding, with_sizes
+from lt_zero.engine.quantized import refuse_quantized, rest_quantized
 from lt_zero.engine.zero_plus_plus import use_zero_plus_plus
 from lt_zero.io.pinned import return_freed_memory
 from lt_zero.memory.check import check_build
@@ -69,7 +71,7 @@ def shard(
     Raises:
         ValueError: a pattern of ``fp16_override_modules`` matches nothing; or ``device`` is not the current GPU.
         ConfigError: activation checkpointing is on, and no module can be checkpointed; or ``ops`` is "required", and
-            native kernels are missing on a rank.
+            native kernels are missing on a rank; or ``training`` with ``quantize``.
         NotEnoughMemory: a machine has too little memory; the module is unchanged.
     """
     config = with_sizes(config if isinstance(config, ZeroConfig) else ZeroConfig.of(config), module)
@@ -82,6 +84,10 @@ def shard(
         )
     comm = comm or Comm.for_world(device, check=config.zero_optimization.enable_sanity_checks)
     policy = policy or dtype_policy(config, resolve_mode(config, "32-true", device.type))
+    if training:
+        refuse_quantized(config)
+    elif config.quantize is not None:
+        policy = replace(policy, low_master=True)  # no wider values are kept beside the codes
     zero = config.zero_optimization
     _check_kernels(config, device, comm)
     _check_late_gradients(config, policy)
@@ -101,6 +107,7 @@ def shard(
     made = {bucket: Bucket(bucket, comm, owner, policy) for bucket in plan.buckets}
     use_zero_plus_plus(config, made.values(), comm)
     offload_manager = open_offload_manager(list(made.values()), config, device)
+    rest_quantized(config, made.values())
     with progress_bar(f"Sharding {len(plan.units)} units ({len(made)} buckets)", len(made), rank=comm.rank) as work:
         units, root = _move_in(plan, made, materializer, work, training)
         materializer.fill_buffers()

@@ -12,9 +12,12 @@ from torch import nn
 
 import lt_zero
 from lt_zero.common.errors import CheckpointError
+from lt_zero.engine.full_params import full_parameters
 from lt_zero.engine.guard import owner_of
+from lt_zero.io.pinned import rounded
 from lt_zero.memory.check import RESTING, measured
 from lt_zero.memory.forecast import GATHERED, OFFLOAD, WEIGHTS
+from lt_zero.ops.codecs import INT8
 from tests.support.models import Net, tokens
 from tests.support.pool import Pool
 
@@ -113,3 +116,62 @@ def test_a_model_larger_than_the_allowed_memory_rests_in_files(tmp_path: Path) -
         lt_zero.inference(model, _config(str(tmp_path / "rest"), **allowed), weights=tmp_path / "net.pt")
         assert torch.equal(model(x), want)
         assert torch.equal(model(x), want)
+
+
+def _quantized(file: str, folder: str | None, dtype: torch.dtype) -> tuple[list[float], dict[str, int], int]:
+    """How far weights and outputs are from the exact ones, bytes of what is kept, elements."""
+    low = {"bf16": {"enabled": True}} if dtype == torch.bfloat16 else {}
+    with torch.no_grad(), lt_zero.empty_weights():
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    lt_zero.inference(model, _config(folder, quantize=8, **low), weights=file)
+    exact: dict[str, Any] = torch.load(file)
+    engine: Any = owner_of(next(model.parameters()))
+    seen, x = list[float](), torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    with torch.no_grad():
+        want = x
+        for value in exact.values():
+            want = want @ value.to(dtype).T
+        for _ in range(3):  # the second time units are prefetched
+            got = model(x)
+        seen.append(float((got - want).norm() / want.norm()))
+        kept = measured(engine)
+        full = {name: value.clone() for name, _, value in full_parameters(engine)}
+        for name, parameter in model.named_parameters():
+            with lt_zero.gathered(parameter):
+                assert torch.equal(parameter, full[name]), "what is gathered is what is exported"
+        steps = [(full[name].float() - exact[name]).abs().max() / exact[name].abs().max() * 127 for name in exact]
+        seen.append(float(max(steps)))
+        with lt_zero.gathered(model, write=True):
+            for parameter in model.parameters():
+                parameter.fill_(0.5)
+        assert torch.equal(model(torch.ones(1, 64, dtype=dtype)), torch.full((1, 64), 32.0**4, dtype=dtype))
+        assert measured(engine) == kept
+    return seen, kept, sum(bucket.layout.numel for bucket in engine.buckets)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("world", "files"), [(1, False), (2, False), (2, True)])
+def test_weights_rest_in_8_bits(pool: Pool, tmp_path: Path, world: int, files: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    torch.save(model.state_dict(), tmp_path / "net.pt")
+    folder = str(tmp_path / "rest") if files else None
+    for (outputs, steps), kept, numel in pool.run(world, _quantized, str(tmp_path / "net.pt"), folder, dtype):
+        assert 1e-4 < outputs < 0.03
+        assert 0.1 < steps < (0.51 if dtype == torch.float32 else 1.01), (
+            "half a step, and half of one by two roundings to bf16"
+        )
+        if not files:
+            assert kept == {WEIGHTS: INT8.nbytes(numel // world // 4) * 4}, "a byte and a 64th of an element"
+        else:
+            assert kept[RESTING] == rounded(INT8.nbytes(numel // world // 4)) * 4
+
+
+def test_weights_that_rest_in_8_bits_are_not_trained() -> None:
+    config = _config(quantize=8)
+    with pytest.raises(lt_zero.ConfigError, match="quantize=8 keeps nothing of the weights but 8-bit codes"):
+        lt_zero.shard(_net(), config)
+    model = _net()
+    lt_zero.inference(model, config)
+    with pytest.raises(lt_zero.ConfigError, match="quantize=8"):
+        lt_zero.ShardedOptimizer(owner_of(model.scale), torch.optim.SGD(model.parameters(), lr=1.0))  # type: ignore[arg-type]

@@ -301,7 +301,9 @@ class LoggedComm(Comm):
         self.log = CommLog(device, self.world, show)
 
     all_gather = _recorded("all_gather", lambda _, flat, name, own=None: ("all_gather", name, flat.nbytes))
-    all_gather_encoded = _recorded("all_gather_encoded", lambda _, flat, name, codec: ("all_gather", name, flat.nbytes))
+    all_gather_encoded = _recorded(
+        "all_gather_encoded", lambda _, flat, name, codec, own=None: ("all_gather", name, flat.nbytes)
+    )
     all_gather_in_node = _recorded("all_gather_in_node", lambda _, flat, name: ("all_gather", name, flat.nbytes))
     reduce_scatter = _recorded(
         "reduce_scatter", lambda _, out, flat, scratch, add, name: ("reduce_scatter", name, flat.nbytes)

@@ -588,16 +588,17 @@ class Comm(ProcessLocal):
         self._read |= shared
         return self._transport.all_gather(flat, own, launch)
 
-    def all_gather_encoded(self, flat: Tensor, name: str, codec: Codec) -> Work:
+    def all_gather_encoded(self, flat: Tensor, name: str, codec: Codec, own: Tensor | None = None) -> Work:
         """``all_gather`` of encoded shards: all ranks, the owner too, get what is decoded.
 
-        Where ranks share memory, codes are sent between processes all the same.
+        Where ranks share memory, codes are sent between processes all the same. ``own``: this rank's shard, encoded.
         """
         self._require_device(flat, name)
         if self._group is None:
-            return Done()
+            return Done() if own is None else gather_encoded(flat, self.mesh, codec, lambda codes: Done(), own)
         launch = self._announce("encoded all-gather", name, flat.numel())
-        return gather_encoded(flat, self.mesh, codec, lambda codes: self._transport.all_gather(codes, None, launch))
+        gather = partial(self._transport.all_gather, own=None, launch=launch)
+        return gather_encoded(flat, self.mesh, codec, gather, own)
 
     def all_gather_in_node(self, flat: Tensor, name: str) -> Work:
         """Fill ``flat`` (1D) from the parts of the ranks with a second copy together, which are in place already."""

@@ -74,14 +74,20 @@ class Compressed(All):
     costs: Costs
 
 
-def gather_encoded(flat: Tensor, mesh: Mesh, codec: Codec, gather: Callable[[Tensor], Work]) -> Compressed:
+def gather_encoded(
+    flat: Tensor, mesh: Mesh, codec: Codec, gather: Callable[[Tensor], Work], own: Tensor | None = None
+) -> Compressed:
     """Fill ``flat`` (1D) with what is decoded of the ranks' encoded shards, the own one too, which is in place already.
 
     ``gather``: starts an all-gather of bytes (1D, one equal part per shard), of which the own part is in place.
+    ``own``: this rank's encoded shard, which is not in place then.
     """
     started, parts = time.perf_counter(), flat.chunk(mesh.shards)
     codes = torch.empty(mesh.shards, codec.nbytes(parts[0].numel()), dtype=torch.uint8, device=flat.device)
-    codec.encode(parts[mesh.shard_rank], None, codes[mesh.shard_rank])
+    if own is None:
+        codec.encode(parts[mesh.shard_rank], None, codes[mesh.shard_rank])
+    else:
+        codes[mesh.shard_rank].copy_(own)
     costs, others = Costs(coding=time.perf_counter() - started), mesh.shards - 1
     costs.dense, costs.sent = parts[0].nbytes * others, codes[0].numel() * others
 

@@ -300,5 +300,11 @@ def _inactive_elsewhere(config: Schema) -> Sequence[Rule]:
         (not uses_files, "aio", "", "nothing is offloaded to nvme"),
         (config.fp16.loss_scale != 0, "fp16", _SCALE, "fp16.loss_scale fixes the scale"),
         (divides, "", "gradient_predivide_factor", prescaled),
+        (
+            config.quantize is not None and config.zero_optimization.stage < 3,
+            "",
+            "quantize",
+            "parameters are sharded at stage 3 only",
+        ),
         (config.data_types.buffer_dtype is None, "data_types", "keep_in_fp32_modules", buffers),
     )

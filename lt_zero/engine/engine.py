@@ -56,6 +56,7 @@ from lt_zero.engine.grad_bucket import Reducer
 from lt_zero.engine.gradient_compression import GradientCompression
 from lt_zero.engine.guard import is_guarded
 from lt_zero.engine.offload_manager import OffloadManager
+from lt_zero.engine.quantized import refuse_quantized
 from lt_zero.engine.visible_grads import UsedParameters
 
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
@@ -345,8 +346,13 @@ class Engine(ProcessLocal):
     # ---- between backward and step -----------------------------------------------------------------------------
 
     def begin_training(self) -> None:
-        """Make master weights, and keep weights gathered as the limits allow. No-op if done before."""
+        """Make master weights, and keep weights gathered as the limits allow. No-op if done before.
+
+        Raises:
+            ConfigError: weights rest in 8 bits.
+        """
         if not self.training:
+            refuse_quantized(self.config)
             self.training = True
             self.gatherer.limit(self._residency)
             for bucket in self.buckets:

@@ -38,6 +38,7 @@ from lt_zero.engine.partition import BucketPlan, EnginePlan
 from lt_zero.engine.zero_plus_plus import GRADIENTS_INSIDE
 from lt_zero.engine.zero_plus_plus import WEIGHTS as QUANTIZED_WEIGHTS
 from lt_zero.io.pinned import rounded
+from lt_zero.ops.codecs import INT8
 
 DEVICE, HOST, NVME = "device", "host", "nvme"
 PLACES = (DEVICE, HOST, NVME)
@@ -275,7 +276,12 @@ class _Sums:
 
     def _file(self, dtype: torch.dtype) -> int:
         """Bytes of one NVMe file: a record of full blocks for every bucket, also for those that do not use it."""
-        return sum(rounded(row.own * dtype.itemsize) for row in self.rows)
+        coded = dtype == torch.uint8
+        return sum(rounded(INT8.nbytes(row.own) if coded else row.own * dtype.itemsize) for row in self.rows)
+
+    def _is_coded(self, row: Row) -> bool:
+        """Whether the weights of a bucket rest in 8 bits (engine/quantized.py)."""
+        return self.config.quantize is not None and row.sharding.params and row.dtype != torch.float64
 
     def weights(self) -> list[Part]:
         """Weights and master weights (``Bucket.adopt``)."""
@@ -286,7 +292,14 @@ class _Sums:
                 total.append((DEVICE, WEIGHTS, row.numel * row.dtype.itemsize))
             held = [(row.states, MASTER, row.master)] if row.trains and not row.master_is_view else []
             held += [(row.weights, WEIGHTS, row.dtype)] if row.copies_weights else []
-            held += [(row.weights, WEIGHTS, row.exact)] if not row.trains and (row.wide or row.sharding.params) else []
+            rests = not row.trains and (row.wide or row.sharding.params)
+            if rests and self._is_coded(row):
+                if row.weights == NVME:
+                    files.add((WEIGHTS, torch.uint8))
+                else:
+                    total.append((row.weights, WEIGHTS, INT8.nbytes(row.own)))
+            elif rests:
+                held.append((row.weights, WEIGHTS, row.exact))
             for place, kind, dtype in held:
                 if place == NVME:
                     files.add((kind, dtype))
@@ -366,6 +379,8 @@ class _Sums:
         most = min(ahead, others) + max(unit.numel for unit in [*inner, root])
         if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights:
             total.append((DEVICE, GATHERED, QUANTIZED_WEIGHTS.nbytes(most) if self.setup.world > 1 else 0))
+        elif self.config.quantize is not None:
+            total.append((DEVICE, GATHERED, INT8.nbytes(most) + INT8.nbytes(most) // zero.shards(self.setup.world)))
         dtypes = [row.dtype if row.copies_weights else row.exact for row in self.rows if row.weights == NVME]
         if dtypes:
             total.append(

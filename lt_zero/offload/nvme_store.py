@@ -39,7 +39,8 @@ from lt_zero.io.pinned import Buffers, aligned_buffer, host_buffer, rounded
 from lt_zero.io.private_folder import SwapFolder
 from lt_zero.io.thread_pool import IoPool, SwapError, Transfer
 from lt_zero.offload.host_store import FedStore, HostLink, StreamedStore
-from lt_zero.offload.store import Place, Speed, Store
+from lt_zero.offload.store import CODES, Place, Speed, Store
+from lt_zero.ops.codecs import INT8
 
 
 class _At(Enum):
@@ -207,19 +208,19 @@ class NvmeFiles:
         """The place of the stores of bucket ``record``; ``link`` to the device, if that is not the CPU."""
 
         def store(kind: str, numel: int, dtype: torch.dtype) -> Store:
-            file = self._file_of(f"{kind}-{str(dtype).removeprefix('torch.')}", dtype)
+            nbytes = INT8.nbytes if kind == CODES else lambda numel: numel * dtype.itemsize
+            file = self._file_of(f"{kind}-{str(dtype).removeprefix('torch.')}", [nbytes(n) for n in self._numels])
             return NvmeStore(numel, dtype, file, record, self._buffers, self._note, link, scratch=kind == "grad")
 
         return Place(
             store, offloads=True, streamed=True, feed=partial(FedStore, link=link) if link is not None else None
         )
 
-    def _file_of(self, name: str, dtype: torch.dtype) -> SwapFile | Nowhere:
-        """The file of a kind of values of all buckets."""
+    def _file_of(self, name: str, sizes: list[int]) -> SwapFile | Nowhere:
+        """The file of a kind of values of all buckets; ``sizes``: bytes of each."""
         with self._lock:
             if name not in self._files:
                 plain = re.sub(r"[^\w.-]", "_", name)  # state names of custom optimizers may hold any character
-                sizes = [numel * dtype.itemsize for numel in self._numels]
                 try:
                     self.folder.require(sum(sizes))
                     with progress_bar(f"Reserving {in_words(sum(sizes))} in {self.folder.path}"):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lt_zero.offload.copy_streams import CopyEvent
 
+CODES = "codes"  # kind of stores of encoded weights, as uint8
 Gap = tuple[int, int]  # elements [lo, hi) of a shard that belong to no parameter
 
 
@@ -171,8 +172,8 @@ class Place:
     """Makes the stores of one bucket.
 
     Attributes:
-        store: makes a store for a kind of values: "master", "weights" (which gathers read), "grad", "state ...";
-            the other arguments are the number of elements and the dtype.
+        store: makes a store for a kind of values: "master", "weights" (which gathers read), ``CODES``, "grad",
+            "state ..."; the other arguments are the number of elements and the dtype.
         offloads: whether its stores are off the device.
         streamed: whether its stores are, see ``Store``.
         feed: makes the store of a compute copy (1D, on the device) of master weights that are kept here; None: an
@@ -207,7 +208,7 @@ def device_place(
     """
     return Place(
         lambda kind, numel, dtype: Store(
-            dtype, partial(allocate if kind == "grad" or shared is None else shared, numel, dtype)
+            dtype, partial(allocate if kind in ("grad", CODES) or shared is None else shared, numel, dtype)
         )
     )
 

@@ -134,6 +134,7 @@ PROBES: dict[str, Probe] = {
     "scheduler.params.<name>": Probe(t.rates, 0.25, [0.0, 0.0], [0.25, 0.25], WARM, "scheduler.params.warmup_min_lr"),
     "fused_step": Probe(e.kernel, False, True, False),
     "ops": Probe(e.without_kernels, "required", [], ["ops"]),
+    "quantize": Probe(e.refusal, 8, [], ["quantize"], S3),
     "max_cpu_gb": Probe(e.refusal, 1e-6, [], ["memory"]),
     # what is shown
     "steps_per_print": Probe(t.run(lambda r: re.findall(r"^step (\d+):", r.text, re.M)), 2, [], ["2"]),
