@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import lt_zero
 from lt_zero.common.errors import CheckpointError
+from lt_zero.engine.bucket import State
 from lt_zero.engine.full_params import full_parameters
 from lt_zero.engine.guard import owner_of
 from lt_zero.io.pinned import rounded
 from lt_zero.memory.check import RESTING, measured
 from lt_zero.memory.forecast import GATHERED, OFFLOAD, WEIGHTS
 from lt_zero.ops.codecs import INT8
+from tests.support.lightning_tools import GPT, single_trainer
 from tests.support.models import Net, tokens
 from tests.support.pool import Pool
 
@@ -70,25 +73,21 @@ def test_weights_rest_in_their_dtype_and_nothing_else_does(
         assert GATHERED not in found
 
 
-def _as_predict() -> list[str]:
-    """One process, without a process group; keys of training are named once."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lt_zero")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        lt_zero.inference(_net(), _config(**TRAINS))
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    return [line for line in lines if "ignored" in line]
+def test_keys_of_training_are_ignored_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "lt_zero")
+    lt_zero.inference(_net(), _config(**TRAINS))
+    told = [line for line in caplog.messages if "ignored" in line]
+    assert told == ["Inference has no use for optimizer, gradient_clipping, fused_step: ignored."]
 
 
-def test_keys_of_training_are_ignored_with_one_line() -> None:
-    assert _as_predict() == ["Inference has no use for optimizer, gradient_clipping, fused_step: ignored."]
+def test_a_predict_ignores_them_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "lt_zero")
+    config = _config(gradient_clipping=1.0, gradient_compression={"algorithm": "topk"})
+    trainer = single_trainer(strategy=lt_zero.ZeroStrategy(config=config))
+    trainer.predict(GPT())
+    told = [line for line in caplog.messages if "ignored" in line]
+    assert told == ["Inference has no use for gradient_clipping, gradient_compression: ignored."]
+    assert trainer.optimizers == []
 
 
 def test_weights_of_another_model(tmp_path: Path) -> None:
@@ -175,3 +174,75 @@ def test_weights_that_rest_in_8_bits_are_not_trained() -> None:
     lt_zero.inference(model, config)
     with pytest.raises(lt_zero.ConfigError, match="quantize=8"):
         lt_zero.ShardedOptimizer(owner_of(model.scale), torch.optim.SGD(model.parameters(), lr=1.0))  # type: ignore[arg-type]
+
+
+class Turns(nn.Module):
+    """An encoder and a decoder that share an embedding, and are called one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.encoder = nn.Sequential(self.embedding, *(nn.Linear(8, 8) for _ in range(2)))
+        self.decoder = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 16, bias=False))
+        self.decoder[-1].weight = self.embedding.weight
+
+    def generate(self, tokens: Tensor, length: int) -> Tensor:
+        x = self.encoder(tokens)
+        for _ in range(length):
+            x = self.embedding(self.decoder(x).argmax(-1))
+        return x
+
+
+def _in_turns() -> list[list[str]]:
+    torch.manual_seed(0)
+    model = Turns()
+    tokens = torch.arange(4)
+    with torch.no_grad():
+        want = [model.generate(tokens, length) for length in range(4)]
+    lt_zero.inference(model, _config())
+    engine: Any = owner_of(model.embedding.weight)
+    ahead: list[list[str]] = []
+    model.decoder[0].register_forward_hook(
+        lambda *_: ahead.append([b.name for b in engine.buckets if b.state is State.GATHERING])
+    )
+    with torch.no_grad():
+        for lengths in ((3, 1), (0, 2), (2, 3)):
+            with lt_zero.synced(model):
+                length = lengths[dist.get_rank()]
+                assert torch.equal(model.generate(tokens, length), want[length])
+        ahead.clear()
+        with engine.forward_scope():  # as in a ``predict_step``
+            assert torch.equal(model.generate(tokens, 3), want[3])
+    return ahead
+
+
+def test_parts_that_are_called_by_themselves(pool: Pool) -> None:
+    """Shared weights are there, and each part has an order of its own, in which weights are prefetched."""
+    for ahead in pool.run(2, _in_turns, env={"LT_ZERO_SHARED_MEMORY": "0"}):
+        assert ahead == [[], ["decoder.1"], ["decoder.1"]]
+
+
+def _transformer(folder: str, rest: str | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.LlamaConfig(**shape, **heads)
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(config).eval()
+    if dist.get_rank() == 0:
+        plain.save_pretrained(folder)
+    dist.barrier()
+    with lt_zero.empty_weights():
+        model = transformers.LlamaForCausalLM(config)
+    lt_zero.inference(model, _config(rest), weights=folder)
+    prompt = torch.arange(3, 8)[None]
+    with lt_zero.synced(model):
+        for length in ((6, 2), (3,), ())[dist.get_rank()]:
+            options = {"max_new_tokens": length, "do_sample": False, "eos_token_id": None}
+            assert torch.equal(model.generate(prompt, **options), plain.generate(prompt, **options))
+
+
+@pytest.mark.parametrize("files", [False, True])
+def test_generation_with_transformers(pool: Pool, tmp_path: Path, files: bool) -> None:
+    pytest.importorskip("transformers")
+    pool.run(3, _transformer, str(tmp_path / "llama"), str(tmp_path / "rest") if files else None)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 from lt_zero.common.errors import dotted, path_of
 from lt_zero.config.document import MISSING, Document
 from lt_zero.config.load import Given, ZeroConfig, examine, plain
 
+log = logging.getLogger("lt_zero")
 _ZERO = (
     *("offload_optimizer", "zero_quantized_gradients", "reduce_bucket_size", "reduce_scatter", "contiguous_gradients"),
     *("load_from_fp32_weights", "sub_group_size", "shard_along"),
@@ -24,6 +27,12 @@ def ignored_keys(config: ZeroConfig) -> list[str]:
     """The keys of ``config``, as written, that count in training only."""
     document = Document(plain(config))
     return [key for key in _TRAINING if document.get(path_of(key)) is not MISSING]
+
+
+def tell_ignored(keys: list[str], rank: int) -> None:
+    """Log in one line, on rank 0, which keys count in training only."""
+    if keys and rank == 0:
+        log.info("Inference has no use for %s: ignored.", ", ".join(keys))
 
 
 def without_training(given: Given, default_stage: int = 3) -> tuple[ZeroConfig, list[str]]:

@@ -106,6 +106,7 @@ class Engine(ProcessLocal):
         self._explicit = False  # a backward_pass context is open
         self._create_graph = False  # the running backward builds a graph for another backward
         self._depth = 0  # nested forward scopes
+        self._entered = 0  # the depth of the outermost module that is called; 0: none is
         self._span: Span = NOTHING  # timing of a backward without a backward_pass context
         self._ranges = UnitRanges()  # timing of units in the running backward
         self.used_parameters = UsedParameters(comm, self.reducer, self.buckets, offload_manager.find_problem)
@@ -119,13 +120,23 @@ class Engine(ProcessLocal):
         for unit in units:
             self.handles += hook_forward(unit.module, partial(self.pre_forward, unit), partial(self.post_forward, unit))
         # Called always, also after a failed forward.
-        self.handles += hook_forward(root, lambda *_: self.enter_forward(), self.leave_forward, always_call=True)
+        self.handles += self._hook_scope(root)
+        self._of_parts: list[Any] = [] if training else self._hook_parts()  # handles
+
+    def _hook_scope(self, module: nn.Module) -> list[Any]:
+        return hook_forward(module, lambda *_: self.enter_forward(module), self.leave_forward, always_call=True)
+
+    def _hook_parts(self) -> list[Any]:
+        """Let parts of the model be called by themselves, as encoders are in generation."""
+        others = {self.root, *(child for unit in self.units for child in unit.module.modules())}
+        parts = [module for module in self.root.modules() if module not in others]
+        return [handle for part in parts for handle in self._hook_scope(part)]
 
     def detach(self) -> None:
         """Remove all hooks; parameters stay as they are."""
-        for handle in self.handles:
+        for handle in [*self.handles, *self._of_parts]:
             handle.remove()
-        self.handles = []
+        self.handles, self._of_parts = [], []
 
     @property
     def attached(self) -> bool:
@@ -147,17 +158,23 @@ class Engine(ProcessLocal):
         finally:
             self.leave_forward(None)
 
-    def enter_forward(self) -> None:
+    def enter_forward(self, entry: nn.Module | None = None) -> None:
+        """``entry``: the module that is called."""
         if self.in_backward and not in_running_backward() and not self._explicit:
             self.abort_backward()  # an exception ended it, and the caller caught that
         self._depth += 1
+        begins = entry is not None and self._entered == 0
+        self._entered = self._depth if begins else self._entered
         if self._depth == 1 and not self.in_backward:
             self.used_parameters.drop_cleared()
-            self.gatherer.begin_forward()
+            self.gatherer.begin_forward(entry)
+        elif begins and not self.training:  # generation calls a model many times in one step of the user's
+            self.gatherer.begin_order(entry)
 
     def leave_forward(self, output: Any) -> None:
         if self._depth == 0:
             return  # always-called hook after an error before enter_forward
+        self._entered = 0 if self._depth == self._entered else self._entered
         self._depth -= 1
         if self.in_backward:
             return
@@ -353,6 +370,9 @@ class Engine(ProcessLocal):
         """
         if not self.training:
             refuse_quantized(self.config)
+            for handle in self._of_parts:
+                handle.remove()
+            self._of_parts = []
             self.training = True
             self.gatherer.limit(self._residency)
             for bucket in self.buckets:

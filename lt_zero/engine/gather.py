@@ -145,12 +145,19 @@ class Gatherer:
 
     def forget_order(self) -> None:
         """Prefetch nothing until a pass was recorded."""
+        self._forwards: dict[nn.Module | None, Order] = {}  # by the module that was called; None: a step of the user's
         self._forward, self._backward = Order(), Order()
         self._order = self._forward  # of the running pass
 
-    def begin_forward(self) -> None:
-        self._forward.start()
+    def begin_forward(self, entry: nn.Module | None) -> None:
+        """Begin a pass through the module ``entry``, or, if it is None, through code of the user's."""
+        self.begin_order(entry)
         self.gather(self._root_unit)
+
+    def begin_order(self, entry: nn.Module | None) -> None:
+        """Begin a part of the running pass that is repeated by itself."""
+        self._forward = self._forwards.setdefault(entry, Order())
+        self._forward.start()
 
     def begin_backward(self) -> None:
         self._backward.start()

@@ -48,7 +48,8 @@ class _Meeting:
             one, other = (repr(self.buckets[number // 2].name) for number in (least, most))
             raise RuntimeError(
                 f"One rank gathers {one}, another {other}. Inside of `lt_zero.synced` ranks may run different numbers "
-                "of forwards, but each forward has to run the same modules."
+                "of forwards, but each has to run the same modules. If an encoder and a decoder run in turns, use a "
+                "context for each input."
             )
         return most
 

@@ -32,6 +32,7 @@ from lt_zero.comm.communicator import Comm
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ActivationCheckpointing
+from lt_zero.config.inference import ignored_keys, tell_ignored
 from lt_zero.config.load import examine
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_state_dict, restore_whole, sync_buffers
@@ -280,6 +281,7 @@ class ZeroStrategy(DDPStrategy):
         if known is None:
             sync_buffers(self._engine)
             set_up.show_model(self._engine, new=True)
+            tell_ignored([] if fitting else ignored_keys(self.config), self.global_rank)
         elif fitting and installed(known) is None and install(known) is not None:
             set_up.show_model(known, new=False)
         plugin.engine, plugin.device_type = self._engine, self.root_device.type
