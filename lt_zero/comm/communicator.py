@@ -267,20 +267,12 @@ class Comm(ProcessLocal):
         node = next(n for n in self.nodes if self.rank in n)
         columns = [mesh.column(number) for number in range(ranks)]
         groups = [new_group(columns, FOR_EVER) for _ in range(2)]
-        self.tolerance = TolerantSum(groups, mesh, late, partial(self._tell_late, mesh))
+        self.tolerance = TolerantSum(groups, mesh, late, partial(_tell_late, mesh, self.hosts))
         weakref.finalize(self, self.tolerance.end).atexit = False
         arenas = [arena for _ in range(3 if ranks > 1 else 0) if (arena := self._share_memory(node)) is not None]
         own = Groups(self._reductions, self._group, self._reductions)
         given = mesh, own, self.device, True, self._watch, [ranks], new_group, arenas
         self._sums = TolerantHierarchy(*given, tolerant=self.tolerance)
-
-    def _tell_late(self, mesh: Mesh, member: int, late: bool) -> None:
-        if self.rank == (0 if member else self.world - 1) // mesh.shards * mesh.shards:  # one that is not that member
-            ranks = mesh.row(member)
-            text = (
-                "is late: sums of gradients go on without it, and get its contributions later" if late else "is on time"
-            )
-            log.warning("Node %s (rank %s) %s.", self.hosts[ranks[0]], ", ".join(map(str, ranks)), text)
 
     def use_quantized_sums(self, codec: Codec, inside: Codec) -> bool:
         """Prepare ``reduce_compressed`` for sums in nodes, encoded with ``inside``, then between them, with ``codec``.
@@ -756,3 +748,11 @@ def _packed(value: Any) -> bytes:
 
 def _unpacked(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+
+
+def _tell_late(mesh: Mesh, hosts: Sequence[str], member: int, late: bool) -> None:
+    """Not a method: an object that ends when a ``Comm`` is dropped keeps it."""
+    if mesh.rank == (0 if member else mesh.world - 1) // mesh.shards * mesh.shards:  # one that is not that member
+        ranks = mesh.row(member)
+        text = "is late: sums of gradients go on without it, and get its contributions later" if late else "is on time"
+        log.warning("Node %s (rank %s) %s.", hosts[ranks[0]], ", ".join(map(str, ranks)), text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -106,6 +108,21 @@ def test_nothing_is_lost_and_replicas_are_equal(pool: Pool, late: dict[int, tupl
         torch.testing.assert_close(books[0]["came"] + sum(book["owed"] for book in books), given, rtol=0, atol=0)
         gradients = books[0]["gradients"] + sum(book["owes"] for book in books)
         assert gradients.eq(turns * 3).all()
+
+
+def _dropped() -> None:
+    comm = _comm(0.34)
+    assert comm.tolerance is not None
+    comm.tolerance.sum("large", torch.ones(SIZES["large"]))
+    alive = weakref.ref(comm)
+    del comm
+    gc.collect()
+    assert alive() is None
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("lt_zero-sums")]
+
+
+def test_what_is_dropped_ends(pool: Pool) -> None:
+    pool.run(3, _dropped)
 
 
 def _owners() -> list[list[int]]:
