@@ -33,7 +33,7 @@ from lt_zero.engine.fp32_modules import Fp32Modules, find_fp32_modules, install_
 from lt_zero.engine.full_params import install_load_hooks, use_outside
 from lt_zero.engine.gather import Unit
 from lt_zero.engine.gradient_compression import GradientCompression, codec_of
-from lt_zero.engine.guard import Owner
+from lt_zero.engine.guard import Owner, owner_of
 from lt_zero.engine.local_steps import LocalSteps
 from lt_zero.engine.materialize import Materializer
 from lt_zero.engine.offload_manager import open_offload_manager
@@ -69,11 +69,13 @@ def shard(
         saved: reads the full values of parameters, of which only the shapes count then.
 
     Raises:
-        ValueError: a pattern of ``fp16_override_modules`` matches nothing; or ``device`` is not the current GPU.
+        ValueError: a parameter is sharded already; or a pattern of ``fp16_override_modules`` matches nothing; or
+            ``device`` is not the current GPU.
         ConfigError: activation checkpointing is on, and no module can be checkpointed; or ``ops`` is "required", and
             native kernels are missing on a rank; or ``training`` with ``quantize``.
         NotEnoughMemory: a machine has too little memory; the module is unchanged.
     """
+    _check_whole(module)
     config = with_sizes(config if isinstance(config, ZeroConfig) else ZeroConfig.of(config), module)
     placed = (t.device for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta")
     device = with_index(device or next(placed, torch.device("cpu")))
@@ -128,6 +130,16 @@ def shard(
     if training:
         install(engine)
     return engine
+
+
+def _check_whole(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        engine = owner_of(parameter)
+        if isinstance(engine, Engine) and engine.attached:
+            raise ValueError(
+                f"Parameter {name!r} of {type(module).__name__} is sharded already, over {engine.comm.world} ranks. "
+                "Use the module as it is, or make a new one, with weights that lt_zero.export has written."
+            )
 
 
 def _move_in(

@@ -108,12 +108,14 @@ def _names(module: nn.Module, source: Source) -> Callable[[str], str | None]:
     """The saved name of a parameter or buffer; None if there is none.
 
     Hugging Face's files of a model without its head lack the prefix ``base_model_prefix``, or have it where the model
-    has none.
+    has none. All names of a LightningModule begin with that of the attribute that the model was.
     """
     prefix = f"{getattr(module, 'base_model_prefix', '')}."
+    first = {name.partition(".")[0] for name in source.weights}
+    attribute = f"{next(iter(first))}." if len(first) == 1 else ""
 
     def find(name: str) -> str | None:
-        tried = (name, name.removeprefix(prefix), prefix + name)
+        tried = (name, name.removeprefix(prefix), prefix + name, attribute + name)
         return next((candidate for candidate in tried if candidate in source.weights), None)
 
     return find

@@ -101,6 +101,12 @@ def test_weights_of_another_model(tmp_path: Path) -> None:
     assert owner_of(model.scale) is None, "the module is unchanged"
 
 
+def test_a_model_is_sharded_once() -> None:
+    model = lt_zero.inference(_net(), _config())
+    with pytest.raises(ValueError, match=r"Parameter '.*' of Net is sharded already, over 1 ranks. Use the module"):
+        lt_zero.inference(model, _config())
+
+
 def test_a_model_larger_than_the_allowed_memory_rests_in_files(tmp_path: Path) -> None:
     wide = [nn.Linear(256, 256, bias=False) for _ in range(16)]
     x = torch.randn(2, 256)
