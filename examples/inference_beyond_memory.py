@@ -1,10 +1,10 @@
 """Write text with a GPT whose weights are larger than the memory that they may take.
 
-    python examples/inference_beyond_memory.py                        # weights of random numbers, one process
-    torchrun --nproc-per-node 2 examples/inference_beyond_memory.py   # each rank writes a text of another length
-    python examples/inference_beyond_memory.py --weights model.pt     # what train_gpt.py has exported
-    python examples/inference_beyond_memory.py --quantize             # weights rest in 8 bits
-    python examples/inference_beyond_memory.py --perplexity 64        # of so many windows of text, for comparison
+    python examples/inference_beyond_memory.py                               # weights of random numbers, one process
+    torchrun --nproc-per-node 2 examples/inference_beyond_memory.py          # each rank writes a text of another length
+    python examples/inference_beyond_memory.py --weights gpt.pt --share 5    # what train_gpt.py has exported (small)
+    python examples/inference_beyond_memory.py --quantize                    # weights rest in 8 bits
+    python examples/inference_beyond_memory.py --perplexity 64               # of so many windows of text
 
 Weights are read block by block, rest in files and pass through memory when their block runs; the next block is read
 meanwhile. No process ever holds the model.
@@ -59,6 +59,7 @@ def main(arguments: list[str] | None = None) -> str:
     parser.add_argument("--depth", type=int, default=24, help="blocks of the model of random numbers")
     parser.add_argument("--width", type=int, default=512, help="its width")
     parser.add_argument("--context", type=int, default=128, help="bytes the model looks back on")
+    parser.add_argument("--share", type=float, default=0.5, help="memory of a node, in sizes of the weights")
     parser.add_argument("--nvme", type=Path, help="a folder on a local disk (default: a temporary one)")
     parser.add_argument("--quantize", action="store_true", help="let weights rest in 8 bits")
     parser.add_argument("--length", type=int, default=16, help="bytes that rank 0 writes; each next rank half as many")
@@ -102,7 +103,7 @@ def write(args: argparse.Namespace, weights: Path, nvme: Path, rank: int, world:
     nbytes = sum(parameter.numel() * 4 for parameter in model.parameters())
     config = {
         "zero_optimization": {"stage": 3},
-        "max_cpu_gb": nbytes / 2 / 1e9,
+        "max_cpu_gb": nbytes * args.share / 1e9,
         "quantize": 8 if args.quantize else None,
     }
     files = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(nvme)}}
