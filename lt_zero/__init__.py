@@ -13,6 +13,7 @@ from lt_zero.common.errors import BLOCK_CHECKS
 if TYPE_CHECKING:
     from lt_zero.build import shard as shard
     from lt_zero.checkpoint.export import export as export
+    from lt_zero.comm.process_groups import init_distributed as init_distributed
     from lt_zero.common.errors import CheckpointError as CheckpointError
     from lt_zero.config import ConfigError as ConfigError
     from lt_zero.config import ZeroConfig as ZeroConfig
@@ -24,6 +25,29 @@ if TYPE_CHECKING:
     from lt_zero.lightning.load import load_from_checkpoint as load_from_checkpoint
     from lt_zero.lightning.precision import ZeroPrecision as ZeroPrecision
     from lt_zero.lightning.strategy import ZeroStrategy as ZeroStrategy
+    from lt_zero.loop.access import full_grad as full_grad
+    from lt_zero.loop.access import full_master as full_master
+    from lt_zero.loop.access import full_state as full_state
+    from lt_zero.loop.access import set_full_grad as set_full_grad
+    from lt_zero.loop.access import set_full_master as set_full_master
+    from lt_zero.loop.access import set_full_state as set_full_state
+    from lt_zero.loop.engine import TrainingEngine as TrainingEngine
+    from lt_zero.loop.engine import initialize as initialize
+    from lt_zero.loop.init import GatheredParameters as GatheredParameters
+    from lt_zero.loop.init import Init as Init
+    from lt_zero.loop.migrate import add_config_arguments as add_config_arguments
+    from lt_zero.loop.migrate import safe_get_full_fp32_param as safe_get_full_fp32_param
+    from lt_zero.loop.migrate import safe_get_full_grad as safe_get_full_grad
+    from lt_zero.loop.migrate import safe_get_full_optimizer_state as safe_get_full_optimizer_state
+    from lt_zero.loop.migrate import safe_get_local_fp32_param as safe_get_local_fp32_param
+    from lt_zero.loop.migrate import safe_get_local_grad as safe_get_local_grad
+    from lt_zero.loop.migrate import safe_get_local_optimizer_state as safe_get_local_optimizer_state
+    from lt_zero.loop.migrate import safe_set_full_fp32_param as safe_set_full_fp32_param
+    from lt_zero.loop.migrate import safe_set_full_grad as safe_set_full_grad
+    from lt_zero.loop.migrate import safe_set_full_optimizer_state as safe_set_full_optimizer_state
+    from lt_zero.loop.migrate import safe_set_local_fp32_param as safe_set_local_fp32_param
+    from lt_zero.loop.migrate import safe_set_local_grad as safe_set_local_grad
+    from lt_zero.loop.migrate import safe_set_local_optimizer_state as safe_set_local_optimizer_state
     from lt_zero.memory import NotEnoughMemory as NotEnoughMemory
     from lt_zero.memory import Sizes as Sizes
     from lt_zero.memory.estimate import estimate as estimate  # not of the package: there mypy takes it for the module
@@ -36,18 +60,42 @@ _MODULES = {
     "ActivationCheckpointing": "config.blocks",
     "CheckpointError": "common.errors",
     "ConfigError": "config",
+    "GatheredParameters": "loop.init",
+    "Init": "loop.init",
     "NotEnoughMemory": "memory",
     "ShardedOptimizer": "step.sharded_optimizer",
     "Sizes": "memory",
+    "TrainingEngine": "loop.engine",
     "ZeroConfig": "config",
     "ZeroPrecision": "lightning.precision",
     "ZeroStrategy": "lightning.strategy",
+    "add_config_arguments": "loop.migrate",
     "empty_weights": "engine.materialize",
     "estimate": "memory",
     "export": "checkpoint.export",
+    "full_grad": "loop.access",
+    "full_master": "loop.access",
+    "full_state": "loop.access",
     "gathered": "engine.full_params",
     "inference": "inference",
+    "init_distributed": "comm.process_groups",
+    "initialize": "loop.engine",
     "load_from_checkpoint": "lightning.load",
+    "safe_get_full_fp32_param": "loop.migrate",
+    "safe_get_full_grad": "loop.migrate",
+    "safe_get_full_optimizer_state": "loop.migrate",
+    "safe_get_local_fp32_param": "loop.migrate",
+    "safe_get_local_grad": "loop.migrate",
+    "safe_get_local_optimizer_state": "loop.migrate",
+    "safe_set_full_fp32_param": "loop.migrate",
+    "safe_set_full_grad": "loop.migrate",
+    "safe_set_full_optimizer_state": "loop.migrate",
+    "safe_set_local_fp32_param": "loop.migrate",
+    "safe_set_local_grad": "loop.migrate",
+    "safe_set_local_optimizer_state": "loop.migrate",
+    "set_full_grad": "loop.access",
+    "set_full_master": "loop.access",
+    "set_full_state": "loop.access",
     "shard": "build",
     "synced": "engine.synced",
 }

@@ -17,7 +17,7 @@ FLOORS = (
     {"step"},
     {"activation", "checkpoint", "memory"},
     {"build"},
-    {"lightning", "inference"},
+    {"lightning", "inference", "loop"},
     {"__init__", "cli", "doctor", "sweep"},
 )
 KNOW_LIGHTNING = {"lightning", "__init__", "cli", "common/compat"}

@@ -107,3 +107,20 @@ def nccl_version() -> str:
     if not dist.is_available() or not dist.is_nccl_available():
         return ""
     return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def init_distributed(dist_backend: str | None = None, timeout: timedelta | None = None, **_: object) -> None:
+    """Make the default process group if a launcher (torchrun) has set ``RANK``, ``WORLD_SIZE`` and ``MASTER_ADDR``.
+
+    No-op if there is one, or if a single process runs without a launcher.
+
+    Args:
+        dist_backend: default: "nccl" for GPUs, else "gloo".
+        timeout: of its collectives; None: torch's default.
+    """
+    if dist.is_initialized() or "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(backend, timeout=timeout)

@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +113,7 @@ class Engine(ProcessLocal):
         self.used_parameters = UsedParameters(comm, self.reducer, self.buckets, offload_manager.find_problem)
         self.finish_reductions = self.used_parameters.finish_reductions
         self.sharded_optim = any(b.shard_range != (0, b.layout.numel) for b in self.buckets)
+        self.optimizers: WeakSet[Any] = WeakSet()  # ShardedOptimizers of its parameters
         self.after_backward: list[Callable[[], None]] = []  # called at the end of a backward, also of a failed one
         self.after_step: list[Callable[[], None]] = []  # called when the compute copies are up to date
         # Called before weights and states leave the engine, on all ranks: local_steps.py, Note [Ranks that step apart].

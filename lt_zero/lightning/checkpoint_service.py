@@ -60,9 +60,8 @@ from lt_zero.checkpoint.native.pieces import (
 from lt_zero.checkpoint.native.plain import plain, put_back
 from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
 from lt_zero.checkpoint.native.residuals import load_residuals, residual_state
-from lt_zero.checkpoint.native.save import KEY, Bundle, bundle, stage, write
+from lt_zero.checkpoint.native.save import KEY, Bundle, bundle, make_place, stage, write
 from lt_zero.checkpoint.open import is_directory, open_source
-from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import CheckpointError
 from lt_zero.common.progress_bar import progress_bar
 from lt_zero.config.load import resolved
@@ -145,7 +144,7 @@ class CheckpointService:
             with run.agree("copying the state for an asynchronous save", CheckpointError):
                 self._buffer = stage(made, self._buffer)
         group = engine.comm.saving_group(background)
-        place = _make_place(engine.comm, path)  # from here on ``_write`` removes it after an error
+        place = make_place(engine.comm, path)  # from here on ``_write`` removes it after an error
         if background:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="lt_zero-async-save")
             self._pending = self._thread.submit(_write, run, made, place, group)
@@ -368,30 +367,6 @@ def writes_directories(run: Run) -> bool:
             'that plugin, or set checkpoint.format="full".'
         )
     return run.config.sharded_checkpoints and stock
-
-
-def _make_place(comm: Comm, path: str) -> Place:
-    """The directory to write to, visible to all ranks. Collective."""
-    place, problem, facts = None, None, None
-    try:
-        if comm.rank == 0:
-            place = Place.make(path)
-            facts = (place.name, place.folder)
-    except Exception as error:  # any error of the path or file system: the other ranks are waiting
-        problem = str(error) if isinstance(error, CheckpointError) else f"Cannot save to {path!r}: {error!r}."
-    facts = comm.host_broadcast(facts, "checkpoint directory")
-    if facts is not None and place is None:
-        place = Place(*facts)
-        try:
-            place.check_visible()
-        except CheckpointError as error:
-            problem = str(error)
-    if found := comm.problems(problem, "checkpoint directory"):
-        if comm.rank == 0 and place is not None:
-            place.discard()
-        raise CheckpointError(" ".join(found))
-    assert place is not None
-    return place
 
 
 def _write(run: Run, made: Bundle, place: Place, group: Any, tick: Callable[[int], object] = lambda _: None) -> None:

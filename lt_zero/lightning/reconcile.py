@@ -35,8 +35,7 @@ from lt_zero.config.document import Document, leaves
 from lt_zero.config.load import ConfigWarning, resolved
 from lt_zero.engine.partition import hidden_size
 from lt_zero.optim import grouping
-from lt_zero.optim.from_config import build_grouped, build_optimizer, build_scheduler
-from lt_zero.optim.muon import muon_groups
+from lt_zero.optim.from_config import configured_optimizer, configured_scheduler
 from lt_zero.optim.registry import PLATEAU
 
 _HOOK = "configure_optimizers"
@@ -195,26 +194,18 @@ class Reconciler:
         block = self.config.optimizer
         if block is None:
             return self._scheduled(original())
-        parameters: list[Any] = [p for p in module.parameters() if p.requires_grad]
-        if not parameters:
-            raise ConfigError(
-                f"optimizer.type={block.type!r} has nothing to train: no parameter requires gradients. Unfreeze some."
-            )
-        if block.param_groups:
-            named = module.named_parameters(remove_duplicate=False)
-            optimizer = build_grouped(block.type, block.params, block.param_groups, named)
-            if module.trainer.is_global_zero:
-                Console().print(grouping.table(optimizer))
-            return self._scheduled(optimizer)
-        if block.type.lower() == "muon":
-            parameters = muon_groups(module)
+        optimizer = configured_optimizer(block, module)
+        if module.trainer.is_global_zero and block.param_groups:
+            Console().print(grouping.table(optimizer))
+        elif module.trainer.is_global_zero and block.type.lower() == "muon":
             rows = []
             for name, which in (("Muon", "matrices of hidden layers"), ("Adam", "all other parameters")):
-                members = [p for g in parameters if g["use_muon"] is (name == "Muon") for p in g["params"]]
+                groups = [group for group in optimizer.param_groups if group["use_muon"] is (name == "Muon")]
+                members = [p for group in groups for p in group["params"]]
                 text = f"{len(members)} of {sum(p.numel() for p in members):,} elements"
                 rows.append(Resolution(f"stepped by {name}", text, which))
-            show_table(rows if module.trainer.is_global_zero else [])
-        return self._scheduled(build_optimizer(block.type, block.params, parameters))
+            show_table(rows)
+        return self._scheduled(optimizer)
 
     def _scheduled(self, optimizers: Any) -> Any:
         """Add the configured scheduler to the result of ``configure_optimizers``."""
@@ -229,11 +220,8 @@ class Reconciler:
                 f"scheduler.type={block.type!r} is configured, but configure_optimizers returns several optimizers or "
                 "a scheduler. Remove the scheduler block, or return one optimizer only."
             )
-        params = dict(block.params)
-        if "warmup_max_lr" in params and params["warmup_max_lr"] is None:
-            params["warmup_max_lr"] = [group["lr"] for group in optimizer.param_groups]
-        scheduler = build_scheduler(block.type, params, optimizer)
-        timing = {"interval": "epoch", "monitor": params["monitor"]} if block.type == PLATEAU else {"interval": "step"}
+        scheduler, epoch = configured_scheduler(block, optimizer), {"interval": "epoch"}
+        timing = {**epoch, "monitor": block.params["monitor"]} if block.type == PLATEAU else {"interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **timing}}
 
 

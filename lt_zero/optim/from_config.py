@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lt_zero.common.errors import ConfigError, Problem
 from lt_zero.optim import grouping
+from lt_zero.optim.muon import muon_groups
 from lt_zero.optim.param_types import convert, is_auto, shown
 from lt_zero.optim.registry import REFUSED, Kind, optimizer_kind, scheduler_kind
 
@@ -58,6 +60,39 @@ def build_grouped(
     values = _checked("optimizer", known, params)
     groups = grouping.grouped(known, values, entries, named)
     return cast(Optimizer, _make("optimizer", known, lambda: groups, values))
+
+
+def configured_optimizer(block: Any, module: nn.Module, given: Sequence[Any] | None = None) -> Optimizer:
+    """The optimizer of the ``optimizer`` block for a module's parameters, or those (or groups) that are ``given``.
+
+    Raises:
+        ConfigError: lists all problems of the block; or nothing is to be trained.
+    """
+    parameters: list[Any] = [p for p in module.parameters() if p.requires_grad]
+    if not parameters:
+        raise ConfigError(
+            f"optimizer.type={block.type!r} has nothing to train: no parameter requires gradients. Unfreeze some."
+        )
+    if given is not None:
+        return build_optimizer(block.type, block.params, given)
+    if block.param_groups:
+        named = module.named_parameters(remove_duplicate=False)
+        return build_grouped(block.type, block.params, block.param_groups, named)
+    if block.type.lower() == "muon":
+        parameters = muon_groups(module)
+    return build_optimizer(block.type, block.params, parameters)
+
+
+def configured_scheduler(block: Any, optimizer: Optimizer) -> LRScheduler:
+    """The schedule of the ``scheduler`` block; without ``warmup_max_lr`` it warms up to the optimizer's rates.
+
+    Raises:
+        ConfigError: lists all problems of the block.
+    """
+    params = dict(block.params)
+    if "warmup_max_lr" in params and params["warmup_max_lr"] is None:
+        params["warmup_max_lr"] = [group["lr"] for group in optimizer.param_groups]
+    return build_scheduler(block.type, params, optimizer)
 
 
 def build_scheduler(kind: str, params: Mapping[str, Any], optimizer: Optimizer) -> LRScheduler:

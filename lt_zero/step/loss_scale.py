@@ -199,16 +199,20 @@ class LossScaleController:
         if not self._told and (not loss.is_cuda or self._losses % _EVERY == 1):
             engine.used_parameters.nonfinite |= not bool(torch.isfinite(loss.detach()).all())
 
-    def before_backward(self, optimizers: list[ShardedOptimizer]) -> None:
-        """Rescale accumulated gradients to the current loss scale. See Note [The scale that gradients carry]."""
+    def before_backward(self, optimizers: list[ShardedOptimizer], factor: float = 1.0) -> None:
+        """Rescale accumulated gradients to the current loss scale. See Note [The scale that gradients carry].
+
+        ``factor``: by which the losses are too large beside that, as if the loss scale were.
+        """
         self.read_skip_flag()
         self._forget()
+        scale = self.scale * factor
         for sharded in optimizers:
             if sharded.engine.compression is not None:
-                sharded.engine.compression.scale = self.scale
-            if sharded.grads.loss_scale != self.scale:
-                sharded.grads.rescale(self.scale / sharded.grads.loss_scale)
-                sharded.grads.loss_scale = self.scale
+                sharded.engine.compression.scale = scale
+            if sharded.grads.loss_scale != scale:
+                sharded.grads.rescale(scale / sharded.grads.loss_scale)
+                sharded.grads.loss_scale = scale
 
     # ---- step --------------------------------------------------------------------------------------------------
 

@@ -181,6 +181,7 @@ class ShardedOptimizer(ProcessLocal):
             optimizer.register_load_state_dict_pre_hook(self._before_load),
         ]
         setattr(optimizer, _ATTRIBUTE, self)
+        engine.optimizers.add(self)
         for name in _SWITCHES:
             _narrow_in(type(optimizer), name)
 

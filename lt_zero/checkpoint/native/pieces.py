@@ -228,13 +228,13 @@ def optimizer_fragments(sharded: ShardedOptimizer) -> dict[str, Any]:
         for index, parameter in enumerate(bucket.params):
             if id(parameter) in numbers and parameter in optimizer.state:
                 number = numbers[id(parameter)]
-                state[number], own[number] = _states(bucket, index, optimizer.state[parameter]), {}
+                state[number], own[number] = states_of(bucket, index, optimizer.state[parameter]), {}
                 for key, value in state[number].items():
                     if not is_whole and not isinstance(value, Fragment):
                         is_scalar = isinstance(value, Tensor) and value.dim() == 0
                         own[number][key] = _Scalar(value.dtype, value.item()) if is_scalar else value
         if () in bucket.shapes:
-            put_away(bucket.states.values())  # ``_states`` has read them
+            put_away(bucket.states.values())  # ``states_of`` has read them
     for others in engine.comm.host_gather(own, "optimizer states that are no tensors"):
         for number, held in others.items():
             mine = state.setdefault(number, {})
@@ -244,7 +244,7 @@ def optimizer_fragments(sharded: ShardedOptimizer) -> dict[str, Any]:
     return {**packed, "state": {**packed["state"], **dict(sorted(state.items()))}}
 
 
-def _states(bucket: Bucket, index: int, state: Mapping[str, Any]) -> dict[str, Any]:
+def states_of(bucket: Bucket, index: int, state: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a parameter on this rank, with fragments."""
     shape = tuple(bucket.shapes[index])
     numel = sum(piece.numel for piece in bucket.pieces_of(index))  # of this rank

@@ -240,6 +240,30 @@ def _releasing(items: Iterable[tuple[_T, Any]], before: Callable[[], object] = _
         done()
 
 
+def make_place(comm: Comm, path: str) -> Place:
+    """The directory to write to, visible to all ranks. Collective."""
+    place, problem, facts = None, None, None
+    try:
+        if comm.rank == 0:
+            place = Place.make(path)
+            facts = (place.name, place.folder)
+    except Exception as error:  # any error of the path or file system: the other ranks are waiting
+        problem = str(error) if isinstance(error, CheckpointError) else f"Cannot save to {path!r}: {error!r}."
+    facts = comm.host_broadcast(facts, "checkpoint directory")
+    if facts is not None and place is None:
+        place = Place(*facts)
+        try:
+            place.check_visible()
+        except CheckpointError as error:
+            problem = str(error)
+    if found := comm.problems(problem, "checkpoint directory"):
+        if comm.rank == 0 and place is not None:
+            place.discard()
+        raise CheckpointError(" ".join(found))
+    assert place is not None
+    return place
+
+
 def write(
     made: Bundle,
     place: Place,

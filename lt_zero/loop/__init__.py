@@ -1,0 +1,1 @@
+"""Training in a loop of one's own: the interface of DeepSpeed's engine over ours. Knows nothing of Lightning."""

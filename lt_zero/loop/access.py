@@ -1,0 +1,269 @@
+"""Full values of single parameters during training: master weights, gradients, optimizer states. All are collective.
+
+Called on some ranks only, each raises on all of them. A ``local`` function is not collective: it returns this rank's
+elements (1D), or None if it has none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lt_zero.checkpoint.native.pieces import Fragment, states_of
+from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.engine import Engine
+from lt_zero.engine.full_params import full_flat, gather_own
+from lt_zero.engine.guard import owner_of
+from lt_zero.engine.layout import Piece
+from lt_zero.step.sharded_optimizer import ShardedOptimizer
+
+_GRADS = "call it between backward and the step, on all ranks"
+
+
+def full_master(parameter: Parameter) -> Tensor:
+    """A copy of a parameter's master weights, in their dtype and full shape.
+
+    Raises:
+        ValueError: no engine has the parameter.
+        RuntimeError: on all ranks, if some do not call it.
+    """
+    engine, bucket, index = _place(parameter, "lt_zero.full_master")
+    engine.prepare_reading()
+    span = bucket.layout.spans[index]
+    value = full_flat(bucket)[span.lo : span.hi].view(span.shape).clone()
+    bucket.put_away()
+    return value
+
+
+@torch.no_grad()
+def set_full_master(parameter: Parameter, value: Tensor) -> None:
+    """Set a parameter's weights to ``value`` (full shape, the same on every rank), in every copy.
+
+    Raises:
+        ValueError: no engine has the parameter, or the shape differs.
+        RuntimeError: on all ranks, if some do not call it.
+    """
+    engine, bucket, index = _place(parameter, "lt_zero.set_full_master")
+    _check_shape(bucket, index, value)
+    engine.prepare_reading()
+    bucket.write(index, value.to(bucket.comm.device))
+    bucket.edits.note()
+    bucket.put_away()
+
+
+def full_grad(parameter: Parameter) -> Tensor | None:
+    """A copy of the gradient, averaged over ranks and micro-batches, without the loss scale; None if no rank has one.
+
+    Raises:
+        ValueError: no engine has the parameter.
+        RuntimeError: on all ranks, if some do not call it.
+    """
+    engine, bucket, index = _place(parameter, "lt_zero.full_grad")
+    if not engine.finish_reductions()(bucket, index):
+        return None
+    span = bucket.layout.spans[index]
+    flat = gather_own(bucket, bucket.grads.read())
+    value = flat[span.lo : span.hi].view(span.shape) / _scale_of(engine, parameter)
+    bucket.put_away()
+    return value
+
+
+@torch.no_grad()
+def set_full_grad(parameter: Parameter, value: Tensor) -> None:
+    """Replace the averaged gradient by ``value`` (full shape, the same on every rank, without the loss scale).
+
+    Raises:
+        ValueError: no engine has the parameter, it has no gradient, or the shape differs.
+        RuntimeError: on all ranks, if some do not call it.
+    """
+    engine, bucket, index = _place(parameter, "lt_zero.set_full_grad")
+    _check_shape(bucket, index, value)
+    if not engine.finish_reductions()(bucket, index):
+        raise ValueError(f"{_name(bucket, index)!r} has no gradient to be replaced: {_GRADS}.")
+    row = value.to(bucket.comm.device).reshape(-1) * _scale_of(engine, parameter)
+    for piece in bucket.pieces_of(index):
+        bucket.grads.of(piece).copy_(row[piece.lo : piece.hi])
+    bucket.grads.put_away()
+    engine.used_parameters.norms.clear()
+
+
+def full_state(parameter: Parameter, key: str) -> Any:
+    """A copy of an optimizer state such as "exp_avg" in the parameter's shape; of others the value itself.
+
+    Raises:
+        ValueError: no engine or no optimizer has the parameter.
+        KeyError: there is no such state; before the first step there is none.
+        RuntimeError: on all ranks, if some do not call it.
+    """
+    engine, bucket, index = _place(parameter, "lt_zero.full_state")
+    engine.prepare_reading()
+    state = _optimizer_of(engine, parameter).optimizer.state.get(parameter, {})
+    own = states_of(bucket, index, state).get(key)
+    mine = own if isinstance(own, Fragment) and own.shape == bucket.shapes[index] else None
+    every = engine.comm.host_gather(mine.dtype if mine is not None else own, f"states of {_name(bucket, index)}")
+    found = [value for value in every if value is not None]
+    if not found:
+        names = sorted({name for some in engine.comm.host_gather(list(state), "states") for name in some})
+        raise KeyError(f"{_name(bucket, index)!r} has no state {key!r}; it has {', '.join(names) or 'none yet'}.")
+    if not isinstance(found[0], torch.dtype):
+        return found[0]
+    (lo, hi), span = bucket.shard_range, bucket.layout.spans[index]
+    rows = torch.zeros(hi - lo, dtype=found[0], device=bucket.comm.device)
+    if mine is not None:
+        for piece in bucket.pieces_of(index):
+            rows[piece.offset : piece.offset + piece.numel] = mine.local()
+    value = gather_own(bucket, rows)[span.lo : span.hi].view(span.shape).clone()
+    bucket.put_away()
+    return value
+
+
+@torch.no_grad()
+def set_full_state(parameter: Parameter, value: Tensor, key: str) -> None:
+    """Set an element-wise optimizer state to ``value`` (full shape, the same on every rank).
+
+    Raises:
+        ValueError: no engine or no optimizer has the parameter, or the shape differs.
+        KeyError: there is no such state.
+        RuntimeError: on all ranks, if some do not call it.
+    """
+    engine, bucket, index = _place(parameter, "lt_zero.set_full_state")
+    _check_shape(bucket, index, value)
+    engine.prepare_reading()
+    state = _optimizer_of(engine, parameter).optimizer.state.get(parameter, {})
+    pieces = bucket.pieces_of(index)
+    lacks = bool(pieces) and not (isinstance(state.get(key), Tensor) and state[key].numel() == pieces[0].numel)
+    if any(engine.comm.host_gather(lacks, f"optimizer state of {_name(bucket, index)}")):
+        raise KeyError(f"{_name(bucket, index)!r} has no element-wise state {key!r}. Call it after the first step.")
+    for piece in pieces:
+        if (stored := bucket.states.get(key)) is not None:
+            stored.write()
+        state[key].view(-1).copy_(value.reshape(-1)[piece.lo : piece.hi])
+    bucket.put_away()
+
+
+# ---- this rank's elements --------------------------------------------------------------------------------------------
+
+
+def local_master(parameter: Parameter) -> Tensor | None:
+    """This rank's master weights of a parameter: a copy (1D); None if it has none."""
+    _, bucket, piece = _piece(parameter)
+    return None if piece is None else _rows(bucket.weights.values(), piece).clone()
+
+
+def local_grad(parameter: Parameter) -> Tensor | None:
+    """This rank's part of the averaged gradient, without the loss scale: a copy (1D); None if it has none."""
+    engine, bucket, piece = _piece(parameter)
+    index = engine.owner[id(parameter)][1]
+    if piece is None or not bucket.grads.accumulated or index not in bucket.grads.valid:
+        return None
+    return _rows(bucket.grads.read(), piece) / _scale_of(engine, parameter)
+
+
+def local_state(parameter: Parameter, key: str) -> Tensor | None:
+    """This rank's part of an optimizer state: a copy (1D); None if it has none."""
+    engine, bucket, piece = _piece(parameter)
+    state = _optimizer_of(engine, parameter).optimizer.state.get(parameter, {})
+    own = states_of(bucket, engine.owner[id(parameter)][1], state).get(key)
+    return own.local().clone() if piece is not None and isinstance(own, Fragment) else None
+
+
+@torch.no_grad()
+def set_local_master(parameter: Parameter, value: Tensor | None) -> None:
+    """Set this rank's master weights of a parameter (1D; None where it has none). Collective: all ranks set theirs."""
+    _, bucket, index = _place(parameter, "lt_zero.set_local_master")
+    full = full_master(parameter)
+    rows = torch.zeros_like(bucket.weights.values())
+    for piece in bucket.pieces_of(index):
+        _rows(rows, piece).copy_(_checked(bucket, index, piece, value))
+    span = bucket.layout.spans[index]
+    set_full_master(parameter, gather_own(bucket, rows)[span.lo : span.hi].view(full.shape))
+
+
+@torch.no_grad()
+def set_local_grad(parameter: Parameter, value: Tensor | None) -> None:
+    """Set this rank's part of the averaged gradient (1D, without the loss scale; None where it has none)."""
+    engine, bucket, piece = _piece(parameter)
+    if piece is not None:
+        index = engine.owner[id(parameter)][1]
+        row = _checked(bucket, index, piece, value) * _scale_of(engine, parameter)
+        bucket.grads.of(piece).copy_(row)
+        bucket.grads.put_away()
+        engine.used_parameters.norms.clear()
+
+
+@torch.no_grad()
+def set_local_state(parameter: Parameter, value: Tensor | None, key: str) -> None:
+    """Set this rank's part of an optimizer state (1D; None where it has none).
+
+    Raises:
+        KeyError: there is no such state.
+    """
+    engine, bucket, piece = _piece(parameter)
+    if piece is None:
+        return
+    index, state = engine.owner[id(parameter)][1], _optimizer_of(engine, parameter).optimizer.state.get(parameter, {})
+    if not isinstance(state.get(key), Tensor) or state[key].numel() != piece.numel:
+        raise KeyError(f"{_name(bucket, index)!r} has no element-wise state {key!r}. Call it after the first step.")
+    if (stored := bucket.states.get(key)) is not None:
+        stored.write()
+    state[key].view(-1).copy_(_checked(bucket, index, piece, value))
+    bucket.put_away()
+
+
+def _checked(bucket: Bucket, index: int, piece: Piece, value: Tensor | None) -> Tensor:
+    if value is None or value.numel() != piece.numel:
+        found = "none" if value is None else value.numel()
+        raise ValueError(
+            f"{_name(bucket, index)!r} has {piece.numel} elements on this rank, and the value has {found}."
+        )
+    return value.reshape(-1).to(bucket.comm.device)
+
+
+def _rows(values: Tensor, piece: Piece) -> Tensor:
+    return values[piece.offset : piece.offset + piece.numel]
+
+
+def _piece(parameter: Parameter) -> tuple[Engine, Bucket, Piece | None]:
+    engine, bucket, index = _place(parameter, "")
+    bucket.wait_background_step()
+    return engine, bucket, next(iter(bucket.pieces_of(index)), None)
+
+
+# ---- where a parameter is --------------------------------------------------------------------------------------------
+
+
+def _place(parameter: Parameter, call: str) -> tuple[Engine, Bucket, int]:
+    """The engine of a parameter, its bucket and its index there. Collective if ``call`` is not ""."""
+    engine: Any = owner_of(parameter)
+    if not isinstance(engine, Engine) or id(parameter) not in engine.owner:
+        raise ValueError(
+            f"A tensor of shape {tuple(parameter.shape)} is no parameter of a model that lt_zero has sharded. Pass one "
+            "of model.parameters()."
+        )
+    if call:
+        engine.comm.roll_call(call)
+    return (engine, *engine.owner[id(parameter)])
+
+
+def _name(bucket: Bucket, index: int) -> str:
+    return bucket.layout.spans[index].name
+
+
+def _check_shape(bucket: Bucket, index: int, value: Tensor) -> None:
+    if tuple(value.shape) != tuple(bucket.shapes[index]):
+        text = f"has shape {tuple(bucket.shapes[index])}, and the value {tuple(value.shape)}: pass the full tensor"
+        raise ValueError(f"{_name(bucket, index)!r} {text}.")
+
+
+def _optimizer_of(engine: Engine, parameter: Parameter) -> ShardedOptimizer:
+    for sharded in engine.optimizers:
+        if any(known is parameter for known in sharded.parameters()):
+            return sharded  # type: ignore[no-any-return]
+    raise ValueError(f"No optimizer steps {_name(*engine.owner[id(parameter)])!r}. Pass it to one.")
+
+
+def _scale_of(engine: Engine, parameter: Parameter) -> float:
+    return _optimizer_of(engine, parameter).grads.loss_scale

@@ -1,0 +1,521 @@
+"""``lt_zero.initialize``: a model, its optimizer and schedule behind the interface of DeepSpeed's engine (0.19).
+
+Names and meanings are DeepSpeed's, so that a training script only changes its import; what is behind them is ours.
+
+Note [Accumulation in a loop]
+    Micro-batches are averaged: each backward adds the gradients of its loss as it is, and they carry the number of
+    micro-batches as a part of their scale (loss_scale.py), which the step divides by. So ``engine.backward(loss)`` and
+    a plain ``loss.backward()`` are the same. ``engine.step()`` counts micro-batches, and steps after the last one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lt_zero.build import shard
+from lt_zero.checkpoint.live_weights import export_engine
+from lt_zero.checkpoint.native.load import as_lightning, fitting_state, load_module
+from lt_zero.checkpoint.native.pieces import (
+    load_full_optimizer_state,
+    optimizer_fragments,
+    parameter_names,
+    weight_fragments,
+)
+from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
+from lt_zero.checkpoint.native.residuals import load_residuals, residual_state
+from lt_zero.checkpoint.native.save import bundle, make_place, write
+from lt_zero.checkpoint.open import open_source
+from lt_zero.comm.communicator import Comm
+from lt_zero.comm.process_groups import init_distributed
+from lt_zero.common.errors import CheckpointError, ConfigError
+from lt_zero.common.tensor_tree import map_tensors
+from lt_zero.config import ZeroConfig
+from lt_zero.config.load import resolved
+from lt_zero.config.precision import dtype_policy, on_min_scale, resolve_mode
+from lt_zero.engine.engine import Engine
+from lt_zero.engine.full_params import full_state_dict, sync_buffers
+from lt_zero.engine.partition import with_sizes
+from lt_zero.loop.init import comm_of_init
+from lt_zero.memory.check import check_optimizers
+from lt_zero.optim.from_config import configured_optimizer, configured_scheduler
+from lt_zero.step.loss_scale import LossScaleController
+from lt_zero.step.sharded_optimizer import ShardedOptimizer
+from lt_zero.step.skipped_steps import hold_schedule
+
+LATEST = "latest"  # the file that names the last checkpoint of a folder
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
+    *,
+    collate_fn: Callable[[Any], Any] | None = None,
+    config: ZeroConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    config_params: Mapping[str, Any] | str | None = None,
+    dist_init_required: bool | None = None,
+) -> tuple[TrainingEngine, Optimizer | None, DataLoader[Any] | None, LRScheduler | None]:
+    """Shard a model and its optimizer: (engine, optimizer, data loader, schedule). Collective.
+
+    Args:
+        args: a namespace of which ``deepspeed_config`` is used if there is no ``config``, and ``local_rank``.
+        model: it is sharded in place.
+        optimizer: of its parameters, or what makes one of ``model_parameters``; default: the configured one.
+        model_parameters: of a configured optimizer; default: all that require gradients.
+        training_data: makes a data loader, with a ``DistributedSampler`` and the configured micro-batch.
+        lr_scheduler: or what makes one of the optimizer; default: the configured one. Stepped by ``engine.step``.
+        collate_fn: of the data loader.
+        config: as for ``shard``; ``config_params`` is its old name.
+        dist_init_required: False: the process group exists already.
+
+    Raises:
+        ConfigError: the configuration has a problem, or contradicts the arguments.
+        ValueError: there is no model, or no configuration.
+    """
+    given = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None), None)
+    if model is None or given is None:
+        lacks = "model" if model is None else "config"
+        raise ValueError(f"lt_zero.initialize needs {lacks}=..., and got none. Pass it.")
+    if dist_init_required is not False:
+        init_distributed()
+    engine = TrainingEngine(model, ZeroConfig.of(given) if not isinstance(given, ZeroConfig) else given, args)
+    engine.set_up(optimizer, model_parameters, lr_scheduler)
+    loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
+    engine.training_dataloader = loader
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+class TrainingEngine(nn.Module):
+    """A sharded model, stepped by its owner's loop. Made by ``initialize``.
+
+    Attributes:
+        module: the model.
+        optimizer: of torch; its groups hold the module's parameters, its state this rank's part.
+        engine: what runs the model.
+        micro_steps, global_steps, global_samples: micro-batches, steps and samples so far.
+    """
+
+    def __init__(self, model: nn.Module, config: ZeroConfig, args: Any = None) -> None:
+        super().__init__()
+        local = int(os.environ.get("LOCAL_RANK", getattr(args, "local_rank", None) or 0))
+        placed = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+        wanted = torch.device("cuda", local) if torch.cuda.is_available() else placed
+        if wanted.type == "cuda":
+            torch.cuda.set_device(wanted)
+        self.device, self.local_rank = wanted, local
+        config = with_sizes(config, model)
+        if autos := sorted(".".join(map(str, path)) for path in config.autos if path[0] not in _BATCH):
+            raise ConfigError(f'{autos[0]}="auto" has no Trainer here to take a value from: write one.')
+        zero = config.zero_optimization
+        self.comm = comm_of_init() or Comm.for_world(wanted, check=zero.enable_sanity_checks)
+        self.global_rank, self.world_size = self.comm.rank, self.comm.world
+        self._micro, self._gas = _batch_sizes(config, self.world_size)
+        policy = dtype_policy(config, resolve_mode(config, "32-true", wanted.type))
+        self.engine: Engine = shard(model, config, wanted, policy, self.comm, training=True)
+        for child in model.modules():
+            for name, buffer in child.named_buffers(recurse=False):
+                if buffer.device != wanted:
+                    setattr(child, name, buffer.to(wanted))
+        sync_buffers(self.engine)
+        self.module, self._config = model, config
+        self.comm.begin_run()
+        self.loss_scale_controller = LossScaleController(policy, on_min_scale(config))
+        self.optimizer: Optimizer | None = None
+        self.lr_scheduler: LRScheduler | None = None
+        self.training_dataloader: DataLoader[Any] | None = None
+        self.micro_steps = self.global_steps = self.global_samples = 0
+        self._sharded: ShardedOptimizer | None = None
+        self._boundary: bool | None = None  # set_gradient_accumulation_boundary
+        self._quiet = False  # inside no_sync
+        self._scaled = False  # a loss of this micro-batch was scaled
+        self._applied = False
+        self._norm: Tensor | None = None
+
+    def set_up(self, optimizer: Any, parameters: Iterable[Any] | None, schedule: Any) -> None:
+        """Shard the optimizer that was given or is configured, and make the schedule. Collective."""
+        block, wanted = self._config.optimizer, list(parameters) if parameters is not None else None
+        if optimizer is not None and block is not None:
+            text = f"optimizer.type={block.type!r} is configured, and initialize got an optimizer, too. Remove one."
+            raise ConfigError.about("optimizer.type", text)
+        if callable(optimizer) and not isinstance(optimizer, Optimizer):
+            trained = wanted or [p for p in self.module.parameters() if p.requires_grad]
+            optimizer = optimizer(trained)
+        elif optimizer is None and block is not None:
+            optimizer = configured_optimizer(block, self.module, wanted)
+        if optimizer is None:
+            return
+        self.optimizer, self._sharded = optimizer, ShardedOptimizer(self.engine, optimizer)
+        check_optimizers(self.engine, [optimizer], self._gas > 1, saves=False)
+        if schedule is not None and not isinstance(schedule, LRScheduler) and not hasattr(schedule, "step"):
+            schedule = schedule(optimizer)
+        elif schedule is None and self._config.scheduler is not None:
+            schedule = configured_scheduler(self._config.scheduler, optimizer)
+        self.lr_scheduler = schedule
+        if schedule is not None and self.loss_scale_controller.checks and self._config.on_skipped_step != "advance":
+            hold_schedule(schedule, self.loss_scale_controller.counter(0))
+        self.loss_scale_controller.start_watching(self.engine)
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the engine, or of the module (``engine.generate``)."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" or "module" not in self._modules:
+                raise
+            return getattr(self.module, name)
+
+    # ---- a micro-batch -----------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the module; inputs are cast to the compute dtype where ``fp16.auto_cast`` says so."""
+        policy, trains = self.engine.policy, self.module.training and torch.is_grad_enabled()
+        if policy.cast_inputs and policy.compute is not None:
+            args, kwargs = (map_tensors(given, self._cast) for given in (args, kwargs))
+        if trains and self._sharded is not None:
+            self.loss_scale_controller.before_backward([self._sharded], factor=self._gas)
+            self.engine.reducer.sync = self.is_gradient_accumulation_boundary() and not self._quiet
+        autocast = torch.autocast(self.device.type, policy.compute) if policy.autocast else nullcontext()
+        with autocast, self.engine.forward_scope():
+            return self.module(*args, **kwargs)
+
+    def _cast(self, value: Tensor) -> Tensor:
+        return value.to(self.engine.policy.compute) if value.is_floating_point() else value
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, for a backward of one's own under fp16."""
+        self._scaled = True
+        controller = self.loss_scale_controller
+        controller.see_loss(self.engine, loss)
+        return loss.float() * controller.scale if controller.scaler is not None else loss
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Add the gradients of a scalar loss, divided by the micro-batches of a step. Returns the loss divided so.
+
+        ``scale_wrt_gas``: False: do not divide it.
+        """
+        if self._sharded is None:
+            raise RuntimeError("engine.backward needs an optimizer: pass one to lt_zero.initialize, or configure one.")
+        scaled = self.scale(loss)
+        with self.engine.backward_pass():
+            (scaled if scale_wrt_gas else scaled * self._gas).backward(retain_graph=retain_graph)
+        return loss.detach() / self._gas if scale_wrt_gas else loss.detach()
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Count a micro-batch; after the last one of a step clip, step the optimizer and the schedule, clear gradients.
+
+        Raises:
+            RuntimeError: no optimizer; inside ``no_sync``; or under fp16 the loss was not scaled.
+        """
+        if self._sharded is None or self.optimizer is None:
+            raise RuntimeError("engine.step needs an optimizer: pass one to lt_zero.initialize, or configure one.")
+        if self._quiet:
+            raise RuntimeError("engine.step() was called inside of engine.no_sync(). Call it after the context.")
+        if self.loss_scale_controller.scaler is not None and not self._scaled:
+            raise RuntimeError(
+                "Under fp16 a loss has to be scaled: engine.backward(loss), or engine.scale(loss).backward()."
+            )
+        self._scaled = self._applied = False
+        ends = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        if ends:
+            self._step(self._sharded, self.optimizer, lr_kwargs or {})
+
+    def _step(self, sharded: ShardedOptimizer, optimizer: Optimizer, lr_kwargs: Mapping[str, Any]) -> None:
+        controller, limit = self.loss_scale_controller, self.gradient_clipping()
+        sharded.grads.expect_clipping(limit)
+        controller.examine(sharded)
+        self._norm = controller.norm
+        if limit > 0:
+            norm = controller.clip_norm(sharded, limit)
+            self._norm = norm if norm is not None else self._norm
+        if taken := controller.proceeds(sharded):
+            controller.unscale(sharded)
+            try:
+                optimizer.step()
+            finally:
+                sharded.widen()
+        controller.conclude(sharded, 0)
+        optimizer.zero_grad()
+        self._applied = taken
+        self.global_steps += 1
+        self.global_samples += (self._micro or 1) * self._gas * self.world_size
+        if self.lr_scheduler is not None and taken:
+            self.lr_scheduler.step(**lr_kwargs)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the running micro-batch is the last one of a step."""
+        return self._boundary if self._boundary is not None else (self.micro_steps + 1) % self._gas == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decide ``is_gradient_accumulation_boundary`` from now on."""
+        self._boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context in which each rank adds up its gradients, unless they are sharded. ``step`` is an error inside."""
+        before, self._quiet = self._quiet, True
+        try:
+            with self.engine.no_sync():
+                yield
+        finally:
+            self._quiet = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none)
+
+    # ---- what it knows -----------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration as it is used."""
+        return resolved(self._config)
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.loss_scale_controller.skipped
+
+    def loss_scale(self) -> float:
+        """The current loss scale; 1 without fp16."""
+        return self.loss_scale_controller.scale
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step`` changed the weights."""
+        return self._applied and not self.loss_scale_controller.read_skip_flag()
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step's gradients before clipping; None if it was not computed."""
+        return None if self._norm is None else float(self._norm)
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self._groups()]
+
+    def get_mom(self) -> list[Any]:
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups if self.optimizer is not None else []
+
+    def train_batch_size(self) -> int | None:
+        return None if self._micro is None else self._micro * self._gas * self.world_size
+
+    def train_micro_batch_size_per_gpu(self) -> int | None:
+        return self._micro
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._gas
+
+    def gradient_clipping(self) -> float:
+        return float(self._config.gradient_clipping or 0.0)
+
+    def zero_optimization_stage(self) -> int:
+        return self._config.zero_optimization.stage
+
+    def fp16_enabled(self) -> bool:
+        return self.engine.policy.compute == torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        return self.engine.policy.compute == torch.bfloat16
+
+    def deepspeed_io(
+        self, dataset: Dataset[Any], batch_size: int | None = None, collate_fn: Callable[[Any], Any] | None = None
+    ) -> DataLoader[Any]:
+        """A data loader whose ranks have different samples, shuffled in the same way in each epoch.
+
+        Raises:
+            ConfigError: no batch size is configured.
+        """
+        size = batch_size or self._micro
+        if size is None:
+            key = _BATCH[1]
+            raise ConfigError.about(key, f"training_data needs a batch size: write {key} or {_BATCH[0]}.")
+        sampler: DistributedSampler[Any] = DistributedSampler(dataset, self.world_size, self.global_rank)
+        return DataLoader(dataset, size, sampler=sampler, collate_fn=collate_fn)
+
+    def destroy(self) -> None:
+        """End the run on this rank: threads and hooks."""
+        self.loss_scale_controller.stop_watching()
+        self.comm.end_run()
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    def module_state_dict(self) -> dict[str, Any]:
+        """The module's state dict with full weights on the CPU of rank 0, {} elsewhere. Collective."""
+        self.engine.prepare_reading()
+        return full_state_dict(self.engine)
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write ``save_dir/tag``, and its name to ``save_dir/latest``. Collective.
+
+        It loads at any number of ranks, stage and offload, and ``lt-zero export`` reads it.
+
+        Args:
+            tag: default ``global_step<n>``.
+            client_state: what ``load_checkpoint`` returns; plain values and tensors.
+            save_latest: whether ``latest`` names it.
+            exclude_frozen_parameters: leave out weights that are not trained.
+
+        Raises:
+            CheckpointError: on all ranks; earlier checkpoints are kept.
+        """
+        tag = tag or f"global_step{self.global_steps}"
+        self.loss_scale_controller.read_skip_flag()
+        engine, comm = self.engine, self.comm
+        weights, left_out = weight_fragments(engine), list[str]()
+        if exclude_frozen_parameters:
+            left_out = [n for n, p in engine.root.named_parameters(remove_duplicate=False) if not p.requires_grad]
+            weights = {name: value for name, value in weights.items() if name not in set(left_out)}
+        schedules = [self.lr_scheduler.state_dict()] if self.lr_scheduler is not None else []
+        content: dict[str, Any] = {
+            "state_dict": weights,
+            "optimizer_states": [optimizer_fragments(self._sharded)] if self._sharded is not None else [],
+            "lr_schedulers": schedules,
+            "global_step": self.global_steps,
+            "epoch": 0,
+            "loop": {
+                "micro_steps": self.micro_steps,
+                "global_samples": self.global_samples,
+                "loss_scale": self.loss_scale_controller.state_dict(),
+                "client_state": dict(client_state or {}),
+            },
+        }
+        if (owed := residual_state(engine, sharded=True)) is not None:
+            content[RESIDUALS] = owed
+        names = [parameter_names(self.optimizer, engine)] if self.optimizer is not None else []
+        zero = self._config.zero_optimization
+        facts = {"stage": zero.stage, "ranks": comm.world, "precision": engine.policy.mode, "torch": torch.__version__}
+        facts["created"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        made = bundle(
+            content, names, comm, {k: str(v) if k == "torch" else v for k, v in facts.items()}, self.config, left_out
+        )
+        place = make_place(comm, str(Path(save_dir, tag)))
+        try:
+            write(made, place, comm, comm.saving_group(background=False))
+        except BaseException:
+            if comm.rank == 0:
+                place.discard()
+            raise
+        with comm.agree("naming the latest checkpoint", CheckpointError):
+            if save_latest and comm.rank == 0:
+                _write_atomically(Path(save_dir, LATEST), tag)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load ``load_dir/tag`` (default: what ``load_dir/latest`` names). Collective.
+
+        Returns its path and its client state; (None, {}) if there is no ``latest``.
+
+        Raises:
+            CheckpointError: on all ranks.
+        """
+        comm, folder = self.comm, Path(load_dir)
+        if tag is None:
+            latest = folder / LATEST
+            found = latest.read_text(encoding="utf-8").strip() if comm.rank == 0 and latest.is_file() else None
+            tag = comm.host_broadcast(found, "the latest checkpoint")
+        if tag is None:
+            return None, {}
+        path = str(folder / tag)
+        with comm.agree("opening the checkpoint", CheckpointError):
+            saved = as_lightning(open_source(path, tell=comm.rank == 0))
+        left_out = list(saved.get("lt_zero", {}).get("frozen_left_out", []))
+        with comm.agree("loading weights", CheckpointError):
+            load_module(self.module, saved["state_dict"], load_module_strict, left_out)
+        own = saved.get("loop", {})
+        if load_module_only:
+            return path, dict(own.get("client_state", {}))
+        if load_optimizer_states and self._sharded is not None and self.optimizer is not None:
+            load_residuals(self.engine, saved.get(RESIDUALS))
+            with comm.agree("loading optimizer states", CheckpointError):
+                states = saved.get("optimizer_states", [])
+                if len(states) != 1:
+                    text = f"has {len(states)} optimizers, and the engine one. Load with load_optimizer_states=False"
+                    raise CheckpointError(f"The checkpoint {path} {text}.")
+                state = fitting_state(states[0], self.optimizer, self.engine, 0, comm.rank == 0)
+                load_full_optimizer_state(self._sharded, state)
+            self.loss_scale_controller.load_state_dict(own.get("loss_scale", {}))
+            self.loss_scale_controller.start_watching(self.engine)
+        if load_lr_scheduler_states and self.lr_scheduler is not None and saved.get("lr_schedulers"):
+            self.lr_scheduler.load_state_dict(saved["lr_schedulers"][0])
+        self.global_steps = int(saved.get("global_step", 0))
+        self.micro_steps = int(own.get("micro_steps", self.global_steps * self._gas))
+        self.global_samples = int(own.get("global_samples", 0))
+        return path, dict(own.get("client_state", {}))
+
+    def save_16bit_model(
+        self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin", **options: Any
+    ) -> bool:
+        """Write all weights to one file in 16 bits (bf16 if the model computes in it). Collective.
+
+        ``options``: as for ``lt_zero.export``.
+
+        Raises:
+            CheckpointError, ValueError: on all ranks.
+        """
+        with self.comm.agree("making the folder", CheckpointError):
+            if self.comm.rank == 0:
+                Path(save_dir).mkdir(parents=True, exist_ok=True)
+        dtype = torch.bfloat16 if self.bfloat16_enabled() else torch.float16
+        export_engine(self.engine, Path(save_dir, save_filename), **{"dtype": dtype, **options})
+        return True
+
+    save_fp16_model = save_16bit_model
+
+
+def _batch_sizes(config: ZeroConfig, world: int) -> tuple[int | None, int]:
+    """The micro-batch (None: unknown) and the micro-batches of a step that the three keys mean, as in DeepSpeed.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
+    total, micro, gas = (getattr(config, key) for key in _BATCH)
+    if total is not None and total % ((micro or 1) * (gas or 1) * world):
+        text = f"train_batch_size={total} is not a multiple of micro-batch * accumulation * ranks = "
+        raise ConfigError.about(_BATCH[0], f"{text}{micro or 1} * {gas or 1} * {world}. Change one of them.")
+    if total is not None:
+        rest = total // ((micro or 1) * (gas or 1) * world)
+        if micro is not None and gas is not None and rest != 1:
+            text = f"train_batch_size={total}, but {micro} * {gas} * {world} ranks = {micro * gas * world}"
+            raise ConfigError.about(_BATCH[0], f"{text}. Remove one of the three keys.")
+        gas = gas or (rest if micro is not None else 1)
+        micro = micro or total // (gas * world)
+    return micro, gas or 1
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.new")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)

@@ -1,0 +1,91 @@
+"""DeepSpeed's names for what access.py does, and for the arguments of its scripts.
+
+``safe_get_full_...`` and ``safe_set_full_...`` are collective; values of setters are the same on all ranks. With
+``local`` they are this rank's elements (1D).
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lt_zero.loop import access
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed`` and ``--deepspeed_config FILE`` to a script's arguments; ``initialize(args)`` reads them."""
+    group = parser.add_argument_group("lt_zero")
+    group.add_argument("--deepspeed", action="store_true", help="accepted as in scripts for DeepSpeed")
+    group.add_argument("--deepspeed_config", help="the configuration's file")
+    return parser
+
+
+def safe_get_full_fp32_param(param: Parameter) -> Tensor:
+    """``full_master``, in fp32."""
+    return access.full_master(param).float()
+
+
+def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
+    """``set_full_master``."""
+    access.set_full_master(param, value)
+
+
+def safe_get_full_grad(param: Parameter) -> Tensor | None:
+    """``full_grad``, in fp32."""
+    grad = access.full_grad(param)
+    return None if grad is None else grad.float()
+
+
+def safe_set_full_grad(param: Parameter, value: Tensor) -> None:
+    """``set_full_grad``."""
+    access.set_full_grad(param, value)
+
+
+def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
+    """``full_state``; None if there is no such state."""
+    try:
+        found: Tensor = access.full_state(param, optim_state_key)
+    except KeyError:  # on all ranks
+        return None
+    return found
+
+
+def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_key: str) -> None:
+    """``set_full_state``."""
+    access.set_full_state(param, value, optim_state_key)
+
+
+def safe_get_local_fp32_param(param: Parameter) -> Tensor | None:
+    """``local_master``, in fp32."""
+    found = access.local_master(param)
+    return None if found is None else found.float()
+
+
+def safe_get_local_grad(param: Parameter) -> Tensor | None:
+    """``local_grad``, in fp32."""
+    found = access.local_grad(param)
+    return None if found is None else found.float()
+
+
+def safe_get_local_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
+    """``local_state``."""
+    return access.local_state(param, optim_state_key)
+
+
+@torch.no_grad()
+def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
+    """Set this rank's elements; the compute copies follow. Collective: all ranks set theirs."""
+    access.set_local_master(param, value)
+
+
+def safe_set_local_grad(param: Parameter, value: Tensor) -> None:
+    """Set this rank's elements of the averaged gradient."""
+    access.set_local_grad(param, value)
+
+
+def safe_set_local_optimizer_state(param: Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Set this rank's elements of a state."""
+    access.set_local_state(param, value, optim_state_key)

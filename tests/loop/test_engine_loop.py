@@ -1,0 +1,320 @@
+"""A loop of one's own (``lt_zero.initialize``): weights of plain torch, checkpoints, single values, errors."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import lt_zero
+from lt_zero import ConfigError
+from tests.support.matrix import cover
+from tests.support.models import Net, next_token_loss
+from tests.support.pool import Pool
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
+    "AdamW": {"lr": 1e-2, "weight_decay": 0.1},
+}
+STATE = {"SGD": "momentum_buffer", "AdamW": "exp_avg"}
+GAS = 3
+
+
+def _config(stage: int, kind: str = "SGD", **keys: Any) -> dict[str, Any]:
+    return {
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": kind, "params": OPTIMIZERS[kind]},
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": GAS,
+        "gradient_clipping": 0.5,
+        **keys,
+    }
+
+
+class Plain:
+    """The same steps in one process."""
+
+    def __init__(self, kind: str) -> None:
+        torch.manual_seed(0)
+        self.model = Net()
+        self.optimizer = getattr(torch.optim, kind)(self.model.parameters(), **OPTIMIZERS[kind])
+
+    def backward(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        world = dist.get_world_size()
+        for micro, rank in itertools.product(range(GAS), range(world)):
+            (next_token_loss(self.model, step, micro, rank) / (GAS * world)).backward()
+
+    def step(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.optimizer.step()
+
+
+def _backwards(engine: Any, step: int, plain: bool) -> None:
+    """The micro-batches of a step, without the last ``engine.step()``."""
+    for micro in range(GAS):
+        assert engine.is_gradient_accumulation_boundary() == (micro == GAS - 1)
+        loss = next_token_loss(engine, step, micro, dist.get_rank())
+        loss.backward() if plain else engine.backward(loss)
+        if micro < GAS - 1:
+            engine.step()
+
+
+def _same(found: Tensor | None, wanted: Tensor | None, name: str) -> None:
+    assert found is not None
+    assert wanted is not None
+    torch.testing.assert_close(found.cpu(), wanted.detach(), rtol=1e-5, atol=1e-6, msg=name)
+
+
+def _trains(stage: int, kind: str, plain: bool) -> None:
+    reference = Plain(kind)
+    model = copy.deepcopy(reference.model)
+    engine, optimizer, loader, schedule = lt_zero.initialize(model=model, config=_config(stage, kind))
+    assert loader is schedule is None
+    assert engine.module is model
+    assert optimizer is engine.optimizer
+    for step in range(3):
+        reference.backward(step)
+        _backwards(engine, step, plain)
+        for (name, p), q in zip(model.named_parameters(), reference.model.parameters(), strict=True):
+            _same(lt_zero.full_grad(p), q.grad, name)
+        norm = nn.utils.get_total_norm([q.grad for q in reference.model.parameters() if q.grad is not None])
+        engine.step()
+        reference.step()
+        assert engine.get_global_grad_norm() == pytest.approx(norm.item(), rel=1e-5)
+        for (name, p), q in zip(model.named_parameters(), reference.model.parameters(), strict=True):
+            _same(lt_zero.full_master(p), q, name)
+            _same(lt_zero.full_state(p, STATE[kind]), reference.optimizer.state[q][STATE[kind]], name)
+    assert (engine.global_steps, engine.micro_steps, engine.skipped_steps) == (3, 3 * GAS, 0)
+    assert engine.global_samples == engine.train_batch_size() * 3
+    assert engine.was_step_applied()
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "kind", "plain"), cover([2, 3], [0, 1, 2, 3], ["SGD", "AdamW"], [False, True])
+)
+def test_weights_gradients_and_states_are_those_of_plain_torch(
+    pool: Pool, ranks: int, stage: int, kind: str, plain: bool
+) -> None:
+    pool.run(ranks, _trains, stage, kind, plain)
+
+
+def _unscaled() -> list[Tensor]:
+    """Two micro-batches without division, and one step that the caller decides."""
+    torch.manual_seed(0)
+    model = Net()
+    engine, *_ = lt_zero.initialize(model=model, config=_config(2))
+    engine.set_gradient_accumulation_boundary(False)
+    engine.backward(next_token_loss(engine, 0, 0, 0), scale_wrt_gas=False)
+    engine.step()
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(next_token_loss(engine, 0, 1, 0), scale_wrt_gas=False)
+    return [lt_zero.full_grad(p) for p in model.parameters()]
+
+
+def test_losses_need_not_be_divided(pool: Pool) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    for micro in range(2):
+        next_token_loss(model, 0, micro, 0).backward()
+    for found, p in zip(pool.run(2, _unscaled)[0], model.parameters(), strict=True):
+        _same(found, p.grad, "")
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def _values(engine: Any, kind: str) -> dict[str, tuple[Tensor, Tensor]]:
+    named = engine.module.named_parameters()
+    return {n: (lt_zero.full_master(p), lt_zero.full_state(p, STATE[kind])) for n, p in named}
+
+
+def _engine(stage: int, kind: str, **keys: Any) -> Any:
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 0.1}}
+    return lt_zero.initialize(model=Net(), config=_config(stage, kind, scheduler=schedule, **keys))[0]
+
+
+def _saves(folder: str, stage: int, kind: str) -> Any:
+    engine = _engine(stage, kind)
+    assert engine.load_checkpoint(folder) == (None, {})
+    for step in range(2):
+        _backwards(engine, step, False)
+        engine.step()
+        engine.save_checkpoint(folder, client_state={"epoch": step})
+    engine.save_16bit_model(folder, "weights.bin")
+    return _values(engine, kind), engine.get_lr()
+
+
+def _loads(folder: str, stage: int, kind: str) -> Any:
+    engine = _engine(stage, kind)
+    path, client = engine.load_checkpoint(folder)
+    counts = (engine.global_steps, engine.micro_steps, client, Path(path).name)
+    values, rates = _values(engine, kind), engine.get_lr()
+    _backwards(engine, 2, False)
+    engine.step()
+    assert engine.load_checkpoint(folder, "global_step1", load_module_only=True)[1] == {"epoch": 0}
+    assert engine.global_steps == 3
+    return counts, values, rates
+
+
+@pytest.mark.parametrize(("stages", "kind"), [((3, 1), "AdamW"), ((1, 3), "SGD")])
+def test_checkpoints_load_at_other_stages_and_ranks(
+    pool: Pool, tmp_path: Path, stages: tuple[int, int], kind: str
+) -> None:
+    wanted, rates = pool.run(2, _saves, str(tmp_path), stages[0], kind)[0]
+    counts, values, found = pool.run(3, _loads, str(tmp_path), stages[1], kind)[0]
+    assert counts == (2, 2 * GAS, {"epoch": 1}, "global_step2")
+    assert found == rates
+    for name, pair in wanted.items():
+        assert all(map(torch.equal, values[name], pair)), name
+    weights = torch.load(tmp_path / "weights.bin", weights_only=True)
+    assert all(torch.equal(weights[name], pair[0].half()) for name, pair in wanted.items())
+
+
+# ---- setters, and this rank's elements -------------------------------------------------------------------------------
+
+
+def _sets(stage: int, device: str) -> None:
+    offload = {"stage": stage, "stage3_param_persistence_threshold": 0, "offload_optimizer": {"device": device}}
+    torch.manual_seed(0)
+    model = Net()
+    engine, *_ = lt_zero.initialize(
+        model=model, config=_config(stage, zero_optimization=offload, gradient_clipping=0.0)
+    )
+    p = model.blocks[1].up.weight  # type: ignore[union-attr, union-attr]
+    assert isinstance(p, nn.Parameter)
+    with pytest.raises(KeyError, match=r"blocks.1.up.weight' has no state 'momentum_buffer'; it has none yet"):
+        lt_zero.full_state(p, "momentum_buffer")
+    _backwards(engine, 0, False)
+    engine.step()
+    value = torch.arange(p.numel()).view(p.shape) / 64.0
+    lt_zero.set_full_master(p, value)
+    assert torch.equal(lt_zero.full_master(p), value)
+    with lt_zero.GatheredParameters(p):
+        assert torch.equal(p.detach(), value)
+    lt_zero.set_full_state(p, value, "momentum_buffer")
+    assert torch.equal(lt_zero.full_state(p, "momentum_buffer"), value)
+    local = lt_zero.safe_get_local_fp32_param(p)
+    if local is not None:
+        lt_zero.safe_set_local_optimizer_state(p, 2 * local, "momentum_buffer")
+        assert torch.equal(lt_zero.safe_get_local_optimizer_state(p, "momentum_buffer"), 2 * local)  # type: ignore[arg-type]
+    assert torch.equal(lt_zero.full_state(p, "momentum_buffer"), 2 * value)
+    lt_zero.safe_set_local_fp32_param(p, None if local is None else 4 * local)
+    assert torch.equal(lt_zero.safe_get_full_fp32_param(p), 4 * value)
+    _backwards(engine, 1, False)
+    lt_zero.set_full_grad(p, 8 * value)
+    half = lt_zero.safe_get_local_grad(p)
+    lt_zero.safe_set_local_grad(p, None if half is None else half / 2)
+    grad = lt_zero.safe_get_full_grad(p)
+    torch.testing.assert_close(grad, 4 * value)
+    engine.step()
+    expected = 4 * value - 0.1 * (0.9 * 2 * value + 4 * value + 0.01 * 4 * value)
+    torch.testing.assert_close(lt_zero.full_master(p), expected)
+    with pytest.raises(ValueError, match=r"has shape \(31, 10\), and the value \(3,\)"):
+        lt_zero.set_full_master(p, torch.zeros(3))
+    with pytest.raises(ValueError, match="no parameter of a model that lt_zero has sharded"):
+        lt_zero.full_grad(nn.Parameter(torch.zeros(3)))
+    engine.destroy()
+
+
+@pytest.mark.parametrize(("stage", "device"), [(0, "none"), (2, "none"), (3, "cpu")])
+def test_values_can_be_set(pool: Pool, stage: int, device: str) -> None:
+    pool.run(2, _sets, stage, device)
+
+
+# ---- what scripts do besides -----------------------------------------------------------------------------------------
+
+
+def _half(enabled: str) -> None:
+    torch.manual_seed(0)
+    model = Net(depth=1)
+    keys = {enabled: {"enabled": True}, "gradient_accumulation_steps": 1}
+    engine, *_ = lt_zero.initialize(model=model, config=_config(2, "AdamW", **keys))
+    loss = next_token_loss(engine, 0, 0, dist.get_rank())
+    if enabled == "fp16":
+        assert engine.loss_scale() == 2.0**16
+        with pytest.raises(RuntimeError, match=r"engine.scale\(loss\).backward\(\)"):
+            loss.backward()
+            engine.step()
+        engine.zero_grad()
+        loss = next_token_loss(engine, 0, 0, dist.get_rank())
+    engine.scale(loss).backward()
+    grads = [lt_zero.full_grad(p) for p in model.parameters()]
+    engine.zero_grad()
+    engine.backward(next_token_loss(engine, 0, 0, dist.get_rank()))
+    for p, wanted in zip(model.parameters(), grads, strict=True):
+        found = lt_zero.full_grad(p)
+        assert found is not None
+        assert found.abs().max() < 10
+        torch.testing.assert_close(found, wanted)
+    engine.step()
+    assert engine.was_step_applied()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("enabled", ["fp16", "bf16"])
+def test_losses_are_scaled(pool: Pool, enabled: str) -> None:
+    pool.run(2, _half, enabled)
+
+
+def _sharded_from_the_start() -> list[Tensor]:
+    config = _config(3, gradient_accumulation_steps=1)
+    torch.manual_seed(0)
+    with lt_zero.Init(config=config):
+        model = Net()
+    with lt_zero.GatheredParameters(model.scale, modifier_rank=0):
+        if dist.get_rank() == 0:
+            model.scale.detach().fill_(2.0)
+    data = TensorDataset(torch.arange(40).view(20, 2) % 11)
+    engine, _, loader, _ = lt_zero.initialize(model=model, config=config, training_data=data)
+    assert loader is not None
+    seen = torch.zeros(11)
+    for (batch,) in loader:
+        assert batch.shape[0] <= 3
+        seen.index_add_(0, batch.flatten(), torch.ones(batch.numel()))
+        engine.backward(engine(batch).square().mean())
+        engine.step()
+    dist.all_reduce(seen)
+    assert seen.sum() == 40
+    return [lt_zero.full_master(p) for p in model.parameters()]
+
+
+def test_a_model_is_built_sharded_and_fed_by_a_loader(pool: Pool) -> None:
+    first, second = pool.run(2, _sharded_from_the_start)
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"train_batch_size": 7}, "train_batch_size=7 is not a multiple"),
+        ({"train_batch_size": 18}, r"train_batch_size=18, but 3 \* 3 \* 1 ranks = 9"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, 'optimizer.params.lr="auto" has no Trainer'),
+    ],
+)
+def test_configurations_that_cannot_be(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        lt_zero.initialize(model=Net(), config={**_config(0), **keys})
+
+
+def test_what_is_missing_is_said() -> None:
+    with pytest.raises(ValueError, match=r"lt_zero.initialize needs config=\.\.\."):
+        lt_zero.initialize(model=Net())
+    model = Net()
+    with pytest.raises(ConfigError, match="initialize got an optimizer, too"):
+        lt_zero.initialize(model=model, config=_config(0), optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    config = {key: value for key, value in _config(0).items() if key != "optimizer"}
+    engine, optimizer, *_ = lt_zero.initialize(model=Net(), config=config)
+    assert optimizer is None
+    for call in (engine.step, lambda: engine.backward(torch.zeros(()))):
+        with pytest.raises(RuntimeError, match="needs an optimizer"):
+            call()
+    engine.destroy()
