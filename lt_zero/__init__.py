@@ -33,25 +33,25 @@ if TYPE_CHECKING:
     from lt_zero.loop.access import set_full_state as set_full_state
     from lt_zero.loop.engine import TrainingEngine as TrainingEngine
     from lt_zero.loop.engine import initialize as initialize
-    from lt_zero.loop.init import GatheredParameters as GatheredParameters
-    from lt_zero.loop.init import Init as Init
-    from lt_zero.loop.migrate import add_config_arguments as add_config_arguments
-    from lt_zero.loop.migrate import safe_get_full_fp32_param as safe_get_full_fp32_param
-    from lt_zero.loop.migrate import safe_get_full_grad as safe_get_full_grad
-    from lt_zero.loop.migrate import safe_get_full_optimizer_state as safe_get_full_optimizer_state
-    from lt_zero.loop.migrate import safe_get_local_fp32_param as safe_get_local_fp32_param
-    from lt_zero.loop.migrate import safe_get_local_grad as safe_get_local_grad
-    from lt_zero.loop.migrate import safe_get_local_optimizer_state as safe_get_local_optimizer_state
-    from lt_zero.loop.migrate import safe_set_full_fp32_param as safe_set_full_fp32_param
-    from lt_zero.loop.migrate import safe_set_full_grad as safe_set_full_grad
-    from lt_zero.loop.migrate import safe_set_full_optimizer_state as safe_set_full_optimizer_state
-    from lt_zero.loop.migrate import safe_set_local_fp32_param as safe_set_local_fp32_param
-    from lt_zero.loop.migrate import safe_set_local_grad as safe_set_local_grad
-    from lt_zero.loop.migrate import safe_set_local_optimizer_state as safe_set_local_optimizer_state
     from lt_zero.memory import NotEnoughMemory as NotEnoughMemory
     from lt_zero.memory import Sizes as Sizes
     from lt_zero.memory.estimate import estimate as estimate  # not of the package: there mypy takes it for the module
     from lt_zero.step.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+    from lt_zero.utils import add_config_arguments as add_config_arguments
+    from lt_zero.utils import safe_get_full_fp32_param as safe_get_full_fp32_param
+    from lt_zero.utils import safe_get_full_grad as safe_get_full_grad
+    from lt_zero.utils import safe_get_full_optimizer_state as safe_get_full_optimizer_state
+    from lt_zero.utils import safe_get_local_fp32_param as safe_get_local_fp32_param
+    from lt_zero.utils import safe_get_local_grad as safe_get_local_grad
+    from lt_zero.utils import safe_get_local_optimizer_state as safe_get_local_optimizer_state
+    from lt_zero.utils import safe_set_full_fp32_param as safe_set_full_fp32_param
+    from lt_zero.utils import safe_set_full_grad as safe_set_full_grad
+    from lt_zero.utils import safe_set_full_optimizer_state as safe_set_full_optimizer_state
+    from lt_zero.utils import safe_set_local_fp32_param as safe_set_local_fp32_param
+    from lt_zero.utils import safe_set_local_grad as safe_set_local_grad
+    from lt_zero.utils import safe_set_local_optimizer_state as safe_set_local_optimizer_state
+    from lt_zero.zero import GatheredParameters as GatheredParameters
+    from lt_zero.zero import Init as Init
 
 __version__ = "0.1.0"
 
@@ -60,8 +60,8 @@ _MODULES = {
     "ActivationCheckpointing": "config.blocks",
     "CheckpointError": "common.errors",
     "ConfigError": "config",
-    "GatheredParameters": "loop.init",
-    "Init": "loop.init",
+    "GatheredParameters": "zero",
+    "Init": "zero",
     "NotEnoughMemory": "memory",
     "ShardedOptimizer": "step.sharded_optimizer",
     "Sizes": "memory",
@@ -69,7 +69,7 @@ _MODULES = {
     "ZeroConfig": "config",
     "ZeroPrecision": "lightning.precision",
     "ZeroStrategy": "lightning.strategy",
-    "add_config_arguments": "loop.migrate",
+    "add_config_arguments": "utils",
     "empty_weights": "engine.materialize",
     "estimate": "memory",
     "export": "checkpoint.export",
@@ -81,28 +81,31 @@ _MODULES = {
     "init_distributed": "comm.process_groups",
     "initialize": "loop.engine",
     "load_from_checkpoint": "lightning.load",
-    "safe_get_full_fp32_param": "loop.migrate",
-    "safe_get_full_grad": "loop.migrate",
-    "safe_get_full_optimizer_state": "loop.migrate",
-    "safe_get_local_fp32_param": "loop.migrate",
-    "safe_get_local_grad": "loop.migrate",
-    "safe_get_local_optimizer_state": "loop.migrate",
-    "safe_set_full_fp32_param": "loop.migrate",
-    "safe_set_full_grad": "loop.migrate",
-    "safe_set_full_optimizer_state": "loop.migrate",
-    "safe_set_local_fp32_param": "loop.migrate",
-    "safe_set_local_grad": "loop.migrate",
-    "safe_set_local_optimizer_state": "loop.migrate",
+    "safe_get_full_fp32_param": "utils",
+    "safe_get_full_grad": "utils",
+    "safe_get_full_optimizer_state": "utils",
+    "safe_get_local_fp32_param": "utils",
+    "safe_get_local_grad": "utils",
+    "safe_get_local_optimizer_state": "utils",
+    "safe_set_full_fp32_param": "utils",
+    "safe_set_full_grad": "utils",
+    "safe_set_full_optimizer_state": "utils",
+    "safe_set_local_fp32_param": "utils",
+    "safe_set_local_grad": "utils",
+    "safe_set_local_optimizer_state": "utils",
     "set_full_grad": "loop.access",
     "set_full_master": "loop.access",
     "set_full_state": "loop.access",
     "shard": "build",
     "synced": "engine.synced",
 }
+_SUBMODULES = ("utils", "zero")  # ``lt_zero.zero.Init`` as DeepSpeed's scripts write it
 __all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -16,9 +16,9 @@ FLOORS = (
     {"engine"},
     {"step"},
     {"activation", "checkpoint", "memory"},
-    {"build"},
+    {"build", "zero"},
     {"lightning", "inference", "loop"},
-    {"__init__", "cli", "doctor", "sweep"},
+    {"__init__", "cli", "doctor", "sweep", "utils"},
 )
 KNOW_LIGHTNING = {"lightning", "__init__", "cli", "common/compat"}
 COLLECTIVES = ("comm/", "common/compat")

@@ -46,12 +46,12 @@ from lt_zero.config.precision import dtype_policy, on_min_scale, resolve_mode
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_state_dict, sync_buffers
 from lt_zero.engine.partition import with_sizes
-from lt_zero.loop.init import comm_of_init
 from lt_zero.memory.check import check_optimizers
 from lt_zero.optim.from_config import configured_optimizer, configured_scheduler
 from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.step.skipped_steps import hold_schedule
+from lt_zero.zero import comm_of_init
 
 LATEST = "latest"  # the file that names the last checkpoint of a folder
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

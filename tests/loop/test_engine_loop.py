@@ -205,7 +205,7 @@ def _sets(stage: int, device: str) -> None:
     local = lt_zero.safe_get_local_fp32_param(p)
     if local is not None:
         lt_zero.safe_set_local_optimizer_state(p, 2 * local, "momentum_buffer")
-        assert torch.equal(lt_zero.safe_get_local_optimizer_state(p, "momentum_buffer"), 2 * local)  # type: ignore[arg-type]
+        assert torch.equal(lt_zero.safe_get_local_optimizer_state(p, "momentum_buffer"), 2 * local)  # type: ignore
     assert torch.equal(lt_zero.full_state(p, "momentum_buffer"), 2 * value)
     lt_zero.safe_set_local_fp32_param(p, None if local is None else 4 * local)
     assert torch.equal(lt_zero.safe_get_full_fp32_param(p), 4 * value)
@@ -236,13 +236,14 @@ def test_values_can_be_set(pool: Pool, stage: int, device: str) -> None:
 def _half(enabled: str) -> None:
     torch.manual_seed(0)
     model = Net(depth=1)
-    keys = {enabled: {"enabled": True}, "gradient_accumulation_steps": 1}
+    scale = {"initial_scale_power": 8} if enabled == "fp16" else {}
+    keys = {enabled: {"enabled": True, **scale}, "gradient_accumulation_steps": 1}
     engine, *_ = lt_zero.initialize(model=model, config=_config(2, "AdamW", **keys))
     loss = next_token_loss(engine, 0, 0, dist.get_rank())
     if enabled == "fp16":
-        assert engine.loss_scale() == 2.0**16
+        assert engine.loss_scale() == 2.0**8
+        loss.backward()
         with pytest.raises(RuntimeError, match=r"engine.scale\(loss\).backward\(\)"):
-            loss.backward()
             engine.step()
         engine.zero_grad()
         loss = next_token_loss(engine, 0, 0, dist.get_rank())

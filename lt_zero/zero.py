@@ -1,4 +1,7 @@
-"""``lt_zero.Init``: modules are built with their parameters sharded; ``lt_zero.GatheredParameters``."""
+"""``lt_zero.Init``: modules are built with their parameters sharded; ``lt_zero.GatheredParameters``.
+
+Scripts for DeepSpeed find both as ``zero.Init`` and ``zero.GatheredParameters``.
+"""
 
 from __future__ import annotations
 

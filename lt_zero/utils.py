@@ -1,4 +1,4 @@
-"""DeepSpeed's names for what access.py does, and for the arguments of its scripts.
+"""DeepSpeed's names, where its scripts import them from, for what loop/access.py does, and for their arguments.
 
 ``safe_get_full_...`` and ``safe_set_full_...`` are collective; values of setters are the same on all ranks. With
 ``local`` they are this rank's elements (1D).
