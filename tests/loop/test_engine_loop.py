@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 import lt_zero
 from lt_zero import ConfigError
+from tests.support.lightning_tools import GPT, quick, sharded_trainer
 from tests.support.matrix import cover
 from tests.support.models import Net, next_token_loss
 from tests.support.pool import Pool
@@ -319,3 +322,55 @@ def test_what_is_missing_is_said() -> None:
         with pytest.raises(RuntimeError, match="needs an optimizer"):
             call()
     engine.destroy()
+
+
+# ---- single values -------------------------------------------------------------------------------------------------
+
+
+def _alone(call: str) -> str:
+    """The error of a rank, of which the first calls what all have to."""
+    with quick():
+        engine = _engine(2, "AdamW")
+        _backwards(engine, 0, False)
+        p = next(iter(engine.module.parameters()))
+        act = partial(getattr(lt_zero, call), p) if dist.get_rank() == 0 else engine.step
+        with pytest.raises(RuntimeError) as caught:
+            act()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("call", ["full_grad", "full_master"])
+def test_what_some_ranks_do_not_call_is_an_error_on_all(pool: Pool, call: str) -> None:
+    for text in pool.run(2, _alone, call):
+        assert f"lt_zero.{call}" in text
+
+
+class Watches(pl.Callback):
+    """Plain SGD, recomputed from what the functions return."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        self.grads = [lt_zero.full_grad(p) for p in module.parameters()]
+        self.masters = [lt_zero.full_master(p) for p in module.parameters()]
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        for p, grad, before in zip(module.parameters(), self.grads, self.masters, strict=True):
+            assert grad is not None
+            assert grad.abs().max() > 0
+            wanted = before - 0.1 * grad.to(before.dtype)
+            torch.testing.assert_close(lt_zero.full_master(p), wanted, rtol=1e-6, atol=1e-7)
+
+
+class Plainly(GPT):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _in_a_trainer(stage: int, precision: Any) -> None:
+    fp16 = {"fp16": {"initial_scale_power": 8}} if precision == "16-mixed" else {}
+    options = {"max_steps": 2, "precision": precision, "callbacks": [Watches()]}
+    sharded_trainer(stage, config=fp16, **options).fit(Plainly(dist.get_world_size()))
+
+
+@pytest.mark.parametrize(("stage", "precision"), cover([1, 2, 3], ["32-true", "bf16-mixed", "16-mixed", "bf16-true"]))
+def test_values_in_a_trainer(pool: Pool, stage: int, precision: str) -> None:
+    pool.run(2, _in_a_trainer, stage, precision)

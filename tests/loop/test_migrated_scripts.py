@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,16 @@ import torch
 import torch.distributed as dist
 
 from tests.support.matrix import cover
+from tests.support.paths import ROOT
 from tests.support.pool import Pool
 
 
 def _runs(name: str, stage: int, folder: str) -> None:
+    sys.path.append(str(ROOT / "examples"))
     script: Any = importlib.import_module(f"tests.loop.scripts.{name}")
     config = copy.deepcopy(script.CONFIG)
     config["zero_optimization"]["stage"] = stage
-    if name == "hello":
-        file = Path(folder, f"ds_config_{dist.get_rank()}.json")
-        file.write_text(json.dumps(config))
-        found = script.train(["--local_rank=0", "--deepspeed", "--deepspeed_config", str(file)])
-    else:
-        found = script.train(config, *([folder] if name in ("bert", "lora") else []))
+    found = script.train(config, folder)
     wanted = script.plain(dist.get_world_size())
     assert found.keys() == wanted.keys()
     for key, value in wanted.items():

@@ -55,7 +55,7 @@ def images(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(12, 3, 32, 32, generator=generator), torch.randint(0, 10, (12,), generator=generator)
 
 
-def train(config: dict[str, Any]) -> dict[str, Tensor]:
+def train(config: dict[str, Any], folder: str) -> dict[str, Tensor]:
     deepspeed.init_distributed(dist_backend="gloo")
     torch.manual_seed(0)
     net = Net()

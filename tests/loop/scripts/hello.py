@@ -1,56 +1,27 @@
-"""A perceptron, its optimizer and its data from a configuration file, as in a first tutorial."""
+"""examples/engine_loop.py, its configuration in a file; and plain torch."""
 
 from __future__ import annotations
 
-import argparse
+import json
 import math
-import sys
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
-import lt_zero as deepspeed
+from engine_loop import CONFIG, EPOCHS, main, make
 
-CONFIG = {
-    "train_batch_size": 24,
-    "gradient_accumulation_steps": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 3}},
-    "gradient_clipping": 1.0,
-    "steps_per_print": 2000,
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-}
-EPOCHS = 3
+__all__ = ["CONFIG", "plain", "train"]
 
 
-def make() -> tuple[nn.Module, TensorDataset]:
-    generator = torch.Generator().manual_seed(1)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 19), nn.ReLU(), nn.Linear(19, 19), nn.ReLU(), nn.Linear(19, 3))
-    data = TensorDataset(torch.randn(48, 7, generator=generator), torch.randint(0, 3, (48,), generator=generator))
-    return model, data
-
-
-def train(arguments: list[str]) -> dict[str, Tensor]:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int, default=-1)
-    args = deepspeed.add_config_arguments(parser).parse_args(arguments)
-    deepspeed.init_distributed()
-
-    model, data = make()
-    engine, _, loader, _ = deepspeed.initialize(
-        args=args, model=model, model_parameters=model.parameters(), training_data=data
-    )
-    assert loader is not None
-    for epoch in range(EPOCHS):
-        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-        for inputs, labels in loader:
-            loss = F.cross_entropy(engine(inputs.to(engine.device)), labels.to(engine.device))
-            engine.backward(loss)
-            engine.step()
-    return {name: deepspeed.utils.safe_get_full_fp32_param(p) for name, p in model.named_parameters()}
+def train(config: dict[str, Any], folder: str) -> dict[str, Tensor]:
+    file = Path(folder, f"ds_config_{dist.get_rank()}.json")
+    file.write_text(json.dumps(config))
+    return main(["--local_rank=0", "--deepspeed", "--deepspeed_config", str(file), "--folder", folder])
 
 
 def plain(world: int) -> dict[str, Tensor]:
@@ -72,7 +43,3 @@ def plain(world: int) -> dict[str, Tensor]:
                 optimizer.zero_grad()
                 step += 1
     return {name: p.detach() for name, p in model.named_parameters()}
-
-
-if __name__ == "__main__":
-    print({name: float(value.norm()) for name, value in train(sys.argv[1:]).items()})
