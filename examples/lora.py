@@ -46,7 +46,7 @@ def main(config: dict[str, Any] = CONFIG, steps: int = 20, folder: str = "lora")
     with lt_zero.Init(config=config):
         base = make()
     model = adapted(base)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02, eps=1e-4)
     engine, *_ = lt_zero.initialize(model=model, optimizer=optimizer, config=config)
     engine.train()
     for step in range(steps):

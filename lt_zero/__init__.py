@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lt_zero.engine.materialize import empty_weights as empty_weights
     from lt_zero.engine.synced import synced as synced
     from lt_zero.inference import inference as inference
+    from lt_zero.lightning.fabric import FabricZeroStrategy as FabricZeroStrategy
     from lt_zero.lightning.load import load_from_checkpoint as load_from_checkpoint
     from lt_zero.lightning.precision import ZeroPrecision as ZeroPrecision
     from lt_zero.lightning.strategy import ZeroStrategy as ZeroStrategy
@@ -60,6 +61,7 @@ _MODULES = {
     "ActivationCheckpointing": "config.blocks",
     "CheckpointError": "common.errors",
     "ConfigError": "config",
+    "FabricZeroStrategy": "lightning.fabric",
     "GatheredParameters": "zero",
     "Init": "zero",
     "NotEnoughMemory": "memory",
@@ -113,20 +115,23 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-def _make_strategy(**options: Any) -> ZeroStrategy:
-    strategy: type[ZeroStrategy] = __getattr__("ZeroStrategy")
-    return strategy(**options)
+def _make_strategy(kind: str = "ZeroStrategy", **options: Any) -> Any:
+    return __getattr__(kind)(**options)
 
 
 def _register_strategies() -> None:
-    """Make ``Trainer(strategy="zero_1")``, "zero_2_spawn", ... known to Lightning."""
+    """Make ``strategy="zero_1"``, "zero_2_spawn", ... known to Lightning's Trainer and Fabric."""
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
     from lightning.pytorch.strategies import StrategyRegistry
 
     start_methods = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
     for stage, (suffix, start_method) in itertools.product((1, 2, 3), start_methods.items()):
         description = f"ZeRO stage {stage}, processes started with {start_method}"
         options = {"stage": stage, "start_method": start_method}
-        StrategyRegistry.register(f"zero_{stage}{suffix}", _make_strategy, description, override=True, **options)
+        name = f"zero_{stage}{suffix}"
+        StrategyRegistry.register(name, _make_strategy, description, override=True, **options)
+        options["kind"] = "FabricZeroStrategy"
+        STRATEGY_REGISTRY.register(name, _make_strategy, description, override=True, **options)
 
 
 def _check_block(kind: str, *block: Any) -> Any:

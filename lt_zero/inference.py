@@ -22,8 +22,8 @@ from lt_zero.checkpoint.source import Source
 from lt_zero.comm.communicator import Comm
 from lt_zero.common.errors import CheckpointError
 from lt_zero.config import ZeroConfig
-from lt_zero.config.inference import tell_ignored, without_training
 from lt_zero.config.precision import dtype_policy, resolve_mode
+from lt_zero.config.uses import check_same, tell_ignored, without_training
 from lt_zero.engine.full_params import sync_buffers
 
 log = logging.getLogger("lt_zero")
@@ -60,6 +60,7 @@ def inference(
     placed = (t.device for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta")
     device = device or next(placed, torch.device("cpu"))
     comm = comm or Comm.for_world(device, check=chosen.zero_optimization.enable_sanity_checks)
+    check_same(chosen, comm.host_gather)
     tell_ignored(ignored, comm.rank)
     policy = dtype_policy(chosen, resolve_mode(chosen, "32-true", device.type))
     saved = _readers(module, open_source(weights), str(weights)) if weights is not None else None

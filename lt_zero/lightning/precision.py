@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric import plugins as fabric
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -28,6 +29,12 @@ from lt_zero.step.sharded_optimizer import RanClosure, ShardedOptimizer
 
 if TYPE_CHECKING:
     from lt_zero.engine.engine import Engine
+
+
+_STOCK = (
+    *(Precision, HalfPrecision, MixedPrecision, DoublePrecision),
+    *(fabric.Precision, fabric.HalfPrecision, fabric.MixedPrecision, fabric.DoublePrecision),
+)
 
 
 def sharded_of(optimizer: Any) -> ShardedOptimizer | None:
@@ -80,20 +87,20 @@ class ZeroPrecision(HalfPrecision):
         return {**vars(self), "engine": None, "_steps_next": None}
 
     @classmethod
-    def of(cls, plugin: Precision) -> ZeroPrecision:
-        """The equivalent of a stock Lightning plugin.
+    def of(cls, plugin: fabric.Precision) -> ZeroPrecision:
+        """The equivalent of a stock plugin of Lightning or Fabric.
 
         Raises:
             TypeError: this precision is not supported.
         """
         if isinstance(plugin, ZeroPrecision):
             return plugin
-        if type(plugin) not in (Precision, HalfPrecision, MixedPrecision, DoublePrecision):
+        if type(plugin) not in _STOCK:
             raise TypeError(
                 f"ZeroStrategy does not support {type(plugin).__name__} (precision={plugin.precision!r}). "
                 f"Use one of {', '.join(MODES)}."
             )
-        return cls(plugin.precision, plugin.scaler if isinstance(plugin, MixedPrecision) else None)
+        return cls(plugin.precision, getattr(plugin, "scaler", None))
 
     def configure(self, config: ZeroConfig, precision: str | None = None, device_type: str = "cpu") -> None:
         """Check and apply the ``fp16``, ``bf16`` and ``data_types`` blocks.

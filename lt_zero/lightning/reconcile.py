@@ -9,8 +9,6 @@ Note [Precedence of values]
 
 from __future__ import annotations
 
-import hashlib
-import json
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,12 +25,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lt_zero.comm.communicator import Comm
-from lt_zero.common.errors import ConfigError, Mark, Path, Problem, dotted, path_of
+from lt_zero.common.errors import ConfigError, Mark, Path, Problem, path_of
 from lt_zero.common.tensor_tree import sizes_of
 from lt_zero.config import ZeroConfig
 from lt_zero.config.auto import Facts, Resolution, resolve, resolve_batch
-from lt_zero.config.document import Document, leaves
-from lt_zero.config.load import ConfigWarning, resolved
+from lt_zero.config.document import Document
+from lt_zero.config.load import ConfigWarning
+from lt_zero.config.uses import check_same
 from lt_zero.engine.partition import hidden_size
 from lt_zero.optim import grouping
 from lt_zero.optim.from_config import configured_optimizer, configured_scheduler
@@ -40,10 +39,6 @@ from lt_zero.optim.registry import PLATEAU
 
 _HOOK = "configure_optimizers"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
-# Keys that may differ between nodes or ranks.
-_LOCAL = ("aio", "csv_monitor", "tensorboard", "wandb", "comet", "log_level", "disable_python_gc", "max_cpu_gb")
-_LOCAL_NAMES = ("nvme_path", "pin_memory")
-_SHOWN = 5  # maximum keys in an error
 _SAME = "Remove one of them, or make them equal"
 _NUMBERS: TypeAdapter[Any] = TypeAdapter(int | float | list[int | float])
 
@@ -134,7 +129,7 @@ class Reconciler:
                 micro = _quotient(total, "accumulation", steps, comm.world, "micro-batch")
                 source = f"train_batch_size: {total} / ({steps} * {comm.world} ranks)"
                 rows.append(Resolution("batch_size of the data loader", micro, source))
-        check_same(config, comm)
+        check_same(config, comm.host_gather)
         self.config = config
         if show:
             show_table([*rows, *resolutions])
@@ -373,34 +368,3 @@ def _plain(value: Any) -> Any:
         return _NUMBERS.validate_python(value.tolist() if hasattr(value, "tolist") else value)  # tensors, numpy scalars
     except (ValidationError, RuntimeError):  # NotImplementedError of a tensor on the meta device
         return None
-
-
-# ---- all ranks -----------------------------------------------------------------------------------------------------
-
-
-def check_same(config: ZeroConfig, comm: Comm) -> None:
-    """Compare the configurations of all ranks. Collective.
-
-    Raises:
-        ConfigError: on all ranks, if they differ; shows the values of two of them.
-    """
-    if comm.world == 1:
-        return
-    values = {
-        dotted(path): repr(value)
-        for path, value in leaves(resolved(config))
-        if path[0] not in _LOCAL and path[-1] not in _LOCAL_NAMES
-    }
-    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-    digests = comm.host_gather(digest, "configuration")
-    if len(set(digests)) == 1:
-        return
-    ranks = comm.host_gather(values, "configurations")
-    other = next(rank for rank, found in enumerate(digests) if found != digests[0])
-    pairs = {k: [ranks[rank].get(k, "missing") for rank in (0, other)] for k in sorted(ranks[0] | ranks[other])}
-    differ = [f"{k} is {one} on rank 0, {two} on rank {other}" for k, (one, two) in pairs.items() if one != two]
-    more = f", and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
-    raise ConfigError(
-        f"The ranks have different configurations: {'; '.join(differ[:_SHOWN])}{more}. Give all ranks the same values: "
-        "look for values that depend on the rank or the environment."
-    )

@@ -32,8 +32,8 @@ from lt_zero.comm.communicator import Comm
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ActivationCheckpointing
-from lt_zero.config.inference import ignored_keys, tell_ignored
 from lt_zero.config.load import examine
+from lt_zero.config.uses import check_same, ignored_keys, tell_ignored
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_state_dict, restore_whole, sync_buffers
 from lt_zero.engine.materialize import ConstructionSharder
@@ -43,7 +43,7 @@ from lt_zero.lightning.data_position.position import DataPosition
 from lt_zero.lightning.model_report import memory_report
 from lt_zero.lightning.monitor.run_monitor import RunMonitor
 from lt_zero.lightning.precision import ZeroPrecision, sharded_of
-from lt_zero.lightning.reconcile import Reconciler, check_same
+from lt_zero.lightning.reconcile import Reconciler
 from lt_zero.lightning.setup import Run, Signals
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -245,7 +245,7 @@ class ZeroStrategy(DDPStrategy):
         )
         self.monitor.record(self._comm, new=known is None)
         if known is None:
-            check_same(self.config, self._comm)
+            check_same(self.config, self._comm.host_gather)
             self._comm.configure(self.config)
         self._comm.begin_run()
 

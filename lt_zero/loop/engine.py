@@ -43,6 +43,7 @@ from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.config import ZeroConfig
 from lt_zero.config.load import resolved
 from lt_zero.config.precision import dtype_policy, on_min_scale, resolve_mode
+from lt_zero.config.uses import check_same, tell_without_trainer
 from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_state_dict, sync_buffers
 from lt_zero.engine.partition import with_sizes
@@ -124,6 +125,8 @@ class TrainingEngine(nn.Module):
         zero = config.zero_optimization
         self.comm = comm_of_init() or Comm.for_world(wanted, check=zero.enable_sanity_checks)
         self.global_rank, self.world_size = self.comm.rank, self.comm.world
+        check_same(config, self.comm.host_gather)
+        tell_without_trainer(config, self.global_rank, "checkpoint.format")
         self._micro, self._gas = _batch_sizes(config, self.world_size)
         policy = dtype_policy(config, resolve_mode(config, "32-true", wanted.type))
         self.engine: Engine = shard(model, config, wanted, policy, self.comm, training=True)
@@ -236,25 +239,12 @@ class TrainingEngine(nn.Module):
             self._step(self._sharded, self.optimizer, lr_kwargs or {})
 
     def _step(self, sharded: ShardedOptimizer, optimizer: Optimizer, lr_kwargs: Mapping[str, Any]) -> None:
-        controller, limit = self.loss_scale_controller, self.gradient_clipping()
-        sharded.grads.expect_clipping(limit)
-        controller.examine(sharded)
-        self._norm = controller.norm
-        if limit > 0:
-            norm = controller.clip_norm(sharded, limit)
-            self._norm = norm if norm is not None else self._norm
-        if taken := controller.proceeds(sharded):
-            controller.unscale(sharded)
-            try:
-                optimizer.step()
-            finally:
-                sharded.widen()
-        controller.conclude(sharded, 0)
+        limit = self.gradient_clipping()
+        self._applied, self._norm = self.loss_scale_controller.step(sharded, 0, limit, optimizer.step)
         optimizer.zero_grad()
-        self._applied = taken
         self.global_steps += 1
         self.global_samples += (self._micro or 1) * self._gas * self.world_size
-        if self.lr_scheduler is not None and taken:
+        if self.lr_scheduler is not None and self._applied:
             self.lr_scheduler.step(**lr_kwargs)
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -384,7 +374,7 @@ class TrainingEngine(nn.Module):
         self.loss_scale_controller.read_skip_flag()
         engine, comm = self.engine, self.comm
         weights, left_out = weight_fragments(engine), list[str]()
-        if exclude_frozen_parameters:
+        if exclude_frozen_parameters or not self._config.checkpoint.save_frozen:
             left_out = [n for n, p in engine.root.named_parameters(remove_duplicate=False) if not p.requires_grad]
             weights = {name: value for name, value in weights.items() if name not in set(left_out)}
         schedules = [self.lr_scheduler.state_dict()] if self.lr_scheduler is not None else []
@@ -451,10 +441,15 @@ class TrainingEngine(nn.Module):
         left_out = list(saved.get("lt_zero", {}).get("frozen_left_out", []))
         with comm.agree("loading weights", CheckpointError):
             load_module(self.module, saved["state_dict"], load_module_strict, left_out)
-        own = saved.get("loop", {})
-        if load_module_only:
+        own, how = saved.get("loop", {}), self._config.checkpoint
+        if load_module_only or how.load_module_only:
             return path, dict(own.get("client_state", {}))
-        if load_optimizer_states and self._sharded is not None and self.optimizer is not None:
+        if (
+            load_optimizer_states
+            and how.load_optimizer_states
+            and self._sharded is not None
+            and self.optimizer is not None
+        ):
             load_residuals(self.engine, saved.get(RESIDUALS))
             with comm.agree("loading optimizer states", CheckpointError):
                 states = saved.get("optimizer_states", [])
@@ -465,8 +460,9 @@ class TrainingEngine(nn.Module):
                 load_full_optimizer_state(self._sharded, state)
             self.loss_scale_controller.load_state_dict(own.get("loss_scale", {}))
             self.loss_scale_controller.start_watching(self.engine)
-        if load_lr_scheduler_states and self.lr_scheduler is not None and saved.get("lr_schedulers"):
-            self.lr_scheduler.load_state_dict(saved["lr_schedulers"][0])
+        schedules = saved.get("lr_schedulers") if load_lr_scheduler_states and how.load_lr_scheduler_states else None
+        if self.lr_scheduler is not None and schedules:
+            self.lr_scheduler.load_state_dict(schedules[0])
         self.global_steps = int(saved.get("global_step", 0))
         self.micro_steps = int(own.get("micro_steps", self.global_steps * self._gas))
         self.global_samples = int(own.get("global_samples", 0))

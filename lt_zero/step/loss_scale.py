@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -290,6 +291,28 @@ class LossScaleController:
         if not self.skip:
             sharded.grads.unscale()
             sharded.grads.clip_value(limit)
+
+    def step(
+        self, sharded: ShardedOptimizer, number: int, limit: float, call: Callable[[], object]
+    ) -> tuple[bool, Tensor | None]:
+        """A whole step of optimizer ``number``, which ``call`` makes, clipped to the norm ``limit`` (0: not).
+
+        Collective. Returns whether it was taken (with a device skip flag: presumably), and the norm (0D) before
+        clipping, None if it was not computed. Raises as ``conclude``.
+        """
+        sharded.grads.expect_clipping(limit)
+        self.examine(sharded)
+        norm = self.norm
+        if limit > 0 and (clipped := self.clip_norm(sharded, limit)) is not None:
+            norm = clipped
+        if taken := self.proceeds(sharded):
+            self.unscale(sharded)  # unless clipping did
+            try:
+                call()
+            finally:
+                sharded.widen()
+        self.conclude(sharded, number)
+        return taken, norm
 
     def conclude(self, sharded: ShardedOptimizer, number: int) -> None:
         """Count the step of optimizer ``number`` as taken or skipped. Collective if it was skipped.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from tests.support.lightning_tools import torchrun_env
 from tests.support.paths import ROOT
 from tests.support.pool import Pool
 
@@ -28,3 +31,17 @@ def test_inference_beyond_memory(pool: Pool, tmp_path: Path, quantize: bool) -> 
     first, second = pool.run(2, _main, "inference_beyond_memory", *small, *(["--quantize"] if quantize else []))
     assert first.startswith("def ")
     assert (len(first), len(second)) == (len("def ") + 6, len("def ") + 3)
+
+
+def _fabric_loop(folder: str) -> list[float]:
+    os.environ.update(torchrun_env())
+    short = ("--devices", str(dist.get_world_size()), "--folder", folder)
+    whole = _main("fabric_loop", *short[:2], "--steps", "4")
+    _main("fabric_loop", *short, "--steps", "2", "--stage", "2")
+    return [whole, _main("fabric_loop", *short, "--steps", "4")]
+
+
+def test_fabric_loop(pool: Pool, tmp_path: Path) -> None:
+    """It goes on, at another stage, where it was saved."""
+    whole, parts = pool.run(2, _fabric_loop, str(tmp_path))[0]
+    assert abs(whole - parts) < 1e-4

@@ -165,6 +165,9 @@ def _loads(folder: str, stage: int, kind: str) -> Any:
     engine.step()
     assert engine.load_checkpoint(folder, "global_step1", load_module_only=True)[1] == {"epoch": 0}
     assert engine.global_steps == 3
+    other = _engine(stage, kind, checkpoint={"load_module_only": True})
+    assert other.load_checkpoint(folder)[1] == {"epoch": 1}
+    assert other.global_steps == 0
     return counts, values, rates
 
 

@@ -12,7 +12,7 @@ import lt_zero as deepspeed
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 12,
-    "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
+    "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-4, "weight_decay": 3e-7}},
     "scheduler": {
         "type": "WarmupLR",
         "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.001, "warmup_num_steps": 1000},
@@ -80,7 +80,7 @@ def train(config: dict[str, Any], folder: str) -> dict[str, Tensor]:
 def plain(world: int) -> dict[str, Tensor]:
     torch.manual_seed(0)
     net = Net()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.001, betas=(0.8, 0.999), weight_decay=3e-7)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.001, betas=(0.8, 0.999), eps=1e-4, weight_decay=3e-7)
     for step in range(4):
         inputs, labels = images(step)
         optimizer.zero_grad()

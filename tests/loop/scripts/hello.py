@@ -19,6 +19,7 @@ __all__ = ["CONFIG", "plain", "train"]
 
 
 def train(config: dict[str, Any], folder: str) -> dict[str, Tensor]:
+    config["optimizer"]["params"]["eps"] = 1e-4  # a small one blows up the rounding of small gradients
     file = Path(folder, f"ds_config_{dist.get_rank()}.json")
     file.write_text(json.dumps(config))
     return main(["--local_rank=0", "--deepspeed", "--deepspeed_config", str(file), "--folder", folder])
@@ -26,7 +27,7 @@ def train(config: dict[str, Any], folder: str) -> dict[str, Tensor]:
 
 def plain(world: int) -> dict[str, Tensor]:
     model, data = make()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1)
     samplers = [DistributedSampler(data, world, rank) for rank in range(world)]
     size, rates = 24 // 2 // world, (0.0, 0.0, 0.01 * math.log(2) / math.log(3), 0.01)
     step = 0

@@ -22,7 +22,7 @@ def train(config: dict[str, Any], folder: str) -> dict[str, Tensor]:
 
 def plain(world: int) -> dict[str, Tensor]:
     model = example.adapted(example.make()).train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02, eps=1e-4)
     for step in range(STEPS):
         for rank in range(world):
             batch = example.tokens(step, rank)

@@ -1,0 +1,551 @@
+"""``FabricZeroStrategy``: the engine behind Lightning Fabric, for one or several modules and optimizers."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.accelerators.accelerator import Accelerator
+from lightning.fabric.accelerators.cpu import CPUAccelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.strategies.ddp import DDPStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import override
+
+from lt_zero.build import shard
+from lt_zero.checkpoint.live_weights import export_engine
+from lt_zero.checkpoint.native.load import as_lightning, fitting_state, load_module
+from lt_zero.checkpoint.native.pieces import (
+    full_optimizer_state,
+    load_full_optimizer_state,
+    optimizer_fragments,
+    parameter_names,
+    weight_fragments,
+)
+from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
+from lt_zero.checkpoint.native.residuals import load_residuals, residual_state
+from lt_zero.checkpoint.native.save import KEY, bundle, make_place, write
+from lt_zero.checkpoint.open import is_directory, open_source
+from lt_zero.comm.communicator import Comm
+from lt_zero.common.errors import CheckpointError, ConfigError
+from lt_zero.config import ZeroConfig
+from lt_zero.config.blocks import ActivationCheckpointing
+from lt_zero.config.load import examine, resolved
+from lt_zero.config.uses import check_same, tell_without_trainer
+from lt_zero.engine.engine import Engine
+from lt_zero.engine.full_params import full_state_dict, sync_buffers
+from lt_zero.engine.guard import owner_of
+from lt_zero.engine.materialize import ConstructionSharder
+from lt_zero.lightning.precision import ZeroPrecision
+from lt_zero.memory.check import check_optimizers
+from lt_zero.step.sharded_optimizer import ShardedOptimizer
+from lt_zero.step.skipped_steps import hold_schedule
+
+_HERE = "fabric"  # key, in a checkpoint, of what is neither weights nor states of optimizers
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
+
+
+class ShardedModule(nn.Module):
+    """What Fabric calls for a module. Methods that are marked as forward methods pass through it, too."""
+
+    def __init__(self, module: nn.Module, engine: Engine) -> None:
+        super().__init__()
+        self.module, self.engine = module, engine
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+class FabricZeroStrategy(DDPStrategy):
+    """Fabric with optimizer states, gradients and parameters sharded over the ranks (ZeRO, arXiv:1910.02054).
+
+    Args:
+        stage, config, overrides, activation_checkpointing: as for ``ZeroStrategy``. Optimizers and schedules are made
+            by the script.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as in every strategy.
+        process_group_backend: ``gloo`` on CPU and ``nccl`` on CUDA by default.
+        timeout: of collectives.
+        start_method: ``popen``, or ``spawn``, ``fork``, ``forkserver`` for multiprocessing and notebooks.
+
+    Raises:
+        ConfigError: names every problem, also keys that Fabric's script decides.
+    """
+
+    def __init__(
+        self,
+        stage: int | None = None,
+        config: Mapping[str, Any] | ZeroConfig | str | os.PathLike[str] | None = None,
+        overrides: Sequence[str] = (),
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        activation_checkpointing: Mapping[str, Any] | ActivationCheckpointing | str | bool | None = None,
+    ) -> None:
+        loaded = examine(config, stage, overrides, 3 if config is None else None, activation_checkpointing)
+        self.config: ZeroConfig = loaded.usable()
+        loaded.announce()
+        _refuse_what_the_script_does(self.config)
+        self._comm: Comm | None = None
+        self._engines: list[weakref.ref[Engine]] = []
+        self._known: list[weakref.ref[ShardedOptimizer]] = []
+        self._scale: dict[str, Any] = {}  # of the checkpoint that is being loaded
+        self._residuals: Any = None
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._backward_sync_control = _NoSync()  # type: ignore[assignment]
+
+    # ---- precision ---------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def precision(self) -> ZeroPrecision:
+        if self._precision is None:
+            self.precision = ZeroPrecision()
+        assert isinstance(self._precision, ZeroPrecision)
+        return self._precision
+
+    @precision.setter
+    @override
+    def precision(self, precision: Precision | None) -> None:
+        self._precision = None
+        if precision is not None:
+            plugin = ZeroPrecision.of(precision)
+            plugin.configure(self.config, device_type="cpu" if isinstance(self.accelerator, CPUAccelerator) else "cuda")
+            self._precision = plugin
+
+    # ---- set-up ------------------------------------------------------------------------------------------------
+
+    @property
+    def comm(self) -> Comm:
+        """The collectives of all engines. Raises RuntimeError before ``fabric.launch()``."""
+        if self._comm is None:
+            raise RuntimeError("FabricZeroStrategy is not launched yet: call fabric.launch() first.")
+        return self._comm
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self._comm is None:
+            assert self.cluster_environment is not None
+            check, node = self.config.zero_optimization.enable_sanity_checks, self.cluster_environment.node_rank()
+            comm = Comm.for_world(self.root_device, check, self._timeout, node)
+            check_same(self.config, comm.host_gather)
+            tell_without_trainer(self.config, comm.rank, *_BATCH)
+            comm.configure(self.config)
+            comm.begin_run()
+            self._comm = comm
+
+    @override
+    def setup_module(self, module: nn.Module) -> ShardedModule:  # type: ignore[override]
+        """Shard a module in place. One in evaluation mode gets no master weights, until it gets an optimizer."""
+        if self.engines and (self.comm.tolerance is not None or self.engines[0].compression is not None):
+            raise ConfigError(
+                "gradient_compression, 1-bit optimizers and communication.slow_node_tolerance keep track of the "
+                "gradients of one module, and this is another. Remove the key, or set up one module."
+            )
+        engine = shard(module, self.config, self.root_device, self.precision.policy, self.comm, module.training)
+        sync_buffers(engine)
+        self._engines.append(weakref.ref(engine))
+        self.precision.engine = engine
+        self.precision.loss_scale_controller.start_watching(engine)
+        return ShardedModule(module, engine)
+
+    @override
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: LRScheduler | None = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        sharded = self.setup_module(module.train())
+        found = [self.setup_optimizer(optimizer) for optimizer in optimizers]
+        controller = self.precision.loss_scale_controller
+        if scheduler is not None and controller.checks and self.config.on_skipped_step != "advance":
+            hold_schedule(scheduler, controller.counter(self._number(self._sharded(scheduler.optimizer))))
+        return sharded, found, scheduler
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Shard an optimizer of one module that is set up.
+
+        Raises:
+            ValueError: it has parameters of no such module, or of several.
+            NotEnoughMemory: the host has no memory for its states.
+        """
+        owners = {id(owner): owner for group in optimizer.param_groups for owner in map(owner_of, group["params"])}
+        engines = [engine for engine in self.engines if id(engine) in owners]
+        if len(engines) != 1 or len(owners) > 1:
+            name = type(optimizer).__name__
+            if not engines:
+                raise ValueError(
+                    f"{name} has no parameters of a module that is set up. Call fabric.setup(module, optimizer), or "
+                    "fabric.setup_module(module) first."
+                )
+            raise ValueError(f"{name} steps parameters of several modules, or others, too. Make one for each module.")
+        self._known.append(weakref.ref(ShardedOptimizer(engines[0], optimizer)))
+        check_optimizers(engines[0], [sharded.optimizer for sharded in engines[0].optimizers])
+        return optimizer
+
+    @property
+    def engines(self) -> list[Engine]:
+        """One for each module, in the order in which they were set up."""
+        return [engine for ref in self._engines if (engine := ref()) is not None]
+
+    def _sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
+        sharded = ShardedOptimizer.of(optimizer)
+        if sharded is None:
+            raise ValueError(
+                f"{type(optimizer).__name__} is not set up. Call fabric.setup(module, optimizer), or "
+                "fabric.setup_optimizers(optimizer)."
+            )
+        return sharded
+
+    def _number(self, sharded: ShardedOptimizer) -> int:
+        """Of an optimizer among those that are set up."""
+        return next(number for number, other in enumerate(self._optimizers()) if other is sharded)
+
+    def _optimizers(self) -> list[ShardedOptimizer]:
+        return [sharded for ref in self._known if (sharded := ref()) is not None]
+
+    @override
+    def module_to_device(self, module: nn.Module) -> None:
+        """Move buffers only; parameters move bucket by bucket when sharded."""
+        for child in module.modules():
+            for name, buffer in child.named_buffers(recurse=False):
+                if not buffer.is_meta and buffer.device != self.root_device:
+                    setattr(child, name, buffer.to(self.root_device))
+
+    @contextmanager
+    @override
+    def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Parameters are sharded while they are constructed (stage 3), or made on the meta device if ``empty_init``."""
+        zero = self.config.zero_optimization
+        placed: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
+        if not empty_init and zero.stage == 3 and self.comm.world > 1:
+            placed = ConstructionSharder(self.comm, zero.stage3_param_persistence_threshold)
+        with placed, self.precision.module_init_context():
+            yield
+
+    # ---- a step ------------------------------------------------------------------------------------------------
+
+    @override
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        controller, engines = self.precision.loss_scale_controller, self.engines
+        chosen = module.engine if isinstance(module, ShardedModule) else engines[0] if len(engines) == 1 else None
+        controller.before_backward(self._optimizers())
+        for engine in engines[:1]:
+            controller.see_loss(chosen or engine, tensor)
+        if controller.scaler is not None:
+            tensor = tensor.float() * controller.scale  # the scaled loss may overflow fp16
+        # Without one, engines find out by themselves where their backward ends.
+        with chosen.backward_pass() if chosen is not None else nullcontext():
+            tensor.backward(*args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step, unless the gradients overflowed; clipped to ``gradient_clipping``. Returns what the closure does."""
+        output, closure = None, kwargs.pop("closure", None)
+        if closure is not None:  # before the step, which works on shards
+            with torch.enable_grad():
+                output = closure()
+        sharded, limit = self._sharded(optimizer), float(self.config.gradient_clipping or 0.0)
+        call = partial(optimizer.step, **kwargs)
+        self.precision.loss_scale_controller.step(sharded, self._number(sharded), limit, call)
+        return output
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Returns the norm (0D) before clipping. A step that is skipped for overflow is no error. Collective.
+
+        Raises:
+            RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
+        """
+        controller, sharded = self.precision.loss_scale_controller, self._sharded(optimizer)
+        if norm_type == 2.0:
+            found = controller.clip_norm(sharded, float(max_norm))
+        else:
+            controller.unscale(sharded)
+            found = None
+            if not controller.skip:
+                found = sharded.grads.norm(float(norm_type))
+                sharded.grads.rescale(min(1.0, float(max_norm) / (float(found) + 1e-6)))
+        if controller.skip:
+            return torch.tensor(float("inf")) if controller.norm is None else controller.norm
+        assert found is not None
+        if error_if_nonfinite and sharded.found_inf is None and not bool(torch.isfinite(found)):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} of the gradients is {float(found)}. Pass "
+                "error_if_nonfinite=False to clip by it anyway."
+            )
+        return found
+
+    @override
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
+        self.precision.loss_scale_controller.clip_value(self._sharded(optimizer), float(clip_val))
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    @override
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Full tensors on rank 0, {} elsewhere. Collective."""
+        if not isinstance(module, ShardedModule):
+            return dict(module.state_dict())
+        self.comm.roll_call("Fabric.save")
+        return full_state_dict(module.engine)
+
+    @override
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Full tensors on rank 0, {} elsewhere. Collective."""
+        sharded = ShardedOptimizer.of(optimizer)
+        return full_optimizer_state(sharded) if sharded is not None else optimizer.state_dict()
+
+    @override
+    def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        load_module(module.module if isinstance(module, ShardedModule) else module, state_dict, strict)
+
+    def full_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The state dict of a module that is set up, with full tensors on rank 0, {} on the others. Collective."""
+        return full_state_dict(self._engine_of(module))
+
+    def export(self, module: nn.Module, path: str | os.PathLike[str], **options: Any) -> None:
+        """Write all weights of a module to files that are readable without lt_zero, in fp16 by default. Collective.
+
+        ``options`` and errors are those of ``lt_zero.export``.
+        """
+        export_engine(self._engine_of(module), self.broadcast(path), **{"dtype": torch.float16, **options})
+        self.barrier("export")
+
+    def _engine_of(self, module: nn.Module) -> Engine:
+        engine = next((e for e in map(owner_of, module.parameters()) if isinstance(e, Engine)), None)
+        if engine is None:
+            raise ValueError(f"{type(module).__name__} is not set up. Call fabric.setup(module) first.")
+        return engine
+
+    @override
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Write a directory that loads at any number of ranks and stage, or (``checkpoint.format: full``) one file.
+
+        Collective.
+
+        Raises:
+            CheckpointError: on all ranks; an earlier checkpoint at ``path`` is kept.
+        """
+        self.precision.loss_scale_controller.read_skip_flag()
+        path = str(self.broadcast(path))
+        if not self.config.sharded_checkpoints or type(self.checkpoint_io) is not TorchCheckpointIO:
+            super().save_checkpoint(path, state, storage_options, filter)
+            return
+        if storage_options is not None:
+            raise TypeError("Sharded checkpoints do not support storage_options: set checkpoint.format='full'.")
+        comm = self.comm
+        content, names = self._collect(state, filter or {})
+        facts = {
+            "stage": self.config.zero_optimization.stage,
+            "ranks": comm.world,
+            "precision": self.precision.precision,
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "torch": str(torch.__version__),
+        }
+        modules = [(key, value) for key, value in state.items() if isinstance(value, ShardedModule)]
+        frozen = [f"{key}." * (len(modules) > 1) + name for key, part in modules for name in sorted(self._frozen(part))]
+        made, place = bundle(content, names, comm, facts, resolved(self.config), frozen), make_place(comm, path)
+        try:
+            write(made, place, comm, comm.saving_group(background=False))
+        except BaseException:
+            if comm.rank == 0:
+                place.discard()
+            raise
+
+    def _collect(
+        self, state: Mapping[str, Any], kept: Mapping[str, Callable[[str, Any], bool]]
+    ) -> tuple[dict[str, Any], list[list[list[str]]]]:
+        """The content of a checkpoint, and the names of each optimizer's parameters.
+
+        Names of parameters begin with the module's key if there are several modules.
+        """
+        modules = {key: value for key, value in state.items() if isinstance(value, ShardedModule)}
+        optimizers = {key: ShardedOptimizer.of(o) for key, o in state.items() if isinstance(o, Optimizer)}
+        sharded = {key: found for key, found in optimizers.items() if found is not None}
+        prefixes = {key: f"{key}." if len(modules) > 1 else "" for key in modules}
+        of_engine = {id(modules[key].engine): prefix for key, prefix in prefixes.items()}
+        weights, rest = dict[str, Any](), dict[str, Any]()
+        for key, module in modules.items():
+            for name, value in weight_fragments(module.engine).items():
+                if (key not in kept or kept[key](name, value)) and name not in self._frozen(module):
+                    weights[prefixes[key] + name] = value
+        for key, value in state.items():
+            if key not in modules and key not in sharded:
+                plain = value.state_dict() if hasattr(value, "state_dict") else value
+                if key in kept and isinstance(plain, Mapping):
+                    plain = {name: part for name, part in plain.items() if kept[key](name, part)}
+                rest[key] = plain
+        states, names = [], []
+        for key, found in sharded.items():
+            prefix, own = of_engine.get(id(found.engine), ""), optimizer_fragments(found)
+            states.append({part: v for part, v in own.items() if key not in kept or kept[key](part, v)})
+            names.append(
+                [[prefix + name for name in group] for group in parameter_names(found.optimizer, found.engine)]
+            )
+        here = {"modules": prefixes, "optimizers": list(sharded), "rest": rest}
+        here["loss_scale"] = self.precision.loss_scale_controller.state_dict()
+        content = {"state_dict": weights, "optimizer_states": states, "global_step": 0, "epoch": 0, _HERE: here}
+        for module in modules.values():  # there is one if there are residuals
+            if (owed := residual_state(module.engine, sharded=True)) is not None:
+                content[RESIDUALS] = owed
+        return content, names
+
+    def _frozen(self, module: ShardedModule) -> set[str]:
+        """Names of weights that are left out (``checkpoint.save_frozen: false``)."""
+        named = module.module.named_parameters(remove_duplicate=False)
+        return set() if self.config.checkpoint.save_frozen else {n for n, p in named if not p.requires_grad}
+
+    @override
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: nn.Module | Optimizer | dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Restore ``state`` in place from a directory, or from a file as Fabric writes it with other strategies.
+
+        Returns what was not restored; without ``state`` everything, in full tensors. Collective.
+
+        Raises:
+            KeyError: ``strict``, and a key of ``state`` is not in the checkpoint.
+            CheckpointError: on all ranks.
+        """
+        comm = self.comm
+        path = str(self.broadcast(path))
+        left_out: list[str] = []
+        with comm.agree("opening the checkpoint", CheckpointError):
+            if is_directory(path):
+                saved, left_out = self._opened(path, weights_only, comm.rank == 0)
+            else:
+                saved = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        if not state:
+            return saved
+        if not isinstance(state, dict):
+            keys = [key for key, value in saved.items() if isinstance(value, Mapping)] if is_directory(path) else []
+            self._restore(state, saved[keys[0]] if keys else saved, strict, left_out)
+            return {}
+        if strict and (missing := [key for key in state if key not in saved]):
+            raise KeyError(f"{path} has no {missing[0]!r}; it has {', '.join(saved)}. Pass strict=False to go on.")
+        for key, value in [(key, value) for key, value in state.items() if key in saved]:
+            if hasattr(value, "load_state_dict"):
+                self._restore(value, saved.pop(key), strict, left_out)
+            else:
+                state[key] = saved.pop(key)
+        return saved
+
+    def _opened(self, path: str, weights_only: bool | None, tell: bool) -> tuple[dict[str, Any], list[str]]:
+        """What a directory has, by the keys of ``save``, and names that are left out; tensors are read on demand."""
+        found = as_lightning(open_source(path, tell=tell), weights_only)
+        here = found.get(_HERE, {"modules": {"model": ""}, "optimizers": [], "rest": {}})
+        saved = dict(here["rest"])
+        for key, prefix in here["modules"].items():
+            state = {n.removeprefix(prefix): v for n, v in found["state_dict"].items() if n.startswith(prefix)}
+            saved[key] = state
+        prefixes = sorted(here["modules"].values(), key=len, reverse=True)
+        for key, state in zip(here["optimizers"], found.get("optimizer_states", []), strict=True):
+            saved[key] = _without_prefix(state, prefixes)
+        self._scale, self._residuals = here.get("loss_scale", {}), found.get(RESIDUALS)
+        frozen = found.get(KEY, {}).get("frozen_left_out", [])
+        return saved, [name.removeprefix(next(p for p in prefixes if name.startswith(p))) for name in frozen]
+
+    def _restore(self, value: Any, saved: Any, strict: bool, left_out: Sequence[str]) -> None:
+        """Load a part of a checkpoint into an object. Collective."""
+        sharded = ShardedOptimizer.of(value) if isinstance(value, Optimizer) else None
+        what = f"loading {type(value).__name__}"
+        if sharded is not None:
+            load_residuals(sharded.engine, self._residuals)
+            with self.comm.agree(what, CheckpointError):
+                number, first = self._number(sharded), self.comm.rank == 0
+                state = fitting_state(saved, sharded.optimizer, sharded.engine, number, first)
+                load_full_optimizer_state(sharded, state)
+            controller = self.precision.loss_scale_controller
+            controller.load_state_dict(self._scale)
+            controller.start_watching(sharded.engine)
+        elif isinstance(value, nn.Module):
+            with self.comm.agree(what, CheckpointError):
+                load_module(value.module if isinstance(value, ShardedModule) else value, saved, strict, left_out)
+        else:
+            value.load_state_dict(saved)
+
+    @override
+    def teardown(self) -> None:
+        self.precision.loss_scale_controller.stop_watching()
+        super().teardown()
+        if self._comm is not None:
+            self._comm.end_run()
+
+
+class _NoSync:
+    """Fabric's ``no_backward_sync``."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        if not isinstance(module, ShardedModule):
+            raise TypeError(f"{type(module).__name__} is not set up. Pass what fabric.setup(module) returned.")
+        return module.engine.no_sync() if enabled else nullcontext()
+
+
+def _without_prefix(state: Mapping[str, Any], prefixes: Sequence[str]) -> dict[str, Any]:
+    """An optimizer's state, with parameters named as in their module."""
+    first = next((name for group in state["param_groups"] for name in group["params"]), "")
+    prefix = next((prefix for prefix in prefixes if str(first).startswith(prefix)), "")
+    groups = [{**g, "params": [name.removeprefix(prefix) for name in g["params"]]} for g in state["param_groups"]]
+    return {**state, "param_groups": groups, "state": {n.removeprefix(prefix): v for n, v in state["state"].items()}}
+
+
+def _refuse_what_the_script_does(config: ZeroConfig) -> None:
+    for key, remedy in (
+        ("optimizer", "Make the optimizer, and pass it to fabric.setup"),
+        ("scheduler", "Make the schedule, and step it"),
+        ("gradient_accumulation_steps", "Use fabric.no_backward_sync, and divide the losses"),
+    ):
+        if getattr(config, key) not in (None, 1):
+            raise ConfigError.about(
+                key, f"{key} is configured, which Fabric leaves to the script. {remedy}; remove the key."
+            )
+    how = config.checkpoint
+    if how.load_module_only or not (how.load_optimizer_states and how.load_lr_scheduler_states):
+        raise ConfigError.about(
+            "checkpoint",
+            "checkpoint.load_...: what Fabric loads is what the script passes to fabric.load. Remove the key.",
+        )
+    batch = (*_BATCH, "gradient_accumulation_steps")
+    if autos := sorted(".".join(map(str, path)) for path in config.autos if path[0] not in batch):
+        raise ConfigError(f'{autos[0]}="auto" has no Trainer here to take a value from: write one.')

@@ -1,0 +1,378 @@
+"""Fabric over the engine: weights of plain torch, several modules, clipping, accumulation, checkpoints, errors."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lt_zero
+from lt_zero import ConfigError, FabricZeroStrategy
+from tests.support.lightning_tools import torchrun_env
+from tests.support.matrix import cover
+from tests.support.models import Net, next_token_loss
+from tests.support.pool import Pool
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
+    "AdamW": {"lr": 1e-2, "weight_decay": 0.1},
+}
+GAS = 2
+
+
+def _fabric(stage: int, precision: Any = None, **config: Any) -> Any:
+    os.environ.update(torchrun_env())
+    block = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    strategy = FabricZeroStrategy(config={"zero_optimization": block, **config})
+    fabric = L.Fabric(accelerator="cpu", strategy=strategy, devices=dist.get_world_size(), precision=precision)
+    fabric.launch()
+    return fabric
+
+
+def _ddp() -> Any:
+    os.environ.update(torchrun_env())
+    fabric = L.Fabric(accelerator="cpu", strategy="ddp", devices=dist.get_world_size())
+    fabric.launch()
+    return fabric
+
+
+def _optimizer(kind: str, module: nn.Module) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = getattr(torch.optim, kind)(module.parameters(), **OPTIMIZERS[kind])
+    return made
+
+
+def _net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def _step(fabric: Any, model: Any, optimizer: Any, step: int, clip: dict[str, float] | None = None) -> Any:
+    for micro in range(GAS):
+        with fabric.no_backward_sync(model, enabled=micro < GAS - 1):
+            fabric.backward(next_token_loss(model, step, micro, fabric.global_rank) / GAS)
+    norm = fabric.clip_gradients(model, optimizer, **clip) if clip else None
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def _plain_step(model: nn.Module, optimizer: Any, step: int, clip: dict[str, float] | None = None) -> Any:
+    world, norm = dist.get_world_size(), None
+    for micro in range(GAS):
+        for rank in range(world):
+            (next_token_loss(model, step, micro, rank) / (GAS * world)).backward()
+    if clip and "clip_val" in clip:
+        nn.utils.clip_grad_value_(model.parameters(), clip["clip_val"])
+    elif clip:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), **clip)  # type: ignore[arg-type]
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def _same(module: nn.Module, wanted: nn.Module) -> None:
+    for (name, p), q in zip(module.named_parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(lt_zero.full_master(p), q.detach(), rtol=1e-5, atol=1e-6, msg=name)
+
+
+CLIPS: list[dict[str, float] | None] = [
+    None,
+    {"max_norm": 0.5},
+    {"clip_val": 0.01},
+    {"max_norm": 0.5, "norm_type": float("inf")},
+]
+
+
+def _trains(stage: int, kind: str, clip: dict[str, float] | None, joint: bool) -> None:
+    fabric = _fabric(stage)
+    plain = _net()
+    reference = _optimizer(kind, plain)
+    net = copy.deepcopy(plain)
+    if joint:
+        model, optimizer = fabric.setup(net, _optimizer(kind, net))
+    else:
+        model = fabric.setup_module(net)
+        optimizer = fabric.setup_optimizers(_optimizer(kind, net))
+    for step in range(3):
+        norm = _step(fabric, model, optimizer, step, clip)
+        wanted = _plain_step(plain, reference, step, clip)
+        assert (norm is None) == (wanted is None)
+        if norm is not None:
+            torch.testing.assert_close(norm.float(), wanted, rtol=1e-5, atol=0)
+        _same(net, plain)
+    with torch.no_grad():
+        torch.testing.assert_close(model(torch.arange(5)[None]), plain(torch.arange(5)[None]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "kind", "clip", "joint"), cover([2, 3], [0, 1, 2, 3], ["SGD", "AdamW"], CLIPS, [True, False])
+)
+def test_weights_are_those_of_plain_torch(
+    pool: Pool, ranks: int, stage: int, kind: str, clip: dict[str, float] | None, joint: bool
+) -> None:
+    pool.run(ranks, _trains, stage, kind, clip, joint)
+
+
+# ---- several modules -------------------------------------------------------------------------------------------------
+
+
+def _gan_losses(generator: Any, critic: Any, step: int, rank: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(10 * step + rank)
+    real, fake = torch.randn(4, 5), generator(torch.randn(4, 3))
+    return critic(fake.detach()).mean() - critic(real).mean(), -critic(fake).mean()
+
+
+def _pair() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(3, 11), nn.Tanh(), nn.Linear(11, 5))
+    return generator, nn.Sequential(nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 1))
+
+
+def _several(stage: int, folder: str) -> None:
+    fabric = _fabric(stage)
+    modules, plain = _pair(), _pair()
+    pairs = [fabric.setup(module, _optimizer("SGD", module)) for module in modules]
+    references = [_optimizer("SGD", module) for module in plain]
+    (generator, step_g), (critic, step_c) = pairs
+    state = {"g": generator, "c": critic, "og": step_g, "oc": step_c, "epoch": 0}
+    for step in range(3):
+        if step == 2:
+            state["epoch"] = 7
+            fabric.save(f"{folder}/both", state)
+        step_c.zero_grad()
+        loss_c, loss_g = _gan_losses(generator, critic, step, fabric.global_rank)
+        fabric.backward(loss_c, model=critic)
+        step_c.step()
+        step_g.zero_grad()
+        _, loss_g = _gan_losses(generator, critic, step, fabric.global_rank)
+        fabric.backward(loss_g)
+        step_g.step()
+        references[1].zero_grad()
+        world = fabric.world_size
+        for rank in range(world):
+            (_gan_losses(*plain, step, rank)[0] / world).backward()
+        references[1].step()
+        references[0].zero_grad()
+        for rank in range(world):
+            (_gan_losses(*plain, step, rank)[1] / world).backward()
+        references[0].step()
+        for module, wanted in zip(modules, plain, strict=True):
+            _same(module, wanted)
+    after = [lt_zero.full_master(p) for module in modules for p in module.parameters()]
+    state["epoch"] = 0
+    assert fabric.load(f"{folder}/both", state) == {}
+    assert state["epoch"] == 7
+    before = [lt_zero.full_master(p) for module in modules for p in module.parameters()]
+    assert not any(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_two_modules_with_an_optimizer_each(pool: Pool, tmp_path: Path, stage: int) -> None:
+    pool.run(2, _several, stage, str(tmp_path))
+
+
+def _joint() -> None:
+    fabric = _fabric(2)
+    generator, critic = _pair()
+    fabric.setup_module(generator)
+    alone = torch.optim.SGD(critic.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="SGD has no parameters of a module that is set up"):
+        fabric.setup_optimizers(alone)
+    both = torch.optim.SGD([*generator.parameters(), *critic.parameters()], lr=0.1)
+    with pytest.raises(ValueError, match="SGD steps parameters of several modules"):
+        fabric.setup_optimizers(both)
+
+
+def test_optimizers_that_cannot_be_set_up(pool: Pool) -> None:
+    pool.run(2, _joint)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def _saves(path: str, stage: int, form: str) -> dict[str, Tensor]:
+    fabric = _fabric(stage, checkpoint={"format": form}) if form != "ddp" else _ddp()
+    net = _net()
+    optimizer = _optimizer("AdamW", net)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer = fabric.setup(net, optimizer)
+    for step in range(2):
+        _step(fabric, model, optimizer, step)
+        schedule.step()
+    fabric.save(path, {"model": model, "optimizer": optimizer, "schedule": schedule, "note": [1, "a"], "steps": 2})
+    head = {"model": lambda name, value: name.startswith("blocks.0") and value.ndim == 1}
+    fabric.save(f"{path}-part", {"model": model}, filter=head)
+    _step(fabric, model, optimizer, 2)
+    return {n: p.detach() if form == "ddp" else lt_zero.full_master(p) for n, p in net.named_parameters()}
+
+
+class Fillable(Net):
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
+
+def _loads(path: str, stage: int, ddp: bool = False) -> dict[str, Tensor]:
+    fabric = _fabric(stage)
+    with fabric.init_module(empty_init=stage == 2):
+        net = Fillable()
+    model = fabric.setup_module(net)
+    optimizer = fabric.setup_optimizers(_optimizer("AdamW", net))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, 0.5)
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "steps": 0}
+    assert fabric.load(path, state) == {"note": [1, "a"]}
+    assert state["steps"] == 2
+    assert schedule.get_last_lr() == [OPTIMIZERS["AdamW"]["lr"] / 4]
+    part = fabric.load(f"{path}-part")["model"]
+    assert sorted(part) == ["blocks.0.down.bias", "blocks.0.norm.bias", "blocks.0.norm.weight", "blocks.0.up.bias"]
+    with pytest.raises(KeyError, match="'more'"):
+        fabric.load(path, {"model": model, "more": 1})
+    assert "note" in fabric.load(path, {"model": model, "more": 1}, strict=False)
+    fabric.load(path, {"optimizer": optimizer}, strict=False)
+    for micro in range(GAS):  # with as many samples as those who saved had
+        loss = sum(next_token_loss(model, 2, micro, rank) for rank in range(2)) / (2 * GAS)
+        fabric.backward(loss)
+    optimizer.step()
+    return {name: lt_zero.full_master(p) for name, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("stages", "form"), [((3, 2), "sharded"), ((2, 3), "full"), ((1, 0), "sharded"), ((0, 2), "ddp")]
+)
+def test_goes_on_at_other_stages_and_ranks(pool: Pool, tmp_path: Path, stages: tuple[int, int], form: str) -> None:
+    path = str(tmp_path / "saved")
+    wanted = pool.run(2, _saves, path, stages[0], form)[0]
+    found = pool.run(3, _loads, path, stages[1])[0]
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def _raw(path: str) -> None:
+    fabric = _fabric(3)
+    net = _net()
+    if fabric.is_global_zero:
+        torch.save(net.state_dict(), path)
+    fabric.barrier()
+    torch.manual_seed(9)
+    other = Net()
+    model = fabric.setup_module(other)
+    fabric.load_raw(path, model)
+    _same(other, net)
+    full = fabric.strategy.full_state_dict(model)
+    assert list(full) == (list(net.state_dict()) if fabric.is_global_zero else [])
+    fabric.strategy.export(model, f"{path}.out.pt")
+    assert torch.equal(torch.load(f"{path}.out.pt")["scale"], net.scale.half())
+
+
+def test_a_raw_file_and_an_export(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _raw, str(tmp_path / "raw.pt"))
+
+
+# ---- precision, launchers, what else Fabric does ---------------------------------------------------------------------
+
+
+def _half(precision: Any) -> float:
+    fabric = _fabric(2, lt_zero.ZeroPrecision(precision).precision, fp16={"initial_scale_power": 8})
+    net = _net()
+    before = copy.deepcopy(net)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    loss = next_token_loss(model, 0, 0, fabric.global_rank)
+    with pytest.raises(RuntimeError, match=r"fabric.backward"):
+        loss.backward()
+    fabric.backward(next_token_loss(model, 0, 0, fabric.global_rank))
+    norm = fabric.clip_gradients(model, optimizer, max_norm=100.0)
+    optimizer.step()
+    both = zip(net.parameters(), before.parameters(), strict=True)
+    assert any([not torch.equal(lt_zero.full_master(p), q) for p, q in both])
+    return float(norm)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed", "16-true"])
+def test_precisions(pool: Pool, precision: str) -> None:
+    wanted = _plain_norm()
+    for norm in pool.run(2, _half, precision):
+        assert norm == pytest.approx(wanted, rel=1e-5 if precision == "32-true" else 0.05)
+
+
+def _plain_norm() -> float:
+    net = _net()
+    (sum(next_token_loss(net, 0, 0, rank) for rank in range(2)) / 2).backward()
+    return float(nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None]))
+
+
+class Steps(L.LightningModule):
+    """With a parameter of its own, used in a step that is no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.own = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return (self.net(batch) * self.own).square().mean()
+
+    def measure(self, batch: Tensor) -> Tensor:
+        return self.training_step(batch)
+
+
+def _methods() -> None:
+    fabric = _fabric(3)
+    module = Steps()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(torch.compile(module, backend="eager"), optimizer)
+    model.mark_forward_method("measure")
+    batch = torch.ones(2, 4)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model.training_step(batch)
+        fabric.backward(loss)
+        return loss
+
+    first = optimizer.step(closure)
+    assert model.measure(batch) < first
+    assert float(fabric.all_reduce(torch.tensor(float(fabric.global_rank)))) == 0.5
+
+
+def test_methods_closures_and_compiled_modules(pool: Pool) -> None:
+    pool.run(2, _methods)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"optimizer": {"type": "AdamW"}}, "optimizer is configured, which Fabric leaves to the script"),
+        ({"checkpoint": {"load_module_only": True}}, "what the script passes to fabric.load"),
+        ({"gradient_accumulation_steps": 2}, "Use fabric.no_backward_sync"),
+        ({"zero_optimization": {"reduce_bucket_size": "auto"}, "gradient_clipping": "auto"}, "has no Trainer here"),
+    ],
+)
+def test_configurations_that_cannot_be(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        FabricZeroStrategy(config=config)
+
+
+def _frozen(path: str) -> None:
+    fabric = _fabric(2, checkpoint={"save_frozen": False})
+    net = _net()
+    net.blocks[0].requires_grad_(False)
+    model = fabric.setup_module(net)
+    fabric.save(path, {"model": model})
+    assert not any(name.startswith("blocks.0") for name in fabric.load(path)["model"])
+    fabric.load(path, {"model": model})  # strict: these may be missing
+
+
+def test_frozen_weights_are_left_out(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _frozen, str(tmp_path / "saved"))
+
+
+def test_strings() -> None:
+    for stage in (1, 2, 3):
+        fabric = L.Fabric(accelerator="cpu", strategy=f"zero_{stage}_spawn", devices=2)
+        assert isinstance(fabric.strategy, FabricZeroStrategy)
+        assert fabric.strategy.config.zero_optimization.stage == stage
