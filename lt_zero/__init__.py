@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lt_zero.engine.materialize import empty_weights as empty_weights
     from lt_zero.engine.synced import synced as synced
     from lt_zero.inference import inference as inference
+    from lt_zero.lightning.ema import EMA as EMA
     from lt_zero.lightning.fabric import FabricZeroStrategy as FabricZeroStrategy
     from lt_zero.lightning.load import load_from_checkpoint as load_from_checkpoint
     from lt_zero.lightning.precision import ZeroPrecision as ZeroPrecision
@@ -61,6 +62,7 @@ _MODULES = {
     "ActivationCheckpointing": "config.blocks",
     "CheckpointError": "common.errors",
     "ConfigError": "config",
+    "EMA": "lightning.ema",
     "FabricZeroStrategy": "lightning.fabric",
     "GatheredParameters": "zero",
     "Init": "zero",

@@ -115,6 +115,7 @@ class Bucket:
         self.weights = Weights(self.shard, policy.master_of(dtype), sharding.params, gaps, self._background)
         self.grads = Accumulator(plan, self.layout, self.shard_range, comm, policy, self._background)
         self.states: dict[str, Store] = {}  # optimizer states that are kept in stores
+        self.average: Store | None = None  # of the master weights, and with their rows
 
         def readable_by_peers(numel: int, dtype: torch.dtype) -> Tensor:
             window = comm.allocate(numel, dtype)
@@ -321,7 +322,8 @@ class Bucket:
         return store
 
     def stores(self) -> list[Store]:
-        return [*self.weights.stores(), *self.grads.stores(), *self.states.values()]
+        average = [self.average] if self.average is not None else []
+        return [*self.weights.stores(), *self.grads.stores(), *self.states.values(), *average]
 
     def step_stores(self) -> list[Store]:
         """The streamed stores of master weights and optimizer states."""

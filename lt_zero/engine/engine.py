@@ -114,6 +114,7 @@ class Engine(ProcessLocal):
         self.finish_reductions = self.used_parameters.finish_reductions
         self.sharded_optim = any(b.shard_range != (0, b.layout.numel) for b in self.buckets)
         self.optimizers: WeakSet[Any] = WeakSet()  # ShardedOptimizers of its parameters
+        self.average: Any = None  # a WeightAverage of its parameters
         self.after_backward: list[Callable[[], None]] = []  # called at the end of a backward, also of a failed one
         self.after_step: list[Callable[[], None]] = []  # called when the compute copies are up to date
         # Called before weights and states leave the engine, on all ranks: local_steps.py, Note [Ranks that step apart].
@@ -392,8 +393,8 @@ class Engine(ProcessLocal):
             prepare()
 
     @phased("publish")
-    def publish(self, buckets: set[Bucket]) -> None:
-        """Update the compute copies of ``buckets`` after their master weights were stepped.
+    def publish(self, buckets: set[Bucket], stepped: bool = True) -> None:
+        """Update the compute copies of ``buckets`` after their master weights were changed, by a step if ``stepped``.
 
         Gathers that overlap with computation are waited for in the next forward, unit by unit.
         """
@@ -401,14 +402,14 @@ class Engine(ProcessLocal):
         for unit in self.units:
             unit.awaited = 0
         first = self.root_unit.buckets  # every forward begins with it
-        stepped = [bucket for bucket in dict.fromkeys([*first, *self.buckets]) if bucket in buckets]
-        for bucket in stepped:
+        changed = [bucket for bucket in dict.fromkeys([*first, *self.buckets]) if bucket in buckets]
+        for bucket in changed:
             bucket.release()
             bucket.refresh_after_step()
-        for bucket in stepped:
+        for bucket in changed:
             bucket.weights.copy.wait_copied()  # other ranks read it next
         self.comm.after_write()
-        gathers = [(bucket, bucket.launch_publish()) for bucket in stepped]
+        gathers = [(bucket, bucket.launch_publish()) for bucket in changed]
         for bucket, gather in gathers:
             if gather is not None and self._publishes_later:
                 bucket.publish_later(gather)
@@ -418,7 +419,7 @@ class Engine(ProcessLocal):
         for bucket, gather in gathers:
             if gather is None or not self._publishes_later:
                 bucket.edits.note()
-        for listener in self.after_step:
+        for listener in self.after_step if stepped else ():
             listener()
 
     @contextmanager

@@ -25,7 +25,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ from lt_zero.lightning.precision import sharded_of
 from lt_zero.lightning.setup import Run
 
 GRACE = 15.0  # seconds to wait for the pending save after an error; tests replace this
+TRAINED = "lt_zero_trained"  # key of trained weights beside averages
 _HPARAMS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 _HPARAMS_TYPE = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE
 
@@ -98,13 +99,33 @@ class CheckpointService:
         """The module's state dict: fragments on all ranks, or full tensors on rank 0 and {} elsewhere. Collective."""
         engine = run.engine
         run.loss_scale.read_skip_flag()  # schedules are saved next
-        state = weight_fragments(engine) if writes_directories(run) else full_state_dict(engine)
+        state = self._weights(run, averaged=True)
         self._frozen = []
         if not run.config.checkpoint.save_frozen:
             every = engine.root.named_parameters(remove_duplicate=False)  # by all names of tied ones
             self._frozen = [name for name, p in every if not p.requires_grad]
             state = {name: value for name, value in state.items() if name not in set(self._frozen)}
         return state
+
+    def _weights(self, run: Run, averaged: bool) -> dict[str, Any]:
+        """The module's state dict, with averages where ``EMA`` has some, or else with the trained weights."""
+        if writes_directories(run):
+            return weight_fragments(run.engine, averaged)
+        average = run.engine.average
+        with average.showing(averaged) if average is not None else nullcontext():
+            return full_state_dict(run.engine)
+
+    def add_trained(self, run: Run, checkpoint: dict[str, Any]) -> None:
+        """Add the trained weights to a checkpoint whose state dict has averages. Collective."""
+        average = run.engine.average
+        if average is None or not average.updates:
+            return
+        root, owner = run.engine.root, run.engine.owner
+        places = {name: owner.get(id(p)) for name, p in root.named_parameters(remove_duplicate=False)}  # tied ones, too
+        names = {name for name, place in places.items() if place is not None and place[0].average is not None}
+        names |= dict(root.named_buffers()).keys()
+        weights = {name: value for name, value in self._weights(run, averaged=False).items() if name in names}
+        checkpoint[TRAINED] = {"weights": weights, "updates": average.updates}
 
     def optimizer_state(self, run: Run, optimizer: Optimizer) -> dict[str, Any] | None:
         """An optimizer's state: fragments on all ranks, or full tensors on rank 0; None if nothing is sharded."""
@@ -291,6 +312,9 @@ class CheckpointService:
         with run.agree("reading what a hook has taken from the checkpoint", CheckpointError):
             read_now(module)
         state: Mapping[str, Any] = checkpoint["state_dict"]
+        fits = run.trainer is not None and run.trainer.state.fn == TrainerFn.FITTING
+        if fits and TRAINED in checkpoint:  # the state dict has averages
+            state = {**state, **checkpoint[TRAINED]["weights"]}
         left_out = list(checkpoint.get(KEY, {}).get("frozen_left_out", []))
         owned = any(owner_of(p) is not None for p in module.parameters())
         lazy = any(isinstance(value, LazyTensor) for value in state.values())
@@ -334,6 +358,9 @@ class CheckpointService:
             return
         with run.agree("restoring what ranks owe to the weights", CheckpointError):
             load_residuals(run.engine, checkpoint.get(RESIDUALS))
+        if run.engine.average is not None and TRAINED in checkpoint:
+            with run.agree("restoring averages", CheckpointError):
+                run.engine.average.load(checkpoint["state_dict"], checkpoint[TRAINED]["updates"])
         for bucket in run.engine.buckets if checkpoint.get("global_step") else ():
             bucket.round_as_steps_do()
         total = sum(len(group["params"]) for state in states for group in state.get("param_groups", []))

@@ -182,9 +182,22 @@ class ZeroStrategy(DDPStrategy):
         return sharded.grads.norm(norm_type) / sharded.grads.loss_scale
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The module's state dict with full tensors on rank 0, {} on the others. Collective: call it on every rank."""
+        """The module's state dict with full tensors on rank 0, {} on the others. Collective: call it on every rank.
+
+        With ``EMA`` it has the averages, as exports have.
+        """
         self.engine.comm.roll_call("full_state_dict")
-        return full_state_dict(self.engine)
+        with self._averaged():
+            return full_state_dict(self.engine)
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        """Context in which the model has the averages of ``EMA``, if there are some. Collective."""
+        average = self.engine.average
+        return average.showing(True) if average is not None else nullcontext()
+
+    def save_trained_weights(self, checkpoint: dict[str, Any]) -> None:
+        """Add the trained weights to a checkpoint whose state dict has the averages of ``EMA``. Collective."""
+        self.checkpoints.add_trained(self.run, checkpoint)
 
     def export(
         self,
@@ -199,7 +212,8 @@ class ZeroStrategy(DDPStrategy):
         Rank 0 writes one bucket at a time. Arguments and errors are those of ``lt_zero.export``.
         """
         self.engine.comm.roll_call("export")
-        export_engine(self.engine, self.broadcast(path), dtype, format, shard_size, strip_prefix)
+        with self._averaged():
+            export_engine(self.engine, self.broadcast(path), dtype, format, shard_size, strip_prefix)
         self.barrier("export")
 
     def comms_summary(self) -> list[CommRecord]:

@@ -60,7 +60,8 @@ def measured(engine: Engine, optimizers: Iterable[ShardedOptimizer] = ()) -> dic
     values = [v for s in optimizers for p in s.parameters() for v in s.optimizer.state.get(p, {}).values()]
     tensors = [v for v in values if isinstance(v, Tensor) and v.dim() > 0 and not any(t.owns(v) for t in stored)]
     states = {v.untyped_storage().data_ptr(): v for v in tensors}
-    total[MOMENTS] = sum(v.untyped_storage().nbytes() for v in states.values())
+    averages = [b.average for b in engine.buckets if b.average is not None and not b.average.streamed]
+    total[MOMENTS] = sum(v.untyped_storage().nbytes() for v in states.values()) + sum(a.nbytes for a in averages)
     manager = engine.offload_manager
     files = {id(found): found for found in (manager.optim, manager.params) if found is not None}
     total[OFFLOAD] = sum(rounded(store.nbytes) for store in stored) + sum(tier.spare_nbytes for tier in files.values())
@@ -113,7 +114,11 @@ def check_build(plan: EnginePlan, config: ZeroConfig, policy: DtypePolicy, comm:
 
 
 def check_optimizers(
-    engine: Engine, optimizers: Iterable[Optimizer], accumulates: bool = False, saves: bool = True
+    engine: Engine,
+    optimizers: Iterable[Optimizer],
+    accumulates: bool = False,
+    saves: bool = True,
+    averages: int = 0,
 ) -> None:
     """Check what training needs beyond the weights, before the first step. Collective.
 
@@ -122,6 +127,7 @@ def check_optimizers(
         optimizers: the optimizers of the run.
         accumulates: several micro-batches per step.
         saves: whether checkpoints will be saved, which need buffers or copies.
+        averages: so many averages of the weights are kept beside the states.
 
     Raises:
         NotEnoughMemory: on all ranks, if a machine has too little memory.
@@ -129,7 +135,7 @@ def check_optimizers(
     if not limits.checks_wanted():
         return
     known = [states_of(optimizer) for optimizer in optimizers]
-    states = max((count for count, _ in known), default=0.0)
+    states = max((count for count, _ in known), default=0.0) + averages
     fused = engine.config.fused_step and all(fused for _, fused in known)
     setup = Setup.of_comm(engine.comm, states=states, fused=fused, accumulates=accumulates, saves=saves)
     plan = plan_engine(engine.root, engine.config, engine.policy, engine.comm.mesh.shards)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lt_zero.offload.copy_streams import CopyEvent
 
+AVERAGE = "average"  # kind of stores of averaged weights
 CODES = "codes"  # kind of stores of encoded weights, as uint8
 Gap = tuple[int, int]  # elements [lo, hi) of a shard that belong to no parameter
 
@@ -208,7 +209,7 @@ def device_place(
     """
     return Place(
         lambda kind, numel, dtype: Store(
-            dtype, partial(allocate if kind in ("grad", CODES) or shared is None else shared, numel, dtype)
+            dtype, partial(allocate if kind in ("grad", CODES, AVERAGE) or shared is None else shared, numel, dtype)
         )
     )
 

@@ -168,33 +168,41 @@ def _no_values(what: str) -> RuntimeError:
     )
 
 
-def weight_fragments(engine: Engine) -> dict[str, Any]:
+def weight_fragments(engine: Engine, averaged: bool | None = None) -> dict[str, Any]:
     """The module's state dict with a ``Fragment`` for each parameter of the engine. Collective.
 
     Names, order and ties are those of the unsharded module; tied names share an object. Other entries (buffers,
     parameters that the engine does not own) are unchanged.
+
+    Args:
+        engine: of the module.
+        averaged: True: averages where there are some; False: the trained weights; None: what the model has now.
     """
     engine.prepare_reading()
     engine.offload_manager.refuse_partially_stepped(engine.comm)
+    average = engine.average if averaged is not None else None
     made: dict[int, Fragment] = {}
     for bucket in engine.buckets:
         bucket.wait_background_step()
         bucket.edits.check(values=True)
         streamed = any(store.streamed for store in bucket.stores())
         for index, parameter in enumerate(bucket.params):
-            local = partial(_weight, bucket, index)
-            made[id(parameter)] = _fragment(bucket, index, local, bucket.weights.precision, streamed)
+            dtype = bucket.average.dtype if averaged and bucket.average is not None else bucket.weights.precision
+            local = partial(_weight, bucket, index, average.rows(bucket, averaged) if average is not None else None)
+            made[id(parameter)] = _fragment(bucket, index, local, dtype, streamed)
     # keep_vars: sharded parameters are not read. On all ranks, as metrics may synchronize in it.
     state: dict[str, Any] = engine.root.state_dict(keep_vars=True)
     for name, value in state.items():
         if isinstance(value, Tensor):
             state[name] = made[id(value)] if id(value) in made else value.detach()
+    if average is not None:
+        state |= {name: value for name, value in average.buffers(averaged).items() if name in state}
     return state
 
 
-def _weight(bucket: Bucket, index: int) -> Tensor:
+def _weight(bucket: Bucket, index: int, rows: Callable[[], Tensor] | None) -> Tensor:
     (piece,) = bucket.pieces_of(index)
-    return bucket.weights.values()[piece.offset : piece.offset + piece.numel]
+    return (rows or bucket.weights.values)()[piece.offset : piece.offset + piece.numel]
 
 
 def _fragment(bucket: Bucket, index: int, local: Callable[[], Tensor], dtype: torch.dtype, streamed: bool) -> Fragment:

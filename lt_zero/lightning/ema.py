@@ -1,0 +1,108 @@
+"""``EMA``: the callback of step/average.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from lt_zero.lightning.strategy import ZeroStrategy
+from lt_zero.memory.check import check_optimizers
+from lt_zero.step.average import WeightAverage
+
+
+class EMA(pl.Callback):
+    """Keeps an exponential moving average of the weights, sharded as the master weights and kept where they are.
+
+    It is what validation sees, what is left in the model after training, and what is saved as weights and exported;
+    checkpoints of training have the trained weights, too, and go on with both. In 16 bits the fp32 master weights
+    are averaged. The average begins as the weights of the first update.
+
+    Args:
+        decay: average = decay * average + (1 - decay) * weights.
+        every_n_steps: optimizer steps between updates.
+        start_step: number of optimizer steps before the first update.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(self, decay: float = 0.999, every_n_steps: int = 1, start_step: int = 0) -> None:
+        for name, value, good in (
+            ("decay", decay, 0 <= decay <= 1),
+            ("every_n_steps", every_n_steps, every_n_steps >= 1),
+            ("start_step", start_step, start_step >= 0),
+        ):
+            if not good:
+                raise ValueError(
+                    f"EMA({name}={value!r}) is out of range: decays are in [0, 1], intervals begin with 1."
+                )
+        self.decay, self.every_n_steps, self.start_step = decay, every_n_steps, start_step
+        self._average: WeightAverage | None = None
+        self._last = self._restored = 0  # the last step, and that of the checkpoint
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if not isinstance(trainer.strategy, ZeroStrategy):
+            raise TypeError(
+                f"lt_zero.EMA averages sharded weights, and the strategy is {type(trainer.strategy).__name__}. Use "
+                "ZeroStrategy, or Lightning's EMAWeightAveraging."
+            )
+        if sum(isinstance(callback, EMA) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError("Trainer(callbacks=...) has several lt_zero.EMA. Keep one.")
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(trainer.strategy, ZeroStrategy)
+        engine = trainer.strategy.engine
+        self._average = WeightAverage(engine)
+        self._last, self._restored = self._restored, 0
+        saves = bool(trainer.checkpoint_callbacks)
+        check_optimizers(engine, trainer.optimizers, trainer.accumulate_grad_batches > 1, saves, averages=1)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        step = trainer.global_step
+        if step > self._last and step > self.start_step and (step - self.start_step - 1) % self.every_n_steps == 0:
+            assert self._average is not None
+            self._average.update(self.decay)
+        self._last = step
+
+    @override
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._average is not None:
+            self._average.swap()
+
+    @override
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._average is not None:
+            self._average.swap()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._average is not None:
+            self._average.swap()
+            self._average.close()
+            self._average = None
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._average is not None:  # after an error
+            self._average.close()
+            self._average = None
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_step": self._last}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict["last_step"]  # averages are restored with the optimizers' states
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        assert isinstance(trainer.strategy, ZeroStrategy)
+        trainer.strategy.save_trained_weights(checkpoint)

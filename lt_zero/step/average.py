@@ -1,0 +1,175 @@
+"""An exponential moving average of the trained weights, sharded beside the master weights and kept where they are.
+
+Polyak and Juditsky, "Acceleration of stochastic approximation by averaging" (1992), with exponential weights. The first
+update copies the weights, later ones are average = decay * average + (1 - decay) * weights, as in
+``torch.optim.swa_utils.get_ema_avg_fn``.
+
+Note [Averages in use]
+    ``swap`` exchanges averages and weights, so that forward, validation and export see the averages, and back. If
+    master weights are in 16 bits, rounded averages are put there, and the weights are kept in a copy meanwhile. So the
+    averages stay exact, and training goes on from the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lt_zero.engine.bucket import Bucket
+from lt_zero.engine.engine import Engine
+from lt_zero.engine.full_params import sync_buffers
+from lt_zero.engine.lazy_tensor import elements_of
+from lt_zero.engine.local_steps import LocalSteps
+from lt_zero.offload.store import AVERAGE
+
+
+class WeightAverage:
+    """The average of an engine's trained weights, and of floating-point buffers (of rank 0).
+
+    Args:
+        engine: of the model; ``engine.average`` is this object until ``close``.
+
+    Attributes:
+        updates: so many weights were averaged; 0: there is no average yet.
+        swapped: the model has the averages now. See Note [Averages in use].
+
+    Raises:
+        ValueError: ranks step apart (ZeroOneAdam), so that they have no common weights at times.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        if isinstance(engine.compression, LocalSteps):
+            raise ValueError("ZeroOneAdam steps ranks apart, which have no common weights to be averaged. Remove EMA.")
+        self._engine = engine
+        self._kept: dict[Bucket, Tensor] = {}  # this rank's weights, while its averages are in use rounded
+        self._buffers: dict[str, Tensor] = {}  # averages, or while they are in use the buffers themselves
+        self.updates, self.swapped = 0, False
+        engine.average = self
+
+    def _buckets(self) -> Iterator[Bucket]:
+        return (bucket for bucket in self._engine.buckets if bucket.weights.trains)
+
+    def _named_buffers(self) -> dict[str, Tensor]:
+        return dict(self._engine.root.named_buffers())
+
+    @torch.no_grad()
+    def update(self, decay: float) -> None:
+        """Average the weights of the last step. Not collective."""
+        for bucket in self._buckets():
+            weights = bucket.weights.values()
+            if bucket.average is None:  # the first update, or its parameters were unfrozen since
+                wide = torch.promote_types(weights.dtype, torch.float32)
+                bucket.average = bucket.step_place.store(AVERAGE, weights.numel(), wide)
+                bucket.average.overwrite().copy_(weights)
+            else:
+                rows = bucket.average.write()
+                rows.mul_(decay).add_(weights.to(rows.dtype), alpha=1 - decay)
+            if bucket.average.streamed:
+                bucket.put_away()
+        for name, buffer in self._named_buffers().items():
+            known = self._buffers.get(name)
+            if known is None or not buffer.is_floating_point():
+                self._buffers[name] = buffer.detach().clone()
+            else:
+                known.mul_(decay).add_(buffer, alpha=1 - decay)
+        self.updates += 1
+
+    # ---- use ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange averages and weights in the model, if there is an average. Collective."""
+        if not self.updates:
+            return
+        engine = self._engine
+        engine.prepare_reading()
+        changed = [bucket for bucket in self._buckets() if bucket.average is not None]
+        for bucket in changed:
+            self._swap(bucket)
+        engine.publish(set(changed), stepped=False)
+        engine.finish_steps()
+        for name, buffer in self._named_buffers().items():
+            if (known := self._buffers.get(name)) is not None:
+                before = buffer.clone()
+                buffer.copy_(known)
+                known.copy_(before)
+        self.swapped = not self.swapped
+        if self.swapped:
+            sync_buffers(engine)
+
+    def _swap(self, bucket: Bucket) -> None:
+        assert bucket.average is not None
+        master, average = bucket.weights.writable_values(), bucket.average.write()
+        if master.dtype == average.dtype:
+            before = master.clone()
+            master.copy_(average)
+            average.copy_(before)
+        elif self.swapped:
+            master.copy_(self._kept.pop(bucket))
+        else:
+            self._kept[bucket] = master.clone()
+            master.copy_(average)
+        if bucket.streamed:
+            bucket.weights.written = False
+            bucket.weights.refresh()
+        bucket.put_away()
+
+    @contextmanager
+    def showing(self, averaged: bool) -> Iterator[None]:
+        """Context in which the model has the averages, or else the weights. Collective."""
+        if averaged == self.swapped:
+            yield
+            return
+        self.swap()
+        try:
+            yield
+        finally:
+            self.swap()
+
+    def close(self) -> None:
+        """Drop the averages, or, while they are in use, the weights."""
+        for bucket in self._engine.buckets:
+            if bucket.average is not None:
+                bucket.average.discard()
+                bucket.average = None
+        self._kept.clear()
+        self._buffers.clear()
+        self._engine.average = None
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    def rows(self, bucket: Bucket, averaged: bool) -> Callable[[], Tensor] | None:
+        """What reads this rank's averages (1D, as ``shard``), or else its weights; None: what it has now."""
+        if bucket.average is None:
+            return None
+        if (kept := self._kept.get(bucket)) is not None:
+            return bucket.average.read if averaged else lambda: kept
+        return bucket.average.read if averaged != self.swapped else None
+
+    def buffers(self, averaged: bool) -> dict[str, Tensor]:
+        """Buffers of the other kind than the model has now; {} for those that it has."""
+        return {} if averaged == self.swapped else dict(self._buffers)
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any], updates: int) -> None:
+        """Take averages from a state dict of full tensors, which may be read on demand. Not collective."""
+        for bucket in self._buckets():
+            names = [span.name for span in bucket.layout.spans]
+            if not all(name in state for name in names):
+                continue
+            wide = torch.promote_types(bucket.weights.precision, torch.float32)
+            bucket.average = bucket.step_place.store(AVERAGE, bucket.shard.numel(), wide)
+            rows = bucket.average.overwrite()
+            rows.zero_()
+            for index, name in enumerate(names):
+                for piece in bucket.pieces_of(index):
+                    rows[piece.offset : piece.offset + piece.numel] = elements_of(state[name], piece.lo, piece.hi)
+            bucket.put_away()
+        for name, buffer in self._named_buffers().items():
+            if name in state:
+                self._buffers[name] = torch.empty_like(buffer).copy_(state[name])
+        self.updates = updates

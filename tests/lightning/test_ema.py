@@ -1,0 +1,169 @@
+"""``lt_zero.EMA``: the average of a single process, in validation, at the end, in files; resumed exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+import lt_zero
+from lt_zero import EMA
+from tests.support.lightning_tools import GPT, QUIET, sharded_trainer, single_trainer
+from tests.support.matrix import cover
+from tests.support.pool import Pool
+
+RUN: dict[str, Any] = {"max_epochs": 3, "use_distributed_sampler": False, "num_sanity_val_steps": 0}
+
+
+class Model(GPT):
+    """With a frozen block and a buffer that moves; keeps the mean loss of each validation batch over the ranks."""
+
+    def __init__(self, world: int = 1) -> None:
+        super().__init__(world, "adamw")
+        self.net.blocks[0].requires_grad_(False)
+        self.register_buffer("moves", torch.zeros(3))
+        self.register_buffer("counts", torch.zeros((), dtype=torch.long))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.moves += 1
+        self.counts += 1
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.seen.append(float(self.trainer.strategy.reduce(self.loss(batch).detach().float(), reduce_op="mean")))
+
+
+class Follows(pl.Callback):
+    """Averages what ``full_master`` returns after each step."""
+
+    def __init__(self) -> None:
+        self.average: dict[str, Tensor] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        for name, p in module.named_parameters():
+            now = lt_zero.full_master(p).double()
+            self.average[name] = 0.7 * self.average[name] + (1 - 0.7) * now if name in self.average else now
+
+
+def _whole(strategy: Any) -> dict[str, Tensor]:
+    return {name: value.double() for name, value in strategy.full_state_dict().items()}
+
+
+def _close(found: dict[str, Tensor], wanted: dict[str, Tensor], rtol: float = 1e-5) -> None:
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name].double(), value.double(), rtol=rtol, atol=rtol / 10, msg=name)
+
+
+def _averages(stage: int, precision: Any, zero: dict[str, Any], folder: str) -> list[float]:
+    config = {"bf16": {"bf16_master_weights_and_grads": True}} if precision == "bf16 masters" else {}
+    precision = "bf16-true" if config else precision
+    follows, model = Follows(), Model(dist.get_world_size())
+    saves = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_weights_only=True, save_on_train_epoch_end=True)
+    callbacks: list[pl.Callback] = [follows, EMA(decay=0.7), saves]
+    if "nvme_path" in zero.get("offload_optimizer", {}):
+        zero["offload_optimizer"]["nvme_path"] = folder
+    options = {**RUN, "precision": precision, "callbacks": callbacks, "enable_checkpointing": True}
+    trainer = sharded_trainer(stage, zero, config, **options)
+    trainer.fit(model)
+    found, low = _whole(trainer.strategy), "32" not in precision
+    if dist.get_rank() == 0:  # low master weights are rounded at the end, not on the way
+        _close(found, follows.average, 1e-2 if config else 1e-5)
+    trainer.strategy.export(f"{folder}/all.pt", torch.float32)
+    exported = torch.load(f"{folder}/all.pt", weights_only=True)
+    if dist.get_rank() == 0:
+        _close(exported, found, 1e-7)
+    seen, again = model.seen[:], Model(dist.get_world_size())
+    sharded_trainer(stage, precision=precision, **RUN).validate(
+        again, ckpt_path=f"{folder}/epoch=2.ckpt", verbose=False
+    )
+    assert again.seen == pytest.approx(seen[-len(again.seen) :], rel=0.05 if low else 1e-5)  # weights only: the average
+    return seen
+
+
+STATES: list[dict[str, Any]] = [
+    {},
+    {"offload_optimizer": {"device": "cpu"}},
+    {"offload_optimizer": {"device": "nvme", "nvme_path": ""}},
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "precision", "zero"),
+    cover([2, 3], [0, 1, 2, 3], ["32-true", "bf16-mixed", "bf16-true", "bf16 masters"], STATES),
+)
+def test_the_average_is_that_of_one_process(
+    pool: Pool, tmp_path: Path, ranks: int, stage: int, precision: str, zero: dict[str, Any]
+) -> None:
+    pool.run(ranks, _averages, stage, precision, zero, str(tmp_path))
+
+
+def test_it_is_lightnings(pool: Pool, tmp_path: Path) -> None:
+    if not hasattr(pl.callbacks, "EMAWeightAveraging"):
+        pytest.skip("since Lightning 2.6")
+    model = Model()
+    single_trainer(callbacks=[pl.callbacks.EMAWeightAveraging(decay=0.7)], **RUN).fit(model)
+    seen = pool.run(2, _averages, 3, "32-true", {}, str(tmp_path))[0]
+    assert seen == pytest.approx(model.seen, rel=1e-5)
+    found = torch.load(tmp_path / "all.pt", weights_only=True)
+    _close(found, {name: value for name, value in model.state_dict().items() if name != "counts"})
+
+
+# ---- resuming --------------------------------------------------------------------------------------------------------
+
+
+def _fit(stage: int, folder: str, precision: Any, form: str, resume: str | None = None) -> tuple[Any, list[float]]:
+    model = Model(dist.get_world_size())
+    saves = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    ema = EMA(decay=0.7, every_n_steps=2, start_step=1)
+    options = {**RUN, "precision": precision, "callbacks": [ema, saves], "enable_checkpointing": True}
+    trainer = sharded_trainer(stage, {}, {"checkpoint": {"format": form}}, **options)
+    trainer.fit(model, ckpt_path=resume)
+    return trainer.strategy.full_state_dict(), model.seen
+
+
+def _resumed(stages: tuple[int, int], folder: str, precision: str, form: str) -> None:
+    whole, seen = _fit(stages[0], f"{folder}/first", precision, form)
+    again, later = _fit(stages[1], f"{folder}/second", precision, form, f"{folder}/first/epoch=1.ckpt")
+    exact = stages[0] == stages[1]
+    assert later == pytest.approx(seen[-len(later) :], rel=0 if exact else 1e-5)
+    for name, value in whole.items():
+        assert torch.equal(again[name], value) if exact else torch.allclose(again[name], value, rtol=1e-4, atol=1e-6)
+    # Without the callback training goes on with the trained weights, and averages are weights to everybody else.
+    model = Model(dist.get_world_size())
+    trainer = sharded_trainer(stages[1], precision=precision, **{**RUN, "max_epochs": 2})
+    trainer.fit(model, ckpt_path=f"{folder}/first/epoch=1.ckpt")
+    trained = _whole(trainer.strategy)
+    other = Model(dist.get_world_size())
+    trainer = sharded_trainer(stages[1], precision=precision, **RUN)
+    trainer.validate(other, ckpt_path=f"{folder}/first/epoch=1.ckpt", verbose=False)
+    averaged = _whole(trainer.strategy)
+    if dist.get_rank() == 0:
+        name = "net.blocks.1.up.weight"
+        assert not torch.allclose(trained[name], averaged[name], rtol=1e-4)
+    assert other.seen == pytest.approx(
+        seen[len(other.seen) : 2 * len(other.seen)], rel=1e-5 if precision == "32-true" else 0.05
+    )
+
+
+@pytest.mark.parametrize(
+    ("stages", "precision", "form"),
+    cover([(3, 3), (2, 2), (0, 0), (3, 1)], ["32-true", "bf16-true"], ["sharded", "full"]),
+)
+def test_goes_on_exactly(pool: Pool, tmp_path: Path, stages: tuple[int, int], precision: str, form: str) -> None:
+    if precision != "32-true" and stages[0] != stages[1]:
+        precision = "32-true"
+    pool.run(2, _resumed, stages, str(tmp_path), precision, form)
+
+
+def test_what_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"EMA\(decay=1.5\) is out of range"):
+        EMA(decay=1.5)
+    trainer = pl.Trainer(**QUIET, callbacks=[EMA()], max_steps=1)
+    with pytest.raises(TypeError, match="Use ZeroStrategy, or Lightning's EMAWeightAveraging"):
+        trainer.fit(Model())
