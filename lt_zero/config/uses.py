@@ -70,8 +70,9 @@ def tell_without_trainer(config: ZeroConfig, rank: int, *more: str) -> None:
     """Warn, on rank 0, of keys that have no effect without a Trainer, and of ``more`` such keys."""
     document = Document(plain(config))
     found = [key for key in (*_TRAINER, *more) if _asks(document.get(path_of(key)))]
+    names = ", ".join(found).replace("async_save", "async")
     if found and rank == 0:
-        warnings.warn(f"These keys have no effect without a Trainer: {', '.join(found)}.", ConfigWarning, stacklevel=3)
+        warnings.warn(f"These keys have no effect without a Trainer: {names}.", ConfigWarning, stacklevel=3)
 
 
 def _asks(value: Any) -> bool:

@@ -36,7 +36,7 @@ from lt_zero.step.supported_optimizers import states_per_element
 
 log = logging.getLogger("lt_zero")
 _STOP, _REQUEUE = "stop", "requeue"
-_COPIES = "keeps a full copy of the parameters"
+_COPIES = "keeps a full copy of the parameters (lt_zero.EMA keeps a sharded one)"
 _NEEDS_WHOLE: dict[type[callbacks.Callback], str] = {
     callbacks.StochasticWeightAveraging: _COPIES,
     **({callbacks.WeightAveraging: _COPIES} if hasattr(callbacks, "WeightAveraging") else {}),  # since Lightning 2.6

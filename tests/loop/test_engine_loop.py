@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 import lt_zero
 from lt_zero import ConfigError
+from lt_zero.config.load import ConfigWarning
 from tests.support.lightning_tools import GPT, quick, sharded_trainer
 from tests.support.matrix import cover
 from tests.support.models import Net, next_token_loss
@@ -310,6 +311,12 @@ def test_a_model_is_built_sharded_and_fed_by_a_loader(pool: Pool) -> None:
 def test_configurations_that_cannot_be(keys: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         lt_zero.initialize(model=Net(), config={**_config(0), **keys})
+
+
+def test_keys_of_a_trainer_are_told() -> None:
+    config = _config(1, steps_per_print=5, checkpoint={"async": True}, wall_clock_breakdown=False)
+    with pytest.warns(ConfigWarning, match=r"without a Trainer: steps_per_print, checkpoint.async\."):
+        lt_zero.initialize(model=Net(), config=config)
 
 
 def test_what_is_missing_is_said() -> None:
