@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +46,17 @@ def test_fabric_loop(pool: Pool, tmp_path: Path) -> None:
     """It goes on, at another stage, where it was saved."""
     whole, parts = pool.run(2, _fabric_loop, str(tmp_path))[0]
     assert abs(whole - parts) < 1e-4
+
+
+def _vision(folder: str) -> tuple[float, float]:
+    warnings.filterwarnings("ignore")
+    os.environ.update(torchrun_env())
+    short = ("--devices", str(dist.get_world_size()), "--epochs", "2", "--images", "512", "--out", folder)
+    return _main("vision", *short), _main("vision", *short, "--no-ema")
+
+
+def test_vision(pool: Pool, tmp_path: Path) -> None:
+    averaged, plain = pool.run(2, _vision, str(tmp_path))[0]
+    assert averaged > 0.5  # of 4 classes
+    assert plain > 0.5
+    assert (tmp_path / "classifier-fp16.pt").exists()
