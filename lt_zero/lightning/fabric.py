@@ -161,12 +161,15 @@ class FabricZeroStrategy(DDPStrategy):
     @override
     def setup_module(self, module: nn.Module) -> ShardedModule:  # type: ignore[override]
         """Shard a module in place. One in evaluation mode gets no master weights, until it gets an optimizer."""
+        return self._set_up(module, module.training)
+
+    def _set_up(self, module: nn.Module, training: bool) -> ShardedModule:
         if self.engines and (self.comm.tolerance is not None or self.engines[0].compression is not None):
             raise ConfigError(
                 "gradient_compression, 1-bit optimizers and communication.slow_node_tolerance keep track of the "
                 "gradients of one module, and this is another. Remove the key, or set up one module."
             )
-        engine = shard(module, self.config, self.root_device, self.precision.policy, self.comm, module.training)
+        engine = shard(module, self.config, self.root_device, self.precision.policy, self.comm, training)
         sync_buffers(engine)
         self._engines.append(weakref.ref(engine))
         self.precision.engine = engine
@@ -177,7 +180,7 @@ class FabricZeroStrategy(DDPStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: LRScheduler | None = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        sharded = self.setup_module(module.train())
+        sharded = self._set_up(module, training=True)
         found = [self.setup_optimizer(optimizer) for optimizer in optimizers]
         controller = self.precision.loss_scale_controller
         if scheduler is not None and controller.checks and self.config.on_skipped_step != "advance":

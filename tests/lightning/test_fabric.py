@@ -323,8 +323,11 @@ class Steps(L.LightningModule):
 def _methods() -> None:
     fabric = _fabric(3)
     module = Steps()
+    module.net.eval()  # as for frozen statistics: a set-up leaves modes alone
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     model, optimizer = fabric.setup(torch.compile(module, backend="eager"), optimizer)
+    assert module.training
+    assert not module.net.training
     model.mark_forward_method("measure")
     batch = torch.ones(2, 4)
 
