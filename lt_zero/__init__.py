@@ -13,6 +13,7 @@ from lt_zero.common.errors import BLOCK_CHECKS
 if TYPE_CHECKING:
     from lt_zero.build import shard as shard
     from lt_zero.checkpoint.export import export as export
+    from lt_zero.checkpoint.last import last_checkpoint as last_checkpoint
     from lt_zero.comm.process_groups import init_distributed as init_distributed
     from lt_zero.common.errors import CheckpointError as CheckpointError
     from lt_zero.config import ConfigError as ConfigError
@@ -84,6 +85,7 @@ _MODULES = {
     "inference": "inference",
     "init_distributed": "comm.process_groups",
     "initialize": "loop.engine",
+    "last_checkpoint": "checkpoint.last",
     "load_from_checkpoint": "lightning.load",
     "safe_get_full_fp32_param": "utils",
     "safe_get_full_grad": "utils",

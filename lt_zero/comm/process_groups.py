@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 # Seconds after which a peer is given up whose kernel does not answer: on the connections by which hang detection probes
 # peers, and on others, so that the probes can tell which peer it is.
@@ -109,6 +111,34 @@ def nccl_version() -> str:
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
+def begin_restarted(backend: str, timeout: timedelta | None, device: torch.device | None) -> None:
+    """Make the default process group if torchrun has restarted this process; else a no-op.
+
+    torchrun serves one store to all restarts, and torch would read the addresses in it of processes that have ended.
+    So each restart (``--max-restarts``) has a part of the store to itself.
+
+    Args:
+        device: a GPU to bind the group to.
+    """
+    number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # else rank 0 serves a store of its own
+    if number == "0" or not shared or dist.is_initialized():
+        return
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    whole, _, _ = next(dist.rendezvous("env://", rank, world))  # type: ignore[attr-defined]
+    store = PrefixStore(f"restart {number}", whole)
+    if timeout is not None:
+        store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device)
+    if backend == "nccl":
+        atexit.register(_leave)  # as Lightning does: torch warns of a group that is left
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def init_distributed(dist_backend: str | None = None, timeout: timedelta | None = None, **_: object) -> None:
     """Make the default process group if a launcher (torchrun) has set ``RANK``, ``WORLD_SIZE`` and ``MASTER_ADDR``.
 
@@ -123,4 +153,6 @@ def init_distributed(dist_backend: str | None = None, timeout: timedelta | None 
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(backend, timeout=timeout)
+    begin_restarted(backend, timeout, None)
+    if not dist.is_initialized():
+        dist.init_process_group(backend, timeout=timeout)

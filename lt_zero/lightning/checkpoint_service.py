@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 from lt_zero.checkpoint.export import export
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.archive import Archive
-from lt_zero.checkpoint.native.directory import Place, is_url, remove
+from lt_zero.checkpoint.native.directory import Place, is_url, remove, whole_file
 from lt_zero.checkpoint.native.load import (
     as_lightning,
     counted,
@@ -201,8 +201,11 @@ class CheckpointService:
             found.setdefault(KEY, {})["config"] = resolved(run.config)
             if self._frozen:
                 found[KEY]["frozen_left_out"] = list(self._frozen)
-            if run.rank == 0:
+            if run.rank == 0 and (is_url(path) or type(run.checkpoint_io) is not TorchCheckpointIO):
                 run.checkpoint_io.save_checkpoint(found, path, storage_options=storage_options)
+            elif run.rank == 0:
+                with whole_file(path) as temporary:  # Lightning's way is a copy from /tmp, which a kill cuts short
+                    run.checkpoint_io.save_checkpoint(found, temporary, storage_options=storage_options)
         if run.built is not None and (beside := _file_beside(run, path)) is not None:
             export_engine(run.built, *beside)
 
@@ -419,11 +422,15 @@ def _write(run: Run, made: Bundle, place: Place, group: Any, tick: Callable[[int
 def _file_beside(run: Run, path: str) -> tuple[Path, torch.dtype] | None:
     """The file of ``stage3_gather_16bit_weights_on_model_save`` with all weights next to a checkpoint, or None.
 
+    There is none next to those of SLURM's requeue.
+
     Raises:
         CheckpointError: the checkpoint is at a URL.
     """
     if not run.config.zero_optimization.stage3_gather_16bit_weights_on_model_save:
         return None
+    if Path(path).name.startswith("hpc_ckpt_"):
+        return None  # for a requeue alone, and Lightning takes any file of that name for a checkpoint
     if is_url(path):
         raise CheckpointError(
             f"stage3_gather_16bit_weights_on_model_save writes a local file, and {path} is a URL: set it to false "

@@ -37,6 +37,7 @@ from lt_zero.checkpoint.native.residuals import load_residuals, residual_state
 from lt_zero.checkpoint.native.save import KEY, bundle, make_place, write
 from lt_zero.checkpoint.open import is_directory, open_source
 from lt_zero.comm.communicator import Comm
+from lt_zero.comm.process_groups import begin_restarted
 from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ActivationCheckpointing
@@ -144,6 +145,12 @@ class FabricZeroStrategy(DDPStrategy):
         if self._comm is None:
             raise RuntimeError("FabricZeroStrategy is not launched yet: call fabric.launch() first.")
         return self._comm
+
+    @override
+    def _setup_distributed(self) -> None:
+        device = self.root_device if self.root_device.type != "cpu" else None
+        begin_restarted(self._get_process_group_backend(), self._timeout, device)
+        super()._setup_distributed()  # takes the group that there is
 
     @override
     def setup_environment(self) -> None:

@@ -29,6 +29,7 @@ from lt_zero.checkpoint.export import Format
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.comm.comm_log import CommRecord, LoggedComm
 from lt_zero.comm.communicator import Comm
+from lt_zero.comm.process_groups import begin_restarted
 from lt_zero.common.timing import phase
 from lt_zero.config import ZeroConfig
 from lt_zero.config.blocks import ActivationCheckpointing
@@ -248,6 +249,12 @@ class ZeroStrategy(DDPStrategy):
             self._precision_plugin = plugin
 
     # ---- set-up ------------------------------------------------------------------------------------------------
+
+    @override
+    def setup_distributed(self) -> None:
+        device = self.root_device if self.root_device.type != "cpu" else None
+        begin_restarted(self._get_process_group_backend(), self._timeout, device)
+        super().setup_distributed()  # takes the group that there is
 
     @override
     def setup_environment(self) -> None:

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
-from tests.support.paths import ROOT, SUPPORT
+from tests.support.launchers import environment, free_port, slurm_job
+from tests.support.paths import SUPPORT
 
 SCRIPT = str(SUPPORT / "launch_script.py")
-
-
-def _environment(**extra: str) -> dict[str, str]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "MASTER", "LOCAL_RANK", "WORLD"))}
-    return {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **extra}
-
-
-def _port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _results(output: str) -> list[dict[str, Any]]:
@@ -39,24 +27,10 @@ def _run(command: list[str], env: dict[str, str]) -> str:
     return done.stdout
 
 
-def _slurm(arguments: list[str]) -> str:
-    port = str(_port())
-    processes = []
-    for rank in range(2):
-        numbers = {"SLURM_NTASKS": 2, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0, "SLURM_JOB_ID": 1}
-        numbers["SLURM_NTASKS_PER_NODE"] = 2
-        env = _environment(**{k: str(v) for k, v in numbers.items()}, MASTER_PORT=port, MASTER_ADDR="127.0.0.1")
-        env |= {"SLURM_JOB_NAME": "train", "SLURM_NODELIST": "127.0.0.1"}
-        processes.append(
-            subprocess.Popen([sys.executable, SCRIPT, *arguments], env=env, stdout=subprocess.PIPE, text=True)
-        )
-    return "".join(p.communicate(timeout=110)[0] for p in processes)
-
-
 @pytest.fixture(scope="module")
 def expected() -> float:
     """The weights' sum after training with the subprocess launcher."""
-    results = _results(_run([sys.executable, SCRIPT, "popen"], _environment()))
+    results = _results(_run([sys.executable, SCRIPT, "popen"], environment()))
     assert [r["rank"] for r in results] == [0, 1]
     assert {r["world"] for r in results} == {2}
     assert not any(r["mpi"] for r in results)
@@ -70,8 +44,8 @@ def test_the_script_starts_the_other_rank(expected: float) -> None:
 
 @pytest.mark.slow
 def test_torchrun(expected: float) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={_port()}"]
-    results = _results(_run([*command, SCRIPT, "popen"], _environment()))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    results = _results(_run([*command, SCRIPT, "popen"], environment()))
     assert [(r["rank"], r["sum"]) for r in results] == [(0, expected), (1, expected)]
 
 
@@ -79,19 +53,19 @@ def test_torchrun(expected: float) -> None:
 @pytest.mark.parametrize("start_method", ["spawn", "fork", "name"])
 def test_multiprocessing(expected: float, start_method: str) -> None:
     """The parent process ends up with the whole trained model."""
-    results = _results(_run([sys.executable, SCRIPT, start_method], _environment()))
+    results = _results(_run([sys.executable, SCRIPT, start_method], environment()))
     assert [r["sum"] for r in results] == [expected]
 
 
 @pytest.mark.slow
 def test_slurm(expected: float) -> None:
-    results = _results(_slurm(["popen"]))
+    results = _results("".join(p.communicate(timeout=110)[0] for p in slurm_job([SCRIPT, "popen"])))
     assert [(r["rank"], r["sum"]) for r in results] == [(0, expected), (1, expected)]
 
 
 @pytest.mark.slow
 def test_an_error_on_one_rank_ends_all() -> None:
     command = [sys.executable, SCRIPT, "popen", "--fail"]
-    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
     assert "broken on purpose" in done.stdout + done.stderr

@@ -10,7 +10,8 @@ Note [Publishing a directory]
     both are exchanged atomically (renameat2, Linux). File systems without it need two renames; a kill between them
     leaves the new checkpoint under its temporary name, where ``find`` looks for it. Each process holds a flock on its
     temporary directory, which the kernel releases with the process, so the next save can remove those of dead
-    processes. For the same reason a checkpoint is renamed before its files are removed.
+    processes. For the same reason a checkpoint is renamed before its files are removed. Lightning numbers the
+    checkpoints of SLURM's requeues by the digits after ``ckpt_`` of all names in a folder: temporary names have none.
 
 Object stores have neither directories nor renames. Files are written there under their final names, after those of an
 older checkpoint are removed; until the manifest is written, they are not a checkpoint.
@@ -32,7 +33,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ from lt_zero.io.direct_file import free_bytes
 
 MANIFEST = "manifest.json"
 _VERSION = 1  # of the manifest
-_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?:tmp|old)-(?P<host>[^-]+(?:-[^-]+)*)-(?P<pid>\d+)-[0-9a-f]{8}")
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-(?P<host>[^-]+(?:-[^-]+)*)-(?P<pid>\d+)-[0-9a-f]{8}")
 _FILES = re.compile(r"(weights|moments)-\d+\.pt|(meta|extras)\.pt|objects\.pkl|\.metadata|manifest\.json")
 _OLD_AGE = 86400.0  # seconds after which another host's temporary directory is removed
 _LOCKED_AGE = 2.0  # seconds after which a process has surely locked the empty directory that it made
@@ -322,7 +323,7 @@ def find(path: str | os.PathLike[str]) -> str:
             return str(folder)
     if not target.exists():
         # See Note [Publishing a directory]: the save was killed between two renames.
-        pattern = f".{glob.escape(target.name)}.tmp-*/{MANIFEST}"
+        pattern = f".{glob.escape(_escaped(target.name))}.tmp-*/{MANIFEST}"
         beside = target.parent.glob(pattern) if target.parent.is_dir() else ()
         newest = max(beside, key=lambda found: found.stat().st_mtime, default=None)
         if newest is not None:
@@ -330,8 +331,19 @@ def find(path: str | os.PathLike[str]) -> str:
     return str(path)
 
 
+def _escaped(name: str) -> str:
+    """See Note [Publishing a directory]."""
+    return name.replace("ckpt_", "ckpt%5F")
+
+
+def published_name(folder: str) -> str | None:
+    """The name under which a save would have published its temporary directory; None: ``folder`` is none of them."""
+    match = _TEMPORARY.fullmatch(folder)
+    return match["name"].replace("ckpt%5F", "ckpt_") if match is not None and match["kind"] == "tmp" else None
+
+
 def _temporary(path: Path, kind: str = "tmp") -> Path:
-    return path.with_name(f".{path.name}.{kind}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
+    return path.with_name(f".{_escaped(path.name)}.{kind}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -341,9 +353,9 @@ def remove_leftovers(folder: Path) -> None:
         with contextlib.suppress(FileNotFoundError):  # another process has just published or removed it
             if match is None or not path.is_dir() or _may_be_in_use(path, match["host"]):
                 continue
-            named = folder / match["name"]
-            if (path / MANIFEST).is_file() and ".tmp-" in path.name and not named.exists():
-                os.rename(path, named)  # complete: the process was killed before publishing it
+            name = published_name(path.name)
+            if name is not None and (path / MANIFEST).is_file() and not (folder / name).exists():
+                os.rename(path, folder / name)  # complete: the process was killed before publishing it
             else:
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -399,6 +411,21 @@ def _exchange(one: Path, other: Path) -> bool:
     if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
     raise OSError(code, os.strerror(code), str(other))
+
+
+@contextlib.contextmanager
+def whole_file(path: str) -> Iterator[str]:
+    """Context that gives a name to write a file to; after it the file is durable, and replaces ``path`` at once."""
+    final = Path(path).absolute()
+    temporary = final.with_name(f".{_escaped(final.name)}.partial")  # one for each name: a kill leaves no second one
+    try:
+        yield str(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, final)
+        sync_folder(final.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:
