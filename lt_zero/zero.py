@@ -6,7 +6,6 @@ Scripts for DeepSpeed find both as ``zero.Init`` and ``zero.GatheredParameters``
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,13 +19,6 @@ from lt_zero.comm.process_groups import init_distributed
 from lt_zero.config import ZeroConfig
 from lt_zero.engine.full_params import gathered
 from lt_zero.engine.materialize import ConstructionSharder
-
-_comm: weakref.ref[Comm] | None = None  # of the last ``Init``
-
-
-def comm_of_init() -> Comm | None:
-    """The communicator of the last ``Init`` whose parameters are still there."""
-    return _comm() if _comm is not None else None
 
 
 class Init:
@@ -49,10 +41,9 @@ class Init:
         dtype: torch.dtype | None = None,
         enabled: bool = True,
     ) -> None:
-        global _comm
         given = config if config is not None else config_dict_or_path
         made = ZeroConfig.of(given) if given is not None else ZeroConfig(stage=3)
-        self._dtype, self._before = dtype, torch.get_default_dtype()
+        self._dtype, self._before = dtype, torch.float32
         self._sharder: AbstractContextManager[Any] = nullcontext()
         if enabled and made.zero_optimization.stage == 3:
             init_distributed()
@@ -61,11 +52,11 @@ class Init:
             )
             comm = Comm.for_world(device)
             if comm.world > 1:
-                _comm = weakref.ref(comm)
                 comm.configure(made)
                 self._sharder = ConstructionSharder(comm, made.zero_optimization.stage3_param_persistence_threshold)
 
     def __enter__(self) -> None:
+        self._before = torch.get_default_dtype()
         if self._dtype is not None:
             torch.set_default_dtype(self._dtype)
         self._sharder.__enter__()

@@ -102,7 +102,9 @@ class ConstructionSharder:
 
     def _shard_open(self) -> None:
         while self._open:
-            self._cut(self._open.pop())
+            parameter = self._open.pop()
+            if owner_of(parameter) is self:  # else an engine has taken it over meanwhile
+                self._cut(parameter)
 
     def _flat(self, parameter: Parameter, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A tensor for all elements of ``parameter`` (1D, zeros, padded), and this rank's slice of it."""

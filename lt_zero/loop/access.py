@@ -103,6 +103,8 @@ def full_state(parameter: Parameter, key: str) -> Any:
     state = _optimizer_of(engine, parameter).optimizer.state.get(parameter, {})
     own = states_of(bucket, index, state).get(key)
     mine = own if isinstance(own, Fragment) and own.shape == bucket.shapes[index] else None
+    if mine is None and isinstance(own, Fragment):  # of another shape (a row's statistics): one rank has all of it
+        own = own.local().view(own.shape).clone()
     every = engine.comm.host_gather(mine.dtype if mine is not None else own, f"states of {_name(bucket, index)}")
     found = [value for value in every if value is not None]
     if not found:
@@ -134,7 +136,7 @@ def set_full_state(parameter: Parameter, value: Tensor, key: str) -> None:
     engine.prepare_reading()
     state = _optimizer_of(engine, parameter).optimizer.state.get(parameter, {})
     pieces = bucket.pieces_of(index)
-    lacks = bool(pieces) and not (isinstance(state.get(key), Tensor) and state[key].numel() == pieces[0].numel)
+    lacks = bool(pieces) and not _is_elementwise(bucket, pieces[0], state.get(key))
     if any(engine.comm.host_gather(lacks, f"optimizer state of {_name(bucket, index)}")):
         raise KeyError(f"{_name(bucket, index)!r} has no element-wise state {key!r}. Call it after the first step.")
     for piece in pieces:
@@ -150,7 +152,9 @@ def set_full_state(parameter: Parameter, value: Tensor, key: str) -> None:
 def local_master(parameter: Parameter) -> Tensor | None:
     """This rank's master weights of a parameter: a copy (1D); None if it has none."""
     _, bucket, piece = _piece(parameter)
-    return None if piece is None else _rows(bucket.weights.values(), piece).clone()
+    rows = None if piece is None else _rows(bucket.weights.values(), piece).clone()
+    bucket.put_away()
+    return rows
 
 
 def local_grad(parameter: Parameter) -> Tensor | None:
@@ -159,7 +163,9 @@ def local_grad(parameter: Parameter) -> Tensor | None:
     index = engine.owner[id(parameter)][1]
     if piece is None or not bucket.grads.accumulated or index not in bucket.grads.valid:
         return None
-    return _rows(bucket.grads.read(), piece) / _scale_of(engine, parameter)
+    rows = _rows(bucket.grads.read(), piece) / _scale_of(engine, parameter)
+    bucket.grads.put_away()
+    return rows
 
 
 def local_state(parameter: Parameter, key: str) -> Tensor | None:
@@ -167,7 +173,9 @@ def local_state(parameter: Parameter, key: str) -> Tensor | None:
     engine, bucket, piece = _piece(parameter)
     state = _optimizer_of(engine, parameter).optimizer.state.get(parameter, {})
     own = states_of(bucket, engine.owner[id(parameter)][1], state).get(key)
-    return own.local().clone() if piece is not None and isinstance(own, Fragment) else None
+    row = own.local().clone() if piece is not None and isinstance(own, Fragment) else None
+    bucket.put_away()
+    return row
 
 
 @torch.no_grad()
@@ -205,7 +213,7 @@ def set_local_state(parameter: Parameter, value: Tensor | None, key: str) -> Non
     if piece is None:
         return
     index, state = engine.owner[id(parameter)][1], _optimizer_of(engine, parameter).optimizer.state.get(parameter, {})
-    if not isinstance(state.get(key), Tensor) or state[key].numel() != piece.numel:
+    if not _is_elementwise(bucket, piece, state.get(key)):
         raise KeyError(f"{_name(bucket, index)!r} has no element-wise state {key!r}. Call it after the first step.")
     if (stored := bucket.states.get(key)) is not None:
         stored.write()
@@ -220,6 +228,12 @@ def _checked(bucket: Bucket, index: int, piece: Piece, value: Tensor | None) -> 
             f"{_name(bucket, index)!r} has {piece.numel} elements on this rank, and the value has {found}."
         )
     return value.reshape(-1).to(bucket.comm.device)
+
+
+def _is_elementwise(bucket: Bucket, piece: Piece, value: Any) -> bool:
+    """Whether a state has an element for each of the piece; a step counter (0D) has not, though both may count one."""
+    known = isinstance(value, Tensor) and value.numel() == piece.numel
+    return known and (value.dim() > 0 or not bucket.shapes[piece.index])
 
 
 def _rows(values: Tensor, piece: Piece) -> Tensor:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,6 @@ from lt_zero.optim.from_config import configured_optimizer, configured_scheduler
 from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.step.skipped_steps import hold_schedule
-from lt_zero.zero import comm_of_init
 
 LATEST = "latest"  # the file that names the last checkpoint of a folder
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -123,7 +123,7 @@ class TrainingEngine(nn.Module):
         if autos := sorted(".".join(map(str, path)) for path in config.autos if path[0] not in _BATCH):
             raise ConfigError(f'{autos[0]}="auto" has no Trainer here to take a value from: write one.')
         zero = config.zero_optimization
-        self.comm = comm_of_init() or Comm.for_world(wanted, check=zero.enable_sanity_checks)
+        self.comm = Comm.for_world(wanted, check=zero.enable_sanity_checks)
         self.global_rank, self.world_size = self.comm.rank, self.comm.world
         check_same(config, self.comm.host_gather)
         tell_without_trainer(config, self.global_rank, "checkpoint.format")
@@ -143,6 +143,7 @@ class TrainingEngine(nn.Module):
         self.training_dataloader: DataLoader[Any] | None = None
         self.micro_steps = self.global_steps = self.global_samples = 0
         self._sharded: ShardedOptimizer | None = None
+        self._pending = 0  # micro-batches since the last step
         self._boundary: bool | None = None  # set_gradient_accumulation_boundary
         self._quiet = False  # inside no_sync
         self._scaled = False  # a loss of this micro-batch was scaled
@@ -235,6 +236,7 @@ class TrainingEngine(nn.Module):
         self._scaled = self._applied = False
         ends = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
+        self._pending += 1
         if ends:
             self._step(self._sharded, self.optimizer, lr_kwargs or {})
 
@@ -243,13 +245,14 @@ class TrainingEngine(nn.Module):
         self._applied, self._norm = self.loss_scale_controller.step(sharded, 0, limit, optimizer.step)
         optimizer.zero_grad()
         self.global_steps += 1
-        self.global_samples += (self._micro or 1) * self._gas * self.world_size
+        self.global_samples += (self._micro or 1) * self._pending * self.world_size
+        self._pending = 0
         if self.lr_scheduler is not None and self._applied:
             self.lr_scheduler.step(**lr_kwargs)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the running micro-batch is the last one of a step."""
-        return self._boundary if self._boundary is not None else (self.micro_steps + 1) % self._gas == 0
+        return self._boundary if self._boundary is not None else self._pending + 1 >= self._gas
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decide ``is_gradient_accumulation_boundary`` from now on."""
@@ -423,50 +426,64 @@ class TrainingEngine(nn.Module):
     ) -> tuple[str | None, dict[str, Any]]:
         """Load ``load_dir/tag`` (default: what ``load_dir/latest`` names). Collective.
 
+        Gradients are cleared: the next micro-batch is the first one of a step.
+
         Returns its path and its client state; (None, {}) if there is no ``latest``.
 
         Raises:
-            CheckpointError: on all ranks.
+            CheckpointError: on all ranks; before anything is loaded if the optimizer does not fit.
         """
         comm, folder = self.comm, Path(load_dir)
         if tag is None:
-            latest = folder / LATEST
-            found = latest.read_text(encoding="utf-8").strip() if comm.rank == 0 and latest.is_file() else None
+            with comm.agree("reading the latest checkpoint's name", CheckpointError):
+                found = _read_latest(folder) if comm.rank == 0 else None
             tag = comm.host_broadcast(found, "the latest checkpoint")
         if tag is None:
             return None, {}
         path = str(folder / tag)
         with comm.agree("opening the checkpoint", CheckpointError):
             saved = as_lightning(open_source(path, tell=comm.rank == 0))
+        own, how = saved.get("loop", {}), self._config.checkpoint
+        only_weights = load_module_only or how.load_module_only
+        state = None
+        if load_optimizer_states and how.load_optimizer_states and not only_weights:
+            with comm.agree("checking optimizer states", CheckpointError):
+                state = self._fitting_state(saved.get("optimizer_states", []), path)
         left_out = list(saved.get("lt_zero", {}).get("frozen_left_out", []))
         with comm.agree("loading weights", CheckpointError):
             load_module(self.module, saved["state_dict"], load_module_strict, left_out)
-        own, how = saved.get("loop", {}), self._config.checkpoint
-        if load_module_only or how.load_module_only:
+        self.zero_grad()  # of other weights
+        self._pending, self._scaled = 0, False
+        if only_weights:
             return path, dict(own.get("client_state", {}))
-        if (
-            load_optimizer_states
-            and how.load_optimizer_states
-            and self._sharded is not None
-            and self.optimizer is not None
-        ):
+        if state is not None and self._sharded is not None:
             load_residuals(self.engine, saved.get(RESIDUALS))
             with comm.agree("loading optimizer states", CheckpointError):
-                states = saved.get("optimizer_states", [])
-                if len(states) != 1:
-                    text = f"has {len(states)} optimizers, and the engine one. Load with load_optimizer_states=False"
-                    raise CheckpointError(f"The checkpoint {path} {text}.")
-                state = fitting_state(states[0], self.optimizer, self.engine, 0, comm.rank == 0)
                 load_full_optimizer_state(self._sharded, state)
             self.loss_scale_controller.load_state_dict(own.get("loss_scale", {}))
             self.loss_scale_controller.start_watching(self.engine)
-        schedules = saved.get("lr_schedulers") if load_lr_scheduler_states and how.load_lr_scheduler_states else None
-        if self.lr_scheduler is not None and schedules:
-            self.lr_scheduler.load_state_dict(schedules[0])
+        if load_lr_scheduler_states and how.load_lr_scheduler_states:
+            self._load_schedule(saved.get("lr_schedulers"), path)
         self.global_steps = int(saved.get("global_step", 0))
         self.micro_steps = int(own.get("micro_steps", self.global_steps * self._gas))
         self.global_samples = int(own.get("global_samples", 0))
         return path, dict(own.get("client_state", {}))
+
+    def _fitting_state(self, states: Sequence[Any], path: str) -> Mapping[str, Any] | None:
+        """The saved state for the engine's optimizer; None if it has none."""
+        if self.optimizer is None:
+            return None
+        if len(states) != 1:
+            text = f"has {len(states)} optimizers, and the engine one. Load with load_optimizer_states=False"
+            raise CheckpointError(f"The checkpoint {path} {text}.")
+        return fitting_state(states[0], self.optimizer, self.engine, 0, self.comm.rank == 0)
+
+    def _load_schedule(self, saved: Sequence[Any] | None, path: str) -> None:
+        if self.lr_scheduler is not None and saved:
+            self.lr_scheduler.load_state_dict(saved[0])
+        elif (self.lr_scheduler is not None or saved) and self.comm.rank == 0:
+            has = "a schedule, and the engine has none" if saved else "no schedule, and the engine's begins anew"
+            warnings.warn(f"The checkpoint {path} has {has}. load_lr_scheduler_states=False expects so.", stacklevel=3)
 
     def save_16bit_model(
         self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin", **options: Any
@@ -506,6 +523,16 @@ def _batch_sizes(config: ZeroConfig, world: int) -> tuple[int | None, int]:
         gas = gas or (rest if micro is not None else 1)
         micro = micro or total // (gas * world)
     return micro, gas or 1
+
+
+def _read_latest(folder: Path) -> str | None:
+    """The name of the folder's last checkpoint; None if no file names one."""
+    latest = folder / LATEST
+    if not latest.is_file():
+        return None
+    if not (found := latest.read_text(encoding="utf-8").strip()):
+        raise CheckpointError(f"{latest} is empty. Pass the checkpoint's name: load_checkpoint(..., tag=...).")
+    return found
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lt_zero
-from lt_zero import ConfigError
+from lt_zero import CheckpointError, ConfigError
 from lt_zero.config.load import ConfigWarning
 from tests.support.lightning_tools import GPT, quick, sharded_trainer
 from tests.support.matrix import cover
@@ -186,6 +186,62 @@ def test_checkpoints_load_at_other_stages_and_ranks(
     assert all(torch.equal(weights[name], pair[0].half()) for name, pair in wanted.items())
 
 
+def _with(folder: str, ranks: int, step: int, load: bool) -> Any:
+    """A step of 12 micro-batches of 3 samples, in a loop that knows the ranks only by their number."""
+    keys = {"train_batch_size": 36, "gradient_accumulation_steps": 12 // ranks, "gradient_clipping": 0.0}
+    torch.manual_seed(0)
+    engine = lt_zero.initialize(model=Net(), config=_config(2, **keys))[0]
+    if load:
+        engine.backward(next_token_loss(engine, 7, 0, 0))  # in vain: load_checkpoint clears it
+        engine.step()
+        engine.load_checkpoint(folder)
+    for micro in range(12 // ranks):
+        engine.backward(next_token_loss(engine, step, 0, micro * ranks + dist.get_rank()))
+        engine.step()
+    if not load:
+        engine.save_checkpoint(folder)
+    assert (engine.global_steps, engine.global_samples) == (step + 1, 36 * (step + 1))
+    return [lt_zero.full_master(p) for p in engine.module.parameters()]
+
+
+def test_micro_batches_per_step_may_change(pool: Pool, tmp_path: Path) -> None:
+    """6 of 2 ranks, then 4 of 3: steps end after 4, though 6 were counted before."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), **OPTIMIZERS["SGD"])
+    for step in range(2):
+        optimizer.zero_grad()
+        for number in range(12):
+            (next_token_loss(model, step, 0, number) / 12).backward()
+        optimizer.step()
+    pool.run(2, _with, str(tmp_path), 2, 0, False)
+    for found, p in zip(pool.run(3, _with, str(tmp_path), 3, 1, True)[0], model.parameters(), strict=True):
+        _same(found, p, "")
+
+
+def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:
+    def engine(**keys: Any) -> Any:
+        config = {**_config(0, gradient_accumulation_steps=1), **keys}
+        return lt_zero.initialize(model=Net(depth=1), config=config)[0]
+
+    saved = engine()
+    saved.backward(next_token_loss(saved, 0, 0, 0))
+    saved.step()
+    saved.save_checkpoint(tmp_path)
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 0.1}}
+    with pytest.warns(UserWarning, match="has no schedule, and the engine's begins anew"):
+        engine(scheduler=schedule).load_checkpoint(tmp_path)
+    other = engine()
+    before = [lt_zero.full_master(p) for p in other.module.parameters()]
+    other.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(CheckpointError):
+        other.load_checkpoint(tmp_path)
+    assert all(map(torch.equal, before, [lt_zero.full_master(p) for p in other.module.parameters()]))
+    (tmp_path / "latest").write_text("")
+    with pytest.raises(CheckpointError, match="latest is empty. Pass the checkpoint's name"):
+        saved.load_checkpoint(tmp_path)
+
+
 # ---- setters, and this rank's elements -------------------------------------------------------------------------------
 
 
@@ -271,6 +327,61 @@ def _half(enabled: str) -> None:
 @pytest.mark.parametrize("enabled", ["fp16", "bf16"])
 def test_losses_are_scaled(pool: Pool, enabled: str) -> None:
     pool.run(2, _half, enabled)
+
+
+def _two_models() -> None:
+    """Each is built in its own ``Init``, in its own dtype; the second trains on after the first has ended."""
+    config = _config(3, gradient_accumulation_steps=1)
+    torch.manual_seed(0)
+    init = lt_zero.Init(config=config, dtype=torch.bfloat16)
+    other = lt_zero.Init(config=config)
+    with init:
+        with other:
+            second = Net(depth=1)
+        first = Net(depth=1)
+    assert {p.dtype for p in [*first.parameters(), *second.parameters()]} == {torch.bfloat16}
+    assert torch.get_default_dtype() == torch.float32
+    engines = [lt_zero.initialize(model=model.float(), config=config)[0] for model in (first, second)]
+    for engine in engines:
+        engine.backward(next_token_loss(engine, 0, 0, dist.get_rank()))
+        engine.step()
+        engine.destroy()
+
+
+def test_models_are_built_and_ended_independently(pool: Pool) -> None:
+    pool.run(2, _two_models)
+
+
+def _moments() -> dict[str, Tensor]:
+    """Factored: they have another shape than the parameter, and one rank has them."""
+    torch.manual_seed(0)
+    model = Net(depth=1)
+    zero = {"stage": 2, "shard_along": "parameter"}
+    config = _config(2, zero_optimization=zero, gradient_accumulation_steps=1, gradient_clipping=0.0)
+    del config["optimizer"]
+    optimizer = torch.optim.Adafactor(model.parameters())
+    engine, *_ = lt_zero.initialize(model=model, config=config, optimizer=optimizer)
+    engine.backward(next_token_loss(engine, 0, 0, 0))
+    engine.step()
+    p = engine.module.blocks[0].up.weight
+    with pytest.raises(KeyError, match="no element-wise state 'step'"):
+        lt_zero.set_full_state(p, torch.zeros_like(p), "step")
+    found = {key: lt_zero.full_state(p, key) for key in ("row_var", "col_var")}
+    with pytest.raises(KeyError, match="no element-wise state 'row_var'"):
+        lt_zero.set_full_state(p, torch.zeros_like(p), "row_var")
+    return found
+
+
+def test_states_of_other_shapes_are_found(pool: Pool) -> None:
+    torch.manual_seed(0)
+    model = Net(depth=1)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    next_token_loss(model, 0, 0, 0).backward()
+    optimizer.step()
+    wanted = optimizer.state[model.blocks[0].up.weight]
+    for found in pool.run(2, _moments):
+        for key, value in found.items():
+            torch.testing.assert_close(value, wanted[key], rtol=1e-4, atol=1e-9)
 
 
 def _sharded_from_the_start() -> list[Tensor]:
