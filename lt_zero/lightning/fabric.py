@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lt_zero.build import shard
 from lt_zero.checkpoint.live_weights import export_engine
+from lt_zero.checkpoint.native.directory import is_url, whole_file
 from lt_zero.checkpoint.native.load import as_lightning, fitting_state, load_module
 from lt_zero.checkpoint.native.pieces import (
     full_optimizer_state,
@@ -376,7 +377,7 @@ class FabricZeroStrategy(DDPStrategy):
         self.precision.loss_scale_controller.read_skip_flag()
         path = str(self.broadcast(path))
         if not self.config.sharded_checkpoints or type(self.checkpoint_io) is not TorchCheckpointIO:
-            super().save_checkpoint(path, state, storage_options, filter)
+            self._save_file(path, state, storage_options, filter or {})
             return
         if storage_options is not None:
             raise TypeError("Sharded checkpoints do not support storage_options: set checkpoint.format='full'.")
@@ -399,6 +400,35 @@ class FabricZeroStrategy(DDPStrategy):
                 place.discard()
             raise
 
+    def _save_file(
+        self, path: str, state: Mapping[str, Any], options: Any, kept: Mapping[str, Callable[[str, Any], bool]]
+    ) -> None:
+        """Rank 0 writes one file. Collective."""
+        own = {key: self.get_module_state_dict(m) for key, m in state.items() if isinstance(m, ShardedModule)}
+        own |= {key: self.get_optimizer_state(o) for key, o in state.items() if isinstance(o, Optimizer)}
+        parts, plugin = self._parts(state, kept, own), self.checkpoint_io
+        with self.comm.agree(f"saving {path}", CheckpointError):
+            if self.comm.rank > 0:
+                return
+            if os.path.isdir(path):
+                raise IsADirectoryError(f"The checkpoint path {path!r} is a directory. Name a file, or remove it.")
+            ours = type(plugin) is TorchCheckpointIO and not is_url(path)
+            with whole_file(path) if ours else nullcontext(path) as file:
+                plugin.save_checkpoint(parts, file, storage_options=options)
+
+    def _parts(
+        self, state: Mapping[str, Any], kept: Mapping[str, Callable[[str, Any], bool]], own: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What each item is saved as; ``own``: of those that are sharded. Collective."""
+        parts = dict[str, Any]()
+        with self.comm.agree("reading what is to be saved", CheckpointError):
+            for key, value in state.items():
+                part = own[key] if key in own else value.state_dict() if hasattr(value, "state_dict") else value
+                if key in kept and isinstance(part, Mapping):
+                    part = {name: item for name, item in part.items() if kept[key](name, item)}
+                parts[key] = part
+        return parts
+
     def _collect(
         self, state: Mapping[str, Any], kept: Mapping[str, Callable[[str, Any], bool]]
     ) -> tuple[dict[str, Any], list[list[list[str]]]]:
@@ -411,25 +441,20 @@ class FabricZeroStrategy(DDPStrategy):
         sharded = {key: found for key, found in optimizers.items() if found is not None}
         prefixes = {key: f"{key}." if len(modules) > 1 else "" for key in modules}
         of_engine = {id(modules[key].engine): prefix for key, prefix in prefixes.items()}
-        weights, rest = dict[str, Any](), dict[str, Any]()
+        own: dict[str, Any] = {key: weight_fragments(module.engine) for key, module in modules.items()}
+        own |= {key: optimizer_fragments(found) for key, found in sharded.items()}
+        parts = self._parts(state, kept, own)
+        weights, names = dict[str, Any](), []
         for key, module in modules.items():
-            for name, value in weight_fragments(module.engine).items():
-                if (key not in kept or kept[key](name, value)) and name not in self._frozen(module):
-                    weights[prefixes[key] + name] = value
-        for key, value in state.items():
-            if key not in modules and key not in sharded:
-                plain = value.state_dict() if hasattr(value, "state_dict") else value
-                if key in kept and isinstance(plain, Mapping):
-                    plain = {name: part for name, part in plain.items() if kept[key](name, part)}
-                rest[key] = plain
-        states, names = [], []
-        for key, found in sharded.items():
-            prefix, own = of_engine.get(id(found.engine), ""), optimizer_fragments(found)
-            states.append({part: v for part, v in own.items() if key not in kept or kept[key](part, v)})
+            frozen = self._frozen(module)
+            weights |= {prefixes[key] + name: value for name, value in parts.pop(key).items() if name not in frozen}
+        for found in sharded.values():
+            prefix = of_engine.get(id(found.engine), "")
             names.append(
                 [[prefix + name for name in group] for group in parameter_names(found.optimizer, found.engine)]
             )
-        here = {"modules": prefixes, "optimizers": list(sharded), "rest": rest}
+        states = [parts.pop(key) for key in sharded]
+        here = {"modules": prefixes, "optimizers": list(sharded), "rest": parts}
         here["loss_scale"] = self.precision.loss_scale_controller.state_dict()
         content = {"state_dict": weights, "optimizer_states": states, "global_step": 0, "epoch": 0, _HERE: here}
         for module in modules.values():  # there is one if there are residuals

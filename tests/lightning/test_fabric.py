@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lt_zero
 from lt_zero import ConfigError, FabricZeroStrategy
+from lt_zero.common.errors import CheckpointError
 from tests.support.lightning_tools import torchrun_env
 from tests.support.matrix import cover
 from tests.support.models import Net, next_token_loss
@@ -272,6 +273,43 @@ def _raw(path: str) -> None:
 
 def test_a_raw_file_and_an_export(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _raw, str(tmp_path / "raw.pt"))
+
+
+class Fails:
+    """Has no state on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def state_dict(self) -> dict[str, int]:
+        if dist.get_rank() == self.rank:
+            raise OSError("no state here")
+        return {"a": 1}
+
+    def kept(self, name: str, value: Any) -> bool:
+        return bool(self.state_dict())
+
+
+def _failing_saves(form: str, folder: str, rank: int) -> None:
+    fabric = _fabric(1, checkpoint={"format": form})
+    net, fails = _net(), Fails(rank)
+    model, optimizer = fabric.setup(net, _optimizer("AdamW", net))
+    state, mine = {"model": model, "optimizer": optimizer}, dist.get_rank() == rank
+    for more, kept in (({"fails": fails}, {}), ({"note": {"b": 1}}, {"note": fails.kept})):
+        error = pytest.raises(OSError, match="no state here") if mine else pytest.raises(CheckpointError)
+        with error as caught:
+            fabric.save(f"{folder}/saved", {**more, **state}, filter=kept)
+        assert mine or f"rank {rank}: no state here" in str(caught.value)
+    if form == "full":
+        with pytest.raises(IsADirectoryError if fabric.is_global_zero else CheckpointError, match="Name a file"):
+            fabric.save(folder, state)
+    assert os.listdir(folder) == []
+    fabric.save(f"{folder}/saved", state)
+
+
+@pytest.mark.parametrize(("form", "rank"), [("sharded", 1), ("sharded", 0), ("full", 0), ("full", 1)])
+def test_a_save_that_fails_on_a_rank_fails_on_all(pool: Pool, tmp_path: Path, form: str, rank: int) -> None:
+    pool.run(2, _failing_saves, form, str(tmp_path), rank)
 
 
 # ---- precision, launchers, what else Fabric does ---------------------------------------------------------------------
