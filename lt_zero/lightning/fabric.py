@@ -25,7 +25,7 @@ from typing_extensions import override
 from lt_zero.build import shard
 from lt_zero.checkpoint.live_weights import export_engine
 from lt_zero.checkpoint.native.directory import is_url, whole_file
-from lt_zero.checkpoint.native.load import as_lightning, fitting_state, load_module
+from lt_zero.checkpoint.native.load import fitting_state, load_module
 from lt_zero.checkpoint.native.pieces import (
     full_optimizer_state,
     load_full_optimizer_state,
@@ -35,8 +35,8 @@ from lt_zero.checkpoint.native.pieces import (
 )
 from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
 from lt_zero.checkpoint.native.residuals import load_residuals, residual_state
-from lt_zero.checkpoint.native.save import KEY, bundle, make_place, write
-from lt_zero.checkpoint.open import is_directory, open_source
+from lt_zero.checkpoint.native.save import bundle, make_place, write
+from lt_zero.checkpoint.open import is_directory
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.process_groups import begin_restarted
 from lt_zero.common.errors import CheckpointError, ConfigError
@@ -48,12 +48,12 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.full_params import full_state_dict, sync_buffers
 from lt_zero.engine.guard import owner_of
 from lt_zero.engine.materialize import ConstructionSharder
+from lt_zero.lightning.fabric_items import HERE, Opened, open_directory, prefixes_of
 from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.memory.check import check_optimizers
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.step.skipped_steps import hold_schedule
 
-_HERE = "fabric"  # key, in a checkpoint, of what is neither weights nor states of optimizers
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 
@@ -390,8 +390,8 @@ class FabricZeroStrategy(DDPStrategy):
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "torch": str(torch.__version__),
         }
-        modules = [(key, value) for key, value in state.items() if isinstance(value, ShardedModule)]
-        frozen = [f"{key}." * (len(modules) > 1) + name for key, part in modules for name in sorted(self._frozen(part))]
+        prefixes = content[HERE]["modules"]
+        frozen = [prefixes[key] + name for key in prefixes for name in sorted(self._frozen(state[key]))]
         made, place = bundle(content, names, comm, facts, resolved(self.config), frozen), make_place(comm, path)
         try:
             write(made, place, comm, comm.saving_group(background=False))
@@ -434,12 +434,12 @@ class FabricZeroStrategy(DDPStrategy):
     ) -> tuple[dict[str, Any], list[list[list[str]]]]:
         """The content of a checkpoint, and the names of each optimizer's parameters.
 
-        Names of parameters begin with the module's key if there are several modules.
+        Names of parameters begin with the prefix of their module.
         """
         modules = {key: value for key, value in state.items() if isinstance(value, ShardedModule)}
         optimizers = {key: ShardedOptimizer.of(o) for key, o in state.items() if isinstance(o, Optimizer)}
         sharded = {key: found for key, found in optimizers.items() if found is not None}
-        prefixes = {key: f"{key}." if len(modules) > 1 else "" for key in modules}
+        prefixes = prefixes_of(list(modules))
         of_engine = {id(modules[key].engine): prefix for key, prefix in prefixes.items()}
         own: dict[str, Any] = {key: weight_fragments(module.engine) for key, module in modules.items()}
         own |= {key: optimizer_fragments(found) for key, found in sharded.items()}
@@ -454,9 +454,10 @@ class FabricZeroStrategy(DDPStrategy):
                 [[prefix + name for name in group] for group in parameter_names(found.optimizer, found.engine)]
             )
         states = [parts.pop(key) for key in sharded]
-        here = {"modules": prefixes, "optimizers": list(sharded), "rest": parts}
+        here = {"modules": prefixes, "rest": parts}
+        here["optimizers"] = {key: of_engine.get(id(found.engine), "") for key, found in sharded.items()}
         here["loss_scale"] = self.precision.loss_scale_controller.state_dict()
-        content = {"state_dict": weights, "optimizer_states": states, "global_step": 0, "epoch": 0, _HERE: here}
+        content = {"state_dict": weights, "optimizer_states": states, "global_step": 0, "epoch": 0, HERE: here}
         for module in modules.values():  # there is one if there are residuals
             if (owed := residual_state(module.engine, sharded=True)) is not None:
                 content[RESIDUALS] = owed
@@ -485,41 +486,27 @@ class FabricZeroStrategy(DDPStrategy):
         """
         comm = self.comm
         path = str(self.broadcast(path))
-        left_out: list[str] = []
         with comm.agree("opening the checkpoint", CheckpointError):
             if is_directory(path):
-                saved, left_out = self._opened(path, weights_only, comm.rank == 0)
+                opened = open_directory(path, weights_only, comm.rank == 0)
             else:
-                saved = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+                opened = Opened(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
+        saved, left_out = opened.saved, opened.left_out
+        self._scale, self._residuals = opened.loss_scale, opened.residuals
         if not state:
             return saved
         if not isinstance(state, dict):
-            keys = [key for key, value in saved.items() if isinstance(value, Mapping)] if is_directory(path) else []
-            self._restore(state, saved[keys[0]] if keys else saved, strict, left_out)
+            key = opened.only(state, path) if is_directory(path) else None
+            self._restore(state, saved if key is None else saved[key], strict, left_out.get(key, ()))
             return {}
         if strict and (missing := [key for key in state if key not in saved]):
             raise KeyError(f"{path} has no {missing[0]!r}; it has {', '.join(saved)}. Pass strict=False to go on.")
         for key, value in [(key, value) for key, value in state.items() if key in saved]:
             if hasattr(value, "load_state_dict"):
-                self._restore(value, saved.pop(key), strict, left_out)
+                self._restore(value, saved.pop(key), strict, left_out.get(key, ()))
             else:
                 state[key] = saved.pop(key)
         return saved
-
-    def _opened(self, path: str, weights_only: bool | None, tell: bool) -> tuple[dict[str, Any], list[str]]:
-        """What a directory has, by the keys of ``save``, and names that are left out; tensors are read on demand."""
-        found = as_lightning(open_source(path, tell=tell), weights_only)
-        here = found.get(_HERE, {"modules": {"model": ""}, "optimizers": [], "rest": {}})
-        saved = dict(here["rest"])
-        for key, prefix in here["modules"].items():
-            state = {n.removeprefix(prefix): v for n, v in found["state_dict"].items() if n.startswith(prefix)}
-            saved[key] = state
-        prefixes = sorted(here["modules"].values(), key=len, reverse=True)
-        for key, state in zip(here["optimizers"], found.get("optimizer_states", []), strict=True):
-            saved[key] = _without_prefix(state, prefixes)
-        self._scale, self._residuals = here.get("loss_scale", {}), found.get(RESIDUALS)
-        frozen = found.get(KEY, {}).get("frozen_left_out", [])
-        return saved, [name.removeprefix(next(p for p in prefixes if name.startswith(p))) for name in frozen]
 
     def _restore(self, value: Any, saved: Any, strict: bool, left_out: Sequence[str]) -> None:
         """Load a part of a checkpoint into an object. Collective."""
@@ -528,8 +515,14 @@ class FabricZeroStrategy(DDPStrategy):
         if sharded is not None:
             load_residuals(sharded.engine, self._residuals)
             with self.comm.agree(what, CheckpointError):
+                if not isinstance(saved, Mapping) or "param_groups" not in saved:
+                    raise CheckpointError(
+                        "What the checkpoint has for the optimizer is no state of one: check the keys."
+                    )
                 number, first = self._number(sharded), self.comm.rank == 0
-                state = fitting_state(saved, sharded.optimizer, sharded.engine, number, first)
+                remedy = "leave the optimizer out of what fabric.load gets, to start with a new one."
+                saved = {"state": {}, **saved}  # a filter may have left it out
+                state = fitting_state(saved, sharded.optimizer, sharded.engine, number, first, remedy)
                 load_full_optimizer_state(sharded, state)
             controller = self.precision.loss_scale_controller
             controller.load_state_dict(self._scale)
@@ -555,14 +548,6 @@ class _NoSync:
         if not isinstance(module, ShardedModule):
             raise TypeError(f"{type(module).__name__} is not set up. Pass what fabric.setup(module) returned.")
         return module.engine.no_sync() if enabled else nullcontext()
-
-
-def _without_prefix(state: Mapping[str, Any], prefixes: Sequence[str]) -> dict[str, Any]:
-    """An optimizer's state, with parameters named as in their module."""
-    first = next((name for group in state["param_groups"] for name in group["params"]), "")
-    prefix = next((prefix for prefix in prefixes if str(first).startswith(prefix)), "")
-    groups = [{**g, "params": [name.removeprefix(prefix) for name in g["params"]]} for g in state["param_groups"]]
-    return {**state, "param_groups": groups, "state": {n.removeprefix(prefix): v for n, v in state["state"].items()}}
 
 
 def _refuse_what_the_script_does(config: ZeroConfig) -> None:

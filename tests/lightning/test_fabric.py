@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import lt_zero
 from lt_zero import ConfigError, FabricZeroStrategy
 from lt_zero.common.errors import CheckpointError
-from tests.support.lightning_tools import torchrun_env
+from tests.support.lightning_tools import GPT, sharded_trainer, torchrun_env
 from tests.support.matrix import cover
 from tests.support.models import Net, next_token_loss
 from tests.support.pool import Pool
@@ -273,6 +273,78 @@ def _raw(path: str) -> None:
 
 def test_a_raw_file_and_an_export(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, _raw, str(tmp_path / "raw.pt"))
+
+
+def _nested_names(folder: str) -> None:
+    fabric = _fabric(3, checkpoint={"save_frozen": False})
+    modules = _pair()
+    modules[0][0].requires_grad_(False)
+    (net, step_net), (head, step_head) = [fabric.setup(m, _optimizer("AdamW", m)) for m in modules]
+    _, loss = _gan_losses(net, head, 0, fabric.global_rank)
+    fabric.backward(loss)
+    step_net.step()
+    step_head.step()
+    state = {"notes": {"a": 1}, "net": net, "net.0": head, "of_net": step_net, "of_head": step_head}
+    fabric.save(f"{folder}/both", state)
+    fabric.save(f"{folder}/one", {"notes": {"a": 1}, "net": net, "of_net": step_net, "of_head": step_head})
+    wanted = [lt_zero.full_master(p) for m in modules for p in m.parameters()]
+    step_net.step()
+    step_head.step()
+    assert fabric.load(f"{folder}/both", state) == {}
+    assert all(map(torch.equal, wanted, [lt_zero.full_master(p) for m in modules for p in m.parameters()]))
+    fabric.load(f"{folder}/one", {"of_head": step_head}, strict=False)
+    fabric.load_raw(f"{folder}/one", net)
+    with pytest.raises(CheckpointError, match=r"has 2 optimizers \(of_net, of_head\)"):
+        fabric.load_raw(f"{folder}/one", step_net)
+    other = nn.Linear(2, 2)
+    _, step_other = fabric.setup(other, _optimizer("AdamW", other))
+    with pytest.raises(CheckpointError, match="leave the optimizer out of what fabric.load gets"):
+        fabric.load(f"{folder}/one", {"of_head": step_other}, strict=False)
+    with pytest.raises(CheckpointError, match="no state of one: check the keys"):
+        fabric.load(f"{folder}/one", {"net": step_net}, strict=False)
+
+
+def test_names_of_modules_may_begin_with_those_of_others(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _nested_names, str(tmp_path))
+
+
+def _trainers(folder: str) -> None:
+    module = GPT(dist.get_world_size(), "adamw")
+    trainer = sharded_trainer(2, max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(module)
+    trainer.save_checkpoint(f"{folder}/trained")
+    fabric, again = _fabric(3), GPT()
+    model, optimizer = fabric.setup(again, _optimizer("AdamW", again))
+    assert fabric.load(f"{folder}/trained", {"model": model, "optimizer": optimizer}) == {}
+    for p, q in zip(module.parameters(), again.parameters(), strict=True):
+        assert torch.equal(lt_zero.full_master(p), lt_zero.full_master(q))
+    assert float(optimizer.optimizer.state[again.temperature].get("step", 2)) == 2
+    fabric.load_raw(f"{folder}/trained", optimizer)
+
+
+def test_a_checkpoint_of_a_trainer(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _trainers, str(tmp_path))
+
+
+def _scales(folder: str) -> None:
+    fabric = _fabric(2, "16-true", fp16={"initial_scale_power": 4, "loss_scale_window": 1})
+    net = _net()
+    model, optimizer = fabric.setup(net, _optimizer("SGD", net))
+    fabric.save(f"{folder}/early", {"model": model, "optimizer": optimizer})
+    full = {"optimizer": fabric.strategy.get_optimizer_state(optimizer.optimizer)}
+    if fabric.is_global_zero:
+        torch.save(full, f"{folder}/file")
+    for step in range(4):
+        _step(fabric, model, optimizer, step)
+    controller = fabric.strategy.precision.loss_scale_controller
+    reached = controller.scale
+    fabric.load(f"{folder}/early")  # to look at it
+    fabric.load(f"{folder}/file", {"optimizer": optimizer})
+    assert controller.scale == reached > 16
+
+
+def test_a_loss_scale_is_that_of_the_loaded_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _scales, str(tmp_path))
 
 
 class Fails:

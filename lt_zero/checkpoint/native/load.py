@@ -29,6 +29,7 @@ from lt_zero.engine.engine import Engine
 from lt_zero.engine.lazy_tensor import LazyTensor
 
 _COMPUTED = ("foreach", "fused", "capturable", "differentiable")
+_NEW = "set checkpoint.load_optimizer_states=false to start with a new optimizer."
 _SCALERS = ("FSDPPrecision", "FSDPMixedPrecision")  # Lightning's plugins, which save the scaler under their names
 
 
@@ -179,7 +180,11 @@ def _whole_meta(archive: Archive, weights_only: bool | None) -> dict[str, Any]:
 
 
 def number_states(
-    saved: Mapping[str, Any], names: Sequence[Sequence[str]], number: int, frozen: Collection[str] = ()
+    saved: Mapping[str, Any],
+    names: Sequence[Sequence[str]],
+    number: int,
+    frozen: Collection[str] = (),
+    remedy: str = _NEW,
 ) -> dict[str, Any]:
     """Convert an optimizer's saved state from parameter names to torch's numbers.
 
@@ -187,12 +192,12 @@ def number_states(
         names: of the running optimizer's parameters, by group.
         number: of the optimizer, for messages.
         frozen: names of frozen parameters; those without a saved state may be missing on either side.
+        remedy: how to go on without the saved state, for messages.
 
     Raises:
         CheckpointError: the saved parameters or their groups differ from the running ones.
     """
     groups, states = saved["param_groups"], saved["state"]
-    remedy = "set checkpoint.load_optimizer_states=false to start with a new optimizer."
     idle = set(frozen) - set(states)
     running, stored = [set(group) - idle for group in names], [set(group["params"]) - idle for group in groups]
     if running != stored:
@@ -204,8 +209,8 @@ def number_states(
             else f"groups of {[len(g) for g in running]} parameters, in the checkpoint of {[len(g) for g in stored]}"
         )
         raise CheckpointError(
-            f"Optimizer {number} has other parameters than the checkpoint's ({difference}). Restore "
-            f"configure_optimizers and requires_grad, or {remedy}"
+            f"Optimizer {number} has other parameters than the checkpoint's ({difference}). Restore its parameter "
+            f"groups and requires_grad, or {remedy}"
         )
     numbers = {name: i for i, name in enumerate(chain.from_iterable(names))}
     if ungrouped := sorted(set(states) - set(numbers)):
@@ -218,13 +223,14 @@ def number_states(
 
 
 def fitting_state(
-    saved: Mapping[str, Any], optimizer: Optimizer, engine: Engine, number: int, tell: bool
+    saved: Mapping[str, Any], optimizer: Optimizer, engine: Engine, number: int, tell: bool, remedy: str = _NEW
 ) -> Mapping[str, Any]:
     """Convert a saved state of ``as_lightning`` (by name; by number it is returned unchanged) to torch's form.
 
     Args:
         optimizer: the running one; ``number``: its number, for messages.
         tell: warn of options that are left out.
+        remedy: how to go on without the saved state, for messages.
 
     Raises:
         CheckpointError: the saved parameters or their groups differ from the running ones.
@@ -241,7 +247,7 @@ def fitting_state(
                 stacklevel=2,
             )
     frozen = [name for name, p in engine.root.named_parameters() if not p.requires_grad]
-    return number_states(saved, parameter_names(optimizer, engine), number, frozen)
+    return number_states(saved, parameter_names(optimizer, engine), number, frozen, remedy)
 
 
 def rounded_weights(engine: Engine, state: Mapping[str, Any]) -> dict[str, Any]:

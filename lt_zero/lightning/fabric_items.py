@@ -1,0 +1,79 @@
+"""The items of a checkpoint of Fabric: modules, optimizers and others, by the keys of ``fabric.save``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lt_zero.checkpoint.native.load import as_lightning
+from lt_zero.checkpoint.native.residuals import KEY as RESIDUALS
+from lt_zero.checkpoint.native.save import KEY
+from lt_zero.checkpoint.open import open_source
+from lt_zero.common.errors import CheckpointError
+
+HERE = "fabric"  # key, in a checkpoint, of what is neither weights nor states of optimizers
+
+
+@dataclass
+class Opened:
+    """What a checkpoint has, by the keys of ``fabric.save``; tensors of a directory are read on demand.
+
+    ``modules``, ``optimizers``: keys; ``left_out``: names of frozen weights that were not saved, by module.
+    """
+
+    saved: dict[str, Any]
+    modules: Sequence[str] = ()
+    optimizers: Sequence[str] = ()
+    left_out: Mapping[str | None, Sequence[str]] = field(default_factory=dict)
+    loss_scale: dict[str, Any] = field(default_factory=dict)
+    residuals: Any = None
+
+    def only(self, value: nn.Module | Optimizer, path: str) -> str:
+        """The key of the only module, or optimizer.
+
+        Raises:
+            CheckpointError: there are several, or none.
+        """
+        kind, keys = ("module", self.modules) if isinstance(value, nn.Module) else ("optimizer", self.optimizers)
+        if len(keys) != 1:
+            raise CheckpointError(
+                f"{path} has {len(keys)} {kind}s ({', '.join(keys) or 'none'}), and fabric.load_raw takes one. "
+                f"Name it: fabric.load({path!r}, {{KEY: {kind}}}, strict=False)."
+            )
+        return keys[0]
+
+
+def open_directory(path: str, weights_only: bool | None, tell: bool) -> Opened:
+    """What a directory has; of one that Fabric did not write, the module is ``model``."""
+    found = as_lightning(open_source(path, tell=tell), weights_only)
+    states, frozen = found.get("optimizer_states", []), found.get(KEY, {}).get("frozen_left_out", [])
+    names = ["optimizer"] if len(states) == 1 else [f"optimizer_{number}" for number in range(len(states))]
+    here = found.get(HERE, {"modules": {"model": ""}, "optimizers": dict.fromkeys(names, ""), "rest": {}})
+    saved, left_out = dict(here["rest"]), {}
+    for key, prefix in here["modules"].items():
+        whole = found["state_dict"].items()
+        saved[key] = {name.removeprefix(prefix): value for name, value in whole if name.startswith(prefix)}
+        left_out[key] = [name.removeprefix(prefix) for name in frozen if name.startswith(prefix)]
+    for (key, prefix), state in zip(here["optimizers"].items(), states, strict=True):
+        saved[key] = _without_prefix(state, prefix)
+    modules, optimizers = list(here["modules"]), list(here["optimizers"])
+    return Opened(saved, modules, optimizers, left_out, here.get("loss_scale", {}), found.get(RESIDUALS))
+
+
+def prefixes_of(keys: Sequence[str]) -> dict[str, str]:
+    """What names of parameters begin with, by the key of their module: the key, if there are several modules."""
+    if len(keys) < 2:
+        return dict.fromkeys(keys, "")
+    made = {key: f"{key}." for key in keys}
+    nested = any(one != other and one.startswith(other) for one in made.values() for other in made.values())
+    return {key: f"{number}." for number, key in enumerate(keys)} if nested else made
+
+
+def _without_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """An optimizer's state, with parameters named as in their module."""
+    groups = [{**g, "params": [name.removeprefix(prefix) for name in g["params"]]} for g in state["param_groups"]]
+    return {**state, "param_groups": groups, "state": {n.removeprefix(prefix): v for n, v in state["state"].items()}}
