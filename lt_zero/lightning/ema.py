@@ -40,7 +40,8 @@ class EMA(pl.Callback):
                 )
         self.decay, self.every_n_steps, self.start_step = decay, every_n_steps, start_step
         self._average: WeightAverage | None = None
-        self._last = self._restored = 0  # the last step, and that of the checkpoint
+        self._last = 0  # the last step
+        self._restored: int | None = None  # that of the checkpoint
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -51,23 +52,32 @@ class EMA(pl.Callback):
             )
         if sum(isinstance(callback, EMA) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError("Trainer(callbacks=...) has several lt_zero.EMA. Keep one.")
+        self._average = None  # an error may have ended the last run
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(trainer.strategy, ZeroStrategy)
         engine = trainer.strategy.engine
         self._average = WeightAverage(engine)
-        self._last, self._restored = self._restored, 0
         saves = bool(trainer.checkpoint_callbacks)
         check_optimizers(engine, trainer.optimizers, trainer.accumulate_grad_batches > 1, saves, averages=1)
 
     @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._last = trainer.global_step if self._restored is None else self._restored
+        self._restored = None
+
+    @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         step = trainer.global_step
-        if step > self._last and step > self.start_step and (step - self.start_step - 1) % self.every_n_steps == 0:
+        if self._due(step) > self._due(self._last):
             assert self._average is not None
             self._average.update(self.decay)
         self._last = step
+
+    def _due(self, step: int) -> int:
+        """How many updates are due up to a step. A batch has several steps if it has several optimizers."""
+        return max(0, step - self.start_step - 1 + self.every_n_steps) // self.every_n_steps
 
     @override
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -82,13 +92,11 @@ class EMA(pl.Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._average is not None:
-            self._average.swap()
-            self._average.close()
-            self._average = None
+            self._average.swap()  # and keep the trained weights: ModelCheckpoint may save now
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self._average is not None:  # after an error
+        if self._average is not None:
             self._average.close()
             self._average = None
 

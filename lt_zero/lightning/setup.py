@@ -96,10 +96,14 @@ def check_callbacks(trainer: pl.Trainer, stage: int) -> None:
 def find_engine(module: nn.Module, config: ZeroConfig, policy: DtypePolicy, last: Engine | None) -> Engine | None:
     """The engine of an earlier run if it can be reused; else its module is unsharded. Collective.
 
+    If an error has ended that run while averages were in use, its weights are put back.
+
     ``last`` is the strategy's engine, reusable while the module is the same.
     """
     owners = {id(e): e for e in map(owner_of, module.parameters()) if isinstance(e, Engine) and e.attached}
     for engine in owners.values():
+        if engine.average is not None:
+            engine.average.drop()
         same = engine.config == config and engine.policy == policy
         mine = engine.root is module and (engine is last or same)
         if mine and len(owners) == 1 and owns_all(engine):

@@ -130,6 +130,12 @@ class WeightAverage:
         finally:
             self.swap()
 
+    def drop(self) -> None:
+        """``close`` with the weights in the model. Collective."""
+        if self.swapped:
+            self.swap()
+        self.close()
+
     def close(self) -> None:
         """Drop the averages, or, while they are in use, the weights."""
         for bucket in self._engine.buckets:

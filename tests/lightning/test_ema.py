@@ -161,6 +161,114 @@ def test_goes_on_exactly(pool: Pool, tmp_path: Path, stages: tuple[int, int], pr
     pool.run(2, _resumed, stages, str(tmp_path), precision, form)
 
 
+class Begins(pl.Callback):
+    """The weights at the start of training, and the numbers of updates after each batch."""
+
+    def __init__(self) -> None:
+        self.weights: list[Tensor] = []
+        self.updates: list[int] = []
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.weights = [lt_zero.full_master(p) for p in module.parameters()]
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        average = trainer.strategy.engine.average  # type: ignore[attr-defined]
+        self.updates.append(average.updates if average is not None else 0)
+
+
+class Fails(Model):
+    fails = True
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if self.fails:
+            raise OSError("no data")
+        super().validation_step(batch, batch_idx)
+
+
+def _validation_fails(stage: int, other: bool, precision: Any) -> None:
+    model, trained, begins = Fails(dist.get_world_size()), Begins(), Begins()
+    trained.on_train_batch_end = lambda trainer, *_: trained.on_train_start(trainer, model)  # type: ignore
+    trainer = sharded_trainer(stage, callbacks=[EMA(decay=0.7), trained, begins], precision=precision, **RUN)
+    with pytest.raises(OSError, match="no data"):
+        trainer.fit(model)
+    wanted, model.fails = trained.weights, False
+    if other:
+        trainer = sharded_trainer(stage, callbacks=[begins], precision=precision, **RUN)
+    trainer.fit(model)
+    assert all(map(torch.equal, begins.weights, wanted))
+
+
+@pytest.mark.parametrize(
+    ("stage", "other", "precision"),
+    cover([0, 1, 2, 3], [False, True], ["32-true", "bf16-mixed"]),
+)
+def test_weights_are_back_after_an_error_in_validation(pool: Pool, stage: int, other: bool, precision: str) -> None:
+    pool.run(2, _validation_fails, stage, other, precision)
+
+
+def _saved_at_the_end(folder: str, form: str) -> None:
+    follows, begins = Begins(), Begins()
+    follows.on_train_batch_end = lambda trainer, module, *_: follows.on_train_start(trainer, module)  # type: ignore
+    saves = ModelCheckpoint(folder, save_last=True, every_n_epochs=10)
+    options = {**RUN, "callbacks": [follows, EMA(decay=0.7), saves], "enable_checkpointing": True}
+    trainer = sharded_trainer(3, {}, {"checkpoint": {"format": form}}, **options)
+    trainer.fit(Model(dist.get_world_size()))
+    model = Model(dist.get_world_size())
+    again = sharded_trainer(3, callbacks=[begins, EMA(decay=0.7)], **{**RUN, "max_epochs": 4})
+    again.fit(model, ckpt_path=f"{folder}/last.ckpt")
+    assert all(map(torch.equal, begins.weights, follows.weights))
+    assert begins.updates[0] == 3 * len(begins.updates)  # of 3 epochs
+
+
+@pytest.mark.parametrize("form", ["sharded", "full"])
+def test_a_checkpoint_of_the_end_has_the_trained_weights(pool: Pool, tmp_path: Path, form: str) -> None:
+    pool.run(2, _saved_at_the_end, str(tmp_path), form)
+
+
+class Two(Model):
+    """Two optimizers, which both step in each batch."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__(world)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        both = (self.temperature, *self.net.blocks[1].parameters()), self.net.blocks[2].parameters()
+        return [torch.optim.SGD(parameters, lr=0.1) for parameters in both]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
+def _updates(model: type[Model], folder: str, arguments: dict[str, Any]) -> list[int]:
+    begins = Begins()
+    more = {"accumulate_grad_batches": 1 if model is Two else 2, **RUN}
+    trainer = sharded_trainer(2, **{**more, "max_epochs": 1})
+    trainer.fit(model(dist.get_world_size()))
+    trainer.save_checkpoint(f"{folder}/saved")
+    trainer = sharded_trainer(2, callbacks=[EMA(**arguments), begins], **more)
+    trainer.fit(model(dist.get_world_size()), ckpt_path=f"{folder}/saved")
+    return begins.updates
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "wanted"),
+    [
+        (Two, {"every_n_steps": 2}, [1, 2, 3, 4]),  # from step 4 on, two steps in a batch
+        (Model, {}, [0, 1, 1, 2]),  # two batches in a step
+    ],
+)
+def test_updates_are_due_by_steps(
+    pool: Pool, tmp_path: Path, model: type[Model], arguments: dict[str, Any], wanted: list[int]
+) -> None:
+    assert pool.run(2, _updates, model, str(tmp_path), arguments)[0] == wanted
+
+
 def test_what_cannot_be() -> None:
     with pytest.raises(ValueError, match=r"EMA\(decay=1.5\) is out of range"):
         EMA(decay=1.5)
