@@ -53,7 +53,7 @@ def inference(
 
     Raises:
         ConfigError: the configuration is wrong.
-        CheckpointError: ``weights`` is no checkpoint, or has other names or shapes than the module.
+        CheckpointError: on all ranks: ``weights`` is no checkpoint, or has other names or shapes than the module.
         NotEnoughMemory: a machine has too little memory; the module is unchanged.
     """
     chosen, ignored = without_training(config)
@@ -63,7 +63,10 @@ def inference(
     check_same(chosen, comm.host_gather)
     tell_ignored(ignored, comm.rank)
     policy = dtype_policy(chosen, resolve_mode(chosen, "32-true", device.type))
-    saved = _readers(module, open_source(weights), str(weights)) if weights is not None else None
+    saved = None
+    if weights is not None:
+        with comm.agree("reading the weights", CheckpointError):
+            saved = _readers(module, open_source(weights), str(weights))
     module.eval().requires_grad_(False)
     # Weights rest in the dtype in which they compute.
     engine = shard(module, chosen, device, replace(policy, low_master=True), comm, training=False, saved=saved)
@@ -82,24 +85,34 @@ def _readers(module: nn.Module, source: Source, path: str) -> dict[nn.Parameter,
     found: dict[nn.Parameter, Callable[[], Tensor]] = {}
     used, wrong = set[str](), list[str]()
     missing: dict[nn.Parameter, str] = {}
+
+    def check(saved: str, value: Tensor) -> None:
+        if (shape := source.weights[saved].shape) != tuple(value.shape):
+            wrong.append(f"{saved} has the shape {list(shape)}, the module needs {list(value.shape)}")
+
     for name, parameter in module.named_parameters(remove_duplicate=False):
         saved = names(name)
         if saved is None:
             missing[parameter] = name
             continue
         used.add(saved)
-        if (shape := source.weights[saved].shape) != tuple(parameter.shape):
-            wrong.append(f"{saved} has the shape {list(shape)}, the module needs {list(parameter.shape)}")
+        check(saved, parameter)
         found[parameter] = partial(source.read, saved)
+    persistent, buffers = module.state_dict(keep_vars=True).keys(), list[tuple[nn.Module, str, Tensor, str]]()
     for path_, part in module.named_modules():
-        for name, buffer in part.named_buffers(recurse=False):
-            saved = names(f"{path_}.{name}".lstrip("."))
-            if saved is not None:
+        for own, buffer in part.named_buffers(recurse=False):
+            name = f"{path_}.{own}".lstrip(".")
+            if (saved := names(name)) is not None:
                 used.add(saved)
-                setattr(part, name, source.read(saved).to(buffer.dtype))
+                check(saved, buffer)
+                buffers.append((part, own, buffer, saved))
+            elif name in persistent:
+                wrong.append(f"{name} is missing")
     wrong += [f"{name} is missing" for parameter, name in missing.items() if parameter not in found]  # else it is tied
     if wrong:
         raise CheckpointError(f"{path} does not fit {type(module).__name__}: {'; '.join(wrong[:10])}.")
+    for part, own, buffer, saved in buffers:
+        setattr(part, own, source.read(saved).to(buffer.dtype))
     if left := sorted(source.weights.keys() - used - source.aliases.keys()):
         log.info("%s has tensors that %s does not have: %s.", path, type(module).__name__, ", ".join(left[:10]))
     return found

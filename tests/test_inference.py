@@ -101,6 +101,30 @@ def test_weights_of_another_model(tmp_path: Path) -> None:
     assert owner_of(model.scale) is None, "the module is unchanged"
 
 
+def test_buffers_of_another_model(tmp_path: Path) -> None:
+    norm = nn.BatchNorm1d(4)
+    state = {**norm.state_dict(), "running_var": torch.ones(5)}
+    del state["running_mean"]
+    torch.save(state, tmp_path / "norm.pt")
+    with pytest.raises(CheckpointError, match=r"running_mean is missing; running_var has the shape \[5\]"):
+        lt_zero.inference(norm, _config(), weights=tmp_path / "norm.pt")
+    assert norm.running_var is not None
+    assert norm.running_var.shape == (4,), "the module is unchanged"
+
+
+def _reads_nothing(folder: str) -> str:
+    if dist.get_rank() == 0:
+        torch.save(_net().state_dict(), f"{folder}/0.pt")
+    with pytest.raises(CheckpointError) as caught:
+        lt_zero.inference(_net(), _config(), weights=f"{folder}/{dist.get_rank()}.pt")
+    return str(caught.value)
+
+
+def test_weights_that_one_rank_does_not_find(pool: Pool, tmp_path: Path) -> None:
+    for told in pool.run(2, _reads_nothing, str(tmp_path)):
+        assert f"There is no checkpoint at {tmp_path}/1.pt" in told
+
+
 def test_a_model_is_sharded_once() -> None:
     model = lt_zero.inference(_net(), _config())
     with pytest.raises(ValueError, match=r"Parameter '.*' of Net is sharded already, over 1 ranks. Use the module"):
