@@ -67,6 +67,10 @@ def inference(
     if weights is not None:
         with comm.agree("reading the weights", CheckpointError):
             saved = _readers(module, open_source(weights), str(weights))
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if not buffer.is_meta and buffer.device != device:
+                setattr(part, name, buffer.to(device))
     module.eval().requires_grad_(False)
     # Weights rest in the dtype in which they compute.
     engine = shard(module, chosen, device, replace(policy, low_master=True), comm, training=False, saved=saved)

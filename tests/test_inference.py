@@ -125,6 +125,15 @@ def test_weights_that_one_rank_does_not_find(pool: Pool, tmp_path: Path) -> None
         assert f"There is no checkpoint at {tmp_path}/1.pt" in told
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_buffers_are_where_it_computes() -> None:
+    norm, batch = nn.BatchNorm1d(4), torch.ones(2, 4)
+    want = norm.eval()(batch)
+    found = lt_zero.inference(norm, _config(), device=torch.device("cuda", 0))(batch.cuda())
+    torch.testing.assert_close(found.cpu(), want.detach())
+
+
 def test_a_model_is_sharded_once() -> None:
     model = lt_zero.inference(_net(), _config())
     with pytest.raises(ValueError, match=r"Parameter '.*' of Net is sharded already, over 1 ranks. Use the module"):
