@@ -194,7 +194,8 @@ class CheckpointService:
         is_folder = run.rank == 0 and os.path.isdir(path)
         if run.comm.host_broadcast(is_folder, "checkpoint path") if run.comm is not None else is_folder:
             raise IsADirectoryError(f"The checkpoint path {path!r} is a directory. Name a file, or remove it.")
-        with progress_bar(f"Saving {path}", rank=run.rank):
+        agreed = run.agree(f"saving {path}", CheckpointError)
+        with agreed, progress_bar(f"Saving {path}", rank=run.rank):
             found, rest = plain(content)
             put_back(found, rest)
             assert isinstance(found, dict)

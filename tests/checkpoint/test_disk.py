@@ -207,6 +207,19 @@ def test_a_file_onto_a_directory_fails_on_all_ranks(pool: Pool, tmp_path: Path) 
     assert all("is a directory" in text for text in pool.run(2, _onto_a_directory, str(tmp_path)))
 
 
+def _file_on_a_full_disk(path: str) -> str:
+    trainer = train(1, config=FULL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.strategy.checkpoint_io, "save_checkpoint", _full)
+        text = error_of(trainer.save_checkpoint, path)
+    trainer.save_checkpoint(path)
+    return text
+
+
+def test_a_file_on_a_full_disk_fails_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    raised(pool.run(2, _file_on_a_full_disk, str(tmp_path / "saved")), "No space left")
+
+
 def test_files_have_the_rights_that_the_user_wants(tmp_path: Path) -> None:
     before = os.umask(0o002)
     try:
