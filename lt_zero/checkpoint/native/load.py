@@ -209,8 +209,8 @@ def number_states(
             else f"groups of {[len(g) for g in running]} parameters, in the checkpoint of {[len(g) for g in stored]}"
         )
         raise CheckpointError(
-            f"Optimizer {number} has other parameters than the checkpoint's ({difference}). Restore its parameter "
-            f"groups and requires_grad, or {remedy}"
+            f"Optimizer {number} has other parameters than the checkpoint's ({difference}). Restore the parameter "
+            f"groups (of configure_optimizers, under a Trainer) and requires_grad, or {remedy}"
         )
     numbers = {name: i for i, name in enumerate(chain.from_iterable(names))}
     if ungrouped := sorted(set(states) - set(numbers)):
