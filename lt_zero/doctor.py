@@ -37,6 +37,7 @@ _IPC_LOCK = 14  # CAP_IPC_LOCK of linux/capability.h: memory may be pinned beyon
 _INSTRUCTIONS = {  # flags in /proc/cpuinfo that the kernels need
     "avx2": {"avx2", "fma", "f16c"},
     "avx512": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    "amx": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "amx_tile", "amx_bf16"},
     "neon": {"asimd"},
 }
 _NUMBER = 4711

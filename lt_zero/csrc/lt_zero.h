@@ -3,7 +3,7 @@
 // Every function works on lists of tensors that share one set of options: arrays of `count` pointers and sizes. Pointers
 // need the alignment of their element type only. Every function returns 0, or an error code that lt_*_error explains.
 // Arithmetic is fp32 in a fixed order of correctly rounded operations (fused multiply-adds where written), the same on
-// the CPU, on CUDA and in the torch references (lt_zero/ops): results are equal to the last bit.
+// the CPU, on CUDA and in the torch references (lt_zero/ops): results are equal to the last bit; only attention differs.
 #pragma once
 
 #include <stdint.h>
@@ -89,10 +89,37 @@ typedef struct {
     int32_t dtype;              // lt_dtype of x, or of what is decoded
 } lt_blocks;
 
+// A tensor [batch, heads, length, dim] whose last dimension is contiguous; strides in elements.
+typedef struct {
+    void *data;
+    int64_t batch, head, row;
+} lt_rows;
+
+// Which blocks of scores are computed: for each layout and block of rows (or columns) the blocks in it, rising.
+typedef struct {
+    const int64_t *begin;       // [layouts * blocks + 1]: where they start in `index`
+    const int32_t *index;
+} lt_lists;
+
+// softmax(scale * q k^T + key_bias) v on the blocks of a layout; lt_zero/ops/attention.py describes it.
+typedef struct {
+    int64_t batch, heads, kv_heads, length, dim;
+    int64_t block;              // rows and columns of a block; the last one may be cut by `length`
+    int64_t layouts;            // 1 or heads
+    lt_lists rows, columns;     // blocks of columns for each block of rows, and the reverse
+    lt_rows q, k, v, out, dout, dq, dk, dv;  // heads, kv_heads for k, v, dk and dv; forward: up to `out`
+    float *lse;                 // [batch, heads, length] logarithm of the sum of exponentials; -infinity without any
+    const float *key_bias;      // [batch, length] or NULL
+    double scale, dropout;
+    uint64_t seed;
+    int32_t dtype;              // LT_FP32 or LT_BF16, of all tensors
+    int32_t causal;             // keys after a row are not seen
+} lt_attention;
+
 // ---- CPU: `threads` at most; the calling thread is one of them -------------------------------------------------
 
 int lt_cpu_abi(void);
-const char *lt_cpu_isa(void);       // "avx512", "avx2", "neon" or "portable": what run-time dispatch chose
+const char *lt_cpu_isa(void);       // "amx", "avx512", "avx2", "neon" or "portable": what run-time dispatch chose
 const char *lt_cpu_pool(void);      // whose threads: "openmp" (the OpenMP that the process has loaded) or "own"
 int lt_cpu_use_isa(const char *);   // choose one (NULL: the best); LT_BAD_ARGUMENT if this CPU cannot run it
 const char *lt_cpu_error(int code);
@@ -118,6 +145,10 @@ int lt_cpu_decode_blocks(const lt_blocks *, int64_t count, const void *const *bu
 
 // indices[k] = where the k largest magnitudes of c are, in rising order; NaN is largest, of equals the first ones count.
 int lt_cpu_select_topk(const float *c, int64_t numel, int64_t k, int32_t *indices, int threads);
+
+// fp32 sums in an order that depends on the instruction set, not on the number of threads.
+int lt_cpu_attention_forward(const lt_attention *, int threads);   // writes out and lse
+int lt_cpu_attention_backward(const lt_attention *, int threads);  // writes dq, dk and dv
 
 // Bytes in, bytes out, on the calling thread. `out` has room for n + 9 bytes; *used of them are written.
 int lt_cpu_huffman_encode(const uint8_t *in, int64_t n, uint8_t *out, int64_t *used);

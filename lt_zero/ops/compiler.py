@@ -46,11 +46,10 @@ CSRC = Path(__file__).resolve().parent.parent / "csrc"
 _ARITHMETIC = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 # The sources are vectorized by hand: -O3 compiles twice as long for the same speed.
 CPU_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi", *_ARITHMETIC)
-CPU_FILE_FLAGS = {
-    "avx512.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mavx2"),
-    "avx2.cpp": ("-mavx2", "-mfma", "-mf16c"),
-}
-CPU_ONLY_ON = {"avx512.cpp": "x86_64", "avx2.cpp": "x86_64", "neon.cpp": "aarch64"}
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+CPU_FILE_FLAGS = {"amx.cpp": _AVX512, "avx512.cpp": _AVX512, "avx2.cpp": _AVX2}
+CPU_ONLY_ON = {"amx.cpp": "x86_64", "avx512.cpp": "x86_64", "avx2.cpp": "x86_64", "neon.cpp": "aarch64"}
 CPU_LINK = ("-shared", "-pthread", "-ldl")
 CUDA_HOST = "-Wall,-Wextra,-fPIC,-fvisibility=hidden,-ffp-contract=off"
 CUDA_FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-t", "0", "-Xcompiler", CUDA_HOST)  # see csrc/cuda/runtime.cu

@@ -14,7 +14,7 @@ import os
 import tempfile
 import threading
 import warnings
-from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,32 @@ class Blocks(ctypes.Structure):
     _fields_ = [("numel", c_int64), ("block", c_int64), ("bits", c_int32), ("dtype", c_int32)]
 
 
+class Rows(ctypes.Structure):
+    """``lt_rows``."""
+
+    _fields_ = [("data", c_void_p), *[(name, c_int64) for name in ("batch", "head", "row")]]
+
+
+class Lists(ctypes.Structure):
+    """``lt_lists``."""
+
+    _fields_ = [("begin", c_void_p), ("index", c_void_p)]
+
+
+class Attention(ctypes.Structure):
+    """``lt_attention``."""
+
+    _fields_ = [
+        *[(name, c_int64) for name in ("batch", "heads", "kv_heads", "length", "dim", "block", "layouts")],
+        *[(name, Lists) for name in ("rows", "columns")],
+        *[(name, Rows) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")],
+        *[(name, c_void_p) for name in ("lse", "key_bias")],
+        *_doubles("scale", "dropout"),
+        ("seed", c_uint64),
+        *[(name, c_int32) for name in ("dtype", "causal")],
+    ]
+
+
 # Arguments of each operation; a last one follows: the number of threads on the CPU, the stream on CUDA.
 OPERATIONS: dict[str, list[Any]] = {
     "adam_step": [POINTER(Tensors), POINTER(Adam)],
@@ -122,8 +148,10 @@ OPERATIONS: dict[str, list[Any]] = {
     "decode_blocks": [POINTER(Blocks), c_int64, _POINTERS, c_double, c_void_p],
     "select_topk": [c_void_p, c_int64, c_int64, c_void_p],
 }
-# Of the CPU only, on the calling thread: results and arguments.
-SERIAL_OPERATIONS: dict[str, tuple[Any, list[Any]]] = {
+# Of the CPU only: results and arguments. What takes a number of threads has it last.
+CPU_OPERATIONS: dict[str, tuple[Any, list[Any]]] = {
+    "attention_forward": (c_int, [POINTER(Attention), c_int]),
+    "attention_backward": (c_int, [POINTER(Attention), c_int]),
     "huffman_encode": (c_int, [c_void_p, c_int64, c_void_p, POINTER(c_int64)]),
     "huffman_size": (c_int64, [c_void_p, c_int64]),
     "huffman_decode": (c_int, [c_void_p, c_int64, c_void_p, c_int64]),
@@ -140,7 +168,7 @@ def declare(library: ctypes.CDLL, kind: str) -> ctypes.CDLL:
     functions: dict[str, tuple[Any, list[Any]]] = {"abi": (c_int, []), "error": (c_char_p, [c_int])}
     if kind == "cpu":
         functions |= {"isa": (c_char_p, []), "pool": (c_char_p, []), "use_isa": (c_int, [c_char_p])}
-        functions |= SERIAL_OPERATIONS
+        functions |= CPU_OPERATIONS
     else:
         functions |= {"scratch": (c_int64, [c_int64, _SIZES]), "topk_scratch": (c_int64, [c_int64])}
     for name, arguments in OPERATIONS.items():
@@ -193,7 +221,7 @@ class Status:
         available: whether native kernels run; otherwise the torch references do.
         path: the library.
         why: the origin of the library, or the reason why there is none.
-        isa: ``"avx512"``, ``"avx2"``, ``"neon"``, ``"portable"``, ``"cuda"``; empty if not available.
+        isa: ``"amx"``, ``"avx512"``, ``"avx2"``, ``"neon"``, ``"portable"``, ``"cuda"``; empty if not available.
         seconds: the time of compiling in this process; None if nothing was compiled.
         log: the file with the compiler's output, if compiling failed.
     """
@@ -353,7 +381,7 @@ def remedy(status: Status) -> str:
     if status.why.startswith("LT_ZERO_NATIVE="):
         return "unset LT_ZERO_NATIVE."
     if status.why.startswith("LT_ZERO_ISA="):
-        return "unset LT_ZERO_ISA, or set it to avx512, avx2, neon or portable, whichever this CPU has."
+        return "unset LT_ZERO_ISA, or set it to amx, avx512, avx2, neon or portable, whichever this CPU has."
     variable, compiler = ("CXX", "a C++ compiler") if status.kind == "cpu" else ("NVCC", "the CUDA toolkit")
     return (
         f"install {compiler} or set {variable} to one; set LT_ZERO_CACHE to a folder that is writable and not mounted "

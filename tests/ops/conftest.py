@@ -8,13 +8,23 @@ import pytest
 from lt_zero.ops import library
 
 
-@pytest.fixture(params=["avx512", "avx2", "neon", "portable"])
-def isa(request: Any) -> Iterator[str]:
-    """Each instruction set of this CPU."""
+def _use(name: str) -> Iterator[str]:
     lib = library.cpu()
     assert lib is not None, library.status("cpu").why
     before = lib.lt_cpu_isa()
-    if lib.lt_cpu_use_isa(request.param.encode()) != 0:
-        pytest.skip(f"this CPU has no {request.param}")
-    yield request.param
+    if lib.lt_cpu_use_isa(name.encode()) != 0:
+        pytest.skip(f"this CPU has no {name}")
+    yield name
     lib.lt_cpu_use_isa(before)
+
+
+@pytest.fixture(params=["avx512", "avx2", "neon", "portable"])
+def isa(request: Any) -> Iterator[str]:
+    """Each instruction set of this CPU."""
+    yield from _use(request.param)
+
+
+@pytest.fixture(params=["amx", "avx512", "avx2", "neon", "portable"])
+def matrix_isa(request: Any) -> Iterator[str]:
+    """Likewise, and the one that differs in matrix products only."""
+    yield from _use(request.param)

@@ -40,7 +40,7 @@ FUNCTION(long, lt_KIND_scratch)(long, const long *) { return 64; }
 FUNCTION(long, lt_KIND_topk_scratch)(long) { return 64; }
 """ + "".join(
     f"FUNCTION(int, lt_KIND_{name})(const void *) {{ return 0; }}\n"
-    for name in (*library.OPERATIONS, *library.SERIAL_OPERATIONS)
+    for name in (*library.OPERATIONS, *library.CPU_OPERATIONS)
 )
 HOLDER = "import sys, time, filelock\nlock = filelock.FileLock(sys.argv[1])\nlock.acquire()\nprint('held', flush=True)"
 # build.py without the package, which would import torch and Lightning.

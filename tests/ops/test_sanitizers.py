@@ -88,9 +88,51 @@ def huffman(rng):
         libc.free(source)
         libc.free(target)
 
+class Rows(Structure):
+    _fields_ = [("data", c_void_p), ("batch", c_int64), ("head", c_int64), ("row", c_int64)]
+
+class Attention(Structure):
+    _fields_ = [*[(n, c_int64) for n in ("batch", "heads", "kv_heads", "length", "dim", "block", "layouts")],
+                *[(n, c_void_p) for n in ("row_begin", "row_index", "column_begin", "column_index")],
+                *[(n, Rows) for n in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")],
+                ("lse", c_void_p), ("key_bias", c_void_p), ("scale", c_double), ("dropout", c_double),
+                ("seed", ctypes.c_uint64), ("dtype", c_int32), ("causal", c_int32)]
+
+def copied(values, kind):
+    # To the heap, where the sanitizer sees what is read beyond its end.
+    array = (kind * max(1, len(values)))(*values)
+    address = libc.malloc(max(1, ctypes.sizeof(kind) * len(values)))
+    ctypes.memmove(address, array, ctypes.sizeof(kind) * len(values))
+    return address
+
+def attention(rng, threads):
+    length, block = rng.choice([1, 15, 33, 70, 150]), rng.choice([1, 7, 16, 32, 48])
+    dim = rng.choice([1, 8, 24, 64, 100, 256])
+    heads, kv, layouts, dtype, n = 4, rng.choice([1, 2, 4]), rng.choice([1, 4]), rng.randrange(2), -(-length // block)
+    layout = [[[rng.random() < 0.6 for _ in range(n)] for _ in range(n)] for _ in range(layouts)]
+    addresses, lists = [], []
+    for rows in (layout, [list(zip(*one)) for one in layout]):
+        found = [[j for j in range(n) if row[j]] for one in rows for row in one]
+        ends = [sum(map(len, found[:i])) for i in range(len(found) + 1)]
+        lists += [copied(ends, c_int64), copied(sum(found, []), c_int32)]
+    def tensor(count, spread=1):
+        row = dim * spread
+        address = buffers([count * length * row - row + dim], dtype)[0]
+        addresses.append(address)
+        return Rows(address, count * length * row, length * row, row)
+    q, out, dout, dq = (tensor(heads, s) for s in (2, 1, 3, 1))
+    k, v, dk, dv = (tensor(kv, s) for s in (1, 2, 1, 1))
+    lse, bias = buffers([heads * length, length], 0)
+    t = Attention(1, heads, kv, length, dim, block, layouts, *lists, q, k, v, out, dout, dq, dk, dv, lse, bias, 0.5,
+                  rng.choice([0.0, 0.25]), 5, dtype, rng.randrange(2))
+    assert lib.lt_cpu_attention_forward(ctypes.byref(t), threads) == 0
+    assert lib.lt_cpu_attention_backward(ctypes.byref(t), threads) == 0
+    for address in (*addresses, *lists, lse, bias):
+        libc.free(address)
+
 def main():
     rng = random.Random(0)
-    for isa in (b"avx512", b"avx2", b"neon", b"portable"):
+    for isa in (b"amx", b"avx512", b"avx2", b"neon", b"portable"):
         if lib.lt_cpu_use_isa(c_char_p(isa)) != 0:
             continue
         for trial in range(60):
@@ -119,6 +161,7 @@ def main():
                 for bits in (8, 4, 2, 1):
                     blocks(rng.choice(sizes), rng.choice([16, 48, 1024, 65536]), bits, g, threads)
                 topk(rng.choice(sizes), threads)
+                attention(rng, threads)
             huffman(rng)
             for addresses in lists:
                 for address in addresses:

@@ -18,11 +18,35 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace {
 
 // ---- instruction sets --------------------------------------------------------------------------------------------
+
+#if defined(__x86_64__)
+// Linux wants to be asked before a process uses tiles, once for all of its threads.
+bool tiles() {
+    constexpr unsigned AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24;
+    constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    unsigned a, b, c, d;
+    if (!lt_attention_amx.forward || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    return (d & AMX_BF16) && (d & AMX_TILE) && syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+}
+
+// What has no need of tiles is that of AVX-512.
+const Kernels *amx() {
+    static const Kernels kernels = [] {
+        Kernels k = lt_kernels_avx512;
+        k.isa = "amx";
+        k.attention = lt_attention_amx;
+        return k;
+    }();
+    return &kernels;
+}
+#endif
 
 bool runs(const std::string &isa) {
 #if defined(__x86_64__)
@@ -31,6 +55,7 @@ bool runs(const std::string &isa) {
     bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
     bool avx2 = f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     if (isa == "avx2") return avx2;
+    if (isa == "amx") return runs("avx512") && tiles();
     if (isa == "avx512")
         return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
@@ -43,7 +68,7 @@ bool runs(const std::string &isa) {
 const Kernels *find(const char *wanted) {
     static const Kernels *const all[] = {
 #if defined(__x86_64__)
-        &lt_kernels_avx512, &lt_kernels_avx2,
+        amx(), &lt_kernels_avx512, &lt_kernels_avx2,
 #elif defined(__aarch64__)
         &lt_kernels_neon,
 #endif

@@ -3,6 +3,7 @@
 // Included by avx512.cpp, avx2.cpp, neon.cpp and portable.cpp, each compiled with its own flags.
 #pragma once
 
+#include "cpu/attention.h"
 #include "cpu/blocks.h"
 #include "cpu/table.h"
 #include "cpu/topk.h"
@@ -172,4 +173,5 @@ static void cast_scale(const lt_pairs &t, int64_t k, int64_t lo, int64_t hi) {
     const Kernels lt_kernels_##name = {#name,           adam,          lion,            adagrad,                    \
                                        sgd,             lamb_update,   lamb_apply,      norm_squared,               \
                                        accumulate,      cast_scale,    encode_blocks,   decode_blocks,              \
-                                       upper_histogram, lower_histogram, count_from,    indices_from};
+                                       upper_histogram, lower_histogram, count_from,    indices_from,               \
+                                       LT_NAMESPACE::attention};

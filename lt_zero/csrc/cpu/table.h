@@ -1,6 +1,7 @@
 // What each instruction set offers to api.cpp: every kernel for the elements [lo, hi) of one tensor of a list.
 #pragma once
 
+#include "cpu/attention_table.h"
 #include "lt_zero.h"
 
 struct Kernels {
@@ -24,6 +25,8 @@ struct Kernels {
     void (*lower_histogram)(const float *c, int64_t lo, int64_t hi, int32_t upper, uint32_t *bins);
     void (*count_from)(const float *c, int64_t lo, int64_t hi, int32_t threshold, int64_t *above, int64_t *equal);
     void (*indices_from)(const float *c, int64_t lo, int64_t hi, int32_t threshold, int64_t ties, int32_t *indices);
+    AttentionKernels attention;
 };
 
 extern const Kernels lt_kernels_avx512, lt_kernels_avx2, lt_kernels_neon, lt_kernels_portable;
+extern const AttentionKernels lt_attention_amx;  // empty where the compiler does not know the instructions

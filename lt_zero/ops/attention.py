@@ -1,0 +1,329 @@
+"""Block-sparse attention on the CPU: ``softmax(scale * q k^T + key_bias) v`` on some blocks of the scores.
+
+Forward and backward are two plain functions; whoever calls them makes an operator of them. Softmax is computed while
+the blocks pass by (Dao, FlashAttention-2, 2023, arXiv:2307.08691): beside the results, memory grows with the length,
+not with the number of blocks.
+
+Dropout drops an element of the softmax by a hash of (seed, batch and head, row, column), so that the backward pass
+computes it again; see ``dropout_mask``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lt_zero.ops import library
+from lt_zero.ops.dispatch import DTYPES, address, call
+
+LARGEST_DIM = 256  # of a head
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity: made once for a layout, then kept
+class BlockIndex:
+    """The blocks of a layout, listed by rows and by columns.
+
+    Attributes:
+        block: rows and columns of a block.
+        layouts: 1, or one for each head.
+        blocks: blocks of a row, and of a column.
+        row_begin: [layouts * blocks + 1] int64; the blocks of row r of layout n are
+            ``row_index[row_begin[n * blocks + r] : row_begin[n * blocks + r + 1]]``.
+        row_index: [number of blocks] int32, rising within a row.
+        column_begin: as ``row_begin``, for columns.
+        column_index: as ``row_index``, for columns.
+    """
+
+    block: int
+    layouts: int
+    blocks: int
+    row_begin: Tensor
+    row_index: Tensor
+    column_begin: Tensor
+    column_index: Tensor
+
+    @classmethod
+    def of(cls, layout: Tensor, block: int) -> BlockIndex:
+        """List the blocks of a layout.
+
+        Args:
+            layout: [heads or 1, blocks, blocks], rows before columns; what is not 0 is computed.
+            block: rows and columns of a block.
+
+        Raises:
+            ValueError: the layout has another shape, or ``block`` is below 1.
+        """
+        if layout.dim() != 3 or layout.shape[1] != layout.shape[2] or layout.shape[0] < 1 or layout.shape[1] < 1:
+            raise ValueError(f"layout has shape {tuple(layout.shape)}; [heads or 1, blocks, blocks] is needed.")
+        if block < 1:
+            raise ValueError(f"block is {block}; 1 or more is needed.")
+        there = layout.detach().cpu() != 0
+        return cls(block, there.shape[0], there.shape[1], *_lists(there), *_lists(there.transpose(1, 2)))
+
+    def dense(self, length: int) -> Tensor:
+        """The mask of all elements, [layouts, length, length] bool: True where a score is computed."""
+        there = torch.zeros(self.layouts * self.blocks, self.blocks, dtype=torch.bool)
+        rows = torch.repeat_interleave(torch.arange(self.layouts * self.blocks), self.row_begin.diff())
+        there[rows, self.row_index.long()] = True
+        there = there.view(self.layouts, self.blocks, self.blocks)
+        return there.repeat_interleave(self.block, 1).repeat_interleave(self.block, 2)[:, :length, :length]
+
+
+def _lists(there: Tensor) -> tuple[Tensor, Tensor]:
+    begin = torch.zeros(there.shape[0] * there.shape[1] + 1, dtype=torch.int64)
+    begin[1:] = there.sum(2).view(-1).cumsum(0)
+    return begin, there.nonzero()[:, 2].int()
+
+
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: BlockIndex,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    key_bias: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Attention on the blocks of ``index``.
+
+    Args:
+        q: [batch, heads, length, dim] in fp32 or bf16, any strides, but the last dimension contiguous.
+        k: [batch, kv_heads, length, dim], likewise; ``heads`` is a multiple of ``kv_heads``, whose heads are shared by
+            neighbouring ones of q.
+        v: as k.
+        index: of a layout with ``heads`` layouts or one, of ``ceil(length / block)`` blocks.
+        causal: keys after a row are not seen, also within a block.
+        scale: of the scores; None: ``1 / sqrt(dim)``.
+        key_bias: [batch, length] fp32, contiguous, added to the scores of each key; -inf: the key is not seen.
+        dropout: the share of elements of the softmax that is dropped, from 0 to below 1.
+        seed: of dropout, from 0 to 2^63 - 1.
+
+    Returns:
+        The result, of q's shape, dtype and order of dimensions in memory, and [batch, heads, length] fp32, the
+        logarithms of the sums of exponentials. A row that sees no key has the results 0 and -inf.
+
+    Raises:
+        ValueError: an argument is something else.
+    """
+    lib = _check(q, k, v, index, key_bias, dropout, seed)
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    if lib is None:
+        return attention_forward_reference(
+            q, k, v, index, causal=causal, scale=scale, key_bias=key_bias, dropout=dropout, seed=seed
+        )
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32)
+    tensors = {"q": q, "k": k, "v": v, "out": out}
+    problem = _problem(tensors, index, lse, key_bias, causal=causal, scale=scale, dropout=dropout, seed=seed)
+    call(lib, "attention_forward", q.device, ctypes.byref(problem))
+    return out, lse
+
+
+def attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    index: BlockIndex,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    key_bias: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of ``attention_forward`` with respect to q, k and v, in their dtype.
+
+    Args:
+        dout: of q's shape and dtype: the gradient of ``out``.
+        q, k, v, index, causal, scale, key_bias, dropout, seed: as in the forward pass.
+        out: what it returned.
+        lse: what it returned.
+
+    Raises:
+        ValueError: an argument is something else.
+    """
+    lib = _check(q, k, v, index, key_bias, dropout, seed)
+    for name, tensor in (("dout", dout), ("out", out)):
+        if tensor.shape != q.shape or tensor.dtype != q.dtype or tensor.device != q.device:
+            raise ValueError(f"{name} is {_described(tensor)}; q is {_described(q)}.")
+    if lse.shape != q.shape[:3] or lse.dtype != torch.float32 or not lse.is_contiguous():
+        raise ValueError(f"lse is {_described(lse)}; {tuple(q.shape[:3])}, float32, contiguous is needed.")
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    if lib is None:
+        return attention_backward_reference(
+            dout, q, k, v, index, causal=causal, scale=scale, key_bias=key_bias, dropout=dropout, seed=seed
+        )
+    dout = dout if dout.stride(3) == 1 else dout.contiguous()  # an expanded gradient has strides of 0
+    out = out if out.stride(3) == 1 else out.contiguous()
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
+    problem = _problem(tensors, index, lse, key_bias, causal=causal, scale=scale, dropout=dropout, seed=seed)
+    call(lib, "attention_backward", q.device, ctypes.byref(problem))
+    return dq, dk, dv
+
+
+# ---- references ------------------------------------------------------------------------------------------------------
+
+
+def attention_forward_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: BlockIndex,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    key_bias: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """``attention_forward`` in torch operations, with all scores in memory; in fp64 if q is."""
+    batch, heads, length, dim = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    group = heads // k.shape[1]
+    k, v = (t.to(wide).repeat_interleave(group, 1) for t in (k, v))
+    scores = (1 / math.sqrt(dim) if scale is None else scale) * (q.to(wide) @ k.transpose(2, 3))
+    if key_bias is not None:
+        scores = scores + key_bias[:, None, None].to(wide)
+    seen = index.dense(length)
+    scores = scores.masked_fill(~(seen.tril() if causal else seen), -math.inf)
+    lse = scores.logsumexp(3)
+    blind = (lse == -math.inf)[..., None]
+    weights = scores.masked_fill(blind, 0.0).softmax(3).masked_fill(blind, 0.0)  # neither NaN, nor in the gradients
+    if dropout > 0:
+        kept = [dropout_mask(seed, number, length, length, dropout) for number in range(batch * heads)]
+        weights = weights * torch.stack(kept).view(batch, heads, length, length) / (1 - dropout)
+    return (weights @ v).to(q.dtype), lse
+
+
+def attention_backward_reference(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: BlockIndex,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    key_bias: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``attention_backward`` by autograd through ``attention_forward_reference``."""
+    with torch.enable_grad():
+        q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+        out, _ = attention_forward_reference(
+            q, k, v, index, causal=causal, scale=scale, key_bias=key_bias, dropout=dropout, seed=seed
+        )
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    return dq, dk, dv
+
+
+def dropout_mask(seed: int, number: int, rows: int, columns: int, dropout: float) -> Tensor:
+    """Which elements of the softmax of head ``number`` (``batch * heads + head``) are kept, [rows, columns] bool.
+
+    Rows and columns are hashed with a key each, then the hashes of both together; an element is dropped if the result
+    is below ``dropout * 2^32``. Hashes are lowbias32 (C. Wellons, Hash Prospector, 2018), keys come from SplitMix64
+    (Steele, Lea and Flood, 2014).
+    """
+    z = (seed + 0x9E3779B97F4A7C15 * (number + 1)) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    z ^= z >> 31
+    row = _mix(torch.arange(rows) ^ z % 2**32)
+    column = _mix(torch.arange(columns) ^ z >> 32)
+    return _mix(row[:, None] ^ column) >= int(dropout * 2**32)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32 bits, in int64: products that overflow keep their lower bits."""
+    x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
+    x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+# ---- checks and addresses --------------------------------------------------------------------------------------------
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}, on {tensor.device}"
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, key_bias: Tensor | None, dropout: float, seed: int
+) -> ctypes.CDLL | None:
+    """Check the arguments; the library of kernels, or None."""
+    if q.dim() != 4 or q.dtype not in _DTYPES or q.device.type != "cpu" or not 1 <= q.shape[3] <= LARGEST_DIM:
+        raise ValueError(
+            f"q is {_described(q)}; [batch, heads, length, dim up to {LARGEST_DIM}], float32 or bfloat16, on the CPU "
+            "is needed."
+        )
+    batch, heads, length, dim = q.shape
+    for name, tensor in (("k", k), ("v", v)):
+        fits = tensor.dim() == 4 and (tensor.shape[0], tensor.shape[2], tensor.shape[3]) == (batch, length, dim)
+        if not fits or tensor.dtype != q.dtype or tensor.device != q.device or tensor.shape != k.shape:
+            raise ValueError(f"{name} is {_described(tensor)}; q is {_described(q)}, k is {_described(k)}.")
+    if min(q.numel(), k.numel()) == 0 or heads % k.shape[1] != 0:
+        raise ValueError(f"q has {heads} heads and {q.numel()} elements, k has {k.shape[1]} heads: no multiple of it.")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.stride(3) != 1 and dim > 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}; the last dimension must be contiguous.")
+    if index.layouts not in (1, heads) or index.blocks != -(-length // index.block):
+        raise ValueError(
+            f"The layout is of {index.layouts} heads and {index.blocks} blocks of {index.block}; "
+            f"1 or {heads} heads and {-(-length // index.block)} blocks for {length} positions are needed."
+        )
+    if key_bias is not None and (key_bias.shape != (batch, length) or key_bias.dtype != torch.float32):
+        raise ValueError(f"key_bias is {_described(key_bias)}; {(batch, length)}, float32 is needed.")
+    if key_bias is not None and not key_bias.is_contiguous():
+        raise ValueError(f"key_bias has strides {key_bias.stride()}; it must be contiguous.")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout is {dropout}; from 0 to below 1 is possible.")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed is {seed}; from 0 to 2^63 - 1 is possible.")
+    return library.cpu()
+
+
+def _problem(
+    tensors: dict[str, Tensor],
+    index: BlockIndex,
+    lse: Tensor,
+    key_bias: Tensor | None,
+    *,
+    causal: bool,
+    scale: float,
+    dropout: float,
+    seed: int,
+) -> library.Attention:
+    """``lt_attention``; it does not keep the tensors alive."""
+    q, k = tensors["q"], tensors["k"]
+    rows = {name: library.Rows(address(t), *t.stride()[:3]) for name, t in tensors.items()}
+    return library.Attention(
+        batch=q.shape[0],
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        length=q.shape[2],
+        dim=q.shape[3],
+        block=index.block,
+        layouts=index.layouts,
+        rows=library.Lists(address(index.row_begin), address(index.row_index)),
+        columns=library.Lists(address(index.column_begin), address(index.column_index)),
+        lse=address(lse),
+        key_bias=address(key_bias),
+        scale=scale,
+        dropout=dropout,
+        seed=seed,
+        dtype=DTYPES[q.dtype],
+        causal=causal,
+        **rows,
+    )
