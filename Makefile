@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint bench bench-ops bench-offload bench-checkpoint bench-activation bench-nodes gpu gpu-kernels \
+.PHONY: help demo test test-slow lint bench bench-ops bench-offload bench-checkpoint bench-activation bench-attention bench-nodes gpu gpu-kernels \
 	gpu-engine gpu-offload gpu-trainer gpu-bench compat docs clean
 
 help: ## Show the targets
@@ -44,6 +44,9 @@ bench-checkpoint: $(STAMP) ## Measure saving and loading against torch.save, DCP
 bench-activation: $(STAMP) ## Measure recomputing activations, and where saved inputs rest (5 minutes)
 	$(BIN)/python benchmarks/activation.py --rounds 5 --threads 2
 
+bench-attention: $(STAMP) ## Measure block-sparse attention against dense attention (10 minutes)
+	$(BIN)/python benchmarks/attention.py
+
 bench-nodes: $(STAMP) ## Measure steps and traffic on two simulated nodes at three link rates (20 minutes; root, iproute2)
 	$(BIN)/python benchmarks/nodes.py
 
@@ -66,7 +69,7 @@ gpu: gpu-kernels gpu-engine gpu-offload gpu-trainer gpu-bench ## On a machine wi
 
 gpu-kernels: $(GPU_READY) ## The CUDA kernels: build them, compare them with the CPU's
 	$(if $(filter cuda,$(DEVICE)),$(GPU_PYTHON) -m lt_zero.cli ops build --cuda)
-	$(GPU_TESTS) tests/ops
+	$(GPU_TESTS) tests/ops tests/gpu/test_attention.py
 
 gpu-engine: $(GPU_READY) ## The engine on a GPU against one process
 	$(GPU_TESTS) tests/gpu/test_engine.py
@@ -80,6 +83,8 @@ gpu-trainer: $(GPU_READY) ## A Trainer on a GPU in every precision
 gpu-bench: $(GPU_READY) ## Kernels, host time and activations on a GPU
 	$(REPORT) bench-ops -- benchmarks/ops.py --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--numel 1e6 --rounds 3)
 	$(REPORT) bench-host -- benchmarks/host_cost.py --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--rounds 5)
+	$(REPORT) bench-attention -- benchmarks/attention.py --device $(DEVICE) --dtype bfloat16 \
+		$(if $(filter cpu,$(DEVICE)),--lengths 1024 --rounds 2,--heads 16 --lengths 4096 16384 32768)
 	$(if $(filter cuda,$(DEVICE)),$(REPORT) bench-activation -- benchmarks/activation.py --device cuda --rounds 3)
 
 $(SITE)/.installed:

@@ -5,6 +5,7 @@ strategy and loads in a process that has torch alone.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +27,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
+class Causal(nn.Module):
+    """Dense attention to all earlier positions, of `(batch, heads, length, HEAD_DIM)` each."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
 class Attention(nn.Module):
     """Causal self-attention: the positions enter by rotating queries and keys."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, attend: Callable[[], nn.Module]) -> None:
         super().__init__()
+        self.attend = attend()
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
@@ -38,7 +47,7 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         qkv = self.qkv(x).view(batch, length, 3, width // HEAD_DIM, HEAD_DIM).permute(2, 0, 3, 1, 4)
         query, key, value = qkv.unbind(0)
-        y = F.scaled_dot_product_attention(rotate(query, cos, sin), rotate(key, cos, sin), value, is_causal=True)
+        y = self.attend(rotate(query, cos, sin), rotate(key, cos, sin), value)
         mixed: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))
         return mixed
 
@@ -46,10 +55,10 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention, then a feed-forward layer, each behind a norm and added to the stream."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, attend: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(width)
+        self.attention = Attention(width, attend)
         self.feed_norm = nn.LayerNorm(width)
         self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
@@ -65,13 +74,21 @@ class GPT(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, vocabulary: int = 256, depth: int = 4, width: int = 192, context: int = 128) -> None:
+    def __init__(
+        self,
+        vocabulary: int = 256,
+        depth: int = 4,
+        width: int = 192,
+        context: int = 128,
+        attend: Callable[[], nn.Module] = Causal,
+    ) -> None:
+        """`attend` makes the module that computes attention of queries, keys and values."""
         super().__init__()
         if width % HEAD_DIM:
             raise ValueError(f"width must be a multiple of {HEAD_DIM}, the size of a head: got {width}")
         self.context = context
         self.embed = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(width, attend) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embed.weight

@@ -105,7 +105,7 @@ _MODULES = {
     "shard": "build",
     "synced": "engine.synced",
 }
-_SUBMODULES = ("utils", "zero")  # ``lt_zero.zero.Init`` as DeepSpeed's scripts write it
+_SUBMODULES = ("attention", "utils", "zero")  # ``lt_zero.zero.Init`` as DeepSpeed's scripts write it
 __all__ = list(_MODULES)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from lt_zero.activation.checkpointing import find_modules, install
+from lt_zero.attention.huggingface import install as install_sparse_attention
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.process_groups import with_index
 from lt_zero.common.errors import ConfigError, Problem
@@ -94,6 +95,8 @@ def shard(
     _check_kernels(config, device, comm)
     _check_late_gradients(config, policy)
     comm.configure(config)
+    if config.sparse_attention is not None:
+        install_sparse_attention(module, config, comm.rank)
     plan = plan_engine(module, config, policy, comm.mesh.shards)
     if training and config.activation_checkpointing.mode != "none":
         find_modules(module, config.activation_checkpointing)  # raises before the module is changed

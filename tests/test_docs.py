@@ -24,6 +24,7 @@ from hydra import compose, initialize_config_dir
 from typer.testing import CliRunner
 
 import lt_zero
+import lt_zero.attention
 import lt_zero.conf
 from lt_zero.cli import app
 from lt_zero.config import ZeroConfig
@@ -305,7 +306,8 @@ def test_the_api_reference_has_all_public_names() -> None:
         parts = path.split(".")
         module = importlib.import_module(".".join(parts[:-1]))
         shown[parts[-1]] = getattr(module, parts[-1])
-    assert shown == {name: getattr(lt_zero, name) for name in lt_zero.__all__}
+    public = {name: getattr(module, name) for module in (lt_zero, lt_zero.attention) for name in module.__all__}
+    assert shown == public
 
 
 def test_the_readme_is_short() -> None:

@@ -15,7 +15,7 @@ FLOORS = (
     {"comm", "offload"},
     {"engine"},
     {"step"},
-    {"activation", "checkpoint", "memory"},
+    {"activation", "attention", "checkpoint", "memory"},
     {"build", "zero"},
     {"lightning", "inference", "loop"},
     {"__init__", "cli", "doctor", "sweep", "utils"},

@@ -31,7 +31,7 @@ KEPT = (
     *("aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
     *("aten::_scaled_dot_product_fused_attention_overrideable", "aten::_flash_attention_forward"),
     *("aten::_efficient_attention_forward", "aten::_cudnn_attention_forward", "flex_attention"),
-    *("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"),
+    *("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward", "lt_zero::sparse_attention"),
 )
 """Operators, by schema name without overload, whose outputs are kept."""
 

@@ -294,6 +294,7 @@ _REQUIREMENTS = {
     "finite_number": "a finite number",
     "string_type": "text",
     "string_too_short": "some text",
+    "too_short": "a list of at least {min_length}",
     "tuple_type": "a list",
     "path_type": "a path",
     "greater_than": "greater than {gt}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -9,10 +10,18 @@ from typing import Any
 import torch
 
 from lt_zero.common.errors import Path, Problem, dotted
-from lt_zero.config.blocks import OPERATIONS, ActivationCheckpointing, Schema, operation_of
+from lt_zero.config.blocks import (
+    OPERATIONS,
+    SPARSE_MODES,
+    ActivationCheckpointing,
+    Schema,
+    SparseAttention,
+    operation_of,
+)
 from lt_zero.config.document import leaves
 
-Z, A = "zero_optimization", "activation_checkpointing"
+Z, A, S = "zero_optimization", "activation_checkpointing", "sparse_attention"
+_CAUSAL = "unidirectional"
 _WHOLE = ("muon", "adafactor")  # configurable optimizers that need whole matrices
 _PLAIN = {"onebitadam": "Adam", "onebitlamb": "Lamb", "zerooneadam": "Adam"}  # 1-bit optimizers, and without 1 bit
 
@@ -38,6 +47,7 @@ def contradictions(config: Schema) -> Iterator[Problem]:
     yield from _tolerance(config)
     yield from _precision(config)
     yield from _offload(config)
+    yield from _sparse_attention(config)
     unknown = [name for name in config.comms_logger.prof_ops if operation_of(name) is None]
     if unknown:
         text = f"comms_logger.prof_ops has {unknown[0]!r}, which is not a collective of lt_zero. Choose from "
@@ -200,6 +210,55 @@ def _offload(config: Schema) -> Iterator[Problem]:
         )
 
 
+def _sparse_attention(config: Schema) -> Iterator[Problem]:
+    block = config.sparse_attention
+    if block is None:
+        return
+    taken = SPARSE_MODES[block.mode]
+    for name in type(block).model_fields:
+        value = getattr(block, name)
+        if name in block.model_fields_set and name not in ("mode", *taken) and value is not None:
+            modes = ", ".join(mode for mode, keys in SPARSE_MODES.items() if name in keys)
+            text = (
+                f"{S}.{name}={json.dumps(value)} is no key of {S}.mode={block.mode!r}, which takes {', '.join(taken)}"
+            )
+            yield Problem(f"{S}.{name}", f"{text}. Remove it, or set a mode that has it: {modes}.")
+    if "horizontal_global_attention" in taken and block.horizontal_global_attention and block.attention == _CAUSAL:
+        text = f"{S}.horizontal_global_attention=true lets global blocks attend to later ones"
+        remedy = f"{S}.attention={_CAUSAL!r} forbids. Remove one of them."
+        yield Problem(f"{S}.horizontal_global_attention", f"{text}, which {remedy}")
+    if block.mode == "fixed":
+        yield from _fixed_attention(block)
+    starts, ends = block.global_block_indices, block.global_block_end_indices
+    if "global_block_end_indices" not in taken or ends is None:
+        return
+    key = f"{S}.global_block_end_indices"
+    both = f"{key}={json.dumps(ends)} and {S}.global_block_indices={json.dumps(starts)}"
+    if len(starts) != len(ends):
+        yield Problem(key, f"{both} are not as many. Write one end for each start.")
+    elif empty := [(start, end) for start, end in zip(starts, ends, strict=True) if start >= end]:
+        text = f"{both} make a range from {empty[0][0]} to {empty[0][1]}, which is empty"
+        yield Problem(key, f"{text}: an end is the block after the range. Write {empty[0][0] + 1} or more.")
+
+
+def _fixed_attention(block: SparseAttention) -> Iterator[Problem]:
+    window, share, patterns = block.num_local_blocks, block.num_global_blocks, block.num_different_global_patterns
+    local, key = f"{S}.num_local_blocks={window}", f"{S}.num_different_global_patterns"
+    if share == 0:
+        text = f"{S}.num_global_blocks=0, but with {S}.mode='fixed' each window has global blocks"
+        yield Problem(f"{S}.num_global_blocks", f"{text}. Write 1 or more, or set mode to local_sliding_window.")
+    elif window % share:
+        fitting = window + share - window % share
+        text = f"{local} is not divisible by {S}.num_global_blocks={share}"
+        yield Problem(f"{S}.num_local_blocks", f"{text}. Write a multiple of it, such as {fitting}.")
+    elif patterns > window // share:
+        text = f"{key}={patterns}, but a window of {local} has {window // share} groups of "
+        yield Problem(key, f"{text}{S}.num_global_blocks={share}. Write at most {window // share}.")
+    if patterns > 1 and not block.different_layout_per_head:
+        text = f"{key}={patterns} needs {S}.different_layout_per_head=true: all heads have one layout without it"
+        yield Problem(key, f"{text}. Set it, or remove {key}.")
+
+
 # ---- keys without effect ---------------------------------------------------------------------------------------------
 
 
@@ -280,6 +339,9 @@ def _inactive_elsewhere(config: Schema) -> Sequence[Rule]:
     keys = "huffman_coding hierarchical_compress exclude warmup_steps topk_ratio"
     blocks = ("flops_profiler", "comms_logger", "csv_monitor", "tensorboard", "wandb", "comet")
     divides = config.prescale_gradients and config.gradient_predivide_factor != 1.0
+    sparse = config.sparse_attention or SparseAttention()
+    drawn = sparse.num_random_blocks > 0 and sparse.mode in ("variable", "bigbird")
+    several = drawn or sparse.num_different_global_patterns > 1
     alone = saved.number_checkpoints is not None and not saved.contiguous_memory_optimization
     adds = "each backward adds to the accumulators in any case"
     recomputed = f"nothing is recomputed without {A}.mode: full or selective"
@@ -298,6 +360,13 @@ def _inactive_elsewhere(config: Schema) -> Sequence[Rule]:
         (alone, A, "number_checkpoints", "it needs contiguous_memory_optimization"),
         (saved.nvme_path is not None, A, "contiguous_memory_optimization number_checkpoints", in_files),
         (not uses_files, "aio", "", "nothing is offloaded to nvme"),
+        (not drawn, S, "seed", f"no block is random without {S}.num_random_blocks"),
+        (
+            sparse.different_layout_per_head and not several,
+            S,
+            "different_layout_per_head",
+            "all heads have the same layout without random blocks or num_different_global_patterns",
+        ),
         (config.fp16.loss_scale != 0, "fp16", _SCALE, "fp16.loss_scale fixes the scale"),
         (divides, "", "gradient_predivide_factor", prescaled),
         (

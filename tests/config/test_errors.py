@@ -14,7 +14,7 @@ WRONG = """{
   "fp16": {"enabled": true}, "bf16": {"enabled": true},
   "train_batch_size": 9, "gradient_accumulation_steps": 2,
   "frobnicate": 1,
-  "sparse_attention": {"mode": "fixed"},
+  "hybrid_engine": {"enabled": true},
   "amp": {"enabled": false},
   "hidden_layers": "auto"
 }
@@ -31,7 +31,7 @@ TOLD = [
     (4, 12, "fp16.enabled and bf16.enabled are both true"),
     (5, 3, "train_batch_size=9 is not a multiple of gradient_accumulation_steps=2"),
     (6, 3, "frobnicate is not a key of lt_zero or DeepSpeed."),
-    (7, 3, "sparse_attention is known, but not supported"),
+    (7, 3, "hybrid_engine is known, but not supported"),
     (9, 3, "hidden_layers is not a key of lt_zero or DeepSpeed."),
 ]
 

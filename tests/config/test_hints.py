@@ -11,6 +11,7 @@ import yaml
 from lt_zero.common.errors import ConfigError
 from lt_zero.config import ZeroConfig
 from lt_zero.config import keys as key_table
+from lt_zero.config.blocks import SPARSE_MODES
 from lt_zero.config.catalog import entries
 from lt_zero.config.load import Loaded, examine
 from tests.support.reach_engine import nested
@@ -71,7 +72,10 @@ def test_no_suggestion_is_refused() -> None:
 def test_the_default_of_each_suggestion_is_accepted() -> None:
     for entry in entries():
         if entry.default and "<name>" not in entry.key and not entry.key.startswith(("optimizer", "scheduler")):
-            assert not examine(nested({entry.key: yaml.safe_load(entry.default)}, Path())).problems, entry.key
+            block, _, name = entry.key.rpartition(".")
+            modes = [mode for mode, keys in SPARSE_MODES.items() if block == "sparse_attention" and name in keys]
+            config = {f"{block}.mode": mode for mode in modes[:1]} | {entry.key: yaml.safe_load(entry.default)}
+            assert not examine(nested(config, Path())).problems, entry.key
 
 
 ONE_BIT = {"lr": 1e-3, "cuda_aware": False, "comm_backend_name": "nccl", "eps_inside_sqrt": False, "max_grad_norm": 1.0}

@@ -18,6 +18,7 @@ import torch
 from lt_zero.config import catalog
 from lt_zero.config.load import examine
 from tests.support import reach_activation as a
+from tests.support import reach_attention as at
 from tests.support import reach_breakdown as b
 from tests.support import reach_engine as e
 from tests.support import reach_files as f
@@ -56,7 +57,7 @@ SGD = {"optimizer.type": "SGD", "optimizer.params.lr": 0.5}
 WARM = {"scheduler.type": "WarmupLR", "scheduler.params.warmup_max_lr": 0.5, "scheduler.params.warmup_num_steps": 2}
 FLOPS, COMMS = {"flops_profiler.enabled": True}, {"comms_logger.enabled": True}
 COMET = {"comet.enabled": True}
-A = "activation_checkpointing."
+A, S = "activation_checkpointing.", "sparse_attention."
 FULL: Config = {A + "mode": "full"}
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 APART, TOGETHER = ["embedding", "head", "pair.first", "pair.second"], ["embedding", "head", "pair"]
@@ -285,6 +286,13 @@ PROBES: dict[str, Probe] = {
     A + "number_checkpoints": Probe(a.slots, 7, 3, 7, {**FULL, A + "contiguous_memory_optimization": True}),
     A + "synchronize_checkpoint_boundary": Probe(a.waits, True, 0, 12, FULL),
     A + "profile": Probe(a.timed, True, [], BLOCKS, FULL),
+    # which blocks of the attention matrix are computed
+    S + "mode": Probe(at.mode, "bigbird", None, "bigbird"),
+    **{
+        S + key: Probe(at.pattern(key), value, was, tuple(value) if isinstance(value, list) else value, base)
+        for base, values in at.VALUES
+        for key, (value, was) in values.items()
+    },
     # gradients in fewer bits
     G + "algorithm": Probe(e.compressed, "1bit", [], MATRICES, S0),
     G + "exclude": Probe(e.compressed, ["Pair", "Block", "embedding.*", "scale"], MATRICES, ["head.weight"], SIGNS),

@@ -60,3 +60,18 @@ def test_vision(pool: Pool, tmp_path: Path) -> None:
     assert averaged > 0.5  # of 4 classes
     assert plain > 0.5
     assert (tmp_path / "classifier-fp16.pt").exists()
+
+
+def _long_context() -> Any:
+    warnings.filterwarnings("ignore")
+    os.environ.update(torchrun_env())
+    short = ("--context", "512", "--depth", "1", "--width", "64", "--steps", "4", "--texts", "2")
+    return _main("long_context", "--devices", str(dist.get_world_size()), *short)
+
+
+@pytest.mark.slow
+def test_long_context(pool: Pool) -> None:
+    """A window of the pattern is 512 bytes: dense and sparse attention are the same."""
+    (dense, _), (sparse, _) = pool.run(2, _long_context)[0]
+    assert dense == pytest.approx(sparse, rel=1e-4)
+    assert dense < 256

@@ -1,0 +1,161 @@
+"""Sparse attention in models of Hugging Face's transformers, as ``attn_implementation="lt_zero_sparse"``.
+
+A model keeps its pattern in its own configuration (``model.config.sparse_attention``, with our keys): it is saved and
+loaded with the model. transformers is imported when ``register`` is called.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lt_zero.attention.patterns import Pattern, pattern_from, pattern_of, settings_of
+from lt_zero.attention.sparse import SparseSelfAttention, sparse_attention
+from lt_zero.common.errors import ConfigError
+from lt_zero.config.blocks import Schema
+
+log = logging.getLogger("lt_zero")
+NAME = "lt_zero_sparse"
+KEY = "sparse_attention"
+
+
+@functools.cache
+def register() -> None:
+    """Let models of transformers be built and loaded with ``attn_implementation="lt_zero_sparse"``.
+
+    Raises:
+        ImportError: transformers is missing, or too old.
+    """
+    try:
+        transformers: Any = importlib.import_module("transformers")
+        interfaces = transformers.AttentionInterface, transformers.AttentionMaskInterface
+    except (ImportError, AttributeError) as error:
+        raise ImportError(f'attn_implementation="{NAME}" needs transformers >= 4.53: {error}.') from error
+    for interface, function in zip(interfaces, (attention, padding_mask), strict=True):
+        interface.register(NAME, function)
+
+
+def install(module: nn.Module, config: Schema, rank: int) -> None:
+    """Let a model's attention be that of the configuration's ``sparse_attention`` block, and log which.
+
+    That of models of transformers, and of each ``SparseSelfAttention`` without a pattern of its own.
+
+    Raises:
+        ConfigError: there is neither, or transformers cannot switch the model's attention.
+    """
+    pattern = pattern_of(config)
+    if pattern is None:
+        return
+    modules = [m for m in module.modules() if isinstance(m, SparseSelfAttention)]
+    for own in modules:
+        own.pattern = own.pattern or pattern
+    base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
+    outermost = _outermost(module, base) if base is not None else []
+    for model in outermost:
+        switch(model, pattern)
+    if not modules and not outermost:
+        text = f"{KEY} is configured, but {type(module).__name__} has no lt_zero.attention.SparseSelfAttention and no "
+        raise ConfigError.about(KEY, f"{text}model of transformers. Use the module in it, or remove the block.")
+    if rank == 0:
+        names = [*dict.fromkeys(type(m).__name__ for m in outermost), *(["SparseSelfAttention"] if modules else [])]
+        log.info("sparse_attention: %s computes %s.", ", ".join(names), pattern)
+
+
+def _outermost(module: nn.Module, kind: type[nn.Module]) -> list[Any]:
+    if isinstance(module, kind):
+        return [module]
+    return [found for child in module.children() for found in _outermost(child, kind)]
+
+
+def switch(model: Any, pattern: Pattern) -> None:
+    """Let a model of transformers compute its self-attention with ``pattern``.
+
+    Raises:
+        ConfigError: it cannot be switched, or it is causal and the pattern is not.
+    """
+    register()
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ConfigError.about(KEY, f"{KEY}: {name} has cross-attention, which has no pattern. Remove the block.")
+    sees_past = any(getattr(m, "is_causal", False) for m in model.modules())
+    if sees_past and not pattern.causal:
+        key = f"{KEY}.attention"
+        raise ConfigError.about(key, f'{key}="bidirectional", but {name} is causal. Write "unidirectional".')
+    model.set_attn_implementation(NAME)
+    if model.config._attn_implementation != NAME:
+        text = f"{KEY}: transformers cannot switch the attention of {name}"
+        raise ConfigError.about(KEY, f"{text}, which does not use its AttentionInterface. Remove the block.")
+    for part in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+        setattr(part, KEY, settings_of(pattern))
+
+
+# ---- what transformers calls ---------------------------------------------------------------------------------------
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention in the form of transformers' ``AttentionInterface``: the output is [batch, length, heads, dim]."""
+    settings: Any = getattr(getattr(module, "config", None), KEY, None)
+    if settings is None:
+        raise ValueError(
+            f'{type(module).__name__} was built with attn_implementation="{NAME}", but has no pattern. Write the block '
+            f'{KEY} into the configuration of lt_zero, or set model.config.{KEY} = {{"mode": "fixed", ...}}.'
+        )
+    _refuse(type(module).__name__, attention_mask, options)
+    padding = None if attention_mask is None else attention_mask == 0
+    pattern = pattern_from(settings)
+    out = sparse_attention(query, key, value, pattern, padding, dropout, scale=scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse(name: str, mask: Tensor | None, options: dict[str, Any]) -> None:
+    """Raise ValueError for what would be left out."""
+    given = [
+        key
+        for key in ("head_mask", "sliding_window", "softcap", "s_aux", "position_bias", "output_attentions")
+        if options.get(key) is not None and options[key] is not False
+    ]
+    if given:
+        raise ValueError(f"{name} asks for {', '.join(given)}, which sparse attention has not. Choose another model.")
+    if mask is not None and mask.dim() != 2:
+        raise ValueError(f"attention_mask {list(mask.shape)}: sparse attention takes padding only, [batch, length].")
+
+
+def padding_mask(
+    *_: Any,
+    kv_length: int,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    **__: Any,
+) -> Tensor | None:
+    """The mask in the form of transformers' ``AttentionMaskInterface``: which keys are no padding, or None.
+
+    Raises:
+        ValueError: the model wants another mask than a causal or a full one.
+    """
+    known: Any = importlib.import_module("transformers.masking_utils")
+    plain = [getattr(known, f"{kind}_mask_function", None) for kind in ("causal", "bidirectional")]
+    if mask_function is not None and mask_function not in plain:
+        raise ValueError(
+            "The model has a mask of its own (sliding windows, or several sequences in one row by position_ids), which "
+            "sparse attention has not. Give each sequence a row, or choose another attn_implementation."
+        )
+    if attention_mask is None:
+        return None
+    mask = attention_mask[:, -kv_length:].to(torch.bool)
+    return None if bool(mask.all()) else mask

@@ -1,0 +1,141 @@
+"""Models of transformers with sparse attention, and the guide (docs/attention.md). They need transformers."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lt_zero
+from lt_zero import ConfigError
+from lt_zero.attention import SparseSelfAttention, register
+from tests.support.docs_tools import BLOCKS, run_text
+from tests.support.pool import Pool
+
+BLOCK = {"mode": "fixed", "block": 16, "num_local_blocks": 2, "attention": "unidirectional"}
+
+
+def _model(**options: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    register()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config, **options)
+
+
+def _tokens(length: int = 80) -> Tensor:
+    return torch.randint(0, 64, (2, length), generator=torch.Generator().manual_seed(1))
+
+
+def _config(block: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+    return {"sparse_attention": block, "optimizer": optimizer, "train_micro_batch_size_per_gpu": 2, **keys}
+
+
+def test_a_model_is_switched_and_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    model = _model()
+    tokens = _tokens()
+    plain = model(tokens).logits.detach()
+    with caplog.at_level(logging.INFO, "lt_zero"):
+        engine, *_ = lt_zero.initialize(model=model, config=_config(BLOCK))
+    assert "sparse_attention: LlamaForCausalLM computes Fixed(block=16" in caplog.text
+    found = engine(tokens).logits
+    torch.testing.assert_close(found[:, :32], plain[:, :32])  # the first window sees all before
+    assert (found[:, 33:] - plain[:, 33:]).abs().amax(-1).min() > 1e-6
+    padded = torch.ones(2, 80, dtype=torch.long)
+    padded[:, 64:] = 0
+    torch.testing.assert_close(engine(tokens, attention_mask=padded).logits[:, :64], found[:, :64])
+    other = engine(tokens, attention_mask=padded.flip(1)).logits
+    assert other.isfinite().all()
+    engine.destroy()
+
+
+def test_the_pattern_is_saved_with_the_model(tmp_path: Path) -> None:
+    model = _model(attn_implementation="lt_zero_sparse")
+    with pytest.raises(ValueError, match="has no pattern. Write the block"):
+        model(_tokens())
+    model.config.sparse_attention = BLOCK
+    wanted = model(_tokens()).logits
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, attn_implementation="lt_zero_sparse")
+    assert torch.equal(again(_tokens()).logits, wanted)
+
+
+def test_the_guide() -> None:
+    pytest.importorskip("transformers")
+    (block,) = (b for b in BLOCKS if b.page.endswith("attention.md") and "run by" in b.marks)
+    made: dict[str, Any] = {}
+    run_text(block.text, str(block), made)
+    assert made["model"](_tokens()).logits.shape == (2, 80, 32000)
+
+
+def test_text_is_generated_as_without_a_cache() -> None:
+    model = _model(attn_implementation="lt_zero_sparse").eval()
+    model.config.sparse_attention = BLOCK
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    prompt = _tokens(40)
+    assert torch.equal(
+        model.generate(prompt, use_cache=True, **options), model.generate(prompt, use_cache=False, **options)
+    )
+
+
+def test_what_a_model_cannot_have() -> None:
+    transformers = pytest.importorskip("transformers")
+    with pytest.raises(ConfigError, match='"bidirectional", but LlamaForCausalLM is causal. Write "unidirectional"'):
+        lt_zero.initialize(model=_model(), config=_config({**BLOCK, "attention": "bidirectional"}))
+    whole = transformers.BartConfig(vocab_size=32, d_model=16, encoder_layers=1, decoder_layers=1)
+    with pytest.raises(ConfigError, match="BartModel has cross-attention"):
+        lt_zero.initialize(model=transformers.BartModel(whole), config=_config(BLOCK))
+    model = _model(attn_implementation="lt_zero_sparse")
+    model.config.sparse_attention = BLOCK
+    packed = torch.cat([torch.arange(40), torch.arange(40)])[None].expand(2, -1)
+    with pytest.raises(ValueError, match="several sequences in one row"):
+        model(_tokens(), position_ids=packed, use_cache=False)
+
+
+def test_a_model_without_attention_of_either_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Linear has no lt_zero.attention.SparseSelfAttention and no"):
+        lt_zero.initialize(model=nn.Linear(2, 2), config=_config(BLOCK))
+
+
+def test_modules_without_a_pattern_take_that_of_the_configuration() -> None:
+    model = nn.Sequential(SparseSelfAttention(), nn.Linear(2, 2))
+    lt_zero.initialize(model=model, config=_config(BLOCK))
+    assert model[0].pattern.num_local_blocks == 2
+
+
+def _trains(stage: int) -> list[float]:
+    rank, losses = torch.distributed.get_rank(), []
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    engine, *_ = lt_zero.initialize(model=_model(), config=_config(BLOCK, zero_optimization=zero))
+    for _ in range(2):
+        tokens = _tokens()[rank : rank + 1]
+        loss = engine(tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_stages_train_alike(pool: Pool, stage: int) -> None:
+    model = _model(attn_implementation="lt_zero_sparse")
+    model.config.sparse_attention = BLOCK
+    optimizer, wanted = torch.optim.SGD(model.parameters(), 0.1), []
+    for _ in range(2):
+        losses = [model(t[None], labels=t[None]).loss for t in _tokens()]
+        optimizer.zero_grad()
+        (sum(losses) / 2).backward()
+        optimizer.step()
+        wanted.append([loss.item() for loss in losses])
+    found = pool.run(2, _trains, stage)
+    assert [list(row) for row in zip(*found, strict=True)] == [pytest.approx(row, rel=1e-5) for row in wanted]

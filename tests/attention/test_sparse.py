@@ -1,0 +1,195 @@
+"""``sparse_attention`` beside full matrices in fp64; under autocast, checkpointing, compilation; over ranks; errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from lt_zero.attention import BigBird, Dense, Fixed, Pattern, SparseSelfAttention, sparse_attention
+from lt_zero.attention.sparse import allowed_elements, dense
+from tests.support.pool import Pool
+
+CAUSAL = Fixed(block=16, num_local_blocks=2, attention="unidirectional")
+PER_HEAD = Fixed(block=16, num_local_blocks=4, different_layout_per_head=True, num_different_global_patterns=4)
+
+
+def _inputs(length: int, heads: int = 4, shared: int = 1, dim: int = 24, dtype: Any = torch.float32) -> list[Tensor]:
+    """Queries, keys and values as a projection leaves them: views of [batch, length, heads, dim]."""
+    torch.manual_seed(0)
+    sizes = (heads, heads // shared, heads // shared)
+    return [torch.randn(2, length, n, dim, dtype=dtype).transpose(1, 2).requires_grad_() for n in sizes]
+
+
+def _results(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    torch.manual_seed(1)
+    weights = torch.randn(out.shape, dtype=torch.float64).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad((out * weights).sum(), inputs)]
+
+
+def _exact(inputs: list[Tensor], pattern: Pattern, mask: Tensor | None = None) -> list[Tensor]:
+    """In fp64, from the definition."""
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    length = inputs[0].shape[2]
+    allowed = allowed_elements(pattern, inputs[0].shape[1], length, length)[None]
+    if mask is not None:
+        allowed = allowed & ~mask[:, None, None]
+    return _results(dense(*doubles, allowed, None, 0.0, inputs[0].shape[-1] ** -0.5), doubles)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(("pattern", "length", "shared"), [(CAUSAL, 100, 1), (PER_HEAD, 128, 2), (BigBird(), 96, 4)])
+def test_outputs_and_gradients(dtype: torch.dtype, pattern: Pattern, length: int, shared: int) -> None:
+    inputs = _inputs(length, shared=shared, dtype=dtype)
+    mask = torch.zeros(2, length, dtype=torch.bool)
+    mask[1, length // 2 :] = True
+    out = sparse_attention(*inputs, pattern, mask)
+    assert out.dtype == dtype
+    found, wanted = _results(out, inputs), _exact(inputs, pattern, mask)
+    allowed = (allowed_elements(pattern, 4, length, length)[None] & ~mask[:, None, None]).expand(2, 4, -1, -1)
+    plain = _results(dense(*inputs, allowed, None, 0.0, 24**-0.5), inputs)  # torch, in this dtype
+    for ours, theirs, exact in zip(found, plain, wanted, strict=True):
+        error, allowance = (x.double().sub(exact).abs().max() for x in (ours, theirs))
+        assert error <= 2 * allowance + 1e-6 * exact.abs().max()
+
+
+def test_floating_point_masks_are_added_to_the_scores() -> None:
+    inputs = _inputs(64)
+    mask = torch.zeros(2, 64)
+    mask[0, 50:] = -torch.inf
+    torch.testing.assert_close(
+        sparse_attention(*inputs, CAUSAL, mask), sparse_attention(*inputs, CAUSAL, mask == -torch.inf)
+    )
+    soft = torch.randn(2, 64)
+    found = sparse_attention(*inputs, CAUSAL, soft)
+    wanted = sparse_attention(*(x.double() for x in inputs), CAUSAL, soft)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_the_last_queries_of_a_sequence() -> None:
+    inputs = _inputs(70)
+    whole = sparse_attention(*inputs, CAUSAL)
+    last = sparse_attention(inputs[0][:, :, -3:], *inputs[1:], CAUSAL)
+    torch.testing.assert_close(last, whole[:, :, -3:], rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_has_the_mean_of_no_dropout_and_is_recomputed() -> None:
+    query, key, value = _inputs(64)
+    ones = torch.ones_like(value)
+    out = sparse_attention(query, key, ones, Dense(), dropout=0.25)  # sums of the weights that are kept, / 0.75
+    assert out.std() > 0.01
+    assert out.mean().item() == pytest.approx(1.0, abs=0.02)
+
+    def run(query: Tensor) -> Tensor:
+        return sparse_attention(query, key, value, CAUSAL, dropout=0.25)
+
+    torch.manual_seed(3)
+    plain = _results(run(query), [query])
+    torch.manual_seed(3)
+    again = _results(checkpoint(run, query, use_reentrant=False), [query])
+    assert all(map(torch.equal, plain, again))
+
+
+def test_autocast_computes_in_its_dtype() -> None:
+    inputs = _inputs(64)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = sparse_attention(*inputs, CAUSAL)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, sparse_attention(*(x.bfloat16() for x in inputs), CAUSAL))
+
+
+def test_it_is_compiled_without_a_break() -> None:
+    inputs = _inputs(64)
+
+    def run(*inputs: Tensor) -> Tensor:
+        return sparse_attention(*inputs, CAUSAL, dropout=0.0).square()
+
+    found = torch.compile(run, fullgraph=True, backend="aot_eager")(*inputs)
+    for ours, wanted in zip(_results(found, inputs), _results(run(*inputs), inputs), strict=True):
+        torch.testing.assert_close(ours, wanted)
+
+
+def test_its_operations_are_counted() -> None:
+    inputs = _inputs(128)
+    with FlopCounterMode(display=False) as counter:
+        sparse_attention(*inputs, CAUSAL).sum().backward()
+    computed = 2 * 4 * int(CAUSAL.computed(1, 8).sum()) * 16 * 16
+    assert counter.get_total_flops() == 7 * 2 * 24 * computed
+
+
+def _over_ranks(shared: int) -> Any:
+    pattern, rank, world = PER_HEAD, dist.get_rank(), dist.get_world_size()
+    inputs = _inputs(96, heads=4 * world, shared=shared)
+    mask = torch.zeros(2, 96, dtype=torch.bool)
+    mask[0, 80:] = True
+    part = slice(rank * 96 // world, (rank + 1) * 96 // world)
+    mine = [x.detach()[:, :, part].requires_grad_() for x in inputs]
+    out = sparse_attention(*mine, pattern, mask[:, part], group=dist.group.WORLD)
+    torch.manual_seed(1)
+    weights = torch.randn(inputs[0].shape, dtype=torch.float64).float()
+    grads = torch.autograd.grad((out * weights[:, :, part]).sum(), mine)
+    wanted = _results(sparse_attention(*inputs, pattern, mask), inputs)
+    for ours, exact in zip([out, *grads], wanted, strict=True):
+        torch.testing.assert_close(ours, exact[:, :, part], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("ranks", "shared"), [(2, 1), (3, 2)])
+def test_sequences_cut_over_ranks(pool: Pool, ranks: int, shared: int) -> None:
+    pool.run(ranks, _over_ranks, shared)
+
+
+def test_the_module_has_the_masks_of_deepspeeds() -> None:
+    inputs = _inputs(64)
+    keep = torch.ones(2, 64)
+    keep[1, 40:] = 0
+    wanted = sparse_attention(*inputs, CAUSAL, keep == 0)
+    assert torch.equal(SparseSelfAttention(CAUSAL, key_padding_mask_mode="mul")(*inputs, None, keep), wanted)
+    added = torch.zeros(2, 64).masked_fill(keep == 0, -torch.inf)
+    assert torch.equal(SparseSelfAttention(CAUSAL)(*inputs, key_padding_mask=added), wanted)
+
+
+def test_the_module_takes_masks_of_elements(caplog: pytest.LogCaptureFixture) -> None:
+    inputs = _inputs(64)
+    whole = SparseSelfAttention(Dense(), attn_mask_mode="mul")
+    tril = torch.ones(64, 64).tril()
+    causal = sparse_attention(*inputs, Dense(attention="unidirectional"))
+    torch.testing.assert_close(whole(*inputs, attn_mask=tril), causal, rtol=1e-5, atol=1e-6)
+    assert "full matrices, since it got attn_mask" in caplog.text
+    added = SparseSelfAttention(Dense(), attn_mask_mode="add")
+    found = added(*inputs, attn_mask=tril.log())
+    torch.testing.assert_close(found, causal, rtol=1e-5, atol=1e-6)
+    bias = torch.randn(4, 64, 64)
+    found = SparseSelfAttention(CAUSAL)(*inputs, rpe=bias)
+    allowed = allowed_elements(CAUSAL, 4, 64, 64)[None]
+    torch.testing.assert_close(found, dense(*inputs, allowed, bias[None], 0.0, 24**-0.5))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"query": torch.zeros(2, 4, 8)}, r"each must be \[batch, heads, length, dim\]"),
+        ({"key": torch.zeros(2, 3, 8, 16), "value": torch.zeros(2, 3, 8, 16)}, "a multiple of the key's"),
+        ({"query": torch.zeros(2, 4, 9, 16)}, "no more queries than keys"),
+        ({"query": torch.zeros(2, 4, 8, 16).double()}, "one floating-point dtype"),
+        ({"key_padding_mask": torch.zeros(2, 7)}, r"must be \[batch, length\]: \[2, 8\]"),
+        ({"dropout": 1.0}, r"must be in \[0, 1\)"),
+    ],
+)
+def test_arguments_that_do_not_fit(change: dict[str, Any], words: str) -> None:
+    given = dict.fromkeys(("query", "key", "value"), torch.zeros(2, 4, 8, 16))
+    with pytest.raises(ValueError, match=words):
+        sparse_attention(**{**given, **change}, pattern=Dense())
+
+
+def test_modules_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="attn_mask_mode='plus' is unknown"):
+        SparseSelfAttention(CAUSAL, attn_mask_mode="plus")
+    with pytest.raises(ValueError, match="has no pattern. Pass one"):
+        SparseSelfAttention()(*_inputs(16))
+    with pytest.raises(ValueError, match="max_seq_length=32, but the sequence has 64 tokens"):
+        SparseSelfAttention(CAUSAL, max_seq_length=32)(*_inputs(64))
