@@ -40,6 +40,7 @@ _lazy("estimate", "lt_zero.memory.cli", "Estimate the memory of a run per rank a
 _lazy("export", _CHECKPOINTS, "Export a checkpoint's weights as safetensors, a state dict or a Lightning checkpoint.")
 _lazy("import", _CHECKPOINTS, "Convert a checkpoint of DeepSpeed, FSDP or others to a checkpoint directory.")
 _lazy("plot", "lt_zero.lightning.monitor.plot", "Plot a run's CSV logs: loss, rates, throughput, memory.")
+_lazy("tune", "lt_zero.tuning.cli", "Find the fastest configuration of a training script that fits into the memory.")
 _lazy("verify", _CHECKPOINTS, "Read every byte of a checkpoint directory, and print its contents.")
 
 

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from lt_zero.comm.communicator import Comm
 from lt_zero.comm.process_groups import init_distributed
-from lt_zero.config import ZeroConfig
+from lt_zero.config.load import examine
 from lt_zero.engine.full_params import gathered
 from lt_zero.engine.materialize import ConstructionSharder
 
@@ -42,7 +42,9 @@ class Init:
         enabled: bool = True,
     ) -> None:
         given = config if config is not None else config_dict_or_path
-        made = ZeroConfig.of(given) if given is not None else ZeroConfig(stage=3)
+        loaded = examine(given, default_stage=3 if given is None else None, for_run=True)
+        made = loaded.usable()
+        loaded.announce()
         self._dtype, self._before = dtype, torch.float32
         self._sharder: AbstractContextManager[Any] = nullcontext()
         if enabled and made.zero_optimization.stage == 3:

@@ -16,7 +16,7 @@ FLOORS = (
     {"engine"},
     {"step"},
     {"activation", "attention", "checkpoint", "memory"},
-    {"build", "zero"},
+    {"build", "tuning", "zero"},
     {"lightning", "inference", "loop"},
     {"__init__", "cli", "doctor", "sweep", "utils"},
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shlex
 import sys
 import warnings
 from collections import defaultdict
@@ -33,6 +34,8 @@ from lt_zero.config.rules import contradictions, inactive
 
 # Rank of the process and of the node; some launchers set only one.
 _RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+OVERRIDES = "LT_ZERO_OVERRIDES"  # of a run's configuration, as on a command line; stronger than what the script says
 
 
 class ConfigWarning(UserWarning):
@@ -136,20 +139,29 @@ def examine(
     overrides: Sequence[str] = (),
     default_stage: int | None = None,
     activations: Activations = None,
+    for_run: bool = False,
 ) -> Loaded:
     """``ZeroConfig.of`` whose warnings, and problems with keys and values, are returned.
+
+    ``for_run``: of a run, so that the overrides in the environment (``LT_ZERO_OVERRIDES``) are applied last.
 
     Raises:
         ConfigError: the configuration cannot be read at all.
     """
+    last = shlex.split(os.environ.get(OVERRIDES, "")) if for_run else []
     if isinstance(config, ZeroConfig):
-        if stage is None and not overrides and activations is None:
+        if stage is None and not overrides and activations is None and not last:
             return Loaded({}, config=config)
         config = plain(config)
     document = resolve(apply(read(config), overrides))
     written, mask = document.values, masking(document)
     document = _with_arguments(document, stage, default_stage, activations)
-    document = classify(rename(document), ZeroConfig, BLOCK_CHECKS)
+    document = rename(document)
+    if last:
+        document = rename(apply(document, last))
+        told = f"{OVERRIDES} in the environment sets {', '.join(text.partition('=')[0] for text in last)}."
+        document.notices.append(Notice("", told, kind="environment"))
+    document = classify(document, ZeroConfig, BLOCK_CHECKS)
     made = validate(document, ZeroConfig)
     _check_blocks(document, BLOCK_CHECKS)
     if made is not None:

@@ -53,6 +53,7 @@ from lt_zero.lightning.precision import ZeroPrecision
 from lt_zero.memory.check import check_optimizers
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.step.skipped_steps import hold_schedule
+from lt_zero.tuning.trial import Trial
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
@@ -98,7 +99,8 @@ class FabricZeroStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         activation_checkpointing: Mapping[str, Any] | ActivationCheckpointing | str | bool | None = None,
     ) -> None:
-        loaded = examine(config, stage, overrides, 3 if config is None else None, activation_checkpointing)
+        default = 3 if config is None else None
+        loaded = examine(config, stage, overrides, default, activation_checkpointing, for_run=True)
         self.config: ZeroConfig = loaded.usable()
         loaded.announce()
         _refuse_what_the_script_does(self.config)
@@ -107,6 +109,7 @@ class FabricZeroStrategy(DDPStrategy):
         self._known: list[weakref.ref[ShardedOptimizer]] = []
         self._scale: dict[str, Any] = {}  # of the checkpoint that is being loaded
         self._residuals: Any = None
+        self._trial = Trial.of_environment()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -215,6 +218,8 @@ class FabricZeroStrategy(DDPStrategy):
             raise ValueError(f"{name} steps parameters of several modules, or others, too. Make one for each module.")
         self._known.append(weakref.ref(ShardedOptimizer(engines[0], optimizer)))
         check_optimizers(engines[0], [sharded.optimizer for sharded in engines[0].optimizers])
+        if self._trial is not None:
+            self._trial.start(engines[0], self.config, accumulation=1)
         return optimizer
 
     @property
@@ -282,6 +287,8 @@ class FabricZeroStrategy(DDPStrategy):
         sharded, limit = self._sharded(optimizer), float(self.config.gradient_clipping or 0.0)
         call = partial(optimizer.step, **kwargs)
         self.precision.loss_scale_controller.step(sharded, self._number(sharded), limit, call)
+        if self._trial is not None and self._number(sharded) == 0:
+            self._trial.end_step()
         return output
 
     @override

@@ -96,7 +96,7 @@ class ZeroStrategy(DDPStrategy):
         | None = None,
     ) -> None:
         default = 3 if config is None else None
-        loaded = examine(config, stage, overrides, default, activation_checkpointing)
+        loaded = examine(config, stage, overrides, default, activation_checkpointing, for_run=True)
         self._reconciler = Reconciler(loaded.usable(), loaded.marks)
         loaded.announce()
         self._group_timeout = timeout

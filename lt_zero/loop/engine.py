@@ -42,7 +42,7 @@ from lt_zero.comm.process_groups import init_distributed
 from lt_zero.common.errors import CheckpointError, ConfigError
 from lt_zero.common.tensor_tree import map_tensors
 from lt_zero.config import ZeroConfig
-from lt_zero.config.load import resolved
+from lt_zero.config.load import examine, resolved
 from lt_zero.config.precision import dtype_policy, on_min_scale, resolve_mode
 from lt_zero.config.uses import check_same, tell_without_trainer
 from lt_zero.engine.engine import Engine
@@ -53,6 +53,7 @@ from lt_zero.optim.from_config import configured_optimizer, configured_scheduler
 from lt_zero.step.loss_scale import LossScaleController
 from lt_zero.step.sharded_optimizer import ShardedOptimizer
 from lt_zero.step.skipped_steps import hold_schedule
+from lt_zero.tuning.trial import Trial
 
 LATEST = "latest"  # the file that names the last checkpoint of a folder
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -94,7 +95,10 @@ def initialize(
         raise ValueError(f"lt_zero.initialize needs {lacks}=..., and got none. Pass it.")
     if dist_init_required is not False:
         init_distributed()
-    engine = TrainingEngine(model, ZeroConfig.of(given) if not isinstance(given, ZeroConfig) else given, args)
+    loaded = examine(given, for_run=True)
+    made = loaded.usable()
+    loaded.announce()
+    engine = TrainingEngine(model, made, args)
     engine.set_up(optimizer, model_parameters, lr_scheduler)
     loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
     engine.training_dataloader = loader
@@ -149,6 +153,7 @@ class TrainingEngine(nn.Module):
         self._scaled = False  # a loss of this micro-batch was scaled
         self._applied = False
         self._norm: Tensor | None = None
+        self._trial = Trial.of_environment()
 
     def set_up(self, optimizer: Any, parameters: Iterable[Any] | None, schedule: Any) -> None:
         """Shard the optimizer that was given or is configured, and make the schedule. Collective."""
@@ -173,6 +178,8 @@ class TrainingEngine(nn.Module):
         if schedule is not None and self.loss_scale_controller.checks and self._config.on_skipped_step != "advance":
             hold_schedule(schedule, self.loss_scale_controller.counter(0))
         self.loss_scale_controller.start_watching(self.engine)
+        if self._trial is not None:
+            self._trial.start(self.engine, self._config, accumulation=self._gas, micro=self._micro, loop=True)
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the engine, or of the module (``engine.generate``)."""
@@ -193,6 +200,8 @@ class TrainingEngine(nn.Module):
         if trains and self._sharded is not None:
             self.loss_scale_controller.before_backward([self._sharded], factor=self._gas)
             self.engine.reducer.sync = self.is_gradient_accumulation_boundary() and not self._quiet
+        if self._trial is not None:
+            self._trial.see_batch([args, kwargs])
         autocast = torch.autocast(self.device.type, policy.compute) if policy.autocast else nullcontext()
         with autocast, self.engine.forward_scope():
             return self.module(*args, **kwargs)
@@ -249,6 +258,8 @@ class TrainingEngine(nn.Module):
         self._pending = 0
         if self.lr_scheduler is not None and self._applied:
             self.lr_scheduler.step(**lr_kwargs)
+        if self._trial is not None:
+            self._trial.end_step()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the running micro-batch is the last one of a step."""

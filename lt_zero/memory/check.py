@@ -134,16 +134,23 @@ def check_optimizers(
     """
     if not limits.checks_wanted():
         return
-    known = [states_of(optimizer) for optimizer in optimizers]
-    states = max((count for count, _ in known), default=0.0) + averages
-    fused = engine.config.fused_step and all(fused for _, fused in known)
-    setup = Setup.of_comm(engine.comm, states=states, fused=fused, accumulates=accumulates, saves=saves)
+    setup = setup_of(engine, optimizers, accumulates, saves, averages)
     plan = plan_engine(engine.root, engine.config, engine.policy, engine.comm.mesh.shards)
     cast = forecast(plan, engine.config, engine.policy, setup)
     phases = [phase for phase in cast.phases if phase != "build"]
     held = sum(nbytes for kind, nbytes in measured(engine).items() if kind != RESTING)
-    advice = partial(_advice, engine.root, engine.config, engine.policy, setup, states * torch.float32.itemsize)
+    advice = partial(_advice, engine.root, engine.config, engine.policy, setup, setup.states * torch.float32.itemsize)
     _check(cast, phases, {engine.comm.device.type: held}, engine.config.max_cpu_gb, engine.comm, advice)
+
+
+def setup_of(
+    engine: Engine, optimizers: Iterable[Optimizer], accumulates: bool = False, saves: bool = True, averages: int = 0
+) -> Setup:
+    """What a forecast needs of a run beside the configuration; arguments as for ``check_optimizers``."""
+    known = [states_of(optimizer) for optimizer in optimizers]
+    states = max((count for count, _ in known), default=0.0) + averages
+    fused = engine.config.fused_step and all(fused for _, fused in known)
+    return Setup.of_comm(engine.comm, states=states, fused=fused, accumulates=accumulates, saves=saves)
 
 
 def _check(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -113,6 +116,15 @@ def _number(path: Path) -> int | None:
 def _stat(path: Path, key: str) -> int:
     values = dict(line.split(maxsplit=1) for line in _lines(path) if " " in line)
     return int(values.get(key, "0"))
+
+
+def peak_rss() -> int:
+    """The peak resident memory (bytes) of this process; without /proc it may be that of the parent before a fork."""
+    with suppress(OSError):
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        if (peak := next((line for line in lines if line.startswith("VmHWM:")), None)) is not None:
+            return int(peak.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def device_memory(device: torch.device) -> Available | None:

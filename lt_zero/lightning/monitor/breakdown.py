@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
-from contextlib import suppress
-from pathlib import Path
 from statistics import fmean
 
 import lightning.pytorch as pl
@@ -20,6 +16,7 @@ from lt_zero.common.timing import NOTHING, PARTS, STAGES, Clock, Span, Times, ph
 from lt_zero.lightning.model_report import memory_report
 from lt_zero.lightning.monitor.step_metrics import RunObserver, is_due
 from lt_zero.lightning.setup import Run
+from lt_zero.memory.limits import peak_rss
 
 EVERY = 10  # optimizer steps between lines without steps_per_print
 _WAITS = ("gather", "reduce", "offload")
@@ -213,15 +210,6 @@ def memory_now(device: torch.device) -> dict[str, int]:
         memory["reserved"] = torch.cuda.memory_reserved(device)
     resident = psutil.Process().memory_info().rss
     return {**memory, "process": resident, "process, peak": max(resident, peak_rss())}
-
-
-def peak_rss() -> int:
-    """The peak resident memory (bytes) of this process; without /proc it may be that of the parent before a fork."""
-    with suppress(OSError):
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        if (peak := next((line for line in lines if line.startswith("VmHWM:")), None)) is not None:
-            return int(peak.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def memory_table(number: int, rows: dict[str, dict[str, int]]) -> Table:

@@ -4,7 +4,7 @@ steps_per_print, csv_monitor, ...       a line and metrics every N steps    step
 wall_clock_breakdown, memory_breakdown  time and memory of a step           breakdown.py, timing.py
 flops_profiler                          operations per module               flops_profiler.py, flops.py
 comms_logger                            a table of collectives              comm/comm_log.py
-dump_state, log_level, disable_python_gc                                    here
+dump_state, log_level, disable_python_gc, trials of lt-zero tune            here
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from lt_zero.lightning.monitor.flops_profiler import Profiler
 from lt_zero.lightning.monitor.loggers import attach_loggers
 from lt_zero.lightning.monitor.step_metrics import RunObserver, StepPrinter
 from lt_zero.lightning.setup import Run
+from lt_zero.tuning.trial import Trial
 
 T = TypeVar("T")
 
@@ -67,6 +68,8 @@ class RunMonitor:
             self._observers.append(MemoryPhases(every or EVERY))
         if watched:
             self._observers.append(StepPrinter(every, self.flops))
+        if (trial := Trial.of_environment()) is not None:
+            self._observers.append(TrialObserver(trial))
         self._for_this_run = ExitStack()  # closed at the end of a run
         self._clean = True  # whether the run ended without an error
 
@@ -163,6 +166,31 @@ class RunMonitor:
     def after_validation(self) -> None:
         for observer in self._observers:
             observer.resume()
+
+
+class TrialObserver(RunObserver):
+    """Times the steps of a run that ``lt-zero tune`` has started, and ends it."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+        self._first: Optimizer | None = None  # with manual optimization a step is that of the first optimizer
+
+    def start(self, run: Run) -> None:
+        trainer = run.trainer
+        assert trainer is not None
+        steps, micro = trainer.accumulate_grad_batches, run.config.train_micro_batch_size_per_gpu
+        self._first, saves = run.optimizers[0] if run.optimizers else None, bool(trainer.checkpoint_callbacks)
+        self._trial.start(run.engine, run.config, accumulation=steps, micro=micro, saves=saves)
+
+    def after_forward(self, module: pl.LightningModule, batch: Any, output: Any) -> None:
+        self._trial.see_batch(batch)
+
+    def after_step(self, module: pl.LightningModule, optimizer: Optimizer) -> None:
+        if optimizer is self._first:
+            self._trial.end_step()
+
+    def pause(self) -> None:
+        self._trial.leave_out()
 
 
 # ---- dump_state, log_level, disable_python_gc ----------------------------------------------------------------------

@@ -1,0 +1,221 @@
+"""What ``lt-zero tune`` can try: candidates, the memory that each needs by its plan, and facts about the script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lt_zero.activation.checkpointing import find_modules
+from lt_zero.common.errors import ConfigError
+from lt_zero.config import ZeroConfig
+from lt_zero.config.blocks import ZeroOptimization
+from lt_zero.config.document import MISSING, Document, leaves
+from lt_zero.config.load import examine, plain, resolved
+from lt_zero.engine.engine import Engine
+from lt_zero.engine.partition import plan_engine
+from lt_zero.memory.check import setup_of
+from lt_zero.memory.estimate import Setting, settings
+from lt_zero.memory.forecast import DEVICE, HOST, Forecast, forecast
+
+_Z = "zero_optimization"
+_OFFLOADS = ("offload_optimizer", "offload_param")
+_REUSE = "stage3_max_reuse_distance"
+_LEAST_BUCKET = 1 << 16  # elements; smaller collectives cost more than they hide
+_PARTS = (4, 16)  # of the configured bucket, or of the model if that is smaller
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration to try. None: as the script has it.
+
+    Attributes:
+        setting: stage, offload, and whether weights are released after forward.
+        micro, accumulation: samples of a rank per micro-batch, and micro-batches per step; their product is fixed.
+        checkpointing: ``activation_checkpointing.mode``.
+        bucket: elements of ``reduce_bucket_size``, at stages 1 and 2 also of ``allgather_bucket_size``.
+    """
+
+    setting: Setting
+    micro: int | None = None
+    accumulation: int | None = None
+    checkpointing: str | None = None
+    bucket: int | None = None
+
+    def __str__(self) -> str:
+        parts = [str(self.setting)]
+        parts += [f"micro-batch {self.micro} * {self.accumulation}"] if self.micro is not None else []
+        parts += [f"activation_checkpointing.mode: {self.checkpointing}"] if self.checkpointing is not None else []
+        parts += [f"buckets of {self.bucket:,}"] if self.bucket is not None else []
+        return ", ".join(parts)
+
+    def overrides(self, base: ZeroConfig, nvme: str | None = None) -> list[str]:
+        """What changes ``base`` into this candidate, in Hydra's grammar; ``nvme``: folder for offload to files."""
+        zero, stage, found = base.zero_optimization, self.setting.stage, dict[str, Any]()
+        if self.setting != configured(base):
+            found[f"{_Z}.stage"] = stage
+            for key, place in zip(_OFFLOADS, self.setting.places, strict=True):
+                device, block = place.replace("-", "none"), getattr(zero, key)
+                found |= {f"{_Z}.{key}.device": device} if device != block.device else {}
+                path = (nvme or "").replace("\\", "\\\\").replace("'", "\\'")
+                found |= {f"{_Z}.{key}.nvme_path": f"'{path}'"} if device == "nvme" and nvme else {}
+            if self.setting.releases:
+                found[f"{_Z}.{_REUSE}"] = 0
+            elif stage == 3 and getattr(zero, _REUSE) == 0:
+                found[f"{_Z}.{_REUSE}"] = ZeroOptimization.model_fields[_REUSE].default
+        if self.micro is not None:
+            found["train_micro_batch_size_per_gpu"] = self.micro
+            found["gradient_accumulation_steps"] = self.accumulation
+        if self.checkpointing is not None:
+            found["activation_checkpointing.mode"] = self.checkpointing
+        if self.bucket is not None:
+            found[f"{_Z}.reduce_bucket_size"] = self.bucket
+            found |= {f"{_Z}.allgather_bucket_size": self.bucket} if stage in (1, 2) else {}
+        return [f"{key}={value}" for key, value in found.items()]
+
+
+def configured(config: ZeroConfig) -> Setting:
+    """The setting of a configuration."""
+    zero = config.zero_optimization
+    places = [zero.offload_optimizer.device, zero.offload_param.device if zero.stage == 3 else "none"]
+    optimizer, param = (place.replace("none", "-") for place in places)
+    return Setting(zero.stage, (optimizer, param), zero.stage == 3 and zero.stage3_max_reuse_distance == 0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the memory planner says of a setting with a bucket size.
+
+    Attributes:
+        accumulates: there are several micro-batches per step.
+        running: bytes of a rank, on the device that computes, in a step; without activations.
+        most: also while it is built and saved.
+        problem: why it cannot be run; "" if it can.
+    """
+
+    setting: Setting
+    bucket: int | None
+    accumulates: bool
+    running: int = 0
+    most: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a run of the script tells before its first step.
+
+    Attributes:
+        device: type of the device that computes.
+        base: the written configuration in plain containers, without secrets.
+        micro: samples of a rank per micro-batch, if configured.
+        accumulation: micro-batches per step.
+        loop: the script has a loop of its own (``lt_zero.initialize``).
+        bare: bytes of a rank without the engine's.
+        unrepeated: why no activations can be checkpointed; "" if they can.
+        plans: of all settings and of the bucket sizes that cut the model differently, each with and without
+            accumulation, in order of their expected speed.
+    """
+
+    device: str
+    world: int
+    base: dict[str, Any]
+    micro: int | None
+    accumulation: int
+    loop: bool
+    bare: int
+    unrepeated: str
+    plans: tuple[Plan, ...]
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Facts:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        plans = [
+            Plan(**{**plan, "setting": Setting(stage, (places[0], places[1]), releases)})
+            for plan in values["plans"]
+            for stage, places, releases in [plan["setting"]]
+        ]
+        return cls(**{**values, "plans": tuple(plans)})
+
+
+def written(config: ZeroConfig) -> dict[str, Any]:
+    """The written keys of a configuration in plain containers, without secrets."""
+    known, values = Document(resolved(config)), Document({})
+    for path, value in leaves(plain(config), lists=False):
+        if (safe := known.get(path)) is not MISSING or value == "auto":
+            values.put(path, value if value == "auto" else safe)
+    return values.values
+
+
+# ---- in the script -----------------------------------------------------------------------------------------------
+
+
+def unrepeated(engine: Engine, config: ZeroConfig) -> str:
+    """Why no activations of the model can be checkpointed; "" if they can."""
+    mode = config.activation_checkpointing.mode
+    block = config.activation_checkpointing.model_copy(update={"mode": "full" if mode == "none" else mode})
+    try:
+        find_modules(engine.root, block)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def plans_of(engine: Engine, config: ZeroConfig, saves: bool, nvme: str | None) -> Iterator[Plan]:
+    """The plans of all settings; of an engine whose optimizers are set up, and its configuration as it is resolved.
+
+    ``nvme``: a folder for files; offload to files is also planned if the configuration has one.
+    """
+    optimizers = [sharded.optimizer for sharded in engine.optimizers]
+    base, zero = configured(config), config.zero_optimization
+    has_disk = nvme is not None or any(getattr(zero, key).nvme_path is not None for key in _OFFLOADS)
+    ladder = [rung for rung in settings(engine.comm.device.type) if "nvme" not in rung.places or has_disk]
+    if engine.comm.world == 1:  # nothing is sharded: stages differ by what can be offloaded only
+        ladder = list({rung.places: rung for rung in reversed(ladder)}.values())[::-1]
+    numel = sum(p.numel() for p in engine.root.parameters())
+    for setting in dict.fromkeys([*ladder, base]):
+        cuts = set[tuple[int, ...]]()
+        for bucket in (None, *_buckets(zero, numel)):
+            candidate = Candidate(setting, bucket=bucket)
+            try:
+                made = examine(written(config), overrides=candidate.overrides(config, nvme)).usable()
+                made = made.model_copy(update={"zero_optimization": _resolved_sizes(made, config)})
+                shards = made.zero_optimization.shards(engine.comm.world)
+                plan = plan_engine(engine.root, made, engine.policy, shards)
+            except ConfigError as error:
+                yield from (Plan(setting, bucket, how, problem=str(error)) for how in (False, True))
+                continue
+            numels = tuple(sum(p.numel() for _, p in planned.parameters) for planned in plan.buckets)
+            if numels in cuts:
+                continue
+            cuts.add(numels)
+            for accumulates in (False, True):
+                setup = setup_of(engine, optimizers, accumulates, saves)
+                cast = forecast(plan, made, engine.policy, setup)
+                yield Plan(setting, bucket, accumulates, *_needs(cast))
+
+
+def _resolved_sizes(made: ZeroConfig, config: ZeroConfig) -> ZeroOptimization:
+    """The block of ``made`` with the sizes that "auto" became in ``config``."""
+    autos = {str(path[1]) for path in made.autos if path[0] == _Z and len(path) == 2}
+    values: Mapping[str, Any] = {name: getattr(config.zero_optimization, name) for name in autos}
+    return made.zero_optimization.model_copy(update=dict(values))
+
+
+def _buckets(zero: ZeroOptimization, numel: int) -> list[int]:
+    limit = min(zero.reduce_bucket_size, numel)
+    sizes = [1 << max(0, (limit // part).bit_length()) for part in _PARTS]
+    return [size for size in sizes if _LEAST_BUCKET <= size < limit]
+
+
+def _needs(cast: Forecast) -> tuple[int, int]:
+    """Bytes of rank 0 on the device that computes: in a step, and at most."""
+    place = HOST if cast.setup.device == "cpu" else DEVICE
+    needs = {phase: sum(cast.need_of_rank(phase, place, first=True).values()) for phase in cast.phases}
+    running = max(nbytes for phase, nbytes in needs.items() if phase not in ("build", "checkpoint"))
+    return running, max(needs.values())

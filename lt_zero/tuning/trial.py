@@ -1,0 +1,175 @@
+"""A trial of ``lt-zero tune``, inside the script: times optimizer steps, reports them, and ends the process.
+
+The command starts the script with a folder in the environment. There a trial finds its order, and rank 0 leaves
+``facts.json`` before the first step and ``report.json`` after the last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from lt_zero.common.tensor_tree import rows_of
+from lt_zero.config import ZeroConfig
+from lt_zero.engine.engine import Engine
+from lt_zero.memory.check import RESTING, measured
+from lt_zero.memory.limits import peak_rss
+from lt_zero.tuning.space import Facts, plans_of, unrepeated, written
+
+FOLDER = "LT_ZERO_TRIAL"  # in the environment: the folder of the trial
+ORDER, FACTS, REPORT = "order.json", "facts.json", "report.json"
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a trial is asked for.
+
+    Attributes:
+        warmup: optimizer steps before those that are timed; one more comes first.
+        steps: optimizer steps to time.
+        limit: bytes of a GPU that a rank may take; None: all.
+        nvme: folder in which offload to files may be planned.
+        plans: whether to write facts.
+    """
+
+    warmup: int
+    steps: int
+    limit: int | None = None
+    nvme: str | None = None
+    plans: bool = False
+
+    def write(self, folder: Path) -> None:
+        (folder / ORDER).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+class Trial:
+    """One trial. ``start`` is called once engine and optimizers exist, ``end_step`` after each optimizer step."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._order = Order(**json.loads((folder / ORDER).read_text(encoding="utf-8")))
+        self._engine: Engine | None = None
+        self._last: Any = None  # time of the last step's end
+        self._spans: list[tuple[Any, Any]] = []
+        self._left_out = False  # the time since the last step does not count
+        self._batch: int | None = None
+        self._built = 0  # peak bytes before the first step
+
+    @classmethod
+    def of_environment(cls) -> Trial | None:
+        """The trial that this process was started for."""
+        folder = os.environ.get(FOLDER)
+        return cls(Path(folder)) if folder else None
+
+    def start(
+        self,
+        engine: Engine,
+        config: ZeroConfig,
+        *,
+        accumulation: int,
+        micro: int | None = None,
+        saves: bool = False,
+        loop: bool = False,
+    ) -> None:
+        """Set-up is complete.
+
+        Args:
+            config: as far as it is resolved.
+            accumulation, micro, loop: as in ``Facts``.
+            saves: there will be checkpoints.
+        """
+        if self._engine is not None:
+            return
+        self._engine, device, order = engine, engine.comm.device, self._order
+        if device.type == "cuda" and order.limit is not None:
+            whole = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, order.limit / whole), device)
+        if order.plans and engine.comm.rank == 0:
+            held = sum(nbytes for kind, nbytes in measured(engine).items() if kind != RESTING)
+            bare = max(0, _taken(device) - held)
+            plans = tuple(plans_of(engine, config, saves, order.nvme))
+            refused = unrepeated(engine, config)
+            world, base = engine.comm.world, written(config)
+            facts = Facts(device.type, world, base, micro, accumulation, loop, bare, refused, plans)
+            facts.write(self._folder / FACTS)
+        self._built = _peak(device)
+        _reset_peak(device)
+
+    def see_batch(self, batch: Any) -> None:
+        """A micro-batch of the script, whose size is reported if it is clear."""
+        self._batch = self._batch or rows_of(batch)
+
+    def leave_out(self) -> None:
+        """Something else than training happens until the end of this step."""
+        self._left_out = True
+
+    def end_step(self) -> None:
+        """An optimizer step has ended. The process ends after the last step of the trial. Collective then."""
+        if self._engine is None:
+            return
+        now = self._now()
+        if self._last is not None and not self._left_out:
+            self._spans.append((self._last, now))
+        self._last, self._left_out = now, False
+        if len(self._spans) == self._order.warmup + self._order.steps:
+            self._finish(self._engine)
+
+    def _now(self) -> Any:
+        assert self._engine is not None
+        if self._engine.comm.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _finish(self, engine: Engine) -> None:
+        comm, device = engine.comm, engine.comm.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            seconds = [begin.elapsed_time(end) / 1e3 for begin, end in self._spans]
+        else:
+            seconds = [end - begin for begin, end in self._spans]
+        running = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _peak(device)
+        engine.prepare_reading()  # steps that are still running in the background
+        mine = seconds[self._order.warmup :], running, max(_peak(device), self._built)
+        ranks = comm.host_gather(mine, "the end of a trial")
+        if comm.rank == 0:
+            report = {
+                "seconds": [max(steps) for steps in zip(*(steps for steps, _, _ in ranks), strict=True)],
+                "running": max(nbytes for _, nbytes, _ in ranks),
+                "peak": max(nbytes for _, _, nbytes in ranks),
+                "batch": self._batch,
+            }
+            (self._folder / REPORT).write_text(json.dumps(report), encoding="utf-8")
+        comm.host_gather(None, "the report of a trial")  # a rank that leaves early would be an error on the others
+        engine.offload_manager.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # not an exception: callbacks would save checkpoints, and the script might go on
+
+
+def _taken(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return int(psutil.Process().memory_info().rss)
+
+
+def _peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_rss()
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):  # Linux; elsewhere the peak is that of the whole process
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
