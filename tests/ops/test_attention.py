@@ -161,6 +161,16 @@ def test_a_nan_that_is_seen_is_not_hidden(matrix_isa: str) -> None:
         assert out[0, 1].isfinite().all()
 
 
+@pytest.mark.parametrize("masked", [torch.finfo(torch.float32).min, 1e9])
+def test_gradients_where_all_keys_have_one_large_bias(matrix_isa: str, masked: float) -> None:
+    q, k, v = Case(64, 16, 32).tensors(torch.float32)
+    q, bias = 20 * q, torch.full((2, 64), masked)  # scores above 100, which such a bias rounds off
+    index, dout = BlockIndex.of(torch.ones(1, 4, 4), 16), torch.randn_like(q)
+    out, lse = attention_forward(q, k, v, index, key_bias=bias)
+    _, _, dv = attention_backward(dout, q, k, v, out, lse, index, key_bias=bias)
+    assert dv.abs().max() <= dout.abs().sum(2).max()  # no row has a weight above 1
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_results_do_not_depend_on_the_number_of_threads(matrix_isa: str, dtype: torch.dtype) -> None:
     case = Case(400, 16, 64, heads=4, kv_heads=2, layouts=4, causal=True, masked=50, dropout=0.2)

@@ -245,7 +245,9 @@ static inline void differentiate(const lt_attention &t, const Head &h, const Dro
         const Vec passing(offsets[other]), its_delta(COLUMNS ? h.row_delta[other] : 0.0f);
         const bool diagonal = t.causal && (COLUMNS ? other < tile.lo + TM - 1 : other > tile.lo);
         for (int v = 0; v < NV; v++) {
-            Vec x = multiply_add(read(p + v * W), scale, offset[v] + passing);
+            // Rounded as in the forward pass before the row's maximum leaves: no exponential of it is above 1.
+            Vec x = multiply_add(read(p + v * W), scale, COLUMNS ? offset[v] : passing);
+            x = x + (COLUMNS ? passing : offset[v]);
             if (diagonal) x = (COLUMNS ? tile.place[v] <= (int)other : tile.place[v] >= (int)other) ? x.x : least.x;
             x = exponential(x);
             Vec dp = read(p + shift + v * W), used = x;
