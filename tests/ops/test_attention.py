@@ -154,11 +154,13 @@ def test_a_nan_that_is_seen_is_not_hidden(matrix_isa: str) -> None:
     for dtype in DTYPES:
         q, k, v = Case(64, 16, 32).tensors(dtype)
         k[0, 0, 40, 3] = math.nan
+        k[0, 1, 60, 3] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)  # all bits are set
         index = BlockIndex.of(torch.eye(4)[None], 16)
         out, _ = attention_forward(q, k, v, index)
         assert out[0, 0, 32:48].isnan().all()
         assert out[0, 0, :32].isfinite().all()
-        assert out[0, 1].isfinite().all()
+        assert out[0, 1, 48:].isnan().all()
+        assert out[0, 1, :48].isfinite().all()
 
 
 @pytest.mark.parametrize("masked", [torch.finfo(torch.float32).min, 1e9])

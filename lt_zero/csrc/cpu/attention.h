@@ -28,7 +28,8 @@ static inline Vec exponential(Vec x) {
     p = multiply_add(p, r, Vec(0.24022242f));
     p = multiply_add(p, r, Vec(0.693147f));
     p = multiply_add(p, r, Vec(1.0f));
-    return (Lanes)(((Ints)p.x + ((Ints)shifted.x << 23)) & ~(x.x < -87.0f));
+    const Vec power = (Lanes)((Ints)p.x + ((Ints)shifted.x << 23));  // of a NaN any number: its last bits are a shift
+    return x.x >= -87.0f ? power.x : Vec(0.0f).x > x.x ? Vec(0.0f).x : x.x;
 }
 
 // ---- dropout -----------------------------------------------------------------------------------------------------
