@@ -67,15 +67,15 @@ class BlockIndex:
 
     def dense(self, length: int) -> Tensor:
         """The mask of all elements, [layouts, length, length] bool: True where a score is computed."""
-        there = torch.zeros(self.layouts * self.blocks, self.blocks, dtype=torch.bool)
-        rows = torch.repeat_interleave(torch.arange(self.layouts * self.blocks), self.row_begin.diff())
+        there = torch.zeros(self.layouts * self.blocks, self.blocks, dtype=torch.bool, device="cpu")
+        rows = torch.arange(self.layouts * self.blocks, device="cpu").repeat_interleave(self.row_begin.diff())
         there[rows, self.row_index.long()] = True
         there = there.view(self.layouts, self.blocks, self.blocks)
         return there.repeat_interleave(self.block, 1).repeat_interleave(self.block, 2)[:, :length, :length]
 
 
 def _lists(there: Tensor) -> tuple[Tensor, Tensor]:
-    begin = torch.zeros(there.shape[0] * there.shape[1] + 1, dtype=torch.int64)
+    begin = torch.zeros(there.shape[0] * there.shape[1] + 1, dtype=torch.int64, device="cpu")
     begin[1:] = there.sum(2).view(-1).cumsum(0)
     return begin, there.nonzero()[:, 2].int()
 
@@ -119,7 +119,8 @@ def attention_forward(
         return attention_forward_reference(
             q, k, v, index, causal=causal, scale=scale, key_bias=key_bias, dropout=dropout, seed=seed
         )
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    key_bias = key_bias.contiguous() if key_bias is not None else None
     tensors = {"q": q, "k": k, "v": v, "out": out}
     problem = _problem(tensors, index, lse, key_bias, causal=causal, scale=scale, dropout=dropout, seed=seed)
     call(lib, "attention_forward", q.device, ctypes.byref(problem))
@@ -163,6 +164,7 @@ def attention_backward(
         return attention_backward_reference(
             dout, q, k, v, index, causal=causal, scale=scale, key_bias=key_bias, dropout=dropout, seed=seed
         )
+    key_bias = key_bias.contiguous() if key_bias is not None else None
     dout = dout if dout.stride(3) == 1 else dout.contiguous()  # an expanded gradient has strides of 0
     out = out if out.stride(3) == 1 else out.contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -240,8 +242,8 @@ def dropout_mask(seed: int, number: int, rows: int, columns: int, dropout: float
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
     z ^= z >> 31
-    row = _mix(torch.arange(rows) ^ z % 2**32)
-    column = _mix(torch.arange(columns) ^ z >> 32)
+    row = _mix(torch.arange(rows, device="cpu") ^ z % 2**32)
+    column = _mix(torch.arange(columns, device="cpu") ^ z >> 32)
     return _mix(row[:, None] ^ column) >= int(dropout * 2**32)
 
 

@@ -214,6 +214,18 @@ def test_results_have_the_order_of_dimensions_of_their_inputs() -> None:
     assert all(torch.equal(a, b) for a, b in zip(grads, same, strict=True))
 
 
+def test_a_bias_that_is_no_contiguous_tensor() -> None:
+    q, k, v = Case(64, 16, 32).tensors(torch.float32)
+    index, bias = BlockIndex.of(torch.ones(1, 4, 4), 16), torch.randn(1, 64).expand(2, -1)
+    whole = bias.contiguous()
+    wanted, lse = attention_forward(q, k, v, index, key_bias=whole)
+    grads = attention_backward(q, q, k, v, wanted, lse, index, key_bias=whole)
+    out, _ = attention_forward(q, k, v, index, key_bias=bias)
+    assert torch.equal(out, wanted)
+    again = attention_backward(q, q, k, v, wanted, lse, index, key_bias=bias)
+    assert all(torch.equal(a, b) for a, b in zip(again, grads, strict=True))
+
+
 def test_dropout_drops_its_share_of_each_head_independently() -> None:
     masks = torch.stack([dropout_mask(7, head, 512, 768, 0.3) for head in range(4)]).double()
     count = masks[0].numel()
