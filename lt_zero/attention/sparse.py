@@ -64,9 +64,14 @@ def sparse_attention(
     rank, ranks = place_in(group)
     heads = query.shape[1] if query.dim() == 4 else 0
     _check(query, key, value, key_padding_mask, dropout, ranks)
+    if isinstance(scale, Tensor) and scale.requires_grad:
+        raise ValueError(
+            "scale requires a gradient, which is not computed. Multiply the queries with it, and pass 1.0."
+        )
     if group is None or ranks == 1:
         return _attend(query, key, value, pattern, _bias(key_padding_mask, query), dropout, scale, heads, 0)
     query, key, value = (exchange(x, group, to_heads=True) for x in (query, key, value))
+    _check_constant(key_padding_mask)
     mask = gather_tokens(key_padding_mask, group) if key_padding_mask is not None else None
     out = _attend(query, key, value, pattern, _bias(mask, query), dropout, scale, heads, rank * query.shape[1])
     return exchange(out, group, to_heads=False)
@@ -78,12 +83,14 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     """Attention of ``query``'s heads, which are number ``first`` and following of the ``heads``."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if query.shape[2] != key.shape[2] or query.dtype == torch.float64:
+    if query.shape[2] != key.shape[2] or query.dtype == torch.float64 or query.shape[0] == 0:
         allowed = allowed_elements(pattern, heads, query.shape[2], key.shape[2], query.device, first, query.shape[1])
         return dense(query, key, value, allowed, bias, dropout, scale)
     if query.device.type != "cpu":
         return flex(query, key, value, pattern, bias, dropout, scale, heads, first)
-    seed = torch.randint(1 << 62, ()) if dropout else torch.zeros((), dtype=torch.int64)
+    _check_constant(bias)
+    device = query.device
+    seed = torch.randint(1 << 62, (), device=device) if dropout else torch.zeros((), dtype=torch.int64, device=device)
     wanted = query.dtype
     if wanted == torch.float16:  # a CPU multiplies in fp32
         query, key, value = query.float(), key.float(), value.float()
@@ -349,14 +356,24 @@ def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
     if mask is None:
         return None
     if mask.dtype == torch.bool:
-        return torch.zeros(mask.shape, device=query.device).masked_fill_(mask, float("-inf"))
+        return torch.zeros(mask.shape, dtype=torch.float32, device=query.device).masked_fill_(mask, float("-inf"))
     return mask.to(torch.float64 if query.dtype == torch.float64 else torch.float32).contiguous()
+
+
+def _check_constant(mask: Tensor | None) -> None:
+    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "key_padding_mask requires a gradient, which is not computed. Pass mask.detach(); a learned bias can be "
+            "the rpe of SparseSelfAttention, which computes full matrices."
+        )
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, ranks: int) -> None:
     shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
     if query.dim() != 4 or key.dim() != 4 or key.shape != value.shape or query.shape[0] != key.shape[0]:
         raise ValueError(f"{shapes}: each must be [batch, heads, length, dim], key and value of one shape.")
+    if 0 in (query.shape[1], *key.shape[1:]):
+        raise ValueError(f"{shapes}: heads, length and dim must be at least 1.")
     if query.shape[-1] != key.shape[-1] or query.shape[1] % key.shape[1] or query.shape[2] > key.shape[2]:
         raise ValueError(
             f"{shapes}: one dim is needed, heads of the query that are a multiple of the key's, and no more queries "
@@ -366,7 +383,15 @@ def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropo
         raise ValueError(f"query {query.dtype}, key {key.dtype}, value {value.dtype}: one floating-point dtype.")
     if mask is not None and tuple(mask.shape) != (key.shape[0], key.shape[2]):
         raise ValueError(f"key_padding_mask {list(mask.shape)} must be [batch, length]: {[key.shape[0], key.shape[2]]}")
+    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+        kind = str(mask.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"key_padding_mask {kind} must be bool, True where a key is padding (mask == 0, if it is 0 there), or "
+            "floating-point, which is added to the scores."
+        )
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout} must be in [0, 1).")
+    if ranks > 1 and query.shape[2] != key.shape[2]:
+        raise ValueError(f"{shapes}: with group= each rank has as many queries as keys.")
     if key.shape[1] % ranks:
         raise ValueError(f"{shapes}: heads must be a multiple of the {ranks} ranks of group=.")

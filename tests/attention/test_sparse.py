@@ -71,6 +71,36 @@ def test_floating_point_masks_are_added_to_the_scores() -> None:
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_and_device_do_not_matter(dtype: torch.dtype) -> None:
+    inputs, mask = _inputs(52), torch.zeros(2, 52, dtype=torch.bool)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # as Lightning does in forward with precision="bf16-true"
+    try:
+        with torch.device("meta"):
+            found = sparse_attention(*inputs, CAUSAL, mask)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(found, sparse_attention(*inputs, CAUSAL, mask))
+
+
+def test_an_empty_batch() -> None:
+    inputs = [x.detach()[:0].requires_grad_() for x in _inputs(32)]
+    out, *grads = _results(sparse_attention(*inputs, CAUSAL), inputs)
+    assert [x.shape for x in (out, *grads)] == [x.shape for x in (inputs[0], *inputs)]
+
+
+def test_what_would_silently_have_no_gradient_is_refused() -> None:
+    inputs, bias = _inputs(32), torch.zeros(2, 32, requires_grad=True)
+    with pytest.raises(ValueError, match="key_padding_mask requires a gradient"):
+        sparse_attention(*inputs, CAUSAL, bias)
+    with torch.no_grad():
+        sparse_attention(*inputs, CAUSAL, bias)
+    learned: Any = torch.tensor(0.2, requires_grad=True)
+    with pytest.raises(ValueError, match="scale requires a gradient"):
+        sparse_attention(*inputs, CAUSAL, scale=learned)
+
+
 def test_the_last_queries_of_a_sequence() -> None:
     inputs = _inputs(70)
     whole = sparse_attention(*inputs, CAUSAL)
@@ -177,6 +207,9 @@ def test_the_module_takes_masks_of_elements(caplog: pytest.LogCaptureFixture) ->
         ({"query": torch.zeros(2, 4, 9, 16)}, "no more queries than keys"),
         ({"query": torch.zeros(2, 4, 8, 16).double()}, "one floating-point dtype"),
         ({"key_padding_mask": torch.zeros(2, 7)}, r"must be \[batch, length\]: \[2, 8\]"),
+        ({"key_padding_mask": torch.ones(2, 8, dtype=torch.long)}, "key_padding_mask int64 must be bool"),
+        ({"query": torch.zeros(2, 4, 8, 0), "key": (empty := torch.zeros(2, 4, 8, 0)), "value": empty}, "at least 1"),
+        ({"key": (none := torch.zeros(2, 0, 8, 16)), "value": none}, "at least 1"),
         ({"dropout": 1.0}, r"must be in \[0, 1\)"),
     ],
 )
