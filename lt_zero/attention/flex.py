@@ -47,6 +47,13 @@ def _compiled(device: str) -> Any:
 @functools.lru_cache(64)
 def block_mask(pattern: Pattern, heads: int, first: int, here: int, length: int, device: torch.device) -> BlockMask:
     """The mask of heads ``first`` to ``first + here``: tiles without an allowed element, full ones, and the others."""
+    with torch.inference_mode(False):  # backward keeps its tensors, also where a validation made them
+        return _block_mask(pattern, heads, first, here, length, device)
+
+
+def _block_mask(
+    pattern: Pattern, heads: int, first: int, here: int, length: int, device: torch.device
+) -> BlockMask:  # fmt: skip
     layout = distinct_layouts(pattern, heads, -(-length // pattern.block), first, here).to(device)
     shared, block, causal = layout.shape[0] == 1, pattern.block, pattern.causal
 

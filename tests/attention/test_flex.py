@@ -35,6 +35,13 @@ def test_only_tiles_with_elements_are_computed() -> None:
     assert mask.full_kv_num_blocks.tolist() == [[[0] + [1] * 7]]
 
 
+def test_a_mask_that_a_validation_made_serves_training() -> None:
+    with torch.inference_mode():
+        mask = block_mask(LocalSlidingWindow(block=32), 1, 0, 1, 416, torch.device("cpu"))
+    assert not mask.kv_indices.is_inference()  # else autograd could not save it
+    assert not mask.kv_num_blocks.is_inference()
+
+
 def test_dropout_is_refused() -> None:
     x = torch.zeros(1, 1, 16, 16)
     with pytest.raises(ValueError, match=r"dropout=0.1: FlexAttention.*Set it to 0"):
