@@ -55,7 +55,7 @@ def install(module: nn.Module, config: Schema, rank: int) -> None:
         return
     modules = [m for m in module.modules() if isinstance(m, SparseSelfAttention)]
     for own in modules:
-        own.pattern = own.pattern or pattern
+        own.configure(pattern)
     base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
     outermost = _outermost(module, base) if base is not None else []
     for model in outermost:

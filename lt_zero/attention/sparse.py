@@ -275,6 +275,12 @@ class SparseSelfAttention(nn.Module):
         self.key_padding_mask_mode, self.attn_mask_mode = key_padding_mask_mode, attn_mask_mode
         self.max_seq_length = max_seq_length
         self._told = False
+        self._configured: Pattern | None = None
+
+    def configure(self, pattern: Pattern) -> None:
+        """Take the pattern of a configuration, also after that of another one, unless the module has its own."""
+        if self.pattern is None or self.pattern is self._configured:
+            self.pattern = self._configured = pattern
 
     def extra_repr(self) -> str:
         return f"{self.pattern}"

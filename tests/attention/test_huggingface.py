@@ -109,6 +109,10 @@ def test_modules_without_a_pattern_take_that_of_the_configuration() -> None:
     model = nn.Sequential(SparseSelfAttention(), nn.Linear(2, 2))
     lt_zero.initialize(model=model, config=_config(BLOCK))
     assert model[0].pattern.num_local_blocks == 2
+    own = SparseSelfAttention(model[0].pattern)
+    again = nn.Sequential(model[0], own, nn.Linear(2, 2))  # of a later run, with another configuration
+    lt_zero.initialize(model=again, config=_config({**BLOCK, "num_local_blocks": 4}))
+    assert (model[0].pattern.num_local_blocks, own.pattern.num_local_blocks) == (4, 2)
 
 
 def _trains(stage: int) -> list[float]:
