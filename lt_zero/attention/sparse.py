@@ -90,7 +90,9 @@ def _attend(
         return flex(query, key, value, pattern, bias, dropout, scale, heads, first)
     _check_constant(bias)
     device = query.device
-    seed = torch.randint(1 << 62, (), device=device) if dropout else torch.zeros((), dtype=torch.int64, device=device)
+    # Ranks of a group often have one state of the generator: their heads are not to drop the same elements.
+    drawn = torch.randint(1 << 62, (), device=device) + first if dropout else None
+    seed = torch.zeros((), dtype=torch.int64, device=device) if drawn is None else drawn
     wanted = query.dtype
     if wanted == torch.float16:  # a CPU multiplies in fp32
         query, key, value = query.float(), key.float(), value.float()

@@ -42,7 +42,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _exchanged(grad, context.group, not context.to_heads), None, None
+        return exchange(grad, context.group, not context.to_heads), None, None
 
 
 def _exchanged(x: Tensor, group: ProcessGroup, to_heads: bool) -> Tensor:

@@ -173,6 +173,38 @@ def test_sequences_cut_over_ranks(pool: Pool, ranks: int, shared: int) -> None:
     pool.run(ranks, _over_ranks, shared)
 
 
+def _drops_over_ranks() -> Any:
+    torch.manual_seed(5)  # the same on each rank
+    x = torch.ones(1, 2, 16, 32)
+    kept = sparse_attention(torch.zeros_like(x), torch.zeros_like(x), x, Dense(), dropout=0.5, group=dist.group.WORLD)
+    return kept[0, :, :, 0].tolist()
+
+
+def test_heads_of_ranks_with_one_seed_drop_other_elements(pool: Pool) -> None:
+    first, second = torch.cat([torch.tensor(part) for part in pool.run(2, _drops_over_ranks)], 1)
+    assert (first != second).float().mean() > 0.5
+
+
+def _twice_over_ranks() -> None:
+    rank, inputs = dist.get_rank(), _inputs(32, heads=2, dtype=torch.float64)
+
+    def second(tensors: list[Tensor], part: slice, **options: Any) -> Tensor:
+        mine = [x.detach()[:, :, part].requires_grad_() for x in tensors]
+        (grad,) = torch.autograd.grad(
+            sparse_attention(*mine, CAUSAL, **options).square().sum(), mine[:1], create_graph=True
+        )
+        found: Tensor = torch.autograd.grad(grad.square().sum(), mine[1])[0]
+        return found
+
+    part = slice(16 * rank, 16 * rank + 16)
+    found = second(inputs, part, group=dist.group.WORLD)
+    torch.testing.assert_close(found, second(inputs, slice(None))[:, :, part])
+
+
+def test_second_derivatives_over_ranks(pool: Pool) -> None:
+    pool.run(2, _twice_over_ranks)
+
+
 def test_the_module_has_the_masks_of_deepspeeds() -> None:
     inputs = _inputs(64)
     keep = torch.ones(2, 64)
