@@ -82,7 +82,7 @@ def switch(model: Any, pattern: Pattern) -> None:
     """
     register()
     name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
+    if _crosses(model):
         raise ConfigError.about(KEY, f"{KEY}: {name} has cross-attention, which has no pattern. Remove the block.")
     sees_past = any(getattr(m, "is_causal", False) for m in model.modules())
     if sees_past and not pattern.causal:
@@ -94,6 +94,12 @@ def switch(model: Any, pattern: Pattern) -> None:
         raise ConfigError.about(KEY, f"{text}, which does not use its AttentionInterface. Remove the block.")
     for part in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
         setattr(part, KEY, settings_of(pattern))
+
+
+def _crosses(module: Any) -> bool:
+    """Whether a model, or a part of it, has keys of another sequence."""
+    config = getattr(module, "config", None)
+    return any(getattr(config, name, False) for name in ("is_encoder_decoder", "add_cross_attention"))
 
 
 # ---- what transformers calls ---------------------------------------------------------------------------------------
@@ -116,24 +122,37 @@ def attention(
             f'{type(module).__name__} was built with attn_implementation="{NAME}", but has no pattern. Write the block '
             f'{KEY} into the configuration of lt_zero, or set model.config.{KEY} = {{"mode": "fixed", ...}}.'
         )
-    _refuse(type(module).__name__, attention_mask, options)
+    _refuse(module, attention_mask, scaling, options)
     padding = None if attention_mask is None else attention_mask == 0
     pattern = pattern_from(settings)
+    _check_direction(pattern, options.get("is_causal", getattr(module, "is_causal", False)))
     out = sparse_attention(query, key, value, pattern, padding, dropout, scale=scaling)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _refuse(name: str, mask: Tensor | None, options: dict[str, Any]) -> None:
+def _refuse(module: Any, mask: Tensor | None, scaling: float | None, options: dict[str, Any]) -> None:
     """Raise ValueError for what would be left out."""
+    name = type(module).__name__
     given = [
         key
         for key in ("head_mask", "sliding_window", "softcap", "s_aux", "position_bias", "output_attentions")
         if options.get(key) is not None and options[key] is not False
     ]
+    if _crosses(module) or "CrossAttention" in name:
+        given.append("cross-attention")
+    if scaling is None:  # GPT-2's up to version 4 scales by itself, in its own attention only
+        given += [key for key in ("scale_attn_by_inverse_layer_idx",) if getattr(module, key, False)]
+        given += [f"{key}=False" for key in ("scale_attn_weights",) if not getattr(module, key, True)]
     if given:
         raise ValueError(f"{name} asks for {', '.join(given)}, which sparse attention has not. Choose another model.")
     if mask is not None and mask.dim() != 2:
         raise ValueError(f"attention_mask {list(mask.shape)}: sparse attention takes padding only, [batch, length].")
+
+
+def _check_direction(pattern: Pattern, causal: bool) -> None:
+    if causal and not pattern.causal:
+        key = f"{KEY}.attention"
+        raise ValueError(f'{key}="bidirectional", but the model is causal. Write "unidirectional".')
 
 
 def padding_mask(
@@ -141,16 +160,28 @@ def padding_mask(
     kv_length: int,
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
-    **__: Any,
+    config: Any = None,
+    **place: Any,
 ) -> Tensor | None:
     """The mask in the form of transformers' ``AttentionMaskInterface``: which keys are no padding, or None.
 
     Raises:
-        ValueError: the model wants another mask than a causal or a full one.
+        ValueError: the model wants another mask than a causal or a full one, or has a cache with empty places.
     """
     known: Any = importlib.import_module("transformers.masking_utils")
-    plain = [getattr(known, f"{kind}_mask_function", None) for kind in ("causal", "bidirectional")]
-    if mask_function is not None and mask_function not in plain:
+    causal, full = (getattr(known, f"{kind}_mask_function", None) for kind in ("causal", "bidirectional"))
+    settings = getattr(config, KEY, None)
+    if settings is not None and mask_function is causal:
+        _check_direction(pattern_from(settings), True)
+    there = _tokens(place, kv_length)
+    if there != kv_length:
+        raise ValueError(
+            f"The cache has places for {kv_length} tokens, of which {there} are there: sparse attention takes "
+            'caches that grow. Remove cache_implementation="static", or use DynamicCache.'
+        )
+    if mask_function not in (None, causal, full) and not _is_one_sequence(
+        mask_function, kv_length, attention_mask, place
+    ):
         raise ValueError(
             "The model has a mask of its own (sliding windows, or several sequences in one row by position_ids), which "
             "sparse attention has not. Give each sequence a row, or choose another attn_implementation."
@@ -159,3 +190,29 @@ def padding_mask(
         return None
     mask = attention_mask[:, -kv_length:].to(torch.bool)
     return None if bool(mask.all()) else mask
+
+
+def _tokens(place: dict[str, Any], length: int) -> int:
+    """How many of the ``length`` keys there are, those of the queries included."""
+    at: Tensor | None = place.get("cache_position")  # up to version 4
+    if at is not None:
+        end = int(at[-1]) + 1 if len(at) != length else length  # the number is on the device
+    elif "q_length" in place:
+        end = int(place.get("q_offset", 0)) + int(place["q_length"])
+    else:
+        return length
+    return end - int(place.get("kv_offset", 0))
+
+
+def _is_one_sequence(function: Any, length: int, attention_mask: Tensor | None, place: dict[str, Any]) -> bool:
+    """Whether a mask that may separate sequences in one row is a causal one, since there is one in each row.
+
+    transformers 4 gives such a mask to each model without an ``attention_mask`` and a cache.
+    """
+    at: Tensor | None = place.get("cache_position")
+    if at is None or attention_mask is not None or len(at) != length or getattr(function, "__name__", "") != "and_mask":
+        return False
+    rows = torch.arange(place["batch_size"], device=at.device)[:, None]
+    here, before, first = at[None, 1:], at[None, :-1], torch.zeros_like(at[None, 1:])
+    seen = function(rows, first, here, before) & function(rows, first, here, first)
+    return bool((seen & ~function(rows, first, before, here)).all())

@@ -86,6 +86,62 @@ def test_text_is_generated_as_without_a_cache() -> None:
     )
 
 
+def test_training_without_a_mask_and_a_cache() -> None:
+    model = _model(attn_implementation="lt_zero_sparse")
+    model.config.sparse_attention = BLOCK
+    tokens = _tokens()
+    wanted = model(tokens, attention_mask=torch.ones_like(tokens)).logits
+    assert torch.equal(model(tokens, use_cache=False).logits, wanted)
+
+
+def test_a_cache_with_empty_places_is_refused() -> None:
+    transformers = pytest.importorskip("transformers")
+    model = _model(attn_implementation="lt_zero_sparse").eval()
+    model.config.sparse_attention = BLOCK
+    for length in (80, 100):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=length)
+        if length == 80:  # full
+            torch.testing.assert_close(model(_tokens(), past_key_values=cache).logits, model(_tokens()).logits)
+        else:
+            with pytest.raises(ValueError, match="places for 100 tokens, of which 80 are there"):
+                model(_tokens(), past_key_values=cache)
+
+
+def test_a_causal_model_with_a_pattern_of_its_own_in_both_directions_is_refused() -> None:
+    model = _model(attn_implementation="lt_zero_sparse")
+    model.config.sparse_attention = {**BLOCK, "attention": "bidirectional"}
+    with pytest.raises(ValueError, match='"bidirectional", but the model is causal'):
+        model(_tokens())
+
+
+def test_cross_attention_is_refused() -> None:
+    transformers = pytest.importorskip("transformers")
+    small = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32000, "n_positions": 80}
+    config = transformers.GPT2Config(**small, add_cross_attention=True)
+    model = transformers.GPT2LMHeadModel._from_config(config, attn_implementation="lt_zero_sparse")
+    model.config.sparse_attention = BLOCK
+    with pytest.raises(ValueError, match="cross-attention, which sparse attention has not"):
+        model(_tokens(), encoder_hidden_states=torch.zeros(2, 80, 16))
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel has cross-attention"):
+        lt_zero.initialize(model=model, config=_config(BLOCK))
+
+
+@pytest.mark.parametrize("option", [{"scale_attn_weights": False}, {"scale_attn_by_inverse_layer_idx": True}])
+def test_a_scale_of_the_models_own_is_not_left_out(option: dict[str, bool]) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_embd=16, n_layer=2, n_head=2, vocab_size=32000, n_positions=80, initializer_range=0.5, **option
+    )
+    model = transformers.GPT2LMHeadModel._from_config(config, attn_implementation="eager").eval()
+    wanted = model(_tokens()).logits
+    lt_zero.initialize(model=model, config=_config({**BLOCK, "mode": "dense", "num_local_blocks": None}))
+    if int(transformers.__version__.split(".")[0]) < 5:  # does not tell the scale
+        with pytest.raises(ValueError, match=next(iter(option))):
+            model(_tokens())
+    else:
+        torch.testing.assert_close(model(_tokens()).logits, wanted, rtol=1e-3, atol=1e-3)
+
+
 def test_what_a_model_cannot_have() -> None:
     transformers = pytest.importorskip("transformers")
     with pytest.raises(ConfigError, match='"bidirectional", but LlamaForCausalLM is causal. Write "unidirectional"'):
