@@ -116,9 +116,10 @@ def attention_forward(
     lib = _check(q, k, v, index, key_bias, dropout, seed)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     if lib is None:
-        return attention_forward_reference(
+        out, lse = attention_forward_reference(
             q, k, v, index, causal=causal, scale=scale, key_bias=key_bias, dropout=dropout, seed=seed
         )
+        return torch.empty_like(q).copy_(out), lse.contiguous()
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     key_bias = key_bias.contiguous() if key_bias is not None else None
     tensors = {"q": q, "k": k, "v": v, "out": out}
@@ -161,9 +162,10 @@ def attention_backward(
         raise ValueError(f"lse is {_described(lse)}; {tuple(q.shape[:3])}, float32, contiguous is needed.")
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     if lib is None:
-        return attention_backward_reference(
+        dq, dk, dv = attention_backward_reference(
             dout, q, k, v, index, causal=causal, scale=scale, key_bias=key_bias, dropout=dropout, seed=seed
         )
+        return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
     key_bias = key_bias.contiguous() if key_bias is not None else None
     dout = dout if dout.stride(3) == 1 else dout.contiguous()  # an expanded gradient has strides of 0
     out = out if out.stride(3) == 1 else out.contiguous()
@@ -190,22 +192,33 @@ def attention_forward_reference(
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """``attention_forward`` in torch operations, with all scores in memory; in fp64 if q is."""
+    k, v = (_wide(t).repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    weights, kept, lse = _weights(_wide(q), k, index, causal, scale, key_bias, dropout, seed)
+    return ((weights * kept if kept is not None else weights) @ v).to(q.dtype), lse
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
+def _weights(
+    q: Tensor, k: Tensor, index: BlockIndex, causal: bool, scale: float | None, key_bias: Tensor | None, dropout: float,
+    seed: int,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """Softmax of the scores; what dropout multiplies it with, or None; and the logarithms of the sums."""
     batch, heads, length, dim = q.shape
-    wide = torch.promote_types(q.dtype, torch.float32)
-    group = heads // k.shape[1]
-    k, v = (t.to(wide).repeat_interleave(group, 1) for t in (k, v))
-    scores = (1 / math.sqrt(dim) if scale is None else scale) * (q.to(wide) @ k.transpose(2, 3))
+    scores = (1 / math.sqrt(dim) if scale is None else scale) * (q @ k.transpose(2, 3))
     if key_bias is not None:
-        scores = scores + key_bias[:, None, None].to(wide)
+        scores = scores + key_bias[:, None, None].to(q.dtype)
     seen = index.dense(length)
     scores = scores.masked_fill(~(seen.tril() if causal else seen), -math.inf)
     lse = scores.logsumexp(3)
     blind = (lse == -math.inf)[..., None]
     weights = scores.masked_fill(blind, 0.0).softmax(3).masked_fill(blind, 0.0)  # neither NaN, nor in the gradients
-    if dropout > 0:
-        kept = [dropout_mask(seed, number, length, length, dropout) for number in range(batch * heads)]
-        weights = weights * torch.stack(kept).view(batch, heads, length, length) / (1 - dropout)
-    return (weights @ v).to(q.dtype), lse
+    if not dropout:
+        return weights, None, lse
+    kept = [dropout_mask(seed, number, length, length, dropout) for number in range(batch * heads)]
+    return weights, torch.stack(kept).view(batch, heads, length, length).to(q.dtype) / (1 - dropout), lse
 
 
 def attention_backward_reference(
@@ -221,14 +234,19 @@ def attention_backward_reference(
     dropout: float = 0.0,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``attention_backward`` by autograd through ``attention_forward_reference``."""
-    with torch.enable_grad():
-        q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-        out, _ = attention_forward_reference(
-            q, k, v, index, causal=causal, scale=scale, key_bias=key_bias, dropout=dropout, seed=seed
-        )
-        dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
-    return dq, dk, dv
+    """``attention_backward`` in torch operations; without autograd, which does not run inside of an operator."""
+    shape, group = k.shape, q.shape[1] // k.shape[1]
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    wide_q, wide_k, wide_v, dout = map(_wide, (q, k, v, dout))
+    wide_k, wide_v = (t.repeat_interleave(group, 1) for t in (wide_k, wide_v))
+    weights, kept, _ = _weights(wide_q, wide_k, index, causal, scale, key_bias, dropout, seed)
+    dweights = dout @ wide_v.transpose(2, 3)
+    used = weights if kept is None else weights * kept
+    dweights = dweights if kept is None else dweights * kept
+    dscores = scale * weights * (dweights - (weights * dweights).sum(3, keepdim=True))
+    dk, dv = dscores.transpose(2, 3) @ wide_q, used.transpose(2, 3) @ dout
+    dk, dv = (t.unflatten(1, (shape[1], group)).sum(2) for t in (dk, dv))
+    return (dscores @ wide_k).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def dropout_mask(seed: int, number: int, rows: int, columns: int, dropout: float) -> Tensor:

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lt_zero.attention import BigBird, Dense, Fixed, Pattern, SparseSelfAttention, sparse_attention
 from lt_zero.attention.sparse import allowed_elements, dense
+from lt_zero.ops import library
 from tests.support.pool import Pool
 
 CAUSAL = Fixed(block=16, num_local_blocks=2, attention="unidirectional")
@@ -82,6 +83,20 @@ def test_the_default_dtype_and_device_do_not_matter(dtype: torch.dtype) -> None:
     finally:
         torch.set_default_dtype(before)
     assert torch.equal(found, sparse_attention(*inputs, CAUSAL, mask))
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, mask = _inputs(52, shared=2), torch.zeros(2, 52, dtype=torch.bool)
+    wanted = _exact(inputs, CAUSAL, mask)
+    monkeypatch.setattr(library, "cpu", lambda: None)
+
+    def run(*tensors: Tensor) -> Tensor:  # fails if memory has another order than the operator says
+        return sparse_attention(*tensors, CAUSAL, mask).transpose(1, 2).view(2, 52, -1)
+
+    for attend in (run, torch.compile(run, backend="aot_eager")):
+        out = attend(*inputs).unflatten(2, (4, -1)).transpose(1, 2)
+        for ours, exact in zip(_results(out, inputs), wanted, strict=True):
+            torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 def test_an_empty_batch() -> None:
