@@ -78,14 +78,23 @@ def switch(model: Any, pattern: Pattern) -> None:
     """Let a model of transformers compute its self-attention with ``pattern``.
 
     Raises:
-        ConfigError: it cannot be switched, or it is causal and the pattern is not.
+        ConfigError: it cannot be switched, or it is causal and the pattern is not, or only parts of it are causal.
     """
     register()
     name = type(model).__name__
     if _crosses(model):
         raise ConfigError.about(KEY, f"{KEY}: {name} has cross-attention, which has no pattern. Remove the block.")
-    sees_past = any(getattr(m, "is_causal", False) for m in model.modules())
-    if sees_past and not pattern.causal:
+    causal = [m for m in model.modules() if getattr(m, "is_causal", None) is True]
+    both = [type(m).__name__ for m in model.modules() if getattr(m, "is_causal", None) is False]
+    if causal and both:
+        text = (
+            f"{KEY}: {type(causal[0]).__name__} of {name} is causal, but {both[0]} is not, and one pattern cannot be "
+        )
+        remedy = (
+            f'for both. Remove the block, set {KEY} in one part\'s own config, and set_attn_implementation("{NAME}")'
+        )
+        raise ConfigError.about(KEY, f"{text}{remedy} of that part.")
+    if causal and not pattern.causal:
         key = f"{KEY}.attention"
         raise ConfigError.about(key, f'{key}="bidirectional", but {name} is causal. Write "unidirectional".')
     model.set_attn_implementation(NAME)

@@ -114,6 +114,26 @@ def test_a_causal_model_with_a_pattern_of_its_own_in_both_directions_is_refused(
         model(_tokens())
 
 
+def test_a_model_that_is_causal_in_parts_is_refused_and_one_part_can_be_switched() -> None:
+    transformers = pytest.importorskip("transformers")
+    register()
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**small, image_size=32, patch_size=8),
+        text_config=transformers.LlamaConfig(**small, vocab_size=64),
+    )
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    images, tokens = torch.randn(1, 3, 32, 32), _tokens()
+    before = model.model.vision_tower(images).last_hidden_state, model.model.language_model(tokens).last_hidden_state
+    with pytest.raises(ConfigError, match="LlamaAttention of LlavaFor.* is causal, but CLIPAttention is not"):
+        lt_zero.initialize(model=model, config=_config(BLOCK))
+    part = model.model.language_model
+    part.config.sparse_attention = BLOCK
+    part.set_attn_implementation("lt_zero_sparse")
+    assert torch.equal(model.model.vision_tower(images).last_hidden_state, before[0])
+    assert not torch.allclose(part(tokens).last_hidden_state, before[1])
+
+
 def test_cross_attention_is_refused() -> None:
     transformers = pytest.importorskip("transformers")
     small = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32000, "n_positions": 80}
