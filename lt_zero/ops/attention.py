@@ -102,7 +102,7 @@ def attention_forward(
         index: of a layout with ``heads`` layouts or one, of ``ceil(length / block)`` blocks.
         causal: keys after a row are not seen, also within a block.
         scale: of the scores; None: ``1 / sqrt(dim)``.
-        key_bias: [batch, length] fp32, contiguous, added to the scores of each key; -inf: the key is not seen.
+        key_bias: [batch, length] fp32, added to the scores of each key; -inf: the key is not seen.
         dropout: the share of elements of the softmax that is dropped, from 0 to below 1.
         seed: of dropout, from 0 to 2^63 - 1.
 
@@ -305,8 +305,6 @@ def _check(
         )
     if key_bias is not None and (key_bias.shape != (batch, length) or key_bias.dtype != torch.float32):
         raise ValueError(f"key_bias is {_described(key_bias)}; {(batch, length)}, float32 is needed.")
-    if key_bias is not None and not key_bias.is_contiguous():
-        raise ValueError(f"key_bias has strides {key_bias.stride()}; it must be contiguous.")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout is {dropout}; from 0 to below 1 is possible.")
     if not 0 <= seed < 2**63:
